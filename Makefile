@@ -1,0 +1,63 @@
+# Everything here works from a fresh clone, as root, with an empty HOME. `make demo` and `make test` need make, a C++20 compiler and
+# Python >= 3.11; the rest goes into .venv.
+#   PYTHON=python3.12   the interpreter to build .venv with (default: the newest there is)
+#   VENV=none           use PYTHON as it is, with what it has installed
+#   PYTEST="-k name"    more arguments for pytest
+
+PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11 3; do \
+  python$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v python$$v; break; }; done)
+VENV ?= .venv
+PYTEST ?=
+APT := apt-get install -y make g++ python3 python3-venv
+
+# The CUDA of the driver, "13", "12" or nothing: decides which GPU packages the demo installs.
+DRIVER_CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | head -n 1)
+DEMO_EXTRAS := demo$(if $(filter 12,$(DRIVER_CUDA)),$(comma)cuda12,$(if $(DRIVER_CUDA),$(comma)cuda13))
+comma := ,
+
+ifeq ($(VENV),none)
+  PY := $(PYTHON)
+  stamp =
+else
+  PY := $(VENV)/bin/python
+  stamp = $(VENV)/.$(1)
+endif
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-full test-gpu lint clean
+
+demo: $(call stamp,demo)
+	$(PY) -m mkernel demo
+
+test: $(call stamp,test)
+	$(PY) -m pytest -m "not gpu" $(PYTEST)
+
+test-full: $(call stamp,test)
+	$(PY) -m pytest -m "not gpu" --full $(PYTEST)
+
+test-gpu: $(call stamp,test)
+	$(PY) -m pytest -m gpu $(PYTEST)
+
+lint: $(call stamp,lint)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m codespell_lib
+	$(PY) -m clang_format --dry-run --Werror $$(find kernels_src -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.cpp')
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	find mkernel tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without ensurepip (Debian without python3-venv) the interpreter's own pip installs into a bare environment.
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo 'mkernel needs Python >= 3.11: $(APT)' >&2; exit 1; }
+	@rm -rf $(VENV)
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	elif $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install -q pip; \
+	else echo '$(PYTHON) has neither ensurepip nor pip: $(APT)' >&2; exit 1; fi || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.%: $(VENV)/bin/python pyproject.toml
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[$(if $(filter demo,$*),$(DEMO_EXTRAS),$*)]'
+	@touch $@

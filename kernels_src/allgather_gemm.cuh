@@ -1,0 +1,223 @@
+// allgather_gemm: C (M, N) = allgather(A) (M, K) * B (K, N). Included by the generated source after `struct Config`.
+//
+// intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
+// nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
+#pragma once
+#include "copy.cuh"
+#include "gemm.cuh"
+#include "ring.cuh"
+
+namespace mkernel {
+
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kGroupM
+using Shape = GemmShape<Config>;
+constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
+constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
+
+// ---- arguments
+struct alignas(64) Parameters {
+  abi::World world;
+  uint64_t a;              // this rank's shard (rows, K), contiguous
+  uint64_t gather_offset;  // data heap: (world size, rows, K); the own plane is the staging copy of network sends
+  uint64_t send_offset;    // data heap: where network sends read the shard
+  uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
+  uint32_t rows;           // M / W
+  uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
+  abi::TensorMap a_map;       // (rows, K)
+  abi::TensorMap gather_map;  // (world size, rows, K)
+  abi::TensorMap b_map;
+  abi::TensorMap c_map;  // (world size, rows, N)
+};
+
+struct Storage {
+  union {
+    GemmStorage<Config> gemm;
+    CopyStorage copy;
+  };
+};
+static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+
+// ---- where things are
+MK_DEVICE uint32_t num_chunks(const Parameters& p) { return (p.rows + Config::kChunkRows - 1) / Config::kChunkRows; }
+MK_DEVICE uint32_t chunk_bytes(const Parameters& p, uint32_t chunk) {
+  const uint32_t first = chunk * Config::kChunkRows, left = p.rows - first;
+  return (left < Config::kChunkRows ? left : Config::kChunkRows) * static_cast<uint32_t>(kRowBytes);
+}
+MK_DEVICE uint64_t chunk_offset(uint32_t chunk) { return uint64_t(chunk) * Config::kChunkRows * kRowBytes; }  // in the shard
+MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * kRowBytes; }
+MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t source, uint32_t chunk) {
+  return p.flag_offset + (uint64_t(source) * num_chunks(p) + chunk) * sizeof(uint64_t);
+}
+MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
+  const uint64_t* flag = reinterpret_cast<uint64_t*>(signals(call.world, call.world.local_rank) + flag_offset(p, source, chunk));
+  const abi::World& world = call.world;
+  const uint32_t local = source % Config::kRanksPerNode;  // its rail peer in this node forwards what comes from another node
+  const uint32_t writer = source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
+  return wait_ge(call, flag, call.epoch, Awaited{abi::kFlagChunk, source * num_chunks(p) + chunk, writer}, world.timeout_ns);
+}
+
+// ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
+// (their chunks arrive together), in groups of kGroupM tile rows that share B.
+struct Tiles {
+  const Parameters& p;
+
+  MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
+  MK_DEVICE uint32_t num_tiles() const { return rows_per_shard() * kWorldSize * Shape::kTilesN; }
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+    const uint32_t per_shard = rows_per_shard() * Shape::kTilesN;
+    constexpr uint32_t kLocal = Config::kRanksPerNode - 1, kRemote = kWorldSize - Config::kRanksPerNode;
+    uint32_t shards = 1, first = 0;  // of the tile's class: how many shards, and the first one's distance from this rank
+    if (tile >= per_shard * Config::kRanksPerNode) {
+      tile -= per_shard * Config::kRanksPerNode, shards = kRemote, first = Config::kRanksPerNode;
+    } else if (tile >= per_shard) {
+      tile -= per_shard, shards = kLocal, first = 1;
+    }
+    const uint32_t tile_rows = rows_per_shard() * shards;  // of the class
+    const uint32_t group = tile / (Config::kGroupM * Shape::kTilesN), in_group = tile % (Config::kGroupM * Shape::kTilesN);
+    const uint32_t left = tile_rows - group * Config::kGroupM, group_rows = left < Config::kGroupM ? left : Config::kGroupM;
+    const uint32_t tile_row = group * Config::kGroupM + in_group % group_rows;
+    return TileCoordinate{source(first + tile_row % shards), tile_row / shards, in_group / group_rows};
+  }
+  // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
+  MK_DEVICE uint32_t source(uint32_t distance) const {
+    constexpr uint32_t kR = Config::kRanksPerNode;
+    const uint32_t node = (p.world.node + distance / kR) % Config::kNumNodes;
+    return node * kR + (p.world.local_rank + distance % kR) % kR;
+  }
+
+  // ---- for the GEMM
+  MK_DEVICE bool needs_peers(const TileCoordinate& c) const { return c.plane != p.world.rank; }
+  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c) const {  // warp function
+    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
+    const uint32_t last = (end - 1) / Config::kChunkRows;
+    bool ok = true;
+    for (uint32_t chunk = begin / Config::kChunkRows + ptx::lane_index(); chunk <= last; chunk += 32) ok = ok && wait_chunk(call, p, c.plane, chunk);
+    return ptx::all_of_warp(ok);
+  }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return needs_peers(c) ? &p.gather_map : &p.a_map; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate& c) const { return needs_peers(c) ? c.plane : 0; }
+  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
+  MK_DEVICE const abi::TensorMap* c_map(const TileCoordinate&) const { return &p.c_map; }
+  MK_DEVICE int32_t c_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t c_plane(const TileCoordinate& c) const { return c.plane; }
+};
+
+// ---- intra_comm: one shard's chunks to the node's other ranks (one thread)
+struct PushedChunks {
+  const Call& call;
+  const Parameters& p;
+  uint32_t source;  // whose shard
+  const char* shard;
+  uint32_t begin, stride, last;  // chunks begin, begin + stride, ... < last
+  Trace& trace;
+  uint64_t since;
+
+  MK_DEVICE uint32_t first() const { return begin; }
+  MK_DEVICE uint32_t next(uint32_t chunk) const { return chunk + stride; }
+  MK_DEVICE uint32_t end() const { return last; }
+  MK_DEVICE uint32_t bytes(uint32_t chunk) const { return chunk_bytes(p, chunk); }
+  MK_DEVICE const char* source_of(uint32_t chunk) const { return shard + chunk_offset(chunk); }
+  MK_DEVICE void store(uint32_t chunk, uint32_t offset, const char* smem, uint32_t bytes) const {
+    const uint64_t at = plane_offset(p, source) + chunk_offset(chunk) + offset;
+#pragma unroll
+    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) ptx::bulk_store(heap(p.world, peer(i)) + at, smem, bytes);
+  }
+  MK_DEVICE void announce(uint32_t chunk) {
+    const uint64_t at = flag_offset(p, source, chunk);
+#pragma unroll
+    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(p.world, peer(i)) + at), call.epoch);
+    trace.record(source == p.world.rank ? abi::kTraceSend : abi::kTraceForward, source * num_chunks(p) + chunk, since);
+    since = trace.now();
+  }
+  MK_DEVICE uint32_t peer(uint32_t i) const { return (p.world.local_rank + i) % Config::kRanksPerNode; }
+};
+
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyStorage& storage, uint32_t index) {
+  if constexpr (Config::kRanksPerNode > 1) {
+    const abi::World& world = p.world;
+    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
+      if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
+    }
+    Trace trace(world, 2);
+    CopyRing ring(storage);
+    PushedChunks own{call, p, world.rank, reinterpret_cast<const char*>(p.a), index, Config::kIntraComm, num_chunks(p), trace, trace.now()};
+    ring.copy(own);
+    constexpr uint32_t kOthers = Config::kNumNodes - 1;
+    for (uint32_t item = index; item < num_chunks(p) * kOthers; item += Config::kIntraComm) {
+      const uint32_t chunk = item / kOthers, node = (world.node + 1 + item % kOthers) % Config::kNumNodes;
+      const uint32_t source = node * Config::kRanksPerNode + world.local_rank;
+      if (!wait_chunk(call, p, source, chunk)) return;
+      ptx::fence_proxy_async();
+      const char* shard = heap(world, world.local_rank) + plane_offset(p, source);
+      PushedChunks forwarded{call, p, source, shard, chunk, 1, chunk + 1, trace, trace.now()};
+      ring.copy(forwarded);
+    }
+  }
+}
+
+// ---- inter_send: this rank's chunks to its rail peers (one thread)
+struct StagedChunk {  // a copy of one chunk into the heap, where the network can read it
+  const Parameters& p;
+  uint32_t chunk;
+  MK_DEVICE uint32_t first() const { return chunk; }
+  MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
+  MK_DEVICE uint32_t end() const { return chunk + 1; }
+  MK_DEVICE uint32_t bytes(uint32_t c) const { return chunk_bytes(p, c); }
+  MK_DEVICE const char* source_of(uint32_t c) const { return reinterpret_cast<const char*>(p.a) + chunk_offset(c); }
+  MK_DEVICE void store(uint32_t c, uint32_t offset, const char* smem, uint32_t bytes) const {
+    ptx::bulk_store(heap(p.world, p.world.local_rank) + p.send_offset + chunk_offset(c) + offset, smem, bytes);
+  }
+  MK_DEVICE void announce(uint32_t) const {}
+};
+
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyStorage& storage, uint32_t index) {
+  if constexpr (Config::kNumNodes > 1) {
+    const abi::World& world = p.world;
+    Trace trace(world, 2);
+    CopyRing ring(storage);
+    uint64_t last_put = 0;
+    uint32_t last_peer = world.rank;
+    for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
+      const uint64_t begin = trace.now();
+      if (p.stage_send != 0) {
+        StagedChunk staged{p, chunk};
+        ring.copy(staged);
+      }
+      for (uint32_t i = 1; i < Config::kNumNodes; ++i) {
+        const uint32_t peer = (world.node + i) % Config::kNumNodes * Config::kRanksPerNode + world.local_rank;
+        if (!wait_entered(call, peer)) return;
+        const Put put{1 + index, peer, p.send_offset + chunk_offset(chunk), plane_offset(p, world.rank) + chunk_offset(chunk), chunk_bytes(p, chunk),
+                      flag_offset(p, world.rank, chunk), call.epoch};
+        last_put = issue_put(call, put);
+        last_peer = peer;
+        if (last_put == 0) return;
+      }
+      trace.record(abi::kTracePut, chunk, begin);
+    }
+    if (last_put != 0) wait_put(call, last_put, last_peer);  // the call ends only when its inputs may be reused
+  }
+}
+
+// ---- the role switch
+MK_DEVICE uint32_t role_of(uint32_t cta) {
+  if (cta < Config::kIntraComm) return abi::kIntraComm;
+  return cta < Config::kIntraComm + Config::kInterSend ? abi::kInterSend : abi::kCompute;
+}
+
+MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
+  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
+  const uint32_t cta = ptx::cta_index(), role = role_of(cta);
+  const Call call = begin_call(p.world, role);
+  if (ptx::thread_index() == 0) {
+    if (cta == 0) announce_entry<Config>(call);
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage.copy, cta);
+    if (role == abi::kInterSend) inter_send_role(call, p, storage.copy, cta - Config::kIntraComm);
+    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
+    gemm_init(storage.gemm);
+  }
+  ptx::sync_cta();
+  compute_role(call, Tiles{p}, storage.gemm);
+}
+
+}  // namespace mkernel

@@ -1,0 +1,301 @@
+// TMA and bulk copies. A load reads and writes at some later turn. A store reads shared memory at one turn and writes at another. Copies are
+// independent of each other, so they happen in any order; half of them only when nothing else can run, which is the latest legal time.
+#include <algorithm>
+#include <cstring>
+
+#include "model.hpp"
+
+namespace mkcpu {
+
+namespace {
+
+constexpr uint32_t kRowBytes = 128;      // of a box in shared memory
+constexpr uint32_t kSwizzleBytes = 16;   // unit of the 128-byte swizzle
+constexpr uint32_t kEagerOdds = 16, kLazyOdds = 1024;  // turns per copy
+
+// Calls f(shared row, first shared row's address bits, global address, first valid element, number of valid elements) for every row of the box.
+template <class F>
+void for_rows(const AsyncCopy& copy, F f) {
+  const CpuTensorMap& map = copy.map;
+  char* shared = copy.shared;
+  const int64_t x = copy.at[0], width = map.box[0];
+  const int64_t begin = x < 0 ? std::min(-x, width) : 0;
+  const int64_t left = static_cast<int64_t>(map.dims[0]) - x, end = left < begin ? begin : std::min(left, width);
+  for (uint32_t i = 0; i < map.box[2]; ++i) {
+    const int64_t z = int64_t(copy.at[2]) + i;
+    for (uint32_t j = 0; j < map.box[1]; ++j, shared += kRowBytes) {
+      const int64_t y = int64_t(copy.at[1]) + j;
+      const bool inside = z >= 0 && z < static_cast<int64_t>(map.dims[2]) && y >= 0 && y < static_cast<int64_t>(map.dims[1]);
+      const int64_t first = begin * map.element_bytes, bytes = inside ? (end - begin) * map.element_bytes : 0;
+      const uint64_t row = map.base + static_cast<uint64_t>(inside ? z : 0) * map.strides[1] + static_cast<uint64_t>(inside ? y : 0) * map.strides[0];
+      f(shared, reinterpret_cast<char*>(row + static_cast<uint64_t>(x * map.element_bytes + first)), static_cast<uint32_t>(first), static_cast<uint32_t>(bytes));
+    }
+  }
+}
+
+// Copies between a row of shared memory (128 bytes, its 16-byte chunks permuted by the address) and plain bytes.
+void swizzle(const Cta& cta, char* shared_row, char* plain, bool to_shared) {
+  const auto address = static_cast<uint32_t>(shared_row - cta.shared) + kSharedBase;
+  const uint32_t permutation = (address / kRowBytes) % 8;
+  for (uint32_t chunk = 0; chunk < kRowBytes / kSwizzleBytes; ++chunk) {
+    char* there = shared_row + (chunk ^ permutation) * kSwizzleBytes;
+    char* here = plain + chunk * kSwizzleBytes;
+    if (to_shared) {
+      memcpy(there, here, kSwizzleBytes);
+    } else {
+      memcpy(here, there, kSwizzleBytes);
+    }
+  }
+}
+
+// ThreadSanitizer intercepts memcpy: every access is then one of the current (asynchronous) context.
+void load(AsyncCopy& copy) {
+  if (copy.kind == Copy::kBulkLoad) {
+    tsan::read(copy.global, copy.bytes);
+    tsan::write(copy.shared, copy.bytes);
+    memcpy(copy.shared, copy.global, copy.bytes);
+    return;
+  }
+  for_rows(copy, [&](char* row, char* global, uint32_t first, uint32_t bytes) {
+    char plain[kRowBytes] = {};
+    if (bytes > 0) {
+      tsan::read(global, bytes);
+      memcpy(plain + first, global, bytes);
+    }
+    tsan::write(row, kRowBytes);
+    swizzle(*copy.cta, row, plain, true);
+  });
+}
+
+void read_shared(AsyncCopy& copy) {
+  copy.buffer.reset(new char[copy.bytes]);
+  tsan::read(copy.shared, copy.bytes);
+  memcpy(copy.buffer.get(), copy.shared, copy.bytes);
+}
+
+void write_global(AsyncCopy& copy) {
+  if (copy.kind == Copy::kBulkStore) {
+    tsan::write(copy.global, copy.bytes);
+    memcpy(copy.global, copy.buffer.get(), copy.bytes);
+    return;
+  }
+  for_rows(copy, [&](char* row, char* global, uint32_t first, uint32_t bytes) {
+    const auto address = static_cast<uint32_t>(row - copy.cta->shared) + kSharedBase;
+    const char* image = copy.buffer.get() + (row - copy.shared);
+    char plain[kRowBytes];
+    for (uint32_t chunk = 0; chunk < kRowBytes / kSwizzleBytes; ++chunk) {
+      memcpy(plain + chunk * kSwizzleBytes, image + (chunk ^ ((address / kRowBytes) % 8)) * kSwizzleBytes, kSwizzleBytes);
+    }
+    if (bytes > 0) {
+      tsan::write(global, bytes);
+      memcpy(global, plain + first, bytes);
+    }
+  });
+}
+
+void complete_load(Scheduler& s, AsyncCopy& copy) {
+  Cta& cta = *copy.cta;
+  const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(copy.bar) - cta.shared);
+  Mbarrier& bar = cta.mbarriers[offset];
+  if (*copy.bar != bar.word()) {
+    return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of thread %u completed on it",
+                                             cta.launch->rank, cta.index, offset, copy.issuer->thread));
+  }
+  bar.transactions -= copy.bytes;
+  if (bar.transactions < -int64_t(kMaxCount)) {
+    return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x received %lld bytes more than expected", cta.launch->rank,
+                                             cta.index, offset, static_cast<long long>(-bar.transactions)));
+  }
+  tsan::release(copy.bar);
+  complete_phase_if_done(s, cta, offset, bar);
+}
+
+bool stores_done(const StoreGroups& stores, uint64_t below, bool read_only) {
+  for (uint64_t g = stores.first; g < below; ++g) {
+    const StoreGroups::Group& group = stores.groups[g - stores.first];
+    if (group.reads_left != 0 || (!read_only && group.writes_left != 0)) return false;
+  }
+  return true;
+}
+
+void wake_if_stores_done(Scheduler& s, Fiber& fiber) {
+  const Waiting& w = fiber.waiting;
+  if (w.kind == Wait::kStores && stores_done(*fiber.stores, w.value, w.object != 0)) s.make_runnable(&fiber);
+}
+
+}  // namespace
+
+void Scheduler::issue(std::unique_ptr<AsyncCopy> copy) {
+  tsan::release(&copy->issued_sync);
+  (chance(2) ? eager : lazy).push_back(std::move(copy));
+  progress();
+  maybe_yield();
+}
+
+void Scheduler::step_copies() {
+  if (!eager.empty() && chance(kEagerOdds)) execute(eager, random() % eager.size());
+  if (!lazy.empty() && chance(kLazyOdds)) execute(lazy, random() % lazy.size());
+}
+
+bool Scheduler::execute_some_copy() {
+  const size_t count = eager.size() + lazy.size();
+  if (count == 0) return false;
+  const size_t index = random() % count;
+  if (index < eager.size()) {
+    execute(eager, index);
+  } else {
+    execute(lazy, index - eager.size());
+  }
+  return true;
+}
+
+void Scheduler::execute(std::vector<std::unique_ptr<AsyncCopy>>& list, size_t index) {
+  std::unique_ptr<AsyncCopy> copy = std::move(list[index]);
+  list[index] = std::move(list.back());
+  list.pop_back();
+  trace = trace * 31 + index + list.size();
+  progress();
+  Launch& launch = *copy->cta->launch;
+  tsan::AsyncContext context;
+  tsan::acquire(&copy->issued_sync);
+  if (copy->is_load()) {
+    load(*copy);
+    complete_load(*this, *copy);
+    if (!launch.error.empty()) finish_launch(launch, kFailed);
+    return;
+  }
+  StoreGroups& stores = *copy->issuer->stores;
+  StoreGroups::Group& group = stores.groups[copy->group - stores.first];
+  if (!copy->has_read) {
+    read_shared(*copy);
+    copy->has_read = true;
+    --group.reads_left;
+    tsan::release(&group.read_sync);
+    wake_if_stores_done(*this, *copy->issuer);
+    (chance(2) ? eager : lazy).push_back(std::move(copy));
+    return;
+  }
+  write_global(*copy);
+  --group.writes_left;
+  --launch.stores_in_flight;
+  tsan::release(&group.write_sync);
+  tsan::release(&launch.state);
+  wake_if_stores_done(*this, *copy->issuer);
+}
+
+namespace {
+
+constexpr uint32_t kTensorAlignment = 128;
+
+std::unique_ptr<AsyncCopy> new_copy(Copy kind, const void* shared, uint32_t bytes) {
+  auto copy = std::make_unique<AsyncCopy>();
+  copy->kind = kind;
+  copy->issuer = &self();
+  copy->cta = self().cta;
+  copy->shared = static_cast<char*>(const_cast<void*>(shared));
+  copy->bytes = bytes;
+  return copy;
+}
+
+const CpuTensorMap& checked_map(const void* map, const char* what) {
+  const auto& m = *static_cast<const CpuTensorMap*>(map);
+  if (reinterpret_cast<uintptr_t>(map) % 64 != 0) scheduler().fail_fiber("%s: the tensor map at %p is not aligned to 64 bytes", what, map);
+  if (m.magic != kTensorMapMagic) scheduler().fail_fiber("%s: %p is not a tensor map of target cpu", what, map);
+  return m;
+}
+
+uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2]; }
+
+void check_load(uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  if (!mbarrier_at(*fiber.cta, bar, what).visible) s.fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
+  check_clean(offset, bytes, what);
+  if (fiber.clock.fenced < fiber.clock.acquired) {
+    s.fail_fiber("missing fence.proxy.async: %s after an acquire of a flag, without fence_proxy_async between them", what);
+  }
+}
+
+void issue_store(std::unique_ptr<AsyncCopy> copy, uint32_t offset, const char* what) {
+  check_clean(offset, copy->bytes, what);
+  Fiber& fiber = self();
+  if (fiber.stores == nullptr) fiber.stores = std::make_unique<StoreGroups>();
+  StoreGroups& stores = *fiber.stores;
+  copy->group = stores.open();
+  ++stores.groups.back().reads_left;
+  ++stores.groups.back().writes_left;
+  stores.open_used = true;
+  ++fiber.cta->launch->stores_in_flight;
+  scheduler().issue(std::move(copy));
+}
+
+void check_bulk(const void* global, uint32_t bytes, const char* what) {
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+    scheduler().fail_fiber("%s: %u bytes at %p: both must be multiples of 16", what, bytes, global);
+  }
+}
+
+}  // namespace
+}  // namespace mkcpu
+
+using namespace mkcpu;
+
+void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
+  const CpuTensorMap& m = checked_map(map, "tma_load_3d");
+  const uint32_t bytes = box_bytes(m);
+  check_load(shared_offset(smem, bytes, kTensorAlignment, "tma_load_3d"), bytes, bar, "tma_load_3d");
+  auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
+  copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
+  scheduler().issue(std::move(copy));
+}
+
+void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
+  const CpuTensorMap& m = checked_map(map, "tma_store_3d");
+  const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, "tma_store_3d");
+  auto copy = new_copy(Copy::kTensorStore, smem, bytes);
+  copy->map = m, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
+  issue_store(std::move(copy), offset, "tma_store_3d");
+}
+
+void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
+  check_bulk(global, bytes, "bulk_load");
+  check_load(shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
+  auto copy = new_copy(Copy::kBulkLoad, smem, bytes);
+  copy->global = static_cast<char*>(const_cast<void*>(global)), copy->bar = bar;
+  scheduler().issue(std::move(copy));
+}
+
+void mkc_bulk_store(void* global, const void* smem, uint32_t bytes) {
+  check_bulk(global, bytes, "bulk_store");
+  const uint32_t offset = shared_offset(smem, bytes, 16, "bulk_store");
+  auto copy = new_copy(Copy::kBulkStore, smem, bytes);
+  copy->global = static_cast<char*>(global);
+  issue_store(std::move(copy), offset, "bulk_store");
+}
+
+void mkc_store_commit() {
+  Fiber& fiber = self();
+  if (fiber.stores == nullptr) fiber.stores = std::make_unique<StoreGroups>();
+  fiber.stores->groups.emplace_back();
+  fiber.stores->open_used = false;
+}
+
+void mkc_store_wait(uint32_t pending, bool read_only) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  if (fiber.stores == nullptr) return s.maybe_yield();
+  StoreGroups& stores = *fiber.stores;
+  const uint64_t below = stores.open() > pending ? stores.open() - pending : 0;
+  if (stores_done(stores, below, read_only)) {
+    s.maybe_yield();
+  } else {
+    s.park(Waiting{Wait::kStores, read_only, below, kNever});
+  }
+  for (uint64_t g = stores.first; g < below; ++g) {
+    StoreGroups::Group& group = stores.groups[g - stores.first];
+    tsan::acquire(&group.read_sync);
+    if (!read_only) tsan::acquire(&group.write_sync);
+  }
+  if (stores.waited < below) stores.waited = below;
+  while (!read_only && stores.first < below) stores.groups.pop_front(), ++stores.first;
+}

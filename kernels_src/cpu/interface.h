@@ -1,0 +1,99 @@
+// The boundary of the scheduler library: what compiled kernels call (from ptx.cuh) and what mkernel/runtime/cpu.py calls through ctypes.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define MKC_API extern "C" __attribute__((visibility("default")))
+
+// ---- called by kernels, on a fiber
+MKC_API uint32_t mkc_thread_index();
+MKC_API uint32_t mkc_cta_index();
+MKC_API uint32_t mkc_cta_count();
+MKC_API char* mkc_shared_memory();
+MKC_API uint32_t mkc_shared_address(const void* p);
+
+MKC_API void mkc_sync_cta();
+MKC_API void mkc_sync_warp();
+MKC_API void mkc_barrier(uint32_t id, uint32_t threads, bool wait);
+MKC_API uint32_t mkc_vote(bool value);  // bit per lane
+MKC_API uint32_t mkc_broadcast(uint32_t value, uint32_t lane);
+
+MKC_API uint64_t mkc_clock_ns();
+MKC_API void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline);
+
+MKC_API void mkc_mbarrier_init(uint64_t* bar, uint32_t count);
+MKC_API void mkc_mbarrier_init_fence();
+MKC_API void mkc_mbarrier_arrive(uint64_t* bar, uint32_t expected_bytes);
+MKC_API bool mkc_mbarrier_test(uint64_t* bar, uint32_t parity);
+MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity);
+
+MKC_API void mkc_fence_proxy_async(bool shared_only);
+
+MKC_API void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2);
+MKC_API void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2);
+MKC_API void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar);
+MKC_API void mkc_bulk_store(void* global, const void* smem, uint32_t bytes);
+MKC_API void mkc_store_commit();
+MKC_API void mkc_store_wait(uint32_t pending, bool read_only);
+
+// The memory operations themselves are inlined into the kernel (ThreadSanitizer then sees them); these report them.
+MKC_API void mkc_check_word(const void* p, uint32_t bytes);  // before: is the address a legal one?
+MKC_API void mkc_acquired(const void* p, uint64_t seen);     // after an acquiring load
+MKC_API void mkc_released();                                 // after a store or atomic that others may wait for
+
+MKC_API void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3);
+
+MKC_API void mkc_wgmma_fence();
+MKC_API void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, uint64_t b, bool accumulate);
+MKC_API void mkc_wgmma_commit();
+MKC_API void mkc_wgmma_wait(uint32_t pending);
+
+// ---- called by the host. One scheduler is used by one OS thread at a time.
+namespace mkcpu {
+
+// Why mkc_run came back. The Python mirror is in mkernel/runtime/cpu.py.
+enum Stop : int32_t {
+  kIdle = 0,        // no launch is running
+  kBudget = 1,      // the turns, or the time, are used up
+  kLaunchDone = 2,  // at least one launch ended (well or with an error): ask mkc_finished
+  kBlocked = 3,     // every thread waits for something that only the outside can do (a flag, a deadline)
+};
+enum Finished : int32_t { kRunningLaunch = 0, kSucceeded = 1, kFailed = 2 };
+
+struct CpuTensorMap {  // in the 128 bytes of abi::TensorMap
+  uint64_t magic;
+  uint64_t base;
+  uint64_t dims[3];     // elements, innermost first
+  uint64_t strides[2];  // bytes, of dimensions 1 and 2
+  uint32_t box[3];      // elements
+  uint32_t element_bytes;
+  uint64_t reserved[7];
+};
+static_assert(sizeof(CpuTensorMap) == 128, "abi");
+constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;
+
+}  // namespace mkcpu
+
+MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
+MKC_API void mkc_destroy(void* scheduler);
+MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
+                            uint32_t shared_bytes, uint32_t rank);
+MKC_API int32_t mkc_run(void* scheduler, uint64_t max_turns, uint64_t until_ns);
+MKC_API int32_t mkc_finished(void* scheduler, uint64_t launch);
+MKC_API void mkc_cancel(void* scheduler, uint64_t launch);
+MKC_API void mkc_forget(void* scheduler, uint64_t launch);                                   // a finished launch: frees its record
+MKC_API size_t mkc_error(void* scheduler, uint64_t launch, char* text, size_t capacity);     // of a failed launch
+MKC_API size_t mkc_report(void* scheduler, char* text, size_t capacity);                     // who waits for what, now
+MKC_API uint64_t mkc_now(void* scheduler);
+MKC_API void mkc_advance_to(void* scheduler, uint64_t ns);
+MKC_API uint64_t mkc_next_deadline(void* scheduler);  // the earliest deadline of a waiting thread; UINT64_MAX: none
+MKC_API void mkc_poke(void* scheduler);               // every thread that waits for a system flag looks again. From any thread.
+MKC_API uint64_t mkc_turns(void* scheduler);
+MKC_API uint64_t mkc_trace(void* scheduler);  // hash of the interleaving so far
+MKC_API void mkc_name(void* scheduler, uint64_t address, uint64_t bytes, const char* name);  // for reports; bytes = 0 removes
+
+// Memory operations for engines.
+MKC_API void mkc_copy(void* dst, const void* src, size_t bytes);
+MKC_API void mkc_signal(uint64_t* flag, uint64_t value);
+MKC_API uint64_t mkc_load(const uint64_t* flag);
+MKC_API void mkc_engine_acquire(void* scheduler);  // ThreadSanitizer: what fibers released so far happens before what this thread does next

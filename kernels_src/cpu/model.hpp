@@ -1,0 +1,269 @@
+// What the scheduler knows of a running kernel: launches, CTAs, warpgroups, warps, threads (fibers), and the operations in flight.
+#pragma once
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fiber.hpp"
+#include "interface.h"
+
+namespace mkcpu {
+
+constexpr uint32_t kLanes = 32;
+constexpr uint32_t kWarpgroupThreads = 128;
+constexpr uint32_t kNamedBarriers = 16;
+constexpr uint32_t kSharedBase = 1024;         // shared addresses start here: the first KiB belongs to the system, as on sm_90
+constexpr uint32_t kMaxShared = 227 * 1024;    // dynamic shared memory of a CTA
+constexpr uint32_t kSharedAlignment = 1024;
+constexpr uint32_t kChunkBytes = 16;           // granularity of the proxy-fence check
+constexpr uint64_t kNever = UINT64_MAX;
+
+struct Launch;
+struct Cta;
+struct Fiber;
+
+// A thread's view of "acquired from outside" and "made visible to the async proxy": sequence numbers of the CTA's acquiring loads. Joined
+// wherever threads synchronize, so that a fence anywhere in a TMA load's past counts.
+struct ProxyClock {
+  uint64_t acquired = 0;
+  uint64_t fenced = 0;
+  void join(const ProxyClock& other) {
+    if (other.acquired > acquired) acquired = other.acquired;
+    if (other.fenced > fenced) fenced = other.fenced;
+  }
+};
+
+enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kWarp, kWarpgroup, kStores, kFlag };
+
+// What a thread waits for; the meaning of the words depends on the kind.
+struct Waiting {
+  Wait kind = Wait::kNone;
+  uint64_t object = 0;  // mbarrier: shared offset; barrier: id; flag: its address; warp: the Meeting
+  uint64_t value = 0;   // mbarrier: parity; barrier: threads; flag: the value; stores: groups that may stay pending
+  uint64_t deadline = kNever;
+  bool operator==(const Waiting& o) const { return kind == o.kind && object == o.object && value == o.value; }
+};
+
+// Bulk store groups of one thread, numbered from 0 in commit order.
+struct StoreGroups {
+  struct Group {
+    uint32_t reads_left = 0, writes_left = 0;
+    char read_sync = 0, write_sync = 0;  // addresses for ThreadSanitizer
+  };
+  std::deque<Group> groups;  // groups[0] has number `first`; the last one is open
+  uint64_t first = 0;
+  uint64_t waited = 0;  // groups below this number have been waited for (at least .read)
+  bool open_used = false;
+  uint64_t open() const { return first + groups.size() - 1; }  // also the number of committed groups
+  StoreGroups() : groups(1) {}
+};
+
+struct Fiber {
+  Context context;
+  Stack stack;
+  void* tsan = nullptr;
+  Cta* cta = nullptr;
+  uint32_t thread = 0;
+  bool finished = false;
+  uint32_t warp_generation = 0;
+  Waiting waiting;
+  ProxyClock clock;
+  std::vector<uint32_t> dirty;           // chunks written through the generic proxy since the last proxy fence
+  std::vector<uint32_t> unfenced_inits;  // mbarriers
+  std::unique_ptr<StoreGroups> stores;
+  bool wgmma_fenced = false;
+  uint64_t wgmma_issued = 0, wgmma_committed = 0;
+};
+
+struct Mbarrier {
+  uint32_t expected = 0, pending = 0;
+  int64_t transactions = 0;
+  uint32_t phase = 0;
+  bool visible = false;     // to the async proxy: an init fence followed
+  bool had_bytes = false;   // the current phase expected bytes
+  bool unobserved = false;  // the last phase moved bytes and nobody has waited for it yet
+  ProxyClock clock;
+  std::vector<Fiber*> waiting;
+  uint64_t word() const;  // what lies in shared memory
+};
+
+struct NamedBarrier {
+  uint32_t expected = 0, arrived = 0;
+  ProxyClock clock;
+  std::vector<Fiber*> waiting;
+};
+
+enum class Meeting : uint8_t { kSync, kVote, kBroadcast, kStmatrix };
+
+// The warp rendezvous. Two sets of slots: a lane may be one meeting ahead of the slowest reader.
+struct Warp {
+  struct Slots {
+    uint32_t word[kLanes][4];
+    ProxyClock clock;
+  };
+  Slots slots[2];
+  uint32_t generation = 0;
+  uint32_t arrived = 0;  // lanes
+  Meeting meeting = Meeting::kSync;
+};
+
+struct Wgmma {
+  uint32_t n, element, a_major, b_major;
+  uint64_t a, b;
+  bool accumulate;
+  uint32_t threads = 0;  // that have issued it
+  float* d[kWarpgroupThreads];
+  bool same_operands(const Wgmma& o) const {
+    return n == o.n && element == o.element && a_major == o.a_major && b_major == o.b_major && a == o.a && b == o.b && accumulate == o.accumulate;
+  }
+};
+
+struct Warpgroup {
+  std::deque<Wgmma> ops;  // ops[0] has number `first`
+  uint64_t first = 0;
+  std::vector<uint64_t> group_ends;  // by commit number: ops below this number belong to it or an earlier one
+  uint32_t meeting = 0;              // threads in wgmma_wait
+  uint32_t pending = 0;              // its argument
+  std::vector<Fiber*> waiting;
+  char issued_sync = 0, done_sync = 0;  // addresses for ThreadSanitizer
+};
+
+struct Cta {
+  Launch* launch = nullptr;
+  uint32_t index = 0;
+  uint32_t live = 0;
+  char* shared = nullptr;
+  uint32_t shared_bytes = 0;
+  uint64_t stalled_until = 0;  // turn
+  std::unique_ptr<Fiber[]> fibers;
+  std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  NamedBarrier barriers[kNamedBarriers];
+  NamedBarrier everyone;  // sync_cta
+  std::unordered_map<uint32_t, Mbarrier> mbarriers;  // by shared offset
+  std::vector<uint16_t> dirty_owner;                 // by chunk: 1 + the thread that wrote it and has not fenced; 0: clean
+  uint64_t acquire_sequence = 0;
+  struct Seen {
+    uint64_t value = 0, sequence = 0;
+  };
+  std::unordered_map<const void*, Seen> seen;  // flags: what an acquiring load returned last, and the sequence number of that load
+};
+
+struct Launch {
+  uint64_t id = 0;
+  uint32_t rank = 0, grid = 0, threads = 0;
+  void (*entry)(const void*) = nullptr;
+  void* parameters = nullptr;
+  size_t parameter_bytes = 0;
+  std::vector<std::unique_ptr<Cta>> ctas;
+  uint32_t live_ctas = 0;
+  uint32_t stores_in_flight = 0;
+  int32_t state = kRunningLaunch;
+  std::string error;
+};
+
+enum class Copy : uint8_t { kTensorLoad, kBulkLoad, kTensorStore, kBulkStore };
+
+// A TMA or bulk copy in flight.
+struct AsyncCopy {
+  Copy kind;
+  bool has_read = false;  // a store: shared memory has been read
+  Fiber* issuer;
+  Cta* cta;
+  CpuTensorMap map;  // a copy: the kernel may change its own afterwards
+  int32_t at[3];
+  char* shared;
+  char* global;
+  uint32_t bytes;
+  uint64_t* bar;
+  uint64_t group;
+  std::unique_ptr<char[]> buffer;
+  char issued_sync;  // an address for ThreadSanitizer
+  bool is_load() const { return kind == Copy::kTensorLoad || kind == Copy::kBulkLoad; }
+};
+
+struct Scheduler {
+  explicit Scheduler(uint64_t seed, bool virtual_time);
+  ~Scheduler();
+
+  // ---- the run
+  int32_t run(uint64_t max_turns, uint64_t until_ns);
+  uint64_t launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
+                  uint32_t rank);
+  void remove(Launch& launch);  // stops it wherever it stands
+  void finish_launch(Launch& launch, int32_t state);
+  Launch* find(uint64_t id);
+  std::string report() const;
+
+  // ---- for what fibers call
+  uint64_t random();
+  bool chance(uint32_t one_in) { return random() % one_in == 0; }
+  void make_runnable(Fiber* fiber);
+  void wake(std::vector<Fiber*>& fibers);
+  void park(const Waiting& waiting);  // the current fiber, which is on the list of what it waits for
+  void yield(bool polling);           // `polling`: the thread looks again at something that may not have changed
+  void maybe_yield() {
+    if (chance(8)) yield(false);
+  }
+  [[noreturn]] void fail_fiber(const char* format, ...) __attribute__((format(printf, 2, 3)));
+  void fail_launch(Launch& launch, const std::string& what);  // from the scheduler's own context
+  void progress() { idle_polls = 0; }
+  uint64_t now() const;
+
+  // ---- async copies (async.cpp)
+  void issue(std::unique_ptr<AsyncCopy> copy);
+  void step_copies();  // sometimes one of those in flight
+  bool execute_some_copy();
+  void execute(std::vector<std::unique_ptr<AsyncCopy>>& list, size_t index);
+
+  // ---- flags
+  bool poll_flags(bool everyone);
+
+  const bool virtual_time;
+  uint64_t rng, turn = 0, trace = 0, clock = 0;
+  Fiber* current = nullptr;
+  Context main;
+  void* main_tsan = nullptr;
+  std::vector<Fiber*> runnable;
+  std::vector<Fiber*> flag_waiters;
+  std::vector<std::unique_ptr<AsyncCopy>> eager, lazy;  // lazy ones run when nothing else can
+  std::map<uint64_t, std::unique_ptr<Launch>> launches;
+  uint64_t next_launch = 1;
+  uint32_t running = 0;
+  bool ended = false;             // a launch ended since the last return of run
+  bool released = false;          // since the last look at the flags
+  bool released_since_wake = false;  // since everyone who waits for a flag last looked again
+  uint64_t idle_polls = 0;        // turns that only polled since the last progress
+  uint32_t poke = 0;              // atomic: another thread asks for a look at the flags
+  uint64_t stall_check = 0;
+  char published = 0;  // ThreadSanitizer: everything fibers released, for engines
+  std::map<uint64_t, std::pair<uint64_t, std::string>> names;
+  std::unique_ptr<StackPool> stacks;
+  std::vector<float> scratch;  // wgmma
+
+ private:
+  void run_fiber(Fiber* fiber);
+  Fiber* pick();
+  void stall_someone();
+  std::string describe(const Launch& launch) const;
+  std::string flag_name(uint64_t address) const;
+};
+
+Scheduler& scheduler();  // of the calling fiber
+Fiber& self();
+
+// Shared memory of the calling thread's CTA.
+uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what);
+Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what);
+void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar);
+void finish_thread(Scheduler& s, Fiber& fiber);  // checks at a thread's end
+void finish_cta(Scheduler& s, Cta& cta);         // checks at a CTA's end
+void check_clean(uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
+constexpr uint32_t kMaxCount = (1u << 20) - 1;   // of an mbarrier: arrivals, and bytes in flight
+
+std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace mkcpu

@@ -1,0 +1,171 @@
+// The cpu target's ptx.cuh: the names, signatures and meanings of kernels_src/ptx.cuh for a C++20 host compiler. Each CUDA thread is a fiber of
+// the scheduler library (interface.h); whatever may wait, or takes effect later, happens there.
+#ifndef MK_PTX_CUH  // the guard of kernels_src/ptx.cuh, which kernel headers find beside them and which must then be empty
+#define MK_PTX_CUH
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+#include "interface.h"
+
+#define MK_DEVICE inline
+#define MK_GRID_CONSTANT const
+#define MK_KERNEL(launch_threads)                                     \
+  MKC_API uint32_t mkernel_threads() { return (launch_threads); }     \
+  extern "C" void mkernel_entry
+
+namespace ptx {
+
+// ---- identity
+MK_DEVICE uint32_t thread_index() { return mkc_thread_index(); }
+MK_DEVICE uint32_t cta_index() { return mkc_cta_index(); }
+MK_DEVICE uint32_t cta_count() { return mkc_cta_count(); }
+MK_DEVICE uint32_t lane_index() { return mkc_thread_index() & 31u; }
+MK_DEVICE uint32_t warp_index() { return mkc_thread_index() >> 5; }
+MK_DEVICE char* shared_memory() { return mkc_shared_memory(); }
+MK_DEVICE uint32_t shared_address(const void* p) { return mkc_shared_address(p); }
+
+// ---- execution barriers
+MK_DEVICE void sync_cta() { mkc_sync_cta(); }
+MK_DEVICE void sync_warp() { mkc_sync_warp(); }
+MK_DEVICE void barrier_sync(uint32_t id, uint32_t threads) { mkc_barrier(id, threads, true); }
+MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { mkc_barrier(id, threads, false); }
+
+// ---- warp collectives
+MK_DEVICE bool all_of_warp(bool v) { return mkc_vote(v) == 0xffffffffu; }
+MK_DEVICE bool any_of_warp(bool v) { return mkc_vote(v) != 0; }
+MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return mkc_broadcast(v, lane); }
+template <uint32_t Registers>
+MK_DEVICE void registers_increase() {
+  static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "setmaxnreg");
+}
+template <uint32_t Registers>
+MK_DEVICE void registers_decrease() {
+  static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "setmaxnreg");
+}
+
+// ---- time
+constexpr uint32_t kPollsPerHostCheck = 1;  // threads poll only after something has changed
+MK_DEVICE uint64_t clock_ns() { return mkc_clock_ns(); }
+MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) { mkc_pause(flag, value, deadline); }
+
+// ---- mbarriers (shared memory)
+MK_DEVICE void mbarrier_init(uint64_t* bar, uint32_t count) { mkc_mbarrier_init(bar, count); }
+MK_DEVICE void mbarrier_init_fence() { mkc_mbarrier_init_fence(); }
+MK_DEVICE void mbarrier_arrive(uint64_t* bar) { mkc_mbarrier_arrive(bar, 0); }
+MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) { mkc_mbarrier_arrive(bar, bytes); }
+MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) { return mkc_mbarrier_test(bar, parity); }
+MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
+
+// ---- proxies
+MK_DEVICE void fence_proxy_async() { mkc_fence_proxy_async(false); }
+MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
+
+// ---- TMA
+MK_DEVICE void prefetch_tensor_map(const abi::TensorMap*) {}
+MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
+  mkc_tensor_load(smem, map, bar, c0, c1, c2);
+}
+MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
+  mkc_tensor_store(map, smem, c0, c1, c2);
+}
+MK_DEVICE void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) { mkc_bulk_load(smem, global, bytes, bar); }
+MK_DEVICE void bulk_store(void* global, const void* smem, uint32_t bytes) { mkc_bulk_store(global, smem, bytes); }
+MK_DEVICE void store_commit() { mkc_store_commit(); }
+template <uint32_t Pending>
+MK_DEVICE void store_wait_read() {
+  mkc_store_wait(Pending, true);
+}
+template <uint32_t Pending>
+MK_DEVICE void store_wait() {
+  mkc_store_wait(Pending, false);
+}
+
+// ---- memory: system and GPU scope words
+namespace detail {
+template <class T>
+inline T load_acquire(const T* p) {
+  mkc_check_word(p, sizeof(T));
+  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  mkc_acquired(p, v);
+  return v;
+}
+template <class T>
+inline void store_release(T* p, T v) {
+  mkc_check_word(p, sizeof(T));
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+  mkc_released();
+}
+template <class T>
+inline T atomic_add(T* p, T v, int order) {
+  mkc_check_word(p, sizeof(T));
+  const T old = order == __ATOMIC_RELAXED ? __atomic_fetch_add(p, v, __ATOMIC_RELAXED) : __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+  mkc_released();
+  return old;
+}
+}  // namespace detail
+MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) { return detail::load_acquire(p); }
+MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
+MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
+MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }
+MK_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
+MK_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_ACQ_REL); }
+MK_DEVICE uint64_t atomic_add(uint64_t* p, uint64_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
+MK_DEVICE uint32_t compare_and_swap(uint32_t* p, uint32_t expected, uint32_t desired) {
+  mkc_check_word(p, sizeof(uint32_t));
+  __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  mkc_released();
+  return expected;
+}
+
+// ---- numbers
+enum class Element : uint32_t { kBFloat16 = 0, kFloat16 = 1 };
+namespace detail {
+inline uint32_t to_bfloat16(float value) {  // round to nearest even; NaN becomes the canonical NaN, as cvt does
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+inline uint32_t to_float16(float value) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fffu;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and more round to infinity
+  if (magnitude < 0x38800000u) {                        // below 2^-14: the sum with 0.5 has the subnormal's unit as its last bit
+    const float shifted = __builtin_bit_cast(float, magnitude) + 0.5f;
+    return sign | (__builtin_bit_cast(uint32_t, shifted) - 0x3f000000u);
+  }
+  return sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+}
+}  // namespace detail
+template <Element E>
+MK_DEVICE uint32_t pack(float low, float high) {
+  if constexpr (E == Element::kBFloat16) {
+    return detail::to_bfloat16(low) | (detail::to_bfloat16(high) << 16);
+  } else {
+    return detail::to_float16(low) | (detail::to_float16(high) << 16);
+  }
+}
+
+MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3); }
+
+// ---- wgmma
+enum class Major : uint32_t { kK = 0, kMN = 1 };
+
+MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_t stride) {
+  const uint64_t address = (shared_address(smem) & 0x3ffffu) >> 4;
+  return address | (uint64_t(leading >> 4) << 16) | (uint64_t(stride >> 4) << 32) | (uint64_t(1) << 62);
+}
+MK_DEVICE void wgmma_fence() { mkc_wgmma_fence(); }
+MK_DEVICE void wgmma_commit() { mkc_wgmma_commit(); }
+template <uint32_t Pending, uint32_t Count>
+MK_DEVICE void wgmma_wait(float (&)[Count]) {
+  mkc_wgmma_wait(Pending);
+}
+template <uint32_t N, Element E, Major A, Major B>
+MK_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N == 64 || N == 128 || N == 192 || N == 256, "wgmma shape");
+  mkc_wgmma(d, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, b, accumulate);
+}
+
+}  // namespace ptx
+#endif  // MK_PTX_CUH

@@ -1,0 +1,323 @@
+// Where threads of a kernel meet: barriers, mbarriers, warps, system flags, and the proxy fences between them.
+#include "model.hpp"
+
+namespace mkcpu {
+
+uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what) {
+  const Cta& cta = *self().cta;
+  const char* address = static_cast<const char*>(p);
+  if (address < cta.shared || address > cta.shared + cta.shared_bytes || bytes > static_cast<size_t>(cta.shared + cta.shared_bytes - address)) {
+    scheduler().fail_fiber("%s: %u bytes at %p are outside shared memory (%u bytes at %p)", what, bytes, p, cta.shared_bytes, cta.shared);
+  }
+  const auto offset = static_cast<uint32_t>(address - cta.shared);
+  if (offset % alignment != 0) scheduler().fail_fiber("%s: shared +0x%x is not aligned to %u bytes", what, offset, alignment);
+  return offset;
+}
+
+void check_clean(uint32_t offset, uint32_t bytes, const char* what) {
+  const Cta& cta = *self().cta;
+  for (uint32_t chunk = offset / kChunkBytes; chunk * kChunkBytes < offset + bytes; ++chunk) {
+    if (cta.dirty_owner[chunk] == 0) continue;
+    scheduler().fail_fiber("missing fence.proxy.async: %s uses shared +0x%x (%u bytes), of which thread %u has written +0x%x with stmatrix_x4 and not "
+                           "fenced (fence_proxy_async_shared) before this",
+                           what, offset, bytes, cta.dirty_owner[chunk] - 1u, chunk * kChunkBytes);
+  }
+}
+
+namespace {
+// All arrive; the last one lets the waiting ones go.
+void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waiting& waiting) {
+  bar.clock.join(fiber.clock);
+  tsan::release(&bar);
+  const bool last = ++bar.arrived == bar.expected;
+  if (last) {
+    bar.arrived = 0;
+    s.wake(bar.waiting);
+  }
+  if (!wait) return s.maybe_yield();
+  if (last) {
+    s.yield(false);
+  } else {
+    bar.waiting.push_back(&fiber);
+    s.park(waiting);
+  }
+  fiber.clock.join(bar.clock);
+  tsan::acquire(&bar);
+}
+
+const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp", "broadcast", "stmatrix_x4"};
+
+// Waits until all lanes have come with their words; the slots stay readable until this lane's next meeting.
+const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  Cta& cta = *fiber.cta;
+  Warp& warp = cta.warps[fiber.thread / kLanes];
+  const uint32_t lane = fiber.thread % kLanes, generation = warp.generation;
+  if (warp.arrived != 0 && warp.meeting != meeting) {
+    s.fail_fiber("the warp has diverged: this lane is in %s, another one in %s", kMeetingNames[int(meeting)], kMeetingNames[int(warp.meeting)]);
+  }
+  Warp::Slots& slots = warp.slots[generation % 2];
+  if (warp.arrived == 0) slots.clock = ProxyClock();
+  warp.meeting = meeting;
+  slots.word[lane][0] = w0, slots.word[lane][1] = w1, slots.word[lane][2] = w2, slots.word[lane][3] = w3;
+  slots.clock.join(fiber.clock);
+  if (meeting == Meeting::kSync) tsan::release(&slots);  // the others order no memory
+  if (++warp.arrived == kLanes) {
+    warp.arrived = 0;
+    ++warp.generation;
+    const uint32_t first = fiber.thread - lane;
+    for (uint32_t l = 0; l < kLanes; ++l) {
+      if (l != lane) s.make_runnable(&cta.fibers[first + l]);
+    }
+    s.maybe_yield();
+  } else {
+    s.park(Waiting{Wait::kWarp, generation, 0, kNever});
+  }
+  fiber.clock.join(slots.clock);
+  if (meeting == Meeting::kSync) tsan::acquire(&slots);
+  return slots;
+}
+}  // namespace
+
+// ---- mbarriers
+
+uint64_t Mbarrier::word() const {
+  return uint64_t(phase) | (uint64_t(pending) << 1) | (uint64_t(expected) << 21) | ((uint64_t(transactions) & 0x1fffff) << 41) | (uint64_t(2) << 62);
+}
+
+namespace {
+void publish(Cta& cta, uint32_t offset, const Mbarrier& bar) { *reinterpret_cast<uint64_t*>(cta.shared + offset) = bar.word(); }
+}  // namespace
+
+Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what) {
+  const uint32_t offset = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what);
+  const auto it = cta.mbarriers.find(offset);
+  if (it == cta.mbarriers.end()) scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has not been initialized", what, offset);
+  if (*bar != it->second.word()) scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has been overwritten", what, offset);
+  return it->second;
+}
+
+void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar) {
+  if (bar.pending == 0 && bar.transactions == 0) {
+    bar.phase ^= 1;
+    bar.pending = bar.expected;
+    bar.unobserved = bar.had_bytes;
+    bar.had_bytes = false;
+    s.wake(bar.waiting);
+  }
+  publish(cta, offset, bar);
+}
+
+// ---- the end of threads and CTAs
+
+void finish_thread(Scheduler& s, Fiber& fiber) {
+  if (fiber.stores != nullptr) {
+    if (fiber.stores->open_used) s.fail_fiber("ended with bulk stores that were never committed (store_commit missing)");
+    if (fiber.stores->waited < fiber.stores->open()) s.fail_fiber("ended with bulk stores in flight (store_wait or store_wait_read missing)");
+  }
+  const Warpgroup& group = fiber.cta->warpgroups[fiber.thread / kWarpgroupThreads];
+  if (fiber.wgmma_issued > group.first) s.fail_fiber("ended with wgmma in flight (wgmma_wait missing)");
+}
+
+void finish_cta(Scheduler& s, Cta& cta) {
+  const auto complain = [&](const char* what, uint32_t at) {
+    s.fail_launch(*cta.launch, format("rank %u, CTA %u: ended, but %s (shared +0x%x)", cta.launch->rank, cta.index, what, at));
+  };
+  for (const auto* list : {&s.eager, &s.lazy}) {
+    for (const auto& copy : *list) {
+      if (copy->cta == &cta && copy->is_load()) complain("a TMA load into it is in flight", static_cast<uint32_t>(copy->shared - cta.shared));
+    }
+  }
+  for (const auto& [offset, bar] : cta.mbarriers) {
+    const bool intact = *reinterpret_cast<const uint64_t*>(cta.shared + offset) == bar.word();
+    if (intact && bar.unobserved) complain("nobody has waited for the TMA loads of an mbarrier", offset);
+  }
+}
+
+}  // namespace mkcpu
+
+using namespace mkcpu;
+
+// ---- identity
+
+uint32_t mkc_thread_index() { return self().thread; }
+uint32_t mkc_cta_index() { return self().cta->index; }
+uint32_t mkc_cta_count() { return self().cta->launch->grid; }
+char* mkc_shared_memory() { return self().cta->shared; }
+uint32_t mkc_shared_address(const void* p) { return shared_offset(p, 0, 1, "shared_address") + kSharedBase; }
+
+// ---- execution barriers
+
+void mkc_sync_cta() {
+  Fiber& fiber = self();
+  Cta& cta = *fiber.cta;
+  cta.everyone.expected = cta.live;
+  meet(scheduler(), fiber, cta.everyone, true, Waiting{Wait::kCta, 0, 0, kNever});
+}
+
+void mkc_sync_warp() { meet_warp(Meeting::kSync, 0, 0, 0, 0); }
+
+void mkc_barrier(uint32_t id, uint32_t threads, bool wait) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  const char* what = wait ? "barrier_sync" : "barrier_arrive";
+  if (id >= kNamedBarriers) s.fail_fiber("%s: barrier %u, there are %u", what, id, kNamedBarriers);
+  if (threads == 0 || threads % kLanes != 0 || threads > fiber.cta->launch->threads) {
+    s.fail_fiber("%s: %u threads: must be a multiple of %u and at most the CTA's %u", what, threads, kLanes, fiber.cta->launch->threads);
+  }
+  NamedBarrier& bar = fiber.cta->barriers[id];
+  if (bar.arrived != 0 && bar.expected != threads) {
+    s.fail_fiber("%s: barrier %u of %u threads, others use it with %u", what, id, threads, bar.expected);
+  }
+  bar.expected = threads;
+  meet(s, fiber, bar, wait, Waiting{Wait::kBarrier, id, threads, kNever});
+}
+
+// ---- warp collectives
+
+uint32_t mkc_vote(bool value) {
+  const Warp::Slots& slots = meet_warp(Meeting::kVote, value, 0, 0, 0);
+  uint32_t votes = 0;
+  for (uint32_t lane = 0; lane < kLanes; ++lane) votes |= slots.word[lane][0] << lane;
+  return votes;
+}
+
+uint32_t mkc_broadcast(uint32_t value, uint32_t lane) { return meet_warp(Meeting::kBroadcast, value, 0, 0, 0).word[lane % kLanes][0]; }
+
+void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  constexpr uint32_t kRowBytes = 16;
+  const uint32_t offset = shared_offset(row, kRowBytes, kRowBytes, "stmatrix_x4");
+  const Warp::Slots& slots = meet_warp(Meeting::kStmatrix, m0, m1, m2, m3);
+  Fiber& fiber = self();
+  Cta& cta = *fiber.cta;
+  const uint32_t lane = fiber.thread % kLanes, matrix = lane / 8, first = lane % 8 * 4;  // a row's elements come from four lanes
+  uint32_t words[4];
+  for (uint32_t i = 0; i < 4; ++i) words[i] = slots.word[first + i][matrix];
+  tsan::write(row, kRowBytes);
+  __builtin_memcpy(row, words, kRowBytes);
+  cta.dirty_owner[offset / kChunkBytes] = static_cast<uint16_t>(fiber.thread + 1);
+  fiber.dirty.push_back(offset / kChunkBytes);
+}
+
+// ---- time and flags
+
+uint64_t mkc_clock_ns() {
+  Scheduler& s = scheduler();
+  const uint64_t time = s.now();
+  s.clock += 1;  // a thread that only looks at the clock sees it move
+  return time;
+}
+
+void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
+  Scheduler& s = scheduler();
+  mkc_check_word(flag, sizeof(uint64_t));
+  if (__atomic_load_n(flag, __ATOMIC_RELAXED) >= value || s.now() >= deadline) return s.yield(true);
+  s.flag_waiters.push_back(s.current);
+  s.park(Waiting{Wait::kFlag, reinterpret_cast<uint64_t>(flag), value, deadline});
+}
+
+void mkc_check_word(const void* p, uint32_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(p);
+  if (address % bytes != 0 || address < 4096) scheduler().fail_fiber("an atomic access of %u bytes at %p", bytes, p);
+}
+
+void mkc_acquired(const void* p, uint64_t seen) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  Cta::Seen& known = fiber.cta->seen[p];
+  const bool changed = known.value != seen;
+  if (changed) known = Cta::Seen{seen, ++fiber.cta->acquire_sequence};
+  fiber.clock.join(ProxyClock{known.sequence, 0});
+  if (s.chance(4)) s.yield(!changed);
+}
+
+void mkc_released() {
+  Scheduler& s = scheduler();
+  tsan::release(&s.published);
+  s.released = s.released_since_wake = true;
+  s.progress();
+  s.maybe_yield();
+}
+
+// ---- mbarriers
+
+void mkc_mbarrier_init(uint64_t* word, uint32_t count) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  const uint32_t offset = shared_offset(word, sizeof(uint64_t), sizeof(uint64_t), "mbarrier_init");
+  if (count == 0 || count > kMaxCount) s.fail_fiber("mbarrier_init: a count of %u", count);
+  Mbarrier& bar = fiber.cta->mbarriers[offset];
+  if (!bar.waiting.empty()) s.fail_fiber("mbarrier_init: threads wait for the mbarrier at shared +0x%x", offset);
+  bar = Mbarrier();
+  bar.expected = bar.pending = count;
+  fiber.unfenced_inits.push_back(offset);
+  publish(*fiber.cta, offset, bar);
+}
+
+void mkc_mbarrier_init_fence() {
+  Fiber& fiber = self();
+  for (const uint32_t offset : fiber.unfenced_inits) fiber.cta->mbarriers[offset].visible = true;
+  fiber.unfenced_inits.clear();
+}
+
+void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_arrive");
+  const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
+  if (bar.pending == 0) s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
+  bar.transactions += expected_bytes;
+  if (bar.transactions > kMaxCount) s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
+  bar.had_bytes = bar.had_bytes || expected_bytes != 0;
+  bar.clock.join(fiber.clock);
+  tsan::release(word);
+  --bar.pending;
+  complete_phase_if_done(s, *fiber.cta, offset, bar);
+  s.progress();
+  s.maybe_yield();
+}
+
+bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  if (parity > 1) s.fail_fiber("mbarrier_wait: a parity of %u", parity);
+  Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
+  if (bar.phase == parity) {
+    s.yield(true);
+    return false;
+  }
+  bar.unobserved = false;
+  fiber.clock.join(bar.clock);
+  tsan::acquire(word);
+  return true;
+}
+
+void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
+  Scheduler& s = scheduler();
+  Fiber& fiber = self();
+  if (parity > 1) s.fail_fiber("mbarrier_wait: a parity of %u", parity);
+  Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
+  const auto offset = static_cast<uint64_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
+  // Looks again after waking: a thread so late that the phase's parity has come round again waits on, as it may on the machine.
+  while (bar.phase == parity) {
+    bar.waiting.push_back(&fiber);
+    s.park(Waiting{Wait::kMbarrier, offset, parity, kNever});
+  }
+  bar.unobserved = false;
+  fiber.clock.join(bar.clock);
+  tsan::acquire(word);
+}
+
+// ---- proxies
+
+void mkc_fence_proxy_async(bool shared_only) {
+  Fiber& fiber = self();
+  if (!shared_only) fiber.clock.fenced = fiber.clock.acquired;
+  for (const uint32_t chunk : fiber.dirty) {
+    uint16_t& owner = fiber.cta->dirty_owner[chunk];
+    if (owner == fiber.thread + 1) owner = 0;
+  }
+  fiber.dirty.clear();
+  mkc_mbarrier_init_fence();
+}

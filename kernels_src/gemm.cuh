@@ -1,0 +1,291 @@
+// The GEMM of every fused kernel: C tiles of kBlockM x kBlockN = A (K-major) * B (K-major or N-major), float32 accumulation.
+//
+// A CTA is three warpgroups. Warpgroup 0: warp 0 loads tiles by TMA, warp 1 schedules (takes tiles from a counter, waits on the system flags
+// that a tile needs, hands over the tile or STOP). Warpgroups 1 and 2 each multiply 64 rows of the tile and store them.
+//
+// A kernel provides an Op:
+//   uint32_t num_tiles();                               tiles of this rank
+//   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
+//   bool wait_inputs(const Call&, coordinate);          warp function: until the tile's inputs are there (false: leave)
+//   const TensorMap* a_map(c); a_row(c), a_plane(c);    where the tile's rows of A are
+//   const TensorMap* b_map(c);
+//   bool needs_peers(c);                                false: the tile reads this rank's own memory only
+//   const TensorMap* c_map(c); c_row(c), c_plane(c);    where the result goes
+#pragma once
+#include "sync.cuh"
+#include "trace.cuh"
+
+namespace mkernel {
+
+constexpr uint32_t kWarpgroup = 128;
+constexpr uint32_t kConsumerWarpgroups = 2;
+constexpr uint32_t kGemmThreads = (1 + kConsumerWarpgroups) * kWarpgroup;
+constexpr uint32_t kConsumerThreads = kConsumerWarpgroups * kWarpgroup;
+constexpr uint32_t kConsumerWarps = kConsumerThreads / 32;
+constexpr uint32_t kProducerRegisters = 40, kConsumerRegisters = 232;
+static_assert(kWarpgroup * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= 65536, "register file");
+
+constexpr uint32_t kSwizzleBytes = 128;                // one row of every tile in shared memory
+constexpr uint32_t kPanel = kSwizzleBytes / 2;         // 16-bit elements of such a row
+constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;   // 8 rows: the pattern repeats
+constexpr uint32_t kInstructionK = 16;                 // k of one wgmma
+constexpr uint32_t kTileQueue = 2;                     // tiles handed over ahead
+constexpr uint32_t kStop = 0xffffffffu;                // in the tile queue: no more tiles
+
+// Named barriers; 0 is sync_cta.
+enum NamedBarrier : uint32_t { kBarrierCta = 0, kBarrierConsumer = 1 /* + warpgroup */, kBarrierConsumers = kBarrierConsumer + kConsumerWarpgroups };
+
+struct TileCoordinate {
+  uint32_t plane;  // which shard (allgather_gemm: the source rank)
+  uint32_t m;      // tile row inside the shard
+  uint32_t n;      // tile column
+};
+
+template <class Config>
+struct GemmShape {
+  static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
+  static constexpr uint32_t kStages = Config::kStages;
+  static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
+  static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
+  static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+  static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
+  static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
+  static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
+  static_assert(Config::kK % 8 == 0 && Config::kN % 8 == 0, "16-byte rows");
+};
+
+// Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
+template <class Config>
+struct GemmStorage {
+  using Shape = GemmShape<Config>;
+  struct Pipeline {
+    alignas(1024) char a[Shape::kStages][Shape::kBytesA];
+    alignas(1024) char b[Shape::kStages][Shape::kBytesB];
+  };
+  alignas(1024) Pipeline pipeline;
+  alignas(1024) char result[kConsumerWarpgroups][2][64 * kSwizzleBytes];
+  uint64_t stage_filled[Shape::kStages], stage_consumed[Shape::kStages];
+  uint64_t tile_offered[kTileQueue], tile_taken[kTileQueue];
+  uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
+  uint32_t tile[kTileQueue];
+  uint32_t refused;
+};
+
+// A position in a ring of barriers.
+template <uint32_t Size>
+struct RingPosition {
+  uint32_t index = 0, parity = 0;
+  MK_DEVICE void advance() {
+    if (++index == Size) index = 0, parity ^= 1;
+  }
+};
+
+template <class Config>
+MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta
+  for (uint32_t s = 0; s < Config::kStages; ++s) {
+    ptx::mbarrier_init(&storage.stage_filled[s], 1);
+    ptx::mbarrier_init(&storage.stage_consumed[s], kConsumerWarps);
+  }
+  for (uint32_t q = 0; q < kTileQueue; ++q) {
+    ptx::mbarrier_init(&storage.tile_offered[q], 1);
+    ptx::mbarrier_init(&storage.tile_taken[q], 1 + kConsumerWarps);
+  }
+  ptx::mbarrier_init(&storage.entries_checked, 1);
+  storage.refused = 0;
+  ptx::mbarrier_init_fence();
+}
+
+// Reads the next tile of the queue; `taken` says whether this thread reports it (one lane per warp).
+template <class Config>
+MK_DEVICE uint32_t take_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, bool reports) {
+  ptx::mbarrier_wait(&storage.tile_offered[at.index], at.parity);
+  const uint32_t tile = storage.tile[at.index];
+  if (reports) ptx::mbarrier_arrive(&storage.tile_taken[at.index]);
+  at.advance();
+  return tile;
+}
+
+// ---- warp 1 of warpgroup 0
+template <class Config, class Op>
+MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  RingPosition<kTileQueue> at;
+  Trace trace(call.world, 0);
+  const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
+  abi::ControlBlock* control = control_block(call.world);
+  bool checked = false, ok = true, stop = false;
+#pragma unroll 1
+  while (!stop) {
+    uint32_t tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
+    tile = ptx::broadcast(tile, 0);
+    stop = tile >= num_tiles;
+    const bool needs_peers = !stop && op.needs_peers(op.coordinate(tile));
+    if (needs_peers) {
+      const uint64_t begin = trace.now();
+      if (checked || (ok = wait_all_entered(call))) ok = op.wait_inputs(call, op.coordinate(tile));
+      if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
+    }
+    stop = stop || !ok;
+    if (!stop) offer_tile(storage, at, tile);
+    if (!checked) {  // after the first hand-over, so that a local tile is computed meanwhile
+      if (ok && !needs_peers) ok = wait_all_entered(call);
+      stop = stop || !ok;
+      if (lane == 0) {
+        storage.refused = !ok;
+        ptx::mbarrier_arrive(&storage.entries_checked);
+      }
+      checked = true;
+    }
+  }
+  offer_tile(storage, at, kStop);
+}
+
+template <class Config>
+MK_DEVICE void offer_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t tile) {
+  if (ptx::lane_index() == 0) {
+    ptx::mbarrier_wait(&storage.tile_taken[at.index], at.parity ^ 1);
+    storage.tile[at.index] = tile;
+    ptx::mbarrier_arrive(&storage.tile_offered[at.index]);
+  }
+  ptx::sync_warp();
+  at.advance();
+}
+
+// ---- one thread of warp 0 of warpgroup 0
+template <class Config, class Op>
+MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
+  using Shape = GemmShape<Config>;
+  RingPosition<kTileQueue> queue;
+  RingPosition<Shape::kStages> stage;
+#pragma unroll 1
+  while (true) {
+    const uint32_t tile = take_tile(storage, queue, true);
+    if (tile == kStop) return;
+    const TileCoordinate c = op.coordinate(tile);
+    ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
+    const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
+    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c), column = c.n * Shape::kBlockN;
+#pragma unroll 1
+    for (uint32_t step = 0; step < Shape::kStepsK; ++step, stage.advance()) {
+      ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);
+      uint64_t* filled = &storage.stage_filled[stage.index];
+      ptx::mbarrier_arrive_expect(filled, Shape::kBytesA + Shape::kBytesB);
+      const int32_t k = step * Shape::kBlockK;
+      ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, k, a_row, a_plane);
+      char* smem_b = storage.pipeline.b[stage.index];
+      if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
+#pragma unroll
+        for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+          ptx::tma_load_3d(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k, 0);
+        }
+      } else {
+        ptx::tma_load_3d(smem_b, b, filled, k, column, 0);
+      }
+    }
+  }
+}
+
+// ---- warpgroups 1 and 2
+// One k-step of kBlockK for 64 rows.
+template <class Config>
+MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, const char* b, bool accumulate) {
+  using Shape = GemmShape<Config>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (uint32_t k = 0; k < Shape::kBlockK; k += kInstructionK) {
+    const uint64_t da = ptx::matrix_descriptor(a + k * 2, 16, kSwizzleAtom);
+    const uint64_t db = Config::kBRowMajor
+                            ? ptx::matrix_descriptor(b + k * kSwizzleBytes, Shape::kBlockK * kSwizzleBytes, kSwizzleAtom)
+                            : ptx::matrix_descriptor(b + k * 2, 16, kSwizzleAtom);
+    ptx::wgmma<Config::kBlockN, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, da, db, accumulate || k > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// Rounds 64 rows once and stores them in panels of 64 columns, two panels in flight. Warpgroup function.
+template <class Config, class Op>
+MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
+                            uint32_t warpgroup) {
+  using Shape = GemmShape<Config>;
+  const uint32_t lane = ptx::lane_index(), thread = ptx::thread_index() % kWarpgroup, barrier = kBarrierConsumer + warpgroup;
+  const uint32_t row = thread / 32 * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
+  const int32_t column = c.n * Shape::kBlockN, c_row = op.c_row(c) + warpgroup * 64, plane = op.c_plane(c);
+#pragma unroll
+  for (uint32_t panel = 0; panel < Shape::kBlockN / kPanel; ++panel) {
+    char* smem = storage.result[warpgroup][panel % 2];
+    if (thread == 0) ptx::store_wait_read<1>();  // the store before last has read this buffer
+    ptx::barrier_sync(barrier, kWarpgroup);
+#pragma unroll
+    for (uint32_t j = 0; j < kPanel / 16; ++j) {
+      const float* e = &d[panel * (kPanel / 2) + j * 8];
+      const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
+      ptx::stmatrix_x4(smem + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]), ptx::pack<Shape::kElement>(e[2], e[3]),
+                       ptx::pack<Shape::kElement>(e[4], e[5]), ptx::pack<Shape::kElement>(e[6], e[7]));
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync(barrier, kWarpgroup);
+    if (thread == 0) {
+      ptx::tma_store_3d(op.c_map(c), smem, column + panel * kPanel, c_row, plane);
+      ptx::store_commit();
+    }
+  }
+}
+
+template <class Config, class Op>
+MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  using Shape = GemmShape<Config>;
+  const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
+  const bool reports = ptx::lane_index() == 0, traces = ptx::thread_index() == kWarpgroup;
+  RingPosition<kTileQueue> queue;
+  RingPosition<Shape::kStages> stage;
+  Trace trace(call.world, 1);
+  bool first = true, refused = false;
+#pragma unroll 1
+  while (true) {
+    const uint32_t tile = take_tile(storage, queue, reports);
+    if (tile == kStop) break;
+    const uint64_t begin = trace.now();
+    const TileCoordinate c = op.coordinate(tile);
+    float d[Shape::kBlockN / 2];
+    uint64_t* previous = nullptr;
+#pragma unroll 1
+    for (uint32_t step = 0; step < Shape::kStepsK; ++step, stage.advance()) {
+      ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);
+      multiply_stage<Config>(d, storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes, storage.pipeline.b[stage.index], step > 0);
+      ptx::wgmma_wait<1>(d);
+      if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
+      previous = &storage.stage_consumed[stage.index];
+    }
+    ptx::wgmma_wait<0>(d);
+    if (reports) ptx::mbarrier_arrive(previous);
+    if (first) {
+      ptx::mbarrier_wait(&storage.entries_checked, 0);
+      refused = storage.refused != 0;
+      first = false;
+    }
+    if (!refused) store_result(d, op, c, storage, warpgroup);
+    if (traces) trace.record(abi::kTraceTile, tile, begin);
+  }
+  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();
+}
+
+// All threads of the CTA, after gemm_init and a sync_cta; computes until the tile counter runs out, then leaves the call. Nothing may
+// follow: each warpgroup ends with its own number of registers.
+template <class Config, class Op>
+MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  const uint32_t warp = ptx::warp_index();
+  if (warp < 4) {
+    ptx::registers_decrease<kProducerRegisters>();
+    if (warp == 0) {
+      if (ptx::lane_index() == 0) load_tiles(op, storage);
+    } else if (warp == 1) {
+      schedule_tiles(call, op, storage);
+    }
+  } else {
+    ptx::registers_increase<kConsumerRegisters>();
+    multiply_tiles(call, op, storage);
+    ptx::barrier_sync(kBarrierConsumers, kConsumerThreads);
+    if (ptx::thread_index() == kWarpgroup) leave_call(call);
+  }
+}
+
+}  // namespace mkernel

@@ -1,0 +1,233 @@
+// Every machine instruction a kernel uses, one function each. This is the only header the cpu target replaces
+// (kernels_src/cpu/ptx.cuh has the same names); kernels contain no other inline PTX and no CUDA built-ins.
+//
+// Conventions: `threads` counts threads, `bytes` bytes, coordinates of TMA go from the contiguous dimension outwards.
+// "Warp" functions must be reached by all 32 lanes, "warpgroup" functions by all 128 threads, everything else by any one thread.
+#ifndef MK_PTX_CUH  // a named guard: where kernels_src/cpu/ptx.cuh came first, this file is empty
+#define MK_PTX_CUH
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "abi.h"
+
+#define MK_DEVICE __device__ __forceinline__
+#define MK_GRID_CONSTANT const __grid_constant__
+// The one kernel of a cubin: fixed name, so that the host needs no mangling. `launch_threads` must be a constant expression.
+#define MK_KERNEL(launch_threads) extern "C" __global__ void __launch_bounds__(launch_threads, 1) mkernel_entry
+
+namespace ptx {
+
+// ---- identity
+MK_DEVICE uint32_t thread_index() { return threadIdx.x; }
+MK_DEVICE uint32_t cta_index() { return blockIdx.x; }
+MK_DEVICE uint32_t cta_count() { return gridDim.x; }
+MK_DEVICE uint32_t lane_index() { return threadIdx.x & 31u; }
+MK_DEVICE uint32_t warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); }  // warp-uniform for the compiler
+MK_DEVICE char* shared_memory() {  // dynamic shared memory of this CTA, 1024-byte aligned
+  extern __shared__ __align__(1024) char smem[];
+  return smem;
+}
+MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- execution barriers
+MK_DEVICE void sync_cta() { __syncthreads(); }
+MK_DEVICE void sync_warp() { __syncwarp(); }
+MK_DEVICE void barrier_sync(uint32_t id, uint32_t threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- warp collectives
+MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
+MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
+MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
+template <uint32_t Registers>
+MK_DEVICE void registers_increase() {  // warpgroup
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <uint32_t Registers>
+MK_DEVICE void registers_decrease() {  // warpgroup
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// ---- time
+MK_DEVICE uint64_t clock_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+// Between two polls of a 64-bit flag: returns at once here; the cpu target runs other threads until *flag >= value, `deadline` (clock_ns)
+// passes, or an abort may have been requested. The caller polls again in every case.
+MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
+  (void)flag, (void)value, (void)deadline;
+  asm volatile("nanosleep.u32 20;");
+}
+
+constexpr uint32_t kPollsPerHostCheck = 32;  // a load of pinned host memory costs over a microsecond: look there only now and then
+
+// ---- mbarriers (shared memory)
+MK_DEVICE void mbarrier_init(uint64_t* bar, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
+MK_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+MK_DEVICE void mbarrier_arrive(uint64_t* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(shared_address(bar)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once the phase of this parity has completed
+  while (!mbarrier_try_wait(bar, parity)) {
+  }
+}
+
+// ---- proxies
+MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- TMA: tensor copies (128-byte swizzle is a property of the map)
+MK_DEVICE void prefetch_tensor_map(const abi::TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+          shared_address(smem)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(smem)), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+
+// ---- TMA: bulk copies of `bytes` (a multiple of 16, 16-byte aligned)
+MK_DEVICE void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(smem)),
+               "l"(global), "r"(bytes), "r"(shared_address(bar))
+               : "memory");
+}
+MK_DEVICE void bulk_store(void* global, const void* smem, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(smem)), "r"(bytes)
+               : "memory");
+}
+MK_DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <uint32_t Pending>
+MK_DEVICE void store_wait_read() {  // all but the last `Pending` groups have read their shared memory
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+template <uint32_t Pending>
+MK_DEVICE void store_wait() {  // all but the last `Pending` groups are complete: their writes are visible to this thread
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- memory: system and GPU scope words
+MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+MK_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) {  // relaxed, GPU scope; returns the old value
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+MK_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+MK_DEVICE uint64_t atomic_add(uint64_t* p, uint64_t v) {
+  uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+  return old;
+}
+MK_DEVICE uint32_t compare_and_swap(uint32_t* p, uint32_t expected, uint32_t desired) {  // acq_rel, GPU scope; returns the old value
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(desired) : "memory");
+  return old;
+}
+
+// ---- numbers: two float32 to one packed pair, `low` in the low half
+enum class Element : uint32_t { kBFloat16 = 0, kFloat16 = 1 };
+template <Element E>
+MK_DEVICE uint32_t pack(float low, float high) {
+  uint32_t v;
+  if constexpr (E == Element::kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  }
+  return v;
+}
+
+// Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).
+MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(m0), "r"(m1), "r"(m2),
+               "r"(m3)
+               : "memory");
+}
+
+// ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared) * B (16 x N, shared)
+enum class Major : uint32_t { kK = 0, kMN = 1 };  // which dimension of the operand is contiguous in shared memory
+
+// Shared-memory matrix descriptor for 128-byte swizzle. Byte strides as in the PTX ISA, "matrix descriptor":
+// K-major: `stride` = bytes between groups of 8 rows, `leading` unused (1). MN-major: `leading` = bytes between blocks of 64 columns,
+// `stride` = bytes between groups of 8 k.
+MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_t stride) {
+  const uint64_t address = (shared_address(smem) & 0x3ffffu) >> 4;
+  return address | (uint64_t(leading >> 4) << 16) | (uint64_t(stride >> 4) << 32) | (uint64_t(1) << 62);
+}
+MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <uint32_t Pending, uint32_t Count>
+MK_DEVICE void wgmma_wait(float (&d)[Count]) {  // all but the last `Pending` groups are complete; `d` may be read when 0 are pending
+#pragma unroll
+  for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#pragma unroll
+  for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+namespace detail {
+namespace gmma = cute::SM90::GMMA;
+constexpr gmma::Major major(Major m) { return m == Major::kK ? gmma::Major::K : gmma::Major::MN; }
+// clang-format off
+template <uint32_t N, Element E, Major A, Major B> struct Atom;
+#define MK_ATOM(n)                                                                                                                          \
+  template <Major A, Major B> struct Atom<n, Element::kBFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
+  template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
+MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
+#undef MK_ATOM
+// clang-format on
+// 0 .. N-1 as a pack. Not <cuda/std/utility>: that header costs NVRTC 1.4 s, everything else here together 0.15 s.
+template <uint32_t... I> struct Indices {};
+template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
+template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
+template <class Atom, uint32_t... I>
+MK_DEVICE void fma(float (&d)[sizeof...(I)], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
+  Atom::fma(a, b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
+}
+}  // namespace detail
+
+template <uint32_t N, Element E, Major A, Major B>
+MK_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, a, b, accumulate, typename detail::IndicesTo<N / 2>::Type{});
+}
+
+}  // namespace ptx
+#endif  // MK_PTX_CUH

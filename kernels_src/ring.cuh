@@ -1,0 +1,62 @@
+// Device side of the command ring: puts to ranks of other nodes, executed by the engine (mkernel/proxy).
+#pragma once
+#include "sync.cuh"
+
+namespace mkernel {
+
+struct Put {
+  uint32_t channel;
+  uint32_t dst_rank;
+  uint64_t src_offset;
+  uint64_t dst_offset;
+  uint64_t bytes;
+  uint64_t signal_offset;
+  uint64_t signal_value;
+};
+
+constexpr uint32_t kEntryChannel = 0;  // entry flags; ops number their channels from 1
+
+// Publishes one put; everything this thread wrote or acquired before is visible to the engine. Returns the number of commands that must
+// complete before the source may be reused (for wait_put), or 0 when the ring stayed full past the deadline.
+MK_DEVICE uint64_t issue_put(const Call& call, const Put& put) {
+  abi::Ring* ring = reinterpret_cast<abi::Ring*>(call.world.ring);
+  const uint64_t ticket = ptx::atomic_add(&control_block(call.world)->ring_head, 1);
+  if (ticket >= abi::kRingSlots) {
+    const Awaited what{abi::kFlagRingSlot, static_cast<uint32_t>(ticket), put.dst_rank};
+    if (!wait_ge(call, &ring->completed, ticket - abi::kRingSlots + 1, what, call.world.timeout_ns)) return 0;
+  }
+  abi::Command& slot = ring->slots[ticket % abi::kRingSlots];
+  slot.channel = put.channel;
+  slot.dst_rank = put.dst_rank;
+  slot.src_offset = put.src_offset;
+  slot.dst_offset = put.dst_offset;
+  slot.bytes = put.bytes;
+  slot.signal_offset = put.signal_offset;
+  slot.signal_value = put.signal_value;
+  ptx::store_release_sys(&slot.ticket, ticket + 1);
+  return ticket + 1;
+}
+
+MK_DEVICE bool wait_put(const Call& call, uint64_t ticket, uint32_t peer) {
+  const abi::Ring* ring = reinterpret_cast<abi::Ring*>(call.world.ring);
+  return wait_ge(call, &ring->completed, ticket, Awaited{abi::kFlagRingDone, static_cast<uint32_t>(ticket), peer}, call.world.timeout_ns);
+}
+
+// Tells every rank that this one has entered the call. One thread of the grid.
+template <class Config>
+MK_DEVICE void announce_entry(const Call& call) {
+  const abi::World& world = call.world;
+  const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, world.digest);
+  for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
+    const uint32_t peer = (world.local_rank + i) % Config::kRanksPerNode;
+    ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(world, peer) + offset), value);
+  }
+  if constexpr (Config::kNumNodes > 1) {
+    for (uint32_t i = Config::kRanksPerNode; i < Config::kRanksPerNode * Config::kNumNodes; ++i) {
+      const uint32_t first = world.node * Config::kRanksPerNode;  // ranks of the other nodes, from the next node on
+      issue_put(call, Put{kEntryChannel, (first + i) % world.size, 0, 0, 0, offset, value});
+    }
+  }
+}
+
+}  // namespace mkernel

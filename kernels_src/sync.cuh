@@ -1,0 +1,120 @@
+// One call of one rank: entry, waiting on system flags, failing, leaving. docs/memory_model.md gives the reason of every rule kept here.
+#pragma once
+#include "ptx.cuh"
+
+namespace mkernel {
+
+// What every role knows of the running call. Cheap to pass by value.
+struct Call {
+  const abi::World& world;
+  uint64_t epoch;  // number of this call, from 1; the value of every flag raised in it
+  uint32_t role;
+};
+
+MK_DEVICE abi::ControlBlock* control_block(const abi::World& world) { return reinterpret_cast<abi::ControlBlock*>(world.control); }
+MK_DEVICE abi::HostBlock* host_block(const abi::World& world) { return reinterpret_cast<abi::HostBlock*>(world.host); }
+
+// The one place where peer addresses are formed.
+MK_DEVICE char* heap(const abi::World& world, uint32_t local_rank) {
+  return reinterpret_cast<char*>(world.heap_base + local_rank * world.heap_stride);
+}
+MK_DEVICE char* signals(const abi::World& world, uint32_t local_rank) {
+  return reinterpret_cast<char*>(world.signal_base + local_rank * world.signal_stride);
+}
+MK_DEVICE abi::SignalHeader* signal_header(const abi::World& world, uint32_t local_rank) {
+  return reinterpret_cast<abi::SignalHeader*>(signals(world, local_rank));
+}
+
+MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) { return Call{world, control_block(world)->epoch + 1, role}; }
+
+// A wait, for the report of its failure.
+struct Awaited {
+  abi::FlagKind kind;
+  uint32_t index;
+  uint32_t peer;
+};
+
+// Gives the world up: the first failure of this rank is reported to the host, then this rank's other CTAs and the node's ranks are asked to leave.
+MK_DEVICE void fail(const Call& call, abi::State state, const Awaited& what, uint64_t expected, uint64_t seen) {
+  const abi::World& world = call.world;
+  if (ptx::compare_and_swap(&control_block(world)->failed, abi::kRunning, state) != abi::kRunning) return;
+  abi::HostBlock* report = host_block(world);
+  report->rank = world.rank;
+  report->role = call.role;
+  report->cta = ptx::cta_index();
+  report->flag_kind = what.kind;
+  report->flag_index = what.index;
+  report->peer = what.peer;
+  report->epoch = call.epoch;
+  report->expected = expected;
+  report->seen = seen;
+  ptx::store_release_sys(&report->state, state);
+  for (uint32_t peer = 0; peer < world.ranks_per_node; ++peer) {
+    ptx::store_release_sys(&signal_header(world, peer)->abort, uint64_t(world.rank) + 1);
+  }
+}
+
+// Every wait on a system flag. True: *flag >= value, and all that its writer did before is visible to this thread (a thread that then reads
+// by TMA, or hands over to one that does, still needs fence_proxy_async). False: the deadline passed or an abort was seen; leave.
+MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, const Awaited& what, uint64_t timeout_ns) {
+  uint64_t seen = ptx::load_acquire_sys(flag);
+  if (seen >= value) return true;
+  const uint64_t deadline = ptx::clock_ns() + timeout_ns;
+  const uint64_t* node_abort = &signal_header(call.world, call.world.local_rank)->abort;
+  const uint64_t* host_abort = &host_block(call.world)->abort;
+#pragma unroll 1
+  for (uint32_t poll = 1;; ++poll) {
+    ptx::pause(flag, value, deadline);
+    const bool aborted = ptx::load_acquire_sys(node_abort) != 0 || (poll % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(host_abort) != 0);
+    seen = ptx::load_acquire_sys(flag);
+    if (seen >= value) return true;
+    if (aborted) {
+      fail(call, abi::kAborted, what, value, seen);
+      return false;
+    }
+    if (ptx::clock_ns() >= deadline) {
+      fail(call, abi::kTimedOut, what, value, seen);
+      return false;
+    }
+  }
+}
+
+// ---- entry: a rank tells everyone that call `epoch` has begun, so its buffers may be written and its digest compared
+MK_DEVICE uint64_t entry_value(uint64_t epoch, uint32_t digest) { return (epoch << abi::kDigestBits) | digest; }
+MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {
+  return ((epoch & 1) * abi::kMaxRanks + source) * sizeof(uint64_t);  // SignalHeader::entered is the first member
+}
+
+// Waits until `peer` has entered this call and compares plans. The parity slots make the comparison exact: a peer can be at most one call
+// ahead, because no rank leaves a call before it has seen everyone enter it.
+MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
+  const abi::World& world = call.world;
+  const uint64_t* flag = reinterpret_cast<uint64_t*>(signals(world, world.local_rank) + entry_offset(call.epoch, peer));
+  const Awaited what{abi::kFlagEntry, peer, peer};
+  if (!wait_ge(call, flag, call.epoch << abi::kDigestBits, what, world.entry_timeout_ns)) return false;
+  const uint64_t seen = ptx::load_acquire_sys(flag), expected = entry_value(call.epoch, world.digest);
+  if (seen == expected) return true;
+  fail(call, abi::kMismatch, what, expected, seen);
+  return false;
+}
+
+// The same for every rank of the world. Warp function.
+MK_DEVICE bool wait_all_entered(const Call& call) {
+  bool ok = true;
+  for (uint32_t peer = ptx::lane_index(); peer < call.world.size; peer += 32) {
+    if (peer != call.world.rank) ok = ok && wait_entered(call, peer);
+  }
+  return ptx::all_of_warp(ok);
+}
+
+// The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, after all of the CTA's work.
+MK_DEVICE void leave_call(const Call& call) {
+  abi::ControlBlock* control = control_block(call.world);
+  if (ptx::atomic_add_acq_rel(&control->exit_counter, 1) + 1 == ptx::cta_count()) {
+    control->tile_counter = 0;
+    control->exit_counter = 0;
+    control->epoch = call.epoch;
+  }
+}
+
+}  // namespace mkernel

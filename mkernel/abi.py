@@ -1,0 +1,150 @@
+"""The Python mirror of ``kernels_src/abi.h``: same names, same layout (``tests/unit/test_abi.py`` compares them)."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+
+__all__ = [
+    "DIGEST_BITS",
+    "MAX_RANKS",
+    "RING_SLOTS",
+    "SIGNAL_FLAGS",
+    "TRACE_LANES",
+    "Command",
+    "ControlBlock",
+    "FlagKind",
+    "HostBlock",
+    "Ring",
+    "Role",
+    "SignalHeader",
+    "State",
+    "TensorMap",
+    "TraceKind",
+    "TraceRecord",
+    "World",
+]
+
+MAX_RANKS = 64
+RING_SLOTS = 1024
+DIGEST_BITS = 24
+TRACE_LANES = 3
+
+_u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
+
+
+class Role(enum.IntEnum):
+    compute = 0
+    intra_comm = 1
+    inter_send = 2
+    inter_reduce = 3
+
+
+class State(enum.IntEnum):
+    running = 0
+    timed_out = 1
+    mismatch = 2
+    aborted = 3
+
+
+class FlagKind(enum.IntEnum):
+    entry = 0
+    chunk = 1
+    ring_slot = 2
+    ring_done = 3
+
+
+class TraceKind(enum.IntEnum):
+    tile = 1
+    wait = 2
+    send = 3
+    put = 4
+    forward = 5
+    reduce = 6
+
+
+class TensorMap(ctypes.Structure):
+    _align_ = 64
+    _fields_ = [("opaque", _u64 * 16)]
+
+
+class Command(ctypes.Structure):
+    _fields_ = [
+        ("ticket", _u64),
+        ("channel", _u32),
+        ("dst_rank", _u32),
+        ("src_offset", _u64),
+        ("dst_offset", _u64),
+        ("bytes", _u64),
+        ("signal_offset", _u64),
+        ("signal_value", _u64),
+        ("reserved", _u64),
+    ]
+
+
+class Ring(ctypes.Structure):
+    _fields_ = [("completed", _u64), ("reserved", _u64 * 7), ("slots", Command * RING_SLOTS)]
+
+
+class HostBlock(ctypes.Structure):
+    _fields_ = [
+        ("state", _u32),
+        ("rank", _u32),
+        ("role", _u32),
+        ("cta", _u32),
+        ("flag_kind", _u32),
+        ("flag_index", _u32),
+        ("peer", _u32),
+        ("reserved0", _u32),
+        ("epoch", _u64),
+        ("expected", _u64),
+        ("seen", _u64),
+        ("abort", _u64),
+        ("reserved1", _u64 * 8),
+    ]
+
+
+class ControlBlock(ctypes.Structure):
+    _fields_ = [
+        ("epoch", _u64),
+        ("ring_head", _u64),
+        ("tile_counter", _u32),
+        ("exit_counter", _u32),
+        ("failed", _u32),
+        ("reserved0", _u32),
+        ("reserved1", _u64 * 12),
+    ]
+
+
+class SignalHeader(ctypes.Structure):
+    _fields_ = [("entered", (_u64 * MAX_RANKS) * 2), ("abort", _u64), ("reserved", _u64 * 15)]
+
+
+SIGNAL_FLAGS = ctypes.sizeof(SignalHeader)
+
+
+class TraceRecord(ctypes.Structure):
+    _fields_ = [("kind", _u32), ("argument", _u32), ("begin", _u64), ("end", _u64)]
+
+
+class World(ctypes.Structure):
+    _fields_ = [
+        ("rank", _u32),
+        ("size", _u32),
+        ("node", _u32),
+        ("num_nodes", _u32),
+        ("local_rank", _u32),
+        ("ranks_per_node", _u32),
+        ("digest", _u32),
+        ("trace_capacity", _u32),
+        ("heap_base", _u64),
+        ("heap_stride", _u64),
+        ("signal_base", _u64),
+        ("signal_stride", _u64),
+        ("control", _u64),
+        ("host", _u64),
+        ("ring", _u64),
+        ("trace", _u64),
+        ("timeout_ns", _u64),
+        ("entry_timeout_ns", _u64),
+    ]

@@ -1,0 +1,95 @@
+"""allgather_gemm: M = K = S, N = S/W per rank; each rank holds M/W rows of A and all of its own columns of B."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mkernel.bench.cases.base import Case, LocalGemm, Op
+from mkernel.bench.check import worst_product
+from mkernel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.bench.lab import Call, Lab
+    from mkernel.plan.topology import Topology
+
+__all__ = ["OP", "AllgatherGemm"]
+
+_ITEM = 2  # bytes of a 16-bit element
+_SLACK = 64 << 20  # room on the heap beside the gather buffer
+
+
+class AllgatherGemm(Case):
+    def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str) -> None:
+        self.label, self.shape = label, {"M": m, "N": n, "K": k}
+        self.m, self.n, self.k, self.rows = m, n, k, m // topology.size
+        shard = self.rows * k * _ITEM
+        self.solo = LocalGemm(m, n, k)
+        self.flops = self.solo.flops
+        # Of the W shards one is here, one per other node comes over the network, the rest over NVLink (forwarded by the rail peers).
+        self.network_bytes = (topology.num_nodes - 1) * shard
+        self.link_bytes = (topology.size - topology.num_nodes) * shard
+        self.heap_bytes = m * k * _ITEM + _SLACK
+
+    def setup(self, lab: Lab, seed: int) -> None:
+        rank, size = lab.world.rank, lab.world.size
+        self._lab, self._seed = lab, seed
+        count = lab.sets(_ITEM * (self.rows * self.k + self.k * self.n + self.m * self.n))
+        self._a = [lab.random((self.rows, self.k), self._a_seed(i, rank)) for i in range(count)]
+        self._b = [lab.random((self.k, self.n), seed + 1_000_003 * i + size + rank) for i in range(count)]
+        self._c = [lab.empty((self.m, self.n)) for _ in range(count)]
+        for c in self._c:
+            lab.poison(c)
+        lab.synchronize()
+
+    def _a_seed(self, index: int, rank: int) -> int:
+        return self._seed + 1_000_003 * index + rank
+
+    def gathered(self, index: int) -> Any:
+        """All of A of one set, written again here from the seeds: no communication is trusted for the reference."""
+        shards = [self._lab.random((self.rows, self.k), self._a_seed(index, rank)) for rank in range(self._lab.world.size)]
+        bits = self._lab.xp.concatenate([shard.view(self._lab.xp.uint16) for shard in shards])
+        return bits.view(self._lab.numpy_dtype)
+
+    def fused(self, split: Any = None) -> list[Call]:
+        import mkernel as mk
+
+        call = functools.partial(mk.allgather_gemm, world=self._lab.world, split=split)
+        return [functools.partial(call, a, b, out=c) for a, b, c in zip(self._a, self._b, self._c, strict=True)]
+
+    def outputs(self) -> list[Any]:
+        return self._c
+
+    def worst(self, index: int) -> float:
+        return worst_product(self._lab.xp, self._c[index], self.gathered(index), self._b[index])
+
+    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
+        calls: dict[str, Sequence[Call]] = libraries.allgather_gemm(self._a, self._b, self._c)
+        return calls
+
+    def alone(self, libraries: Any) -> Sequence[Call]:
+        count = min(len(self._a), self._lab.sets(_ITEM * (self.m * self.k + self.k * self.n + self.m * self.n)))
+        calls: Sequence[Call] = libraries.matmul([(self.gathered(i), self._b[i], self._c[i]) for i in range(count)])
+        return calls
+
+
+class _Op(Op):
+    name = "allgather_gemm"
+    title = "M = K = S, N = S/W per rank"
+    sizes = ("2048", "4096", "8192", "16384", "32768")
+
+    def case(self, size: str, topology: Topology, dtype: str) -> AllgatherGemm:
+        """``S``, or ``MxNxK`` with N the columns of one rank."""
+        try:
+            numbers = [int(part) for part in size.lower().split("x")]
+            m, n, k = numbers if len(numbers) == 3 else (numbers[0], numbers[0] // topology.size, numbers[0])
+        except ValueError:
+            raise ArgumentError("--shapes", size, "must be S or MxNxK", "for example 8192 or 8192x2048x8192") from None
+        if m % topology.size or n % 8 or k % 8 or min(m, n, k) < 1:
+            rule = f"M must be a multiple of {topology.size} (ranks), N and K of 8, all positive"
+            raise ArgumentError("--shapes", f"{m}x{n}x{k}", rule)
+        return AllgatherGemm(size.lower(), m, n, k, topology, dtype)
+
+
+OP = _Op()

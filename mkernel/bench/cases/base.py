@@ -1,0 +1,75 @@
+"""What a bench case is: one op at one shape, its inputs, its reference, its baselines and the bytes it must move."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkernel.bench.lab import Call, Lab
+    from mkernel.plan.topology import Topology
+
+__all__ = ["Case", "LocalGemm", "Op"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalGemm:
+    """The dense product that one rank computes."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+
+class Case(abc.ABC):
+    """One op at one shape. Inputs and outputs are made by ``setup``; nothing of the device is touched before."""
+
+    label: str
+    shape: dict[str, int]
+    flops: float  # of one rank
+    link_bytes: int  # into one GPU over NVLink
+    network_bytes: int  # into one GPU over its network card
+    heap_bytes: int  # symmetric heap the op needs
+    solo: LocalGemm | None  # the local compute as a GEMM in a world of one; None: it is none
+
+    @abc.abstractmethod
+    def setup(self, lab: Lab, seed: int) -> None:
+        """Make enough input sets that those not in use are larger than L2, poison the outputs."""
+
+    @abc.abstractmethod
+    def fused(self, split: Any = None) -> list[Call]:
+        """One call of the op per input set."""
+
+    @abc.abstractmethod
+    def outputs(self) -> list[Any]:
+        """Where call i leaves its result."""
+
+    @abc.abstractmethod
+    def worst(self, index: int) -> float:
+        """Largest error of set ``index``'s output over its bound: right if <= 1."""
+
+    @abc.abstractmethod
+    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
+        """Contestants by name, writing to the same outputs. Those that a library lacks are left to it to report."""
+
+    @abc.abstractmethod
+    def alone(self, libraries: Any) -> Sequence[Call]:
+        """The local compute by the vendor's library, all inputs already there."""
+
+
+class Op(abc.ABC):
+    """A registered op: its shapes and how to make a case of each."""
+
+    name: str
+    title: str
+    sizes: tuple[str, ...]  # default shapes, as written after --shapes
+
+    @abc.abstractmethod
+    def case(self, size: str, topology: Topology, dtype: str) -> Case:
+        """Parse one shape. Raises ArgumentError for a shape this op does not take."""

@@ -1,0 +1,41 @@
+"""The inner loop: allgather_gemm in a world of one is a plain GEMM, measured against cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mkernel.bench.cases.allgather_gemm import AllgatherGemm
+from mkernel.bench.cases.base import Op
+from mkernel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.bench.lab import Call
+    from mkernel.plan.topology import Topology
+
+__all__ = ["OP"]
+
+
+class _Gemm(AllgatherGemm):
+    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
+        return {}  # compute alone is the contestant
+
+
+class _Op(Op):
+    name = "gemm"
+    title = "C = A @ B in a world of one (M x N x K)"
+    sizes = ("8192x8192x8192", "16384x4096x8192")
+
+    def case(self, size: str, topology: Topology, dtype: str) -> _Gemm:
+        if topology.size != 1:
+            raise ArgumentError(
+                "--world", f"{topology.num_nodes}x{topology.ranks_per_node}", "gemm runs in a world of one", "use --world 1x1"
+            )
+        try:
+            m, n, k = (int(part) for part in size.lower().split("x"))
+        except ValueError:
+            raise ArgumentError("--shapes", size, "must be MxNxK", "for example 8192x8192x8192") from None
+        return _Gemm(size.lower(), m, n, k, topology, dtype)
+
+
+OP = _Op()

@@ -1,0 +1,212 @@
+"""The command line of ``python -m mkernel bench``: the parent starts ranks, the ranks measure."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mkernel import env
+from mkernel.bench import launcher
+from mkernel.bench.cases import OPS, Case, Op
+from mkernel.bench.report import FUSED, Report, render
+from mkernel.bench.stats import NETWORK_GB_PER_S
+from mkernel.errors import ArgumentError
+from mkernel.plan.topology import Topology
+
+__all__ = ["main", "parse_split", "parse_world"]
+
+_ROLES = ("compute", "intra_comm", "inter_send", "inter_reduce")
+_RESULTS = Path("docs") / "benchmarks"
+_DTYPES = ("bfloat16", "float16")
+
+
+def parse_split(text: str) -> dict[str, int]:
+    """``compute=120,intra_comm=12`` -> SMs by role."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        split = {role.strip(): int(sms) for role, sms in pairs}
+    except ValueError:
+        split = {}
+    if not split or not set(split) <= set(_ROLES) or any(sms < 0 for sms in split.values()):
+        raise ArgumentError(
+            "split", repr(text), "must be ROLE=SMS,... with roles " + ", ".join(_ROLES), "for example compute=120,intra_comm=12"
+        )
+    return split
+
+
+def parse_world(text: str) -> Topology:
+    """``2x2``: 2 nodes of 2 ranks; ``4``: one node of 4."""
+    try:
+        numbers = [int(part) for part in text.lower().split("x")]
+        nodes, ranks = numbers if len(numbers) == 2 else (1, *numbers)
+        return Topology(nodes * ranks, ranks)
+    except ValueError:
+        raise ArgumentError("--world", repr(text), "must be NODESxRANKS", "for example 1x4 or 2x2") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mkernel bench",
+        description="Measure an op beside its baselines, in one run on the same inputs (docs/benchmarks.md says how). One rank per GPU.",
+    )
+    parser.add_argument("op", nargs="?", choices=OPS, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(OPS))
+    parser.add_argument("--shapes", help="comma-separated: S, or MxNxK with N the columns of one rank (default: all of the op's)")
+    parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")
+    parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
+    parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
+    parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="baselines to leave out, e.g. 'torch async-TP'")
+    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds until the ranks are killed (default 1200)")
+    parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started")
+    parser.add_argument("--allow-cpu", action="store_true", help=argparse.SUPPRESS)  # tests of the bench; the times mean nothing
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--solo", type=Path, help=argparse.SUPPRESS)  # report of the world of one
+    parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The parsed command line, checked."""
+
+    options: argparse.Namespace
+    op: Op
+    topology: Topology
+    sizes: tuple[str, ...]
+    cases: tuple[Case, ...]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> _Plan:
+        op = OPS["gemm" if options.world_of_one else options.op]
+        if options.samples < 1:
+            raise ArgumentError("--samples", options.samples, "must be at least 1")
+        if op.name == "gemm":
+            topology = parse_world(options.world or "1x1")
+        elif options.world:
+            topology = parse_world(options.world)
+        else:
+            ranks = launcher.launched_size() or _gpus() or 4
+            per_node = env.RANKS_PER_NODE.get() or ranks
+            topology = Topology(ranks, per_node)
+        sizes = tuple(options.shapes.split(",")) if options.shapes else op.sizes
+        return cls(options, op, topology, sizes, tuple(op.case(size, topology, options.dtype) for size in sizes))
+
+
+def _gpus() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 only if every result was right."""
+    words = list(argv) if argv is not None else []
+    options = _parser().parse_args(words)
+    options.split = parse_split(options.split) if options.split else None
+    options.sweep = [parse_split(text) for text in options.sweep]
+    options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *words])
+    plan = _Plan.of(options)
+    if options.worker or launcher.under_launcher():
+        return _worker(plan)
+    if not options.allow_cpu and not _gpus():
+        raise ArgumentError("target", "cpu", "no GPU found: speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
+    return _parent(plan)
+
+
+def _parent(plan: _Plan) -> int:
+    """Two runs: the local compute in a world of one, then the op."""
+    options = plan.options
+    local = [case.solo for case in plan.cases if case.solo is not None]
+    with tempfile.TemporaryDirectory(prefix="mkernel-bench-") as folder:
+        solo = Path(folder) / "solo.json"
+        if plan.op.name != "gemm" and local:
+            shapes = ",".join(dict.fromkeys(f"{gemm.m}x{gemm.n}x{gemm.k}" for gemm in local))
+            status = _ranks(options, 1, ["gemm", "--shapes", shapes, "--out", str(solo), "--world", "1x1"])
+            if status:
+                return status
+        world = f"{plan.topology.num_nodes}x{plan.topology.ranks_per_node}"
+        arguments = [plan.op.name, "--shapes", ",".join(plan.sizes), "--world", world]
+        if solo.exists():
+            arguments += ["--solo", str(solo)]
+        arguments += ["--split", _split_text(options.split)] if options.split else []
+        arguments += ["--sweep", *map(_split_text, options.sweep)] if options.sweep else []
+        if options.out:
+            arguments += ["--out", str(options.out)]
+        if options.save:
+            arguments += ["--save"]
+        return _ranks(options, plan.topology.size, arguments)
+
+
+def _split_text(split: dict[str, int]) -> str:
+    return ",".join(f"{role}={sms}" for role, sms in split.items())
+
+
+def _ranks(options: argparse.Namespace, ranks: int, arguments: list[str]) -> int:
+    command = ["-m", "mkernel", "bench", *arguments, "--worker", "--dtype", options.dtype, "--samples", str(options.samples)]
+    command += ["--command", options.command]
+    command += ["--allow-cpu"] if options.allow_cpu else []
+    command += ["--without", *options.without] if options.without else []
+    return launcher.run(ranks, command, timeout=options.timeout, kind=options.launcher)
+
+
+def _worker(plan: _Plan) -> int:
+    import mkernel as mk
+    from mkernel.bench.worker import Settings, measure
+
+    options = plan.options
+    settings = Settings(
+        op=plan.op.name,
+        sizes=plan.sizes,
+        dtype=options.dtype,
+        samples=options.samples,
+        splits={FUSED: options.split, **{f"{FUSED} {_split_text(split)}": split for split in options.sweep}},
+        without=tuple(options.without),
+        allow_cpu=options.allow_cpu,
+        network_gb_per_s=env.EMULATED_GBPS.get() or NETWORK_GB_PER_S,
+        command=options.command,
+        solo=_solo(options.solo),
+    )
+    heap = max(case.heap_bytes for case in plan.cases)
+    with mk.init(ranks_per_node=plan.topology.ranks_per_node, heap_bytes=heap) as world:
+        if world.size != plan.topology.size:
+            raise ArgumentError("--world", f"{plan.topology.size} ranks", f"must be the {world.size} that were started")
+        report = measure(world, settings)
+        if world.rank == 0:
+            _write(report, options)
+            print(render(report), flush=True)
+        world.barrier()
+    return 0 if report.correct else 1
+
+
+def _solo(path: Path | None) -> dict[str, dict[str, Any]]:
+    """The world of one's fused times, by local shape."""
+    if path is None:
+        return {}
+    return {row["label"]: row["times"][FUSED] for row in json.loads(path.read_text())["rows"] if FUSED in row["times"]}
+
+
+def _write(report: Report, options: argparse.Namespace) -> None:
+    paths = [options.out] if options.out else []
+    if options.save:
+        nodes = f"-{report.world['nodes']}x{report.world['ranks_per_node']}" if report.world["nodes"] > 1 else ""
+        paths.append(_RESULTS / f"{report.op}{nodes}-{datetime.date.fromisoformat(report.date[:10]):%Y-%m-%d}.json")
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        scratch.write_text(report.to_json())
+        scratch.replace(path)

@@ -1,0 +1,257 @@
+"""Where measurements are taken: inputs, the delay in front of a timed region, the barrier between ranks, the clocks."""
+
+from __future__ import annotations
+
+import abc
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkernel.bench.peers import gather, worst_reason
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Call", "CpuLab", "CudaLab", "Lab"]
+
+Call = Callable[[], Any]
+
+L2_BYTES = 60 << 20  # H200
+BATCH = 20  # calls in the stream in mode back-to-back
+
+
+class Lab(abc.ABC):
+    """One rank's measuring place. Every method that times something is collective: all ranks call it alike."""
+
+    xp: Any
+    world: Any
+
+    def __init__(self, world: Any, dtype: str) -> None:
+        self.world, self.xp, self.dtype = world, world.xp, dtype
+
+    @abc.abstractmethod
+    def random(self, shape: tuple[int, ...], seed: int) -> Any:
+        """Normal numbers of the bench's dtype: the same seed gives the same array on every rank."""
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        return self.xp.empty(shape, dtype=self.numpy_dtype)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        import ml_dtypes
+        import numpy
+
+        return numpy.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else numpy.float16)
+
+    def poison(self, array: Any) -> None:
+        """NaN everywhere: an element that nobody writes is found."""
+        array.view(self.xp.uint16)[...] = 0x7FFF
+
+    def sets(self, set_bytes: int) -> int:
+        """How many input sets, so that those not in use are larger than L2."""
+        return max(2, min(64, math.ceil(1.5 * L2_BYTES / set_bytes) + 1))
+
+    @abc.abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abc.abstractmethod
+    def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+        """Milliseconds of ``samples`` calls (``calls`` in turn), each alone after a barrier of all ranks; and how they were taken."""
+
+    @abc.abstractmethod
+    def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+        """Milliseconds per call of 20 calls in the stream, no barrier, ``calls`` in turn; and how they were taken."""
+
+    def host(self, call: Call, samples: int) -> tuple[list[float], str]:
+        """Microseconds until the call returns, with nothing in the queue."""
+        results = []
+        for _ in range(samples):
+            self.synchronize()
+            begin = time.perf_counter_ns()
+            call()
+            results.append((time.perf_counter_ns() - begin) / 1e3)
+        self.synchronize()
+        return results, "host clock around one call, queue empty"
+
+    def warm_up(self, calls: Sequence[Call]) -> None:
+        """Every call once, and again: module loads, handles and connections are made outside the clock."""
+        for call in [*calls, *calls]:
+            call()
+        self.synchronize()
+
+    def close(self) -> None:  # noqa: B027 (nothing to close is fine)
+        """Release what the lab holds on the device."""
+
+
+class CudaLab(Lab):
+    """CUDA events around calls that were enqueued behind a delay kernel."""
+
+    LONGEST_HOLD_NS = 100_000_000
+
+    def __init__(self, world: Any, dtype: str) -> None:
+        super().__init__(world, dtype)
+        self.stream = self.xp.cuda.Stream(non_blocking=True)
+        self.stream.use()  # mkernel's default (CuPy's current stream) and torch's below are this one
+        module = self.xp.RawModule(code=(Path(__file__).parent / "kernels.cu").read_text(), options=("--std=c++17",))
+        self._hold, self._meet, self._fill = (module.get_function(name) for name in ("hold", "meet", "fill"))
+        self._hold_ns, self._exposed = 300_000, False  # the delay grows until the host is done enqueueing before it ends
+        self._meeting = _Meeting(world, self.xp)
+
+    def random(self, shape: tuple[int, ...], seed: int) -> Any:
+        array = self.empty(shape)
+        bits = array.view(self.xp.uint16)
+        if array.size:
+            arguments = (bits, self.xp.uint64(array.size), self.xp.uint64(seed), self.xp.uint32(self.dtype == "float16"))
+            self._fill((1056,), (256,), arguments)
+        return array
+
+    def delay(self, ns: int) -> None:
+        """Keep the stream busy."""
+        self._hold((1,), (1,), (self.xp.uint64(ns),))
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+        self._meeting.check()
+
+    def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+        self._start_measurement()
+        results = [self._behind_delay([calls[i % len(calls)]])[0] for i in range(samples)]
+        return results, self._method("CUDA events around one call, device-side barrier of all ranks before it")
+
+    def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+        self._start_measurement()
+        batch = [calls[i % len(calls)] for i in range(BATCH)]
+        once = max(gather(self.world, self._behind_delay(batch)[0] / BATCH))
+        if once >= 0.5 and samples <= BATCH:  # an event between long calls costs nothing, and one batch is enough
+            return self._behind_delay(batch, events_between=True), self._method(f"CUDA events between {BATCH} calls, no barrier")
+        results = [self._behind_delay(batch)[0] / BATCH for _ in range(samples)]
+        return results, self._method(f"CUDA events around {BATCH} calls / {BATCH}, no barrier")
+
+    def _start_measurement(self) -> None:
+        self._hold_ns, self._exposed = 300_000, False
+
+    def _method(self, text: str) -> str:
+        return f"{text}; " + ("host launch time NOT hidden: enqueueing waits for the device" if self._exposed else "behind a delay kernel")
+
+    def _behind_delay(self, calls: Sequence[Call], events_between: bool = False) -> list[float]:
+        """Milliseconds of the calls, as one interval or one by one. Taken again, on all ranks, until no rank's host was late."""
+        while True:
+            self.synchronize()
+            self.world.barrier()
+            events = [self.xp.cuda.Event() for _ in range(len(calls) + 1 if events_between else 2)]
+            released = self.xp.cuda.Event()
+            self.delay(self._hold_ns)
+            released.record(self.stream)
+            self._meet_all()
+            events[0].record(self.stream)
+            for i, call in enumerate(calls):
+                call()
+                if events_between or i == len(calls) - 1:
+                    events[i + 1 if events_between else 1].record(self.stream)
+            late = bool(released.done)
+            self.synchronize()
+            if self._exposed or not any(gather(self.world, late)):
+                return [float(self.xp.cuda.get_elapsed_time(begin, end)) for begin, end in pairwise(events)]
+            self._hold_ns *= 2
+            # Some calls wait for the device themselves (a bounded number of launches in flight): no delay is ever long enough for them.
+            self._exposed = self._hold_ns > self.LONGEST_HOLD_NS
+
+    def _meet_all(self) -> None:
+        if self.world.size > 1:
+            self._meet((1,), (64,), self._meeting.next_arguments())
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self._meeting.close()
+
+
+class _Meeting:
+    """Flags of the device-side barrier: plain device memory of every rank, opened by all others through CUDA IPC."""
+
+    LIMIT_NS = 60_000_000_000
+
+    def __init__(self, world: Any, xp: Any) -> None:
+        self._world, self._runtime, self._epoch = world, xp.cuda.runtime, 0
+        self._opened: list[int] = []
+        size = 4096
+        self._own = int(self._runtime.malloc(size))
+        self._runtime.memset(self._own, 0, size)
+        xp.cuda.Device().synchronize()
+        handles = [bytes.fromhex(text) for text in gather(world, bytes(self._runtime.ipcGetMemHandle(self._own)).hex())]
+        addresses, reason = [self._own] * world.size, ""
+        for rank, handle in enumerate(handles):
+            if rank == world.rank:
+                continue
+            try:
+                addresses[rank] = int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
+                self._opened.append(addresses[rank])
+            except self._runtime.CUDARuntimeError as error:
+                reason = f"rank {rank}'s barrier flags cannot be opened: {error}"
+                break
+        if reason := worst_reason(world, reason):
+            raise RuntimeError(f"{reason} (the device-side barrier of the benchmark needs CUDA IPC between the GPUs)")
+        self._addresses = xp.asarray(addresses, dtype=xp.uint64)
+        self._uint32, self._uint64 = xp.uint32, xp.uint64
+
+    def next_arguments(self) -> tuple[Any, ...]:
+        self._epoch += 1
+        u32, u64 = self._uint32, self._uint64
+        return self._addresses, u32(self._world.rank), u32(self._world.size), u64(self._epoch), u64(self.LIMIT_NS)
+
+    def check(self) -> None:
+        """Raise if a barrier gave up; called with the stream idle."""
+        if self._world.size == 1 or not self._own:
+            return
+        word = bytearray(8)
+        address = self._own + 8 * self._world.size
+        self._runtime.memcpy(_address_of(word), address, 8, self._runtime.memcpyDeviceToHost)
+        if any(word):
+            raise RuntimeError(f"rank {self._world.rank}: the device-side barrier waited {self.LIMIT_NS // 10**9} s for another rank")
+
+    def close(self) -> None:
+        for address in self._opened:
+            self._runtime.ipcCloseMemHandle(address)
+        self._opened.clear()
+        if self._own:
+            self._world.barrier()  # a peer may still have it open
+            self._runtime.free(self._own)
+            self._own = 0
+
+
+def _address_of(buffer: bytearray) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class CpuLab(Lab):
+    """Host clock and numpy, for tests of the bench itself: speeds of target cpu mean nothing."""
+
+    def random(self, shape: tuple[int, ...], seed: int) -> Any:
+        return self.xp.random.default_rng(seed).standard_normal(shape, dtype=self.xp.float32).astype(self.numpy_dtype)
+
+    def sets(self, set_bytes: int) -> int:
+        return 2
+
+    def synchronize(self) -> None:
+        pass
+
+    def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+        results = []
+        for i in range(samples):
+            self.world.barrier()
+            results.append(self._time([calls[i % len(calls)]]))
+        return results, "host clock around one call"
+
+    def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+        return [self._time(calls) / len(calls) for _ in range(samples)], f"host clock around {len(calls)} calls"
+
+    @staticmethod
+    def _time(calls: Sequence[Call]) -> float:
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - begin) * 1e3

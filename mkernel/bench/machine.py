@@ -1,0 +1,47 @@
+"""What a measurement was taken on: versions, device, clocks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+__all__ = ["clocks", "device_name", "versions"]
+
+_PACKAGES = (
+    "mkernel", "cuda-core", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "torch", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13",
+    "nvidia-cublas", "nvidia-cutlass", "numpy", "ml_dtypes", "mpi4py",
+)  # fmt: skip
+_QUERY = ("index", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of everything a figure may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def clocks() -> list[dict[str, str]]:
+    """nvidia-smi's view of every GPU now; empty where it does not answer."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(_QUERY, (field.strip() for field in line.split(",")), strict=False)) for line in text.splitlines() if line]
+
+
+def device_name(world: Any) -> str:
+    if world.target != "cuda":
+        return platform.processor() or platform.machine()
+    name = world.xp.cuda.runtime.getDeviceProperties(world.device)["name"]
+    return name.decode() if isinstance(name, bytes) else str(name)

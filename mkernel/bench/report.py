@@ -1,0 +1,185 @@
+"""What a run found: the JSON that is saved, and the table that is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mkernel.bench.stats import Measurement, tera
+from mkernel.cli.table import format_table
+
+__all__ = ["ALONE", "FUSED", "MODES", "SCHEMA", "SOLO", "Report", "Row", "render"]
+
+SCHEMA = 1
+MODES = ("isolated", "back-to-back")
+FUSED = "fused"  # the whole op, the split chosen by mkernel or by --split
+ALONE = "cuBLAS alone"  # the local compute of one rank, all inputs already there
+SOLO = "fused alone"  # the same local compute by our kernel in a world of one
+
+
+@dataclasses.dataclass
+class Row:
+    """One shape. ``times[contestant][mode]`` in milliseconds; a contestant without a time has a reason in ``missing``."""
+
+    label: str
+    shape: dict[str, int]
+    flops: float  # of one rank
+    link_bytes: int  # into one GPU over NVLink
+    network_bytes: int  # into one GPU over its network card
+    link_ms: float
+    network_ms: float
+    worst: float = float("inf")  # largest error over its bound, all elements of all ranks; right if <= 1
+    times: dict[str, dict[str, Measurement]] = dataclasses.field(default_factory=dict)
+    host: dict[str, Measurement] = dataclasses.field(default_factory=dict)  # microseconds to enqueue one call on an empty queue
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def correct(self) -> bool:
+        return self.worst <= 1.0
+
+    def time(self, contestant: str, mode: str = "isolated") -> float | None:
+        measurement = self.times.get(contestant, {}).get(mode)
+        return None if measurement is None else measurement.median
+
+    @property
+    def bound_ms(self) -> float | None:
+        """max(best compute alone, link, network); None while no compute alone was measured."""
+        alone = [time for time in (self.time(ALONE), self.time(SOLO)) if time is not None]
+        return max(min(alone), self.link_ms, self.network_ms) if alone else None
+
+    def efficiency(self, contestant: str = FUSED, mode: str = "isolated") -> float | None:
+        bound, time = self.bound_ms, self.time(contestant, mode)
+        return None if bound is None or time is None else bound / time
+
+
+@dataclasses.dataclass
+class Report:
+    op: str
+    title: str
+    world: dict[str, int]  # ranks, nodes, ranks_per_node
+    target: str
+    dtype: str
+    date: str
+    command: str
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    machine: dict[str, Any]  # GPU names; clocks before and after
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    schema: int = SCHEMA
+
+    @property
+    def correct(self) -> bool:
+        return bool(self.rows) and all(row.correct for row in self.rows)
+
+    def to_json(self) -> str:
+        """The figures a reader looks for (median, bound, eff) are written out beside the samples they follow from."""
+        data = dataclasses.asdict(self)
+        for row, raw in zip(self.rows, data["rows"], strict=True):
+            raw["worst"] = row.worst if row.worst != float("inf") else None  # JSON has no infinity
+            raw["summary"] = _summary(row)
+        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        data = json.loads(text)
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')}: this version reads schema {SCHEMA}")
+        rows = [_row(raw) for raw in data.pop("rows")]
+        return cls(rows=rows, **data)
+
+
+def _summary(row: Row) -> dict[str, Any]:
+    def figures(measurement: Measurement) -> dict[str, float]:
+        return {"median": measurement.median, "p10": measurement.p10, "p90": measurement.p90, "rank": measurement.rank}
+
+    return {
+        "correct": row.correct,
+        "bound_ms": row.bound_ms,
+        "efficiency": {mode: row.efficiency(FUSED, mode) for mode in MODES},
+        "times": {name: {mode: figures(m) for mode, m in modes.items()} for name, modes in row.times.items()},
+        "host": {name: figures(m) for name, m in row.host.items()},
+    }
+
+
+def _row(raw: dict[str, Any]) -> Row:
+    raw = dict(raw)
+    raw.pop("summary")
+    raw["worst"] = float("inf") if raw["worst"] is None else raw["worst"]
+    raw["times"] = {name: {mode: _measurement(m) for mode, m in modes.items()} for name, modes in raw["times"].items()}
+    raw["host"] = {name: _measurement(m) for name, m in raw["host"].items()}
+    return Row(**raw)
+
+
+def _measurement(raw: Mapping[str, Any]) -> Measurement:
+    return Measurement(tuple(tuple(samples) for samples in raw["samples"]), raw["unit"], raw["method"])
+
+
+# ---- the table
+
+_NONE = "-"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f}"
+
+
+def render(report: Report) -> str:
+    """Times in ms: medians of the slowest rank. A wrong result has no time."""
+    world = report.world
+    head = (
+        f"{report.op}: {report.title}\n{world['ranks']} ranks on {world['nodes']} node(s), {report.dtype}, target {report.target}, "
+        f"{report.machine.get('name', 'unknown device')}; ms, median (p10-p90) of the slowest rank"
+    )
+    contestants = _contestants(report.rows)
+    lines = [_line(row, contestants) for row in report.rows]
+    headers = ["shape", *contestants, "b2b " + FUSED]
+    headers += [f"b2b {name}" for name in _others(contestants)]
+    headers += ["link"] + (["network"] if world["nodes"] > 1 else []) + ["bound", "eff", "eff b2b", "TFLOP/s", "host us", "err/bound"]
+    if world["nodes"] == 1:
+        lines = [line[: headers.index("link") + 1] + line[headers.index("link") + 2 :] for line in lines]
+    notes = [f"{row.label}: {name}: {reason}" for row in report.rows for name, reason in row.missing.items()]
+    return "\n".join([head, "", format_table(headers, lines), *(["", *_unique(notes)] if notes else [])])
+
+
+def _contestants(rows: Iterable[Row]) -> list[str]:
+    """In order of appearance; FUSED first, whether or not it has a time."""
+    return list(dict.fromkeys([FUSED, *(name for row in rows for name in row.times)]))
+
+
+def _others(contestants: Iterable[str]) -> list[str]:
+    """Those whose back-to-back time is worth a column: compute alone is a floor, not a contestant."""
+    return [name for name in contestants if name not in (FUSED, ALONE, SOLO)]
+
+
+def _line(row: Row, contestants: list[str]) -> list[str]:
+    fused = row.times.get(FUSED, {}).get("isolated")
+    first = "WRONG" if not row.correct else _NONE if fused is None else f"{_ms(fused.median)} ({_ms(fused.p10)}-{_ms(fused.p90)})"
+    time = row.time(FUSED)
+    host = row.host.get(FUSED)
+    return [
+        row.label,
+        first,
+        *(_ms(row.time(name)) for name in contestants[1:]),
+        _ms(row.time(FUSED, "back-to-back")),
+        *(_ms(row.time(name, "back-to-back")) for name in _others(contestants)),
+        _ms(row.link_ms),
+        _ms(row.network_ms),
+        _ms(row.bound_ms),
+        _ratio(row.efficiency()),
+        _ratio(row.efficiency(mode="back-to-back")),
+        _NONE if time is None else f"{tera(row.flops, time):.0f}",
+        _NONE if host is None else f"{host.median:.1f}",
+        _NONE if row.worst == float("inf") else f"{row.worst:.2f}",
+    ]
+
+
+def _unique(notes: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(notes))

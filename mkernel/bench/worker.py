@@ -1,0 +1,173 @@
+"""One rank of a benchmark: checks, times, and on rank 0 reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mkernel.bench import machine
+from mkernel.bench.cases import OPS, Case
+from mkernel.bench.lab import CpuLab, CudaLab, Lab
+from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
+from mkernel.bench.peers import gather
+from mkernel.bench.report import ALONE, FUSED, SOLO, Report, Row
+from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
+from mkernel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mkernel.bench.lab import Call
+
+__all__ = ["Settings", "measure"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run was asked for."""
+
+    op: str
+    sizes: tuple[str, ...]
+    dtype: str
+    samples: int
+    splits: Mapping[str, Mapping[str, int] | None]  # contestant -> SMs by role; None: mkernel's choice
+    without: tuple[str, ...]  # baselines left out
+    allow_cpu: bool
+    network_gb_per_s: float
+    command: str
+    solo: Mapping[str, Mapping[str, Any]]  # local GEMM "MxNxK" -> mode -> measurement in a world of one
+
+
+def measure(world: Any, settings: Settings) -> Report:
+    """Measure one op on this world. Collective; every rank returns the same rows."""
+    if world.target != "cuda" and not settings.allow_cpu:
+        raise ArgumentError("target", world.target, "speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
+    op = OPS[settings.op]
+    lab: Lab = CudaLab(world, settings.dtype) if world.target == "cuda" else CpuLab(world, settings.dtype)
+    libraries = open_libraries(world, lab.stream) if isinstance(lab, CudaLab) else NoLibraries("none on target cpu")
+    libraries.missing.update(dict.fromkeys(settings.without, "left out by --without"))
+    report = Report(
+        op=op.name,
+        title=op.title,
+        world={"ranks": world.size, "nodes": world.num_nodes, "ranks_per_node": world.ranks_per_node},
+        target=world.target,
+        dtype=settings.dtype,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=settings.command,
+        versions=machine.versions(),
+        settings={
+            "samples": settings.samples,
+            "splits": {name: dict(split) if split else None for name, split in settings.splits.items()},
+            "link_gb_per_s": LINK_GB_PER_S,
+            "network_gb_per_s": settings.network_gb_per_s,
+        },
+        machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
+    )
+    # Fresh inputs in every run: one seed, drawn by rank 0.
+    seed = int(gather(world, secrets.randbits(40))[0])
+    try:
+        for i, size in enumerate(settings.sizes):
+            case = op.case(size, _topology(world), settings.dtype)
+            _progress(world, f"{op.name} {size} ...")
+            report.rows.append(_Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9))
+    finally:
+        if sys.exc_info()[0] is None:  # after a failure the peers may be gone: leave what is collective alone
+            libraries.close()
+            lab.close()
+    report.machine["after"] = machine.clocks() if world.rank == 0 else []
+    return report
+
+
+def _topology(world: Any) -> Any:
+    from mkernel.plan.topology import Topology
+
+    return Topology(world.size, world.ranks_per_node)
+
+
+class _Measurer:
+    """One shape on all ranks."""
+
+    def __init__(self, world: Any, lab: Lab, libraries: Libraries, settings: Settings, case: Case) -> None:
+        self.world, self.lab, self.libraries, self.settings, self.case = world, lab, libraries, settings, case
+
+    def row(self, seed: int) -> Row:
+        case, settings = self.case, self.settings
+        row = Row(
+            label=case.label,
+            shape=case.shape,
+            flops=case.flops,
+            link_bytes=case.link_bytes,
+            network_bytes=case.network_bytes,
+            link_ms=milliseconds(case.link_bytes, LINK_GB_PER_S),
+            network_ms=milliseconds(case.network_bytes, settings.network_gb_per_s),
+        )
+        case.setup(self.lab, seed)
+        contestants = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
+        row.worst = max(self._check(calls) for calls in contestants.values())
+        if row.correct:
+            for name, calls in contestants.items():
+                self._time(row, name, calls)
+            # Under load the result must still be right: the timed calls left it behind.
+            row.worst = max(row.worst, self._agreed_worst(range(len(case.outputs()))[-1:]))
+        if not row.correct:
+            row.times.clear()
+            row.host.clear()
+            return row
+        self._time_baselines(row)
+        return row
+
+    def _check(self, calls: Sequence[Call]) -> float:
+        """Every set, back to back without a barrier, on poisoned outputs; all elements of the first, the last and one between."""
+        for c in self.case.outputs():
+            self.lab.poison(c)
+        for call in calls:
+            call()
+        self.lab.synchronize()
+        return self._agreed_worst(sorted({0, len(calls) // 2, len(calls) - 1}))
+
+    def _agreed_worst(self, sets: Sequence[int]) -> float:
+        worst = max(self.case.worst(i) for i in sets)
+        self.lab.synchronize()
+        return max(float(text) for text in gather(self.world, str(worst)))  # as text: JSON has no infinity
+
+    def _time(self, row: Row, name: str, calls: Sequence[Call]) -> None:
+        self.lab.warm_up(calls)
+        samples = self.settings.samples
+        modes = {"isolated": self.lab.isolated(calls, samples), "back-to-back": self.lab.back_to_back(calls, samples)}
+        row.times[name] = {mode: self._slowest(times, "ms", method) for mode, (times, method) in modes.items()}
+        times, method = self.lab.host(calls[0], samples)
+        row.host[name] = self._slowest(times, "us", method)
+
+    def _slowest(self, times: list[float], unit: str, method: str) -> Measurement:
+        return slowest(gather(self.world, times), unit, method)
+
+    def _time_baselines(self, row: Row) -> None:
+        case, libraries = self.case, self.libraries
+        for name, calls in {**case.baselines(libraries), ALONE: case.alone(libraries)}.items():
+            if calls and name not in self.settings.without:
+                self._time(row, name, calls)
+        row.missing.update(libraries.missing)
+        if case.solo is None:
+            return
+        if self.world.size == 1 and FUSED in row.times:
+            return  # the fused column is compute alone
+        label = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
+        if label in self.settings.solo:
+            row.times[SOLO] = {mode: slowest(raw["samples"], raw["unit"], raw["method"]) for mode, raw in self.settings.solo[label].items()}
+        else:
+            row.missing[SOLO] = "measured by a run of its own in a world of one (start bench without mpirun)"
+
+
+def _split(sms: Mapping[str, int] | None) -> Any:
+    if sms is None:
+        return None
+    import mkernel as mk
+
+    return mk.Split(**sms)
+
+
+def _progress(world: Any, text: str) -> None:
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)

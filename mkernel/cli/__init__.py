@@ -1,0 +1,1 @@
+"""The command line: ``python -m mkernel``. The only part of mkernel that prints."""

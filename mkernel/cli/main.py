@@ -1,0 +1,66 @@
+"""Finds the command and hands it the rest of the line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from mkernel import env
+from mkernel.errors import Error
+
+__all__ = ["COMMANDS", "main"]
+
+# command: (module with main(argv) -> exit status, one line of help)
+COMMANDS = {
+    "doctor": ("mkernel.cli.doctor", "what this machine has, what is missing and how to get it"),
+    "demo": ("mkernel.cli.demo", "run the fused kernels on 4 ranks and check every element"),
+    "bench": ("mkernel.bench", "measure the fused kernels against their baselines"),
+    "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="mkernel",
+        description="Fused communication and compute kernels.",
+        epilog="\n".join(["commands:", *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of " + ", ".join(COMMANDS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `mkernel COMMAND --help`")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors of mkernel are one message, not a traceback (MKERNEL_LOG=debug shows it)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments:
+        _parser().print_help()
+        return 2
+    options = _parser().parse_args(arguments)
+    try:
+        # ``bench`` is as large as its baselines: nothing is imported before its command is asked for.
+        run = cast("Callable[[Sequence[str]], int | None]", importlib.import_module(COMMANDS[options.command][0]).main)
+        return run(options.arguments) or 0
+    except Error as error:
+        if _debugging():
+            logging.getLogger("mkernel").exception("mkernel %s failed", options.command)
+        print(f"mkernel {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `mkernel doctor | head`: nobody reads on; keep the interpreter's own flush quiet
+        sys.stdout = None
+        return 0
+
+
+def _debugging() -> bool:
+    try:
+        return env.LOG.get() == "debug"
+    except Error:  # the switch itself is what is wrong
+        return False

@@ -1,0 +1,174 @@
+"""Every environment variable mkernel reads: declared once, typed, read live.
+
+``env.CACHE_DIR.get()`` returns the value now; nothing is remembered, so a test or a notebook may change a variable at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from mkernel.errors import ArgumentError
+
+__all__ = ["ALL", "Variable", "override"]
+
+T = TypeVar("T")
+
+ALL: dict[str, Variable[Any]] = {}  # by name, in order of declaration: the README's table and `python -m mkernel doctor`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variable(Generic[T]):
+    """One switch. ``default`` is a value, or a function for defaults that depend on the machine."""
+
+    name: str
+    kind: str  # as the README shows it: "path", "integer", "seconds" ...
+    parse: Callable[[str], T]
+    default: T | Callable[[], T]
+    help: str
+
+    def get(self) -> T:
+        """The value now. Unset and empty both mean the default. Raises ArgumentError for a text that does not parse."""
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default() if callable(self.default) else self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ArgumentError(self.name, repr(text), f"must be {self.kind}", str(error)) from None
+
+    def is_set(self) -> bool:
+        return bool(os.environ.get(self.name, "").strip())
+
+
+def _declare(name: str, kind: str, parse: Callable[[str], T], default: T | Callable[[], T], help: str) -> Variable[T]:
+    variable = Variable(name, kind, parse, default, help)
+    if name in ALL:
+        raise ValueError(f"{name} is declared twice")
+    ALL[name] = variable
+    return variable
+
+
+def _optional(parse: Callable[[str], T]) -> Callable[[str], T | None]:
+    """The same parser, typed for a variable whose default is None."""
+    return parse
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if text.lower() in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError("use 1 or 0")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _at_least(convert: Callable[[str], Any], low: float) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = convert(text)
+        if not value >= low:
+            raise ValueError(f"the least value is {low}")
+        return value
+
+    return parse
+
+
+def _bytes(text: str) -> int:
+    """``1073741824``, ``512M``, ``8G`` (binary units)."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    number = text.upper().removesuffix("IB").removesuffix("B")
+    scale = units.get(number[-1:], 1)
+    value = int(float(number.rstrip("KMGT")) * scale)
+    if value <= 0:
+        raise ValueError("must be positive, e.g. 8G")
+    return value
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise ValueError("choose " + ", ".join(names))
+        return text.lower()
+
+    return parse
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mkernel"
+
+
+_natural, _positive = _at_least(int, 0), _at_least(int, 1)
+_duration = _at_least(float, 0.0)
+
+# ---- compiling
+CACHE_DIR = _declare("MKERNEL_CACHE_DIR", "a path", _path, _cache_home, "compiled kernels and tuned splits ($XDG_CACHE_HOME/mkernel)")
+DUMP = _declare(
+    "MKERNEL_DUMP", "a path", _optional(_path), None, "folder that receives source, PTX, cubin and SASS of every compiled kernel"
+)
+NO_COMPILE = _declare("MKERNEL_NO_COMPILE", "1 or 0", _boolean, False, "compiling is an error: only cached kernels run")
+CXX = _declare("MKERNEL_CXX", "a command", _optional(str), None, "host C++20 compiler of target cpu (else $CXX, c++, g++, clang++)")
+CUTLASS = _declare(
+    "MKERNEL_CUTLASS", "a path", _optional(_path), None, "CUTLASS include folder, holds cute/ (else the nvidia-cutlass package)"
+)
+CUDA_INCLUDE = _declare(
+    "MKERNEL_CUDA_INCLUDE", "a path", _optional(_path), None, "CUDA include folder (else packages, CUDA_HOME, /usr/local/cuda)"
+)
+
+# ---- bootstrap
+RENDEZVOUS = _declare("MKERNEL_RENDEZVOUS", "host:port", _optional(str), None, "where rank 0 listens: ranks meet over TCP instead of MPI")
+RANK = _declare("MKERNEL_RANK", "an integer >= 0", _optional(_natural), None, "this process's rank, with MKERNEL_RENDEZVOUS")
+SIZE = _declare("MKERNEL_SIZE", "an integer >= 1", _optional(_positive), None, "number of ranks, with MKERNEL_RENDEZVOUS")
+RANKS_PER_NODE = _declare(
+    "MKERNEL_RANKS_PER_NODE", "an integer >= 1", _optional(_positive), None, "split one host into emulated nodes of this many ranks"
+)
+
+# ---- world
+TIMEOUT = _declare("MKERNEL_TIMEOUT", "seconds", _optional(_duration), None, "deadline of waits once all ranks have entered a call (30)")
+ENTRY_TIMEOUT = _declare(
+    "MKERNEL_ENTRY_TIMEOUT", "seconds", _optional(_duration), None, "deadline until all ranks have entered a call (600)"
+)
+HEAP_BYTES = _declare("MKERNEL_HEAP_BYTES", "bytes, e.g. 8G", _optional(_bytes), None, "size of each rank's symmetric heap")
+LOG = _declare(
+    "MKERNEL_LOG", "debug, info, warning or error", _choice("debug", "info", "warning", "error"), "warning", "level of the logger `mkernel`"
+)
+
+# ---- target cpu
+CPU_SMS = _declare("MKERNEL_CPU_SMS", "an integer >= 1", _positive, 4, "CTAs that target cpu runs at once per rank")
+CPU_SEED = _declare("MKERNEL_CPU_SEED", "an integer >= 0", _natural, 0, "seed of target cpu's scheduler: the same seed gives the same run")
+
+# ---- network
+TRANSPORT = _declare(
+    "MKERNEL_TRANSPORT", "auto, rc, srd or emulated", _choice("auto", "rc", "srd", "emulated"), "auto", "how ranks of different nodes talk"
+)
+EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _duration, 50.0, "bandwidth of one emulated link; 0: not paced")
+EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _duration, 5.0, "latency of one emulated link")
+
+
+@contextlib.contextmanager
+def override(**values: object) -> Iterator[None]:
+    """Set variables for a block (tests, ``doctor``): ``with env.override(MKERNEL_CPU_SEED=3): ...``; None unsets."""
+    unknown = values.keys() - ALL.keys()
+    if unknown:
+        raise KeyError(f"not declared in mkernel/env.py: {sorted(unknown)}")
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        for name, value in values.items():
+            _assign(name, None if value is None else str(value))
+        yield
+    finally:
+        for name, old in before.items():
+            _assign(name, old)
+
+
+def _assign(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

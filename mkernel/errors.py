@@ -1,0 +1,85 @@
+"""Every exception mkernel raises on purpose."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+
+__all__ = [
+    "AbortedError",
+    "ArgumentError",
+    "CompileError",
+    "Error",
+    "FailureRecord",
+    "MismatchError",
+    "PeerLostError",
+    "TimeoutError",
+    "TransportError",
+]
+
+
+class Error(Exception):
+    """Base of all mkernel errors."""
+
+
+class ArgumentError(Error, ValueError):
+    """A bad argument, found before anything was launched; the world stays usable."""
+
+    def __init__(self, argument: str, value: object, rule: str, remedy: str = "") -> None:
+        self.argument, self.value, self.rule, self.remedy = argument, value, rule, remedy
+        super().__init__(f"{argument} = {value}: {rule}" + (f" ({remedy})" if remedy else ""))
+
+
+class MismatchError(Error):
+    """The ranks of a world called different operations, or the same with different shapes, dtypes or options."""
+
+
+class CompileError(Error):
+    """A kernel did not compile. ``log`` is the compiler's output, ``path`` the generated source."""
+
+    def __init__(self, message: str, *, log: str = "", path: str = "") -> None:
+        self.log, self.path = log, path
+        super().__init__(message + (f"\nsource: {path}" if path else "") + (f"\n{log}" if log else ""))
+
+
+class TransportError(Error):
+    """The network failed; fatal for the world."""
+
+    def __init__(self, message: str, *, peer: int | None = None, op: str = "", status: str = "") -> None:
+        self.peer, self.op, self.status = peer, op, status
+        super().__init__(message)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """What a kernel reported when a wait failed (abi::HostBlock)."""
+
+    state: int
+    rank: int
+    role: str
+    cta: int
+    flag: str
+    peer: int
+    epoch: int
+    expected: int
+    seen: int
+
+
+class TimeoutError(Error, builtins.TimeoutError):
+    """A wait inside a kernel, or on the host, passed its deadline. ``record`` says who waited for what (None for host waits)."""
+
+    def __init__(self, message: str, record: FailureRecord | None = None) -> None:
+        self.record = record
+        super().__init__(message)
+
+
+class PeerLostError(Error):
+    """A rank's process has gone."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
+class AbortedError(Error):
+    """Another rank (or this one's ``world.abort``) gave the world up; the message carries its reason."""

@@ -1,0 +1,160 @@
+"""Kernels for target cpu: a KernelSpec becomes a shared object, by the host's C++ compiler, cached."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from mkernel import env
+from mkernel.errors import CompileError
+from mkernel.jit.headers import kernels_src
+from mkernel.jit.source import render
+from mkernel.jit.spec import KernelSpec
+
+__all__ = ["compile", "core_library", "find_compiler", "sanitizing"]
+
+_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", "-pthread")
+_KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
+_CORE_FLAGS = ("-O3",)
+_TSAN_FLAGS = ("-fsanitize=thread", "-g1")
+_CORE_SOURCES = ("fiber.cpp", "scheduler.cpp", "sync.cpp", "async.cpp", "wgmma.cpp")
+_SECONDS = 600
+
+
+def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> Path:
+    """The shared object of a kernel, from the cache or compiled now. Processes and threads may ask for the same one at once.
+
+    Parameters
+    ----------
+    spec
+        Which kernel.
+    include
+        More folders to look for ``<name>.cuh`` in (tests).
+
+    Raises
+    ------
+    CompileError
+        No compiler, an error in the source, or compiling is switched off (``MKERNEL_NO_COMPILE``).
+    """
+    folder = kernels_src()
+    folders = [folder / "cpu", folder, *include]
+    text = render(spec) + '#include "entry.h"\n'
+    flags = [*_FLAGS, *_KERNEL_FLAGS, *(_TSAN_FLAGS if sanitizing() else ()), *(f"-I{path}" for path in folders)]
+    return _build(spec.name, text, flags, _digest(folder, *include))
+
+
+def core_library() -> Path:
+    """The scheduler that runs the kernels (kernels_src/cpu), compiled once."""
+    folder = kernels_src() / "cpu"
+    text = "".join(f'#include "{name}"\n' for name in _CORE_SOURCES)
+    return _build("scheduler", text, [*_FLAGS, *_CORE_FLAGS, f"-I{folder}"], _digest(folder))
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The C++ compiler's command: ``MKERNEL_CXX``, ``CXX``, or the first of g++, clang++, c++ there is.
+
+    Raises
+    ------
+    CompileError
+        There is none.
+    """
+    for command in (env.CXX.get(), os.environ.get("CXX"), "g++", "clang++", "c++"):
+        words = shlex.split(command) if command else []
+        program = shutil.which(words[0]) if words else None
+        if program is not None:
+            return (program, *words[1:])
+    raise CompileError("target cpu needs a C++20 compiler: install g++ (apt-get install -y g++) or set MKERNEL_CXX")
+
+
+def sanitizing() -> bool:
+    """Runs this process under ThreadSanitizer (its library preloaded)? Kernels are then instrumented."""
+    return hasattr(ctypes.CDLL(None), "__tsan_create_fiber")
+
+
+def _build(name: str, text: str, flags: Sequence[str], headers: str) -> Path:
+    compiler = find_compiler()
+    key = _hash([text, headers, *_identity(compiler), platform.machine(), *(f for f in flags if not f.startswith("-I"))])
+    folder = env.CACHE_DIR.get() / "cpu"
+    target = folder / f"{name}-{key}.so"
+    if not target.exists():
+        if env.NO_COMPILE.get():
+            raise CompileError(f"{name} is not in the cache {folder}, and compiling is switched off (MKERNEL_NO_COMPILE)")
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{name}-{key}.lock"):
+            if not target.exists():  # another process may have been faster
+                _compile(compiler, target, text, flags)
+    dump = env.DUMP.get()
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / f"{name}-{key}.cpp").write_text(text)
+    return target
+
+
+def _compile(compiler: Sequence[str], target: Path, text: str, flags: Sequence[str]) -> None:
+    source = target.with_suffix(".cpp")
+    source.write_text(text)
+    handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
+    os.close(handle)
+    try:
+        command = [*compiler, *flags, str(source), "-o", partial]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        if result.returncode != 0:
+            raise CompileError(f"{target.stem}: {compiler[0]} failed", log=f"{shlex.join(command)}\n{result.stderr}", path=str(source))
+        Path(partial).chmod(0o755)
+        Path(partial).replace(target)  # atomic: other processes see all of it or nothing
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{target.stem}: {compiler[0]}: {error}", path=str(source)) from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One compilation of a key at a time on this host."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _identity(compiler: Sequence[str]) -> tuple[str, ...]:
+    real = Path(compiler[0]).resolve()
+    state = real.stat()
+    return (*compiler, str(real), *_version(tuple(compiler), state.st_mtime_ns, state.st_size))
+
+
+@functools.lru_cache(maxsize=8)
+def _version(compiler: tuple[str, ...], mtime_ns: int, size: int) -> tuple[str, ...]:
+    try:
+        result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompileError(f"{' '.join(compiler)} --version: {error}") from error
+    return (result.stdout, str(mtime_ns), str(size))
+
+
+def _digest(*folders: Path) -> str:
+    """Of every file that can be included from the folders."""
+    parts: list[str | bytes] = []
+    for folder in folders:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
+            parts += [str(path.relative_to(folder)), path.read_bytes()]
+    return _hash(parts)
+
+
+def _hash(parts: Iterable[str | bytes]) -> str:
+    """Length-prefixed, so that no two lists of parts look alike."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.hexdigest()[:32]

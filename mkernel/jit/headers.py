@@ -1,0 +1,149 @@
+"""Where the headers are that a kernel includes, and a digest of all that can be included."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mkernel import env
+from mkernel.errors import CompileError
+
+__all__ = ["IncludePath", "cuda_includes", "cutlass_include", "digest", "kernels_src"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IncludePath:
+    """Folders in the order in which the compiler searches them."""
+
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def for_cuda(cls) -> IncludePath:
+        """Everything a kernel needs on target cuda. Raises CompileError when something is missing, with a remedy."""
+        return cls((kernels_src(), cutlass_include(), *cuda_includes()))
+
+    def find(self, name: str, beside: Path) -> Path | None:
+        """The file that ``#include`` of this name means inside a file of folder ``beside``."""
+        for folder in (beside, *self.folders):
+            file = folder / name
+            if file.is_file():
+                return file
+        return None
+
+
+# ---- locations
+def kernels_src() -> Path:
+    """mkernel's device code: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "kernels_src", package.parent / "kernels_src"):
+        if (folder / "ptx.cuh").is_file():
+            return folder
+    raise CompileError(f"kernels_src is neither in {package} nor beside it: the installation is incomplete, reinstall mkernel")
+
+
+def cutlass_include() -> Path:
+    """The folder that holds ``cute/``: MKERNEL_CUTLASS, else the nvidia-cutlass package."""
+    candidates = [_cutlass_package()]
+    if env.CUTLASS.is_set():
+        root = env.CUTLASS.get()
+        candidates = [root, root and root / "include"]
+    for folder in candidates:
+        if folder is not None and (folder / "cute" / "arch" / "mma_sm90_gmma.hpp").is_file():
+            return folder
+    if env.CUTLASS.is_set():
+        raise CompileError(f"MKERNEL_CUTLASS = {env.CUTLASS.get()}: no cute/arch/mma_sm90_gmma.hpp there; name CUTLASS's include folder")
+    raise CompileError("CUTLASS headers not found: `pip install nvidia-cutlass`, or set MKERNEL_CUTLASS to CUTLASS's include folder")
+
+
+def _cutlass_package() -> Path | None:
+    # Without importing it: the package imports scipy and networkx.
+    package = importlib.util.find_spec("cutlass_library")
+    if package is None or not package.submodule_search_locations:
+        return None
+    return Path(package.submodule_search_locations[0]) / "source" / "include"
+
+
+def cuda_includes() -> tuple[Path, ...]:
+    """Folders of CUDA's own headers and of CCCL (``cuda/std``): MKERNEL_CUDA_INCLUDE, packages, CUDA_HOME, /usr/local/cuda."""
+    if env.CUDA_INCLUDE.is_set():
+        folder = env.CUDA_INCLUDE.get()
+        found = folder and _with_cccl(folder)
+        if not found:
+            raise CompileError(f"MKERNEL_CUDA_INCLUDE = {folder}: no cuda_fp16.h, or no cuda/std/cstdint there or in its folder cccl")
+        return found
+    for folder in _cuda_candidates():
+        found = _with_cccl(folder)
+        if found:
+            return found
+    raise CompileError(
+        "CUDA headers not found: `pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl` (CUDA 13; suffix -cu12 for CUDA 12), "
+        "or install the CUDA toolkit and set CUDA_HOME, or set MKERNEL_CUDA_INCLUDE"
+    )
+
+
+def _cuda_candidates() -> Iterator[Path]:
+    # The packages first: they are what pip resolved beside this NVRTC. A toolkit of another release may not match it.
+    for entry in sys.path:
+        for folder in ("nvidia/cu13/include", "nvidia/cuda_runtime/include"):
+            yield Path(entry or ".") / folder
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield Path(os.environ[name]) / "include"
+    yield Path("/usr/local/cuda/include")
+
+
+def _with_cccl(folder: Path) -> tuple[Path, ...] | None:
+    if not (folder / "cuda_fp16.h").is_file():
+        return None
+    # CUDA 13 moved CCCL into include/cccl; the CUDA 12 packages have it in a package of its own.
+    for cccl in (folder / "cccl", folder, folder.parent.parent / "cuda_cccl" / "include"):
+        if (cccl / "cuda" / "std" / "cstdint").is_file():
+            return (folder,) if cccl == folder else (folder, cccl)
+    return None
+
+
+# ---- digest
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+_VERSIONS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h", "cutlass/version.h")
+
+
+def digest(path: IncludePath, source: str, roots: Sequence[Path] = ()) -> bytes:
+    """Digest of every header that compiling ``source`` can include, directly or not.
+
+    Conditions are ignored, which only makes the set larger. Includes that are spelled by a macro are not followed: the version headers of
+    CUDA, CCCL and CUTLASS, always part of the digest, stand for them. All of ``roots`` (files) is included whatever the source says.
+    """
+    todo = [file for name in _VERSIONS if (file := path.find(name, path.folders[0]))]
+    todo += [file for name in _names(source.encode()) if (file := path.find(name, path.folders[0]))]
+    todo += roots
+    seen: dict[Path, bytes] = {}
+    while todo:
+        file = todo.pop()
+        if file in seen:
+            continue
+        status = file.stat()
+        seen[file], names = _read(file, status.st_mtime_ns, status.st_size)
+        todo += [found for name in names if (found := path.find(name, file.parent)) is not None and found not in seen]
+    total = hashlib.sha256()
+    for file in sorted(seen):
+        total.update(str(file).encode() + b"\0" + seen[file])
+    return total.digest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(file: Path, mtime_ns: int, size: int) -> tuple[bytes, tuple[str, ...]]:
+    """Digest and includes of one version of a file."""
+    text = file.read_bytes()
+    return hashlib.sha256(text).digest(), tuple(_names(text))
+
+
+def _names(text: bytes) -> Iterator[str]:
+    for match in _INCLUDE.finditer(text):
+        yield match[1].decode(errors="replace")

@@ -1,0 +1,22 @@
+"""What a plan asks the compiler for: one C++ template and the constants that instantiate it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["KernelSpec"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """One kernel, ready to be compiled for either target.
+
+    ``constants`` become ``static constexpr uint32_t NAME = value;`` members of ``struct Config`` in the generated source, in this
+    order; the kernel header in ``kernels_src`` is then included and instantiates itself with ``Config``.
+    """
+
+    name: str  # e.g. "allgather_gemm"; also the stem of the header: kernels_src/<name>.cuh
+    constants: tuple[tuple[str, int], ...]
+    threads: int  # per CTA
+    shared_bytes: int  # dynamic shared memory per CTA
+    parameter_bytes: int  # sizeof the kernel's one parameter struct (64-byte aligned)

@@ -1,0 +1,1 @@
+"""Memory that ranks share: segments (who maps what where) and the heap allocator (which bytes are whose)."""

@@ -1,0 +1,213 @@
+"""The engine: turns the commands of one rank's ring into puts, and completions into credits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from mkernel.errors import TransportError
+from mkernel.proxy.ring import RingReader
+from mkernel.transport.base import Put, Transport
+
+__all__ = ["Engine", "EngineThread"]
+
+_log = logging.getLogger("mkernel")
+
+BATCH = 64  # commands per step: enough to amortize one doorbell, few enough to poll completions often
+
+
+class Engine:
+    """One rank's engine. Not thread-safe: one thread steps it.
+
+    Parameters
+    ----------
+    ring
+        Where commands come from and credits go.
+    transport
+        Carries the puts; closed with the engine.
+    clock_ns
+        The clock that ``transport`` was given; real or virtual.
+    """
+
+    def __init__(self, ring: RingReader, transport: Transport, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.ring = ring
+        self.transport = transport
+        self.clock_ns = clock_ns
+        self.error: TransportError | None = None
+        self._held: deque[Put] = deque()  # taken, but refused by the transport so far
+        self._closed = False
+
+    def step(self) -> bool:
+        """Drain, post, flush, poll and return credits once. Never blocks. Returns whether anything moved.
+
+        Raises
+        ------
+        TransportError
+            Whatever went wrong, and the same at every later call: a failed engine stays failed, and credits stop.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._closed:
+            return False
+        put: Put | None = None
+        try:
+            held = self._held
+            if not held:
+                held.extend(self.ring.take(BATCH))
+            posted = 0
+            post = self.transport.post
+            while held:
+                put = held[0]
+                if not post(put):
+                    break
+                held.popleft()
+                posted += 1
+            put = None
+            if posted:
+                self.transport.flush()
+            done = self.transport.poll()
+            if done:
+                self.ring.complete_all(done)
+        except Exception as error:
+            self.error = _as_transport_error(error, put)
+            if self.error is error:
+                raise
+            raise self.error from error
+        return bool(posted or done)
+
+    def next_event_ns(self) -> int | None:
+        """When ``step`` may next do something: a time of ``clock_ns``, 0: now, None: not before the device issues another command."""
+        if self.error is not None or self._closed:
+            return None
+        if not self._held and self.ring.waiting():
+            return 0
+        return self.transport.next_event_ns()
+
+    def close(self) -> None:
+        """Close the transport and drop the ring. What is in flight is abandoned. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._held.clear()
+            self.transport.close()
+            self.ring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class EngineThread:
+    """Runs an engine beside the rank's own thread (daemon).
+
+    The loop spins (giving the interpreter away every turn) while commands move and shortly after, then sleeps: until the next event that
+    the transport knows, else longer and longer up to ``idle_ns``. ``wake`` ends the sleep: call it at each launch.
+
+    Parameters
+    ----------
+    engine
+        Stepped by this thread only, and closed by ``close``.
+    on_error
+        Called once, on the engine's thread, with the TransportError that stopped the engine.
+    spin_ns, idle_ns
+        How long to spin after the last movement; the longest sleep.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_error: Callable[[TransportError], object],
+        *,
+        name: str = "mkernel-engine",
+        spin_ns: int = 200_000,
+        idle_ns: int = 1_000_000,
+    ) -> None:
+        self.engine = engine
+        self._on_error = on_error
+        self._spin_ns = spin_ns
+        self._idle_ns = idle_ns
+        self._stop = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> EngineThread:
+        self._thread.start()
+        return self
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Commands are about to come: spin again."""
+        self._wake.set()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Stop the thread and close the engine. Safe to call twice, and from ``on_error``."""
+        self._stop = True
+        self._wake.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                # Closing now would unmap what the thread still uses: a leak is the lesser evil.
+                _log.error("%s did not stop within %g s: its memory is left to the end of the process", self._thread.name, timeout)
+                return
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except TransportError as error:
+            _log.error("engine stopped: %s", error)
+            self._on_error(error)
+
+    def _loop(self) -> None:
+        engine, wake, now_ns = self.engine, self._wake, time.monotonic_ns
+        moved_ns = now_ns()
+        while not self._stop:
+            if engine.step():
+                moved_ns = now_ns()
+            elif wake.is_set():
+                wake.clear()
+                moved_ns = now_ns()
+            idle_ns = now_ns() - moved_ns
+            if idle_ns < self._spin_ns:
+                time.sleep(0)
+            else:
+                self._sleep(idle_ns)
+
+    def _sleep(self, idle_ns: int) -> None:
+        event = self.engine.next_event_ns()
+        nap = min(idle_ns // 8, self._idle_ns)
+        if event is not None:
+            nap = min(nap, event - self.engine.clock_ns())
+        if nap > 0:
+            self._wake.wait(nap * 1e-9)
+        else:
+            time.sleep(0)
+
+
+def _as_transport_error(error: Exception, put: Put | None) -> TransportError:
+    if isinstance(error, TransportError):
+        return error
+    peer = None if put is None else put.dst_rank
+    where = "completions" if put is None else f"put {put.ticket} to rank {peer}"
+    return TransportError(
+        f"the engine failed at {where}: {type(error).__name__}: {error}",
+        peer=peer,
+        op="poll" if put is None else "put_signal",
+        status=type(error).__name__,
+    )

@@ -1,0 +1,128 @@
+"""The consumer's side of the device-to-host command ring (``abi::Ring``): one reader, many producers on the device."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterable
+
+from mkernel.abi import RING_SLOTS, Command, Ring
+from mkernel.transport.base import Put
+
+__all__ = ["RING_BYTES", "RingReader"]
+
+RING_BYTES = ctypes.sizeof(Ring)
+
+_SLOTS_OFFSET: int = Ring.slots.offset
+_SLOT_BYTES = ctypes.sizeof(Command)
+_MASK = RING_SLOTS - 1
+_PAYLOAD_OFFSET: int = _SLOTS_OFFSET + Command.channel.offset
+_PAYLOAD = struct.Struct("=IIQQQQQ")  # Command from `channel` to `signal_value`
+
+
+class RingReader:
+    """Takes commands off the ring and returns their slots.
+
+    Parameters
+    ----------
+    ring
+        The ring, zeroed before any producer runs: a writable buffer of at least ``RING_BYTES``, or its address in this process.
+    load, store
+        Optional acquire load ``load(address) -> value`` and release store ``store(address, value)`` of a 64-bit word. By default both
+        are plain accesses: every 64-bit access of a ``memoryview`` is one aligned instruction. That is enough on x86-64, and on AArch64
+        for ``take`` (see there); pass ``store`` on AArch64, where a plain store may overtake the copies before it, and both under
+        ThreadSanitizer, which cannot see what Python does.
+    """
+
+    def __init__(
+        self,
+        ring: memoryview | bytearray | int,
+        *,
+        load: Callable[[int], int] | None = None,
+        store: Callable[[int, int], object] | None = None,
+    ) -> None:
+        if isinstance(ring, int):
+            self._bytes = memoryview((ctypes.c_char * RING_BYTES).from_address(ring)).cast("B")
+        else:
+            self._bytes = memoryview(ring).cast("B")[:RING_BYTES]
+        if len(self._bytes) < RING_BYTES:
+            raise ValueError(f"a ring has {RING_BYTES} bytes, got {len(self._bytes)}")
+        self._words = self._bytes.cast("Q")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
+        if address % 8:
+            raise ValueError(f"ring at {address:#x}: must be 8-byte aligned")
+        self._address = address
+        self._load = load
+        self._store = store
+        self._taken = 0
+        self._completed = 0
+        self._early: set[int] = set()  # completed tickets beyond the prefix
+
+    @property
+    def taken(self) -> int:
+        """Commands taken so far; the next one gets this ticket."""
+        return self._taken
+
+    @property
+    def completed(self) -> int:
+        """Length of the completed prefix, as published to the device."""
+        return self._completed
+
+    @property
+    def in_flight(self) -> int:
+        """Commands taken and not completed."""
+        return self._taken - self._completed - len(self._early)
+
+    def waiting(self) -> bool:
+        """Whether there is a command to take."""
+        first = self._taken
+        return self._words[(_SLOTS_OFFSET + (first & _MASK) * _SLOT_BYTES) >> 3] == first + 1
+
+    def take(self, limit: int = 64) -> list[Put]:
+        """The next commands, at most ``limit``, in ring order. Never blocks."""
+        words, load, unpack, view = self._words, self._load, _PAYLOAD.unpack_from, self._bytes
+        puts = []
+        for ticket in range(self._taken, self._taken + limit):
+            offset = _SLOTS_OFFSET + (ticket & _MASK) * _SLOT_BYTES
+            seen = words[offset >> 3] if load is None else load(self._address + offset)
+            if seen != ticket + 1:
+                break
+            # The payload's address is computed from the ticket word itself: weakly ordered machines keep address dependencies in order.
+            puts.append(Put(ticket, *unpack(view, _PAYLOAD_OFFSET + ((seen - 1) & _MASK) * _SLOT_BYTES)))
+        self._taken += len(puts)
+        return puts
+
+    def complete(self, ticket: int) -> None:
+        """One command is complete; any order. Publishes the new prefix."""
+        self.complete_all((ticket,))
+
+    def complete_all(self, tickets: Iterable[int]) -> None:
+        """Several commands are complete. One store publishes the new prefix.
+
+        Raises
+        ------
+        ValueError
+            A ticket was never taken or is completed twice: the transport's bookkeeping is wrong.
+        """
+        prefix, early = self._completed, self._early
+        for ticket in tickets:
+            if not prefix <= ticket < self._taken or ticket in early:
+                raise ValueError(f"ticket {ticket} completed, but only {prefix} .. {self._taken - 1} are in flight")
+            if ticket != prefix:
+                early.add(ticket)
+                continue
+            prefix += 1
+            while early and prefix in early:
+                early.remove(prefix)
+                prefix += 1
+        if prefix != self._completed:
+            self._completed = prefix
+            if self._store is None:
+                self._words[0] = prefix
+            else:
+                self._store(self._address, prefix)
+
+    def close(self) -> None:
+        """Drop the views, so that the memory can be unmapped."""
+        self._words.release()
+        self._bytes.release()

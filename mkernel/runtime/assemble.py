@@ -1,0 +1,320 @@
+"""``init`` step by step: agree on the shape, connect the control channel, open the device, share memory, start the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mkernel import abi, env
+from mkernel.errors import AbortedError, ArgumentError, Error
+from mkernel.runtime import current
+from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
+from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub
+from mkernel.runtime.placement import Card, Gpu, choose_device, choose_target, choose_topology, require_equal
+from mkernel.runtime.wire import SocketControl
+from mkernel.runtime.world import SIGNAL_BYTES, Options, Parts, World
+
+if TYPE_CHECKING:
+    from mkernel.plan.topology import Topology
+    from mkernel.runtime.cpu import Cohort
+    from mkernel.runtime.device import Device, HostMemory
+
+__all__ = ["assemble", "gpus_here", "init"]
+
+T = TypeVar("T")
+
+HEAP_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # default of heap_bytes; reserved at init, never grown
+_CONNECT_SECONDS = 60.0
+
+MakeDevice = Callable[[str, "int | str", int], "Device"]  # target, ordinal or "cpu", rank
+
+
+def init(
+    comm: Any = None,
+    *,
+    target: str = "auto",
+    ranks_per_node: int | None = None,
+    transport: str = "auto",
+    heap_bytes: int | None = None,
+    timeout: float = 30.0,
+    entry_timeout: float = 600.0,
+) -> World:
+    """Join the world: every process of the program calls this once, alike.
+
+    Collective, blocks the host until all ranks have come. The world becomes the default of later calls; close it, or use it as a context
+    manager (an exception inside then aborts all ranks).
+
+    Parameters
+    ----------
+    comm
+        mpi4py communicator. By default the ranks meet at ``MKERNEL_RENDEZVOUS``, or are those of MPI's COMM_WORLD under an MPI launcher, or
+        those of torchrun or Slurm; without any of these the world has one rank.
+    target
+        ``"cuda"``, ``"cpu"``, or ``"auto"``: cuda if every rank has its own sm_90 GPU with peer access inside the node, cpu if there is no GPU,
+        else an error.
+    ranks_per_node
+        Splits a host into emulated nodes that talk through the transport. Default: all ranks of a host are one node.
+    transport
+        How nodes talk: ``"auto"``, or a name of ``mkernel.transport``.
+    heap_bytes
+        Size of each rank's symmetric heap, for ``world.empty`` and the plans' workspaces. Reserved here and never grown; default 256 MiB on
+        cpu, 4 GiB on cuda. When it is too small, the error says how much is needed.
+    timeout, entry_timeout
+        Seconds that a wait inside a call may last once all ranks have entered it, and before.
+
+    Raises
+    ------
+    ArgumentError
+        An argument is wrong, differs between ranks, or does not fit the machine.
+    Error
+        A launcher started several ranks but MPI sees one; a peer went away.
+    """
+    options = Options.resolve(
+        target=target,
+        ranks_per_node=ranks_per_node,
+        transport=transport,
+        heap_bytes=heap_bytes,
+        timeout=timeout,
+        entry_timeout=entry_timeout,
+    )
+    _set_log_level()
+    with contextlib.closing(choose(comm)) as bootstrap:
+        world = assemble(bootstrap, options)
+    current.remember(world)
+    return world
+
+
+def assemble(
+    bootstrap: Bootstrap,
+    options: Options,
+    *,
+    group: ThreadGroup | None = None,
+    cohort: Cohort | None = None,
+    make_device: MakeDevice | None = None,
+) -> World:
+    """One rank's world. ``group`` and ``cohort`` are those of ``mk.launch``; ``make_device`` replaces the target's device (tests)."""
+    rank = bootstrap.rank
+    cards = _exchange_cards(bootstrap, options, probe=make_device is None)
+    require_equal(cards)
+    topology = choose_topology(cards, options.ranks_per_node)
+    if topology.size > abi.MAX_RANKS:
+        raise ArgumentError("comm", topology.size, f"a world has at most {abi.MAX_RANKS} ranks")
+    target = choose_target(cards, options.target) if make_device is None else "cpu" if options.target == "auto" else options.target
+    transport = _choose_transport(options.transport, topology, cards)
+    device: int | str = choose_device(cards, rank).ordinal if target == "cuda" and make_device is None else 0 if target == "cuda" else "cpu"
+    waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    if cohort is not None:
+        waiting = lambda: cohort.blocked(rank)  # noqa: E731
+
+    with contextlib.ExitStack() as undo:
+        control = _open_control(bootstrap, cards, group, waiting)
+        undo.callback(control.close)
+        heap_bytes = options.heap_bytes or HEAP_BYTES[target]
+
+        def open_memory() -> tuple[Device, Any, Any, HostMemory, HostMemory | None]:
+            backend = (make_device or _device_maker(cohort))(target, device, rank)
+            undo.callback(backend.close)
+            shape = (topology.local_rank(rank), topology.ranks_per_node)
+            data = backend.segment(heap_bytes, *shape)
+            undo.callback(data.close)
+            signals = backend.segment(SIGNAL_BYTES, *shape)
+            undo.callback(signals.close)
+            block = backend.allocate_host(ctypes.sizeof(abi.HostBlock))
+            ring = backend.allocate_host(ctypes.sizeof(abi.Ring)) if topology.num_nodes > 1 else None
+            return backend, data, signals, block, ring
+
+        backend, data, signals, block, ring = _together(bootstrap, "its device and memory", open_memory)
+
+        def share() -> dict[int, tuple[int, int]]:
+            with control.exchange_fds([data.fd, signals.fd], _CONNECT_SECONDS) as fds:
+                local = topology.node_ranks(topology.node(rank))
+                data.map_peers([fds[peer][0] for peer in local])
+                signals.map_peers([fds[peer][1] for peer in local])
+                if transport != "emulated":
+                    return {}
+                foreign = [peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)]
+                return {
+                    peer: (backend.import_segment(fds[peer][0], data.size), backend.import_segment(fds[peer][1], signals.size)) for peer in foreign
+                }
+
+        foreign = _together(bootstrap, "the memory of its peers", share)
+        start_engine: Callable[[World], Callable[[], None]] | None = None
+        wakers: list[Callable[[], None]] = []
+        if ring is not None:
+
+            def start_engine(world: World) -> Callable[[], None]:
+                return _start_engine(world, transport, ring, foreign, cohort, wakers)
+
+        world = World(
+            Parts(
+                options=dataclasses.replace(options, target=target, transport=transport, heap_bytes=data.size),
+                topology=topology,
+                rank=rank,
+                device=device,
+                backend=backend,
+                control=control,
+                data=data,
+                signals=signals,
+                block=block,
+                ring=ring,
+                over_mpi=bootstrap.mpi,
+                waiting=waiting,
+                start_engine=start_engine,
+                wakers=wakers,
+            )
+        )
+        undo.pop_all()
+    try:
+        bootstrap.allgather(b"ready")  # nobody raises a flag in memory that its owner has not mapped
+    except BaseException as error:
+        world.abort(f"init failed: {error}")
+        world.close()
+        raise
+    return world
+
+
+def _exchange_cards(bootstrap: Bootstrap, options: Options, *, probe: bool) -> list[Card]:
+    gpus, problem, preferred = gpus_here() if probe and options.target in ("auto", "cuda") else ((), "", None)
+    card = Card(host_identity(), dataclasses.asdict(options), gpus, problem, preferred)
+    return [Card.from_json(json.loads(part)) for part in bootstrap.allgather(json.dumps(card.to_json()).encode())]
+
+
+def _together(bootstrap: Bootstrap, what: str, step: Callable[[], T]) -> T:
+    """Do a step of init on every rank; when it fails on one, fail on all."""
+    result: T | None = None
+    problem: Exception | None = None
+    try:
+        result = step()
+    except Failed as failed:
+        problem = failed.failure.error()
+    except Exception as error:
+        problem = error
+    texts = bootstrap.allgather(b"" if problem is None else f"{type(problem).__name__}: {problem}".encode())
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text:
+            raise AbortedError(f"rank {rank} could not open {what}: {text.decode(errors='replace')}")
+    return result  # type: ignore[return-value]  # set: there was no problem
+
+
+def _open_control(bootstrap: Bootstrap, cards: Sequence[Card], group: ThreadGroup | None, waiting: Any) -> Control:
+    if group is not None:
+        return LocalControl(group.once("hub", lambda: LocalHub(group.size)), bootstrap.rank, waiting)
+    if bootstrap.size == 1:
+        return LocalControl(LocalHub(1), 0, waiting)
+    return SocketControl(bootstrap, [card.host for card in cards], _CONNECT_SECONDS, waiting)
+
+
+def _choose_transport(name: str, topology: Topology, cards: Sequence[Card]) -> str:
+    """The name of the transport; empty on one node, where none is needed. An unknown name is an error anyway."""
+    from mkernel import transport
+
+    if name != "auto" and name not in transport.names():
+        raise ArgumentError("transport", repr(name), "not built yet", f"there are auto, {', '.join(transport.names())}")
+    if topology.num_nodes == 1:
+        return ""
+    one_host = len({card.host for card in cards}) == 1
+    if name == "auto":
+        if not one_host:
+            raise ArgumentError("transport", "auto", "no transport between hosts is built yet", "run all ranks on one host")
+        return "emulated"
+    if name == "emulated" and not one_host:
+        raise ArgumentError("transport", repr(name), "the emulated transport connects ranks of one host only", "run all ranks on one host")
+    return name
+
+
+def _start_engine(
+    world: World,
+    name: str,
+    ring: HostMemory,
+    foreign: dict[int, tuple[int, int]],
+    cohort: Cohort | None,
+    wakers: list[Callable[[], None]],
+) -> Callable[[], None]:
+    """Returns what stops the engine."""
+    from mkernel import transport
+    from mkernel.proxy.engine import Engine, EngineThread
+    from mkernel.proxy.ring import RingReader
+
+    clock = time.monotonic_ns if cohort is None else cohort.now
+    wiring = transport.Wiring(
+        rank=world.rank,
+        heap_address=world.heap_address,
+        heap_bytes=world.heap_bytes,
+        signal_bytes=world.signal_bytes,
+        peers=foreign,
+        copier=world.backend.copier,
+        clock_ns=clock,
+    )
+    engine = Engine(RingReader(ring.view), transport.create(name, wiring), clock)
+    if cohort is None:
+        thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}").start()
+        wakers.append(thread.wake)
+        return thread.close
+
+    def step() -> bool:
+        try:
+            return engine.step()
+        except Error as error:
+            if world.failure is None:
+                world.on_transport_error(error)
+            return False
+
+    cohort.add_engine(world.rank, step, engine.next_event_ns)
+    return engine.close
+
+
+def _device_maker(cohort: Cohort | None) -> MakeDevice:
+    def make(target: str, device: int | str, rank: int) -> Device:
+        if target == "cuda":
+            from mkernel.runtime.cuda import CudaDevice
+
+            return CudaDevice(int(device))
+        from mkernel.runtime.cpu import CpuDevice
+
+        return CpuDevice(rank=rank, cohort=cohort)
+
+    return make
+
+
+def gpus_here() -> tuple[tuple[Gpu, ...], str, int | None]:
+    """GPUs that this process sees; why they cannot be used, if they are there; the one it has made current. Raises nothing."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
+        return (), "", None
+    installed = Path("/dev/nvidia0").exists()
+    try:
+        from mkernel.runtime import cuda
+
+        gpus = tuple(Gpu(g.ordinal, g.uuid, g.capability, tuple(g.peers)) for g in cuda.available())
+    except ImportError as error:
+        return (), f"there is a GPU, but {error}: install mkernel[cuda13]" if installed else "", None
+    if not gpus:
+        return (), "there is a GPU, but its driver does not answer: run nvidia-smi" if installed else "", None
+    return gpus, "", _current_ordinal()
+
+
+def _current_ordinal() -> int | None:
+    """The device that the process has chosen through CuPy, if it uses CuPy already."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    try:
+        return int(cupy.cuda.runtime.getDevice())
+    except Exception:
+        logging.getLogger("mkernel").debug("CuPy does not tell its device", exc_info=True)
+        return None
+
+
+def _set_log_level() -> None:
+    if env.LOG.is_set():
+        logging.getLogger("mkernel").setLevel(env.LOG.get().upper())

@@ -1,0 +1,172 @@
+"""How the ranks of a world find each other. Used inside ``init`` only; afterwards they talk over the control channel."""
+
+from __future__ import annotations
+
+import abc
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from mkernel import env
+from mkernel.errors import AbortedError, ArgumentError, Error, TimeoutError
+
+__all__ = ["Bootstrap", "SingleBootstrap", "ThreadBootstrap", "ThreadGroup", "choose", "host_identity", "launcher_size"]
+
+# Variables that MPI launchers set for each process (Open MPI, MPICH and Intel MPI through PMI, PMIx servers).
+_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LAUNCHER_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD")
+
+
+class Bootstrap(abc.ABC):
+    """What ``init`` needs: numbers and one collective. A rank that leaves makes the others' ``allgather`` raise."""
+
+    rank: int
+    size: int
+    mpi: bool = False  # dying must not leave the others in MPI_Finalize
+
+    @abc.abstractmethod
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank. Collective, blocking."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+class SingleBootstrap(Bootstrap):
+    """A world of one."""
+
+    rank, size = 0, 1
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadGroup:
+    """What the threads of one ``mk.launch`` share while they start."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.shared: dict[str, Any] = {}  # objects of this process that the ranks use together (control hub)
+        self._lock = threading.Lock()
+        self._barrier = threading.Barrier(size)
+        self._slots: list[bytes] = [b""] * size
+        self._reason = ""
+
+    def bootstrap(self, rank: int) -> ThreadBootstrap:
+        return ThreadBootstrap(self, rank)
+
+    def once(self, name: str, build: Any) -> Any:
+        """The object of this name, built by whoever asks first."""
+        with self._lock:
+            if name not in self.shared:
+                self.shared[name] = build()
+            return self.shared[name]
+
+    def abort(self, reason: str) -> None:
+        """Release every thread that waits in ``allgather``, now and later."""
+        self._reason = self._reason or reason
+        self._barrier.abort()
+
+    def exchange(self, rank: int, data: bytes, timeout: float) -> list[bytes]:
+        try:
+            self._slots[rank] = data
+            self._barrier.wait(timeout)
+            result = list(self._slots)
+            self._barrier.wait(timeout)  # nobody writes its next contribution before all have read
+        except threading.BrokenBarrierError:
+            if self._reason:
+                raise AbortedError(self._reason) from None
+            raise TimeoutError(f"rank {rank} waited {timeout:g} s in init for the other ranks of mk.launch") from None
+        return result
+
+
+class ThreadBootstrap(Bootstrap):
+    """Ranks are threads of this process."""
+
+    def __init__(self, group: ThreadGroup, rank: int, timeout: float = 600.0) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self._timeout = timeout
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return self.group.exchange(self.rank, data, self._timeout)
+
+    def close(self) -> None:
+        pass
+
+
+def host_identity() -> str:
+    """Equal for processes that can meet over abstract sockets: the same boot of the same host, in one network namespace."""
+    parts = [socket.gethostname()]
+    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), lambda: str(os.stat("/proc/self/ns/net").st_ino)):
+        try:
+            parts.append(read())
+        except OSError:
+            parts.append("-")
+    return " ".join(parts)
+
+
+def launcher_size() -> int:
+    """Number of ranks that an MPI launcher says there are; 1 without a launcher."""
+    for name in _LAUNCHER_SIZES:
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 1:
+            return int(text)
+    return 1
+
+
+def under_launcher() -> bool:
+    """Was this process started by an MPI launcher?"""
+    return any(os.environ.get(name) for name in (*_LAUNCHER_MARKS, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+
+
+def choose(comm: Any = None) -> Bootstrap:
+    """The way in that the caller, or else the environment, asks for.
+
+    An explicit communicator; else ``MKERNEL_RENDEZVOUS``; else an MPI launcher; else torchrun's or Slurm's variables; else a world of one.
+
+    Raises
+    ------
+    ArgumentError
+        ``comm`` is no communicator, or the variables are incomplete.
+    Error
+        A launcher started several ranks, but MPI sees one.
+    """
+    from mkernel.runtime import rendezvous
+
+    if comm is not None:
+        if not all(hasattr(comm, name) for name in ("Get_rank", "Get_size", "allgather")):
+            raise ArgumentError("comm", comm, "must be an mpi4py communicator", "omit it to use COMM_WORLD")
+        return _mpi(comm)
+    if env.RENDEZVOUS.get():
+        return rendezvous.from_environment()
+    if under_launcher():
+        return _mpi(None)
+    if rendezvous.offered():
+        return rendezvous.from_environment()
+    return SingleBootstrap()
+
+
+def _mpi(comm: Any) -> Bootstrap:
+    try:
+        from mkernel.runtime import mpi
+
+        bootstrap = mpi.MpiBootstrap(comm)
+    except ImportError as error:
+        if launcher_size() == 1:
+            return SingleBootstrap()
+        raise Error(
+            f"an MPI launcher started {launcher_size()} ranks, but mpi4py cannot be imported ({error}): install mpi4py, or set "
+            "MKERNEL_RENDEZVOUS=host:port, MKERNEL_RANK and MKERNEL_SIZE"
+        ) from error
+    expected = launcher_size()
+    if expected > 1 and bootstrap.size == 1 and mpi.world_size() == 1:
+        raise Error(
+            f"the launcher started {expected} ranks, but MPI sees one: mpi4py uses another MPI ({mpi.library()}) than the launcher. "
+            "Start with the mpirun of that MPI, or rebuild mpi4py against the launcher's"
+        )
+    return bootstrap

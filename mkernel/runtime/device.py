@@ -1,0 +1,144 @@
+"""What the runtime needs from a target. ``runtime/cuda.py`` and ``runtime/cpu.py`` implement it; everything above is identical for both."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mkernel.jit.spec import KernelSpec
+    from mkernel.memory.segment import Segment
+
+__all__ = ["Copier", "Device", "HostMemory", "Kernel", "TensorView"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorView:
+    """A strided array on the device, as the ops see it after argument checks."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    dtype: str  # "bfloat16", "float16", "float32", "int32", "int64"
+
+
+@dataclasses.dataclass(slots=True)
+class HostMemory:
+    """Host memory that the device can address (pinned on cuda). ``view`` is writable, zeroed at first."""
+
+    view: memoryview
+    address: int  # as the device sees it
+    host_address: int
+
+
+class Copier(Protocol):
+    """Moves bytes between segments mapped in this process, beside running kernels. Used by one engine thread."""
+
+    def start(self, dst: int, src: int, size: int) -> Any:
+        """Begin a copy; returns a token."""
+
+    def done(self, token: Any) -> bool:
+        """Has that copy ended, with its bytes visible to whoever sees a later ``signal``? Never blocks."""
+
+    def signal(self, address: int, value: int) -> None:
+        """Write a 64-bit flag, after all copies reported done (release)."""
+
+    def close(self) -> None: ...
+
+
+class Kernel(abc.ABC):
+    """A loaded kernel."""
+
+    @abc.abstractmethod
+    def max_ctas(self) -> int:
+        """CTAs that are co-resident on this device: the largest grid that may be launched."""
+
+
+class Device(abc.ABC):
+    """One rank's device: memory, streams, modules, launches. All methods may be called from any thread of the process."""
+
+    target: str  # "cuda" or "cpu"
+    name: str
+    sm_count: int
+    xp: Any  # cupy or numpy
+
+    # ---- memory
+    @abc.abstractmethod
+    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
+        """A symmetric segment (rounded up to the granularity)."""
+
+    @abc.abstractmethod
+    def import_segment(self, fd: int, size: int) -> int:
+        """Map one rank's part of a segment of another (emulated) node, for the engine's use. Freed with the device. Returns its address."""
+
+    @abc.abstractmethod
+    def copier(self) -> Copier:
+        """The emulated transport's way to move bytes between mapped segments (own stream; never waits for running kernels)."""
+
+    @abc.abstractmethod
+    def allocate(self, size: int) -> int:
+        """Private device memory, zeroed; freed with the device. Returns its address."""
+
+    @abc.abstractmethod
+    def allocate_host(self, size: int) -> HostMemory: ...
+
+    @abc.abstractmethod
+    def read(self, address: int, size: int) -> bytes:
+        """Copy device memory to the host (synchronizes; for traces and tests)."""
+
+    # ---- arrays
+    @abc.abstractmethod
+    def view(self, array: Any) -> TensorView:
+        """Address, shape, strides and dtype of anything that speaks DLPack or an array interface, without a copy.
+
+        Raises ArgumentError when the array is not on this device (or not an array at all).
+        """
+
+    @abc.abstractmethod
+    def wrap(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> Any:
+        """An ``xp`` array over existing memory, keeping ``owner`` alive."""
+
+    @abc.abstractmethod
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """A new ``xp`` array in ordinary memory."""
+
+    # ---- kernels
+    @abc.abstractmethod
+    def load(self, spec: KernelSpec) -> Kernel:
+        """Compile (or find in the cache) and load. Raises CompileError. Nothing may be spinning on this device."""
+
+    @abc.abstractmethod
+    def tensor_map(
+        self, address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+    ) -> bytes:
+        """A 128-byte tensor map: three dimensions, innermost (contiguous) first, ``strides`` in bytes of dimensions 1 and 2.
+
+        128-byte swizzle (the box's inner extent is 64 16-bit elements), out-of-bounds elements read as zero and are not written.
+        """
+
+    # ---- streams
+    @abc.abstractmethod
+    def stream(self, stream: Any) -> Any:
+        """Resolve a user's ``stream=`` (None, int or an object with ``__cuda_stream__``) to what ``launch`` takes. Hashable, comparable."""
+
+    @abc.abstractmethod
+    def capturing(self, stream: Any) -> bool:
+        """Is a CUDA graph being captured on this stream? (always False on cpu)"""
+
+    @abc.abstractmethod
+    def order(self, before: Any, after: Any) -> None:
+        """Work launched on ``after`` from now on runs after all work launched on ``before`` so far (an event)."""
+
+    @abc.abstractmethod
+    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview) -> None:
+        """Launch ``grid`` CTAs with one parameter struct. cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL)."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything launched has ended (sleeping, not spinning)."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,113 @@
+"""What ended a world: how kernels and hosts report it, how it travels between ranks, which exception it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from mkernel import abi, errors
+
+__all__ = ["Failure", "Kind", "read_host_block"]
+
+
+class Kind:
+    """Kinds of failure, by what the user sees."""
+
+    aborted = "aborted"
+    timeout = "timeout"
+    transport = "transport"
+    mismatch = "mismatch"
+    lost = "lost"
+
+
+# What a kernel or the network complained about may turn out to have a deeper cause, which is then the one to report.
+_EXPLAINED_BY = {Kind.timeout: {Kind.transport, Kind.mismatch, Kind.lost}, Kind.transport: {Kind.lost}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a world failed. All ranks of a failed world end up with the same one, where they can still talk."""
+
+    kind: str
+    message: str
+    rank: int  # whose failure it is: for `lost` the rank that has gone, else the one that reported
+    record: errors.FailureRecord | None = None
+    derived: bool = False  # only an echo of another rank's failure, whose own report says more
+
+    def replaces(self, other: Failure | None) -> bool:
+        """Does this failure say more than ``other`` about why the world failed?"""
+        if other is None:
+            return True
+        if self.derived or other.derived:
+            return other.derived and not self.derived
+        return self.kind in _EXPLAINED_BY.get(other.kind, set())
+
+    def error(self) -> errors.Error:
+        """A fresh exception: several threads may raise it."""
+        if self.kind == Kind.timeout:
+            return errors.TimeoutError(self.message, self.record)
+        if self.kind == Kind.lost:
+            return errors.PeerLostError(self.message, self.rank)
+        if self.kind == Kind.mismatch:
+            return errors.MismatchError(self.message)
+        if self.kind == Kind.transport:
+            return errors.TransportError(self.message, peer=self.rank)
+        return errors.AbortedError(self.message)
+
+    def encode(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Failure:
+        fields: dict[str, Any] = json.loads(data)
+        record = fields.pop("record")
+        return cls(**fields, record=None if record is None else errors.FailureRecord(**record))
+
+
+def read_host_block(block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: int) -> Failure | None:
+    """The failure that a kernel left in ``block``; None while all is well.
+
+    A mismatch is described by its numbers only: the world knows the names of its plans.
+    """
+    state = block.state
+    if state == abi.State.running:
+        return None
+    kind = _name(abi.FlagKind, block.flag_kind)
+    record = errors.FailureRecord(
+        state=state,
+        rank=block.rank,
+        role=_name(abi.Role, block.role),
+        cta=block.cta,
+        flag=f"{kind} flag {block.flag_index}",
+        peer=block.peer,
+        epoch=block.epoch,
+        expected=block.expected,
+        seen=block.seen,
+    )
+    who = f"rank {record.rank}, {record.role} CTA {record.cta}"
+    if state == abi.State.timed_out:
+        if block.flag_kind == abi.FlagKind.entry:
+            mask = (1 << abi.DIGEST_BITS) - 1
+            message = (
+                f"{who} waited {entry_timeout_ns / 1e9:.1f} s for rank {record.peer}, which never entered call {record.epoch}"
+                f" (it last entered call {(record.seen & ~mask) >> abi.DIGEST_BITS})"
+            )
+        else:
+            message = (
+                f"{who} waited {timeout_ns / 1e9:.1f} s for {record.flag} of rank {record.peer} in call {record.epoch}:"
+                f" expected {record.expected}, saw {record.seen}"
+            )
+        return Failure(Kind.timeout, message, record.rank, record)
+    if state == abi.State.mismatch:
+        message = f"{who}: rank {record.peer} entered call {record.epoch} with another plan"
+        return Failure(Kind.mismatch, message, record.rank, record)
+    message = f"{who} was asked to leave call {record.epoch} while waiting for {record.flag} of rank {record.peer}"
+    return Failure(Kind.aborted, message, record.rank, record, derived=True)
+
+
+def _name(numbers: type[abi.Role] | type[abi.FlagKind], value: int) -> str:
+    try:
+        return numbers(value).name.replace("_", " ") if numbers is abi.FlagKind else numbers(value).name
+    except ValueError:  # a kernel wrote garbage: report what is there
+        return str(value)

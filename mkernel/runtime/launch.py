@@ -1,0 +1,142 @@
+"""``mk.launch``: all ranks of a world as threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mkernel import env
+from mkernel.errors import AbortedError, ArgumentError
+from mkernel.runtime import current
+from mkernel.runtime.assemble import MakeDevice, assemble, gpus_here
+from mkernel.runtime.bootstrap import ThreadGroup, host_identity
+from mkernel.runtime.placement import Card, choose_target
+from mkernel.runtime.world import Options, World
+
+if TYPE_CHECKING:
+    from mkernel.runtime.cpu import Cohort
+
+__all__ = ["launch", "run"]
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    ranks_per_node: int | None = None,
+    target: str = "auto",
+    args: Sequence[Any] = (),
+    *,
+    seed: int | None = None,
+    **init_options: Any,
+) -> list[Any]:
+    """Call ``fn(world, *args)`` for every rank, each in a thread of this process; the results, by rank.
+
+    On target cpu all ranks' kernels run on one scheduler with virtual time: the same ``seed`` gives the same interleaving, and a deadlock is
+    reported at once. Blocks until all ranks have ended.
+
+    Parameters
+    ----------
+    fn
+        What each rank does. Calls without ``world=`` mean the rank's own world, which is closed when ``fn`` returns.
+    ranks, ranks_per_node
+        Size of the world and of its (emulated) nodes; by default one node.
+    target, init_options
+        As for ``init``: transport, heap_bytes, timeout, entry_timeout.
+    seed
+        Of the cpu scheduler (default ``MKERNEL_CPU_SEED``).
+
+    Raises
+    ------
+    Exception
+        What the first rank to fail raised; the other ranks are aborted, and what they raised is added as notes.
+    """
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ArgumentError("ranks", ranks, "must be a positive integer")
+    options = Options.resolve(target=target, ranks_per_node=ranks_per_node, **init_options)
+    return run(fn, ranks, options, tuple(args), seed)
+
+
+def run(
+    fn: Callable[..., Any], ranks: int, options: Options, args: tuple[Any, ...] = (), seed: int | None = None, make_device: MakeDevice | None = None
+) -> list[Any]:
+    """``launch`` after its arguments are checked; tests give another device."""
+    return _Launch(fn, ranks, options, args, seed, make_device).run()
+
+
+class _Launch:
+    def __init__(
+        self, fn: Callable[..., Any], ranks: int, options: Options, args: tuple[Any, ...], seed: int | None, make_device: MakeDevice | None
+    ) -> None:
+        self.fn, self.ranks, self.options, self.args, self.make_device = fn, ranks, options, args, make_device
+        self.group = ThreadGroup(ranks)
+        self.cohort = self._make_cohort(seed)
+        self.results: list[Any] = [None] * ranks
+        self.failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+        self.worlds: dict[int, World] = {}
+        self.lock = threading.Lock()
+
+    def _make_cohort(self, seed: int | None) -> Cohort | None:
+        if self.make_device is not None:
+            return None
+        gpus, problem, preferred = gpus_here() if self.options.target in ("auto", "cuda") else ((), "", None)
+        card = Card(host_identity(), {}, gpus, problem, preferred)
+        if choose_target([card] * self.ranks, self.options.target) != "cpu":
+            return None
+        from mkernel.runtime.cpu import Cohort
+
+        return Cohort(self.ranks, env.CPU_SEED.get() if seed is None else seed)
+
+    def run(self) -> list[Any]:
+        threads = [threading.Thread(target=self._rank, args=(rank,), name=f"mkernel-rank-{rank}", daemon=True) for rank in range(self.ranks)]
+        with contextlib.ExitStack() as stack:
+            if self.cohort is not None:
+                stack.callback(self.cohort.close)
+            for thread in threads:
+                thread.start()
+            try:
+                for thread in threads:
+                    thread.join()
+            except BaseException as interrupt:  # Ctrl-C: take the ranks along
+                self._abort(f"{type(interrupt).__name__} in the caller of mk.launch")
+                for thread in threads:
+                    thread.join(10.0)
+                raise
+        if self.failures:
+            raise self._explain()
+        return self.results
+
+    def _rank(self, rank: int) -> None:
+        try:
+            world = assemble(
+                self.group.bootstrap(rank), self.options, group=self.group, cohort=self.cohort, make_device=self.make_device
+            )
+            with self.lock:
+                self.worlds[rank] = world
+            with current.thread_world(world), world:
+                self.results[rank] = self.fn(world, *self.args)
+        except BaseException as error:
+            with self.lock:
+                self.failures.append((rank, error))
+            self._abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+        finally:
+            if self.cohort is not None:
+                self.cohort.finish(rank)
+
+    def _abort(self, reason: str) -> None:
+        self.group.abort(reason)
+        with self.lock:
+            worlds = list(self.worlds.values())
+        for world in worlds:
+            world.abort(reason)
+
+    def _explain(self) -> BaseException:
+        """The first failure that is not only an echo of another rank's."""
+        causes = [item for item in self.failures if not isinstance(item[1], AbortedError)] or self.failures
+        rank, error = causes[0]
+        error.add_note(f"raised on rank {rank} of mk.launch")
+        for other, failure in self.failures:
+            if failure is not error:
+                error.add_note(f"rank {other}: {type(failure).__name__}: {failure}")
+        return error

@@ -1,0 +1,126 @@
+"""From what the ranks tell each other at ``init`` to one decision on all of them: nodes, target, devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from mkernel.errors import ArgumentError
+from mkernel.plan.topology import Topology
+
+__all__ = ["Card", "Gpu", "choose_device", "choose_target", "choose_topology", "require_equal"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU that a rank's process sees."""
+
+    ordinal: int  # in that process
+    identity: str  # the same GPU has the same identity in every process
+    capability: tuple[int, int]
+    peers: tuple[int, ...]  # ordinals it reaches directly
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Card:
+    """What one rank tells about itself."""
+
+    host: str
+    options: dict[str, Any]  # arguments of init: must be equal on all ranks
+    gpus: tuple[Gpu, ...] = ()
+    gpu_problem: str = ""  # why GPUs that seem to be there cannot be used
+    preferred: int | None = None  # the ordinal the process has made current itself
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Card:
+        gpus = tuple(Gpu(g["ordinal"], g["identity"], (g["capability"][0], g["capability"][1]), tuple(g["peers"])) for g in fields["gpus"])
+        return cls(fields["host"], fields["options"], gpus, fields["gpu_problem"], fields["preferred"])
+
+
+def require_equal(cards: Sequence[Card]) -> None:
+    """The ranks called init alike. Raises ArgumentError, the same on every rank."""
+    for name, value in cards[0].options.items():
+        for rank, card in enumerate(cards):
+            if card.options.get(name) != value:
+                raise ArgumentError(name, card.options.get(name), f"rank {rank} differs from rank 0, which has {value}", "pass the same everywhere")
+
+
+def choose_topology(cards: Sequence[Card], ranks_per_node: int | None) -> Topology:
+    """Nodes of consecutive ranks: those of one host, or parts of it where ``ranks_per_node`` says so."""
+    size = len(cards)
+    hosts = [card.host for card in cards]
+    runs = [1]
+    for before, host in zip(hosts, hosts[1:], strict=False):
+        if host == before:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+    if len(runs) != len(set(hosts)):
+        raise ArgumentError("comm", hosts, "ranks of one host must be consecutive", "map ranks by node, e.g. mpirun --map-by node:PE or block order")
+    if len(set(runs)) != 1:
+        raise ArgumentError("comm", runs, "every host must have the same number of ranks", "start the same number of processes per host")
+    if ranks_per_node is None:
+        ranks_per_node = runs[0]
+    if ranks_per_node < 1 or runs[0] % ranks_per_node:
+        raise ArgumentError("ranks_per_node", ranks_per_node, f"must divide the {runs[0]} ranks of a host")
+    return Topology(size, ranks_per_node)
+
+
+def choose_target(cards: Sequence[Card], target: str) -> str:
+    """``cuda`` if every rank has its own usable GPU, ``cpu`` if there is none; else an error that says what to do."""
+    if target == "cpu":
+        return "cpu"
+    if target not in ("auto", "cuda"):
+        raise ArgumentError("target", repr(target), "must be auto, cuda or cpu")
+    remedy = "pass target='cpu' to run without GPUs" if target == "auto" else "see `python -m mkernel doctor`"
+    seen = any(card.gpus or card.gpu_problem for card in cards)
+    if not seen:
+        if target == "auto":
+            return "cpu"
+        raise ArgumentError("target", "cuda", "no rank sees a GPU", remedy)
+    for rank, card in enumerate(cards):
+        if card.gpu_problem:
+            raise ArgumentError("target", target, f"rank {rank}: {card.gpu_problem}", remedy)
+        if not card.gpus:
+            raise ArgumentError("target", target, f"rank {rank} sees no GPU, others do", remedy)
+    chosen = [choose_device(cards, rank, target) for rank in range(len(cards))]
+    used: dict[str, int] = {}
+    for rank, gpu in enumerate(chosen):
+        if gpu.capability != (9, 0):
+            text = ".".join(map(str, gpu.capability))
+            raise ArgumentError("target", target, f"rank {rank}: GPU {gpu.ordinal} has compute capability {text}, kernels need 9.0", remedy)
+        if gpu.identity in used:
+            raise ArgumentError("target", target, f"ranks {used[gpu.identity]} and {rank} are on one GPU", "one rank per GPU; " + remedy)
+        used[gpu.identity] = rank
+    _require_peer_access(cards, chosen, target, remedy)
+    return "cuda"
+
+
+def choose_device(cards: Sequence[Card], rank: int, target: str = "cuda") -> Gpu:
+    """The GPU of a rank: the one its process made current, the only one it sees, else the one of its place in the host."""
+    card = cards[rank]
+    place = [other for other, c in enumerate(cards) if c.host == card.host].index(rank)
+    if card.preferred:  # 0 is what everybody has who chose nothing
+        return next(gpu for gpu in card.gpus if gpu.ordinal == card.preferred)
+    if len(card.gpus) == 1:
+        return card.gpus[0]
+    if place >= len(card.gpus):
+        raise ArgumentError("target", target, f"rank {rank} is number {place} of its host, which has {len(card.gpus)} GPUs", "one rank per GPU")
+    return card.gpus[place]
+
+
+def _require_peer_access(cards: Sequence[Card], chosen: Sequence[Gpu], target: str, remedy: str) -> None:
+    for rank, gpu in enumerate(chosen):
+        ordinals = {g.identity: g.ordinal for g in cards[rank].gpus}
+        for peer, other in enumerate(chosen):
+            if peer == rank or cards[peer].host != cards[rank].host:
+                continue
+            if other.identity not in ordinals:
+                rule = f"rank {rank} does not see the GPU of rank {peer}, so it cannot reach its memory"
+                raise ArgumentError("target", target, rule, "let every process of a host see all its GPUs (CUDA_VISIBLE_DEVICES); " + remedy)
+            if ordinals[other.identity] not in gpu.peers:
+                raise ArgumentError("target", target, f"no peer access between the GPUs of ranks {rank} and {peer} (nvidia-smi topo -p2p r)", remedy)

@@ -1,0 +1,460 @@
+"""The control channel between processes: a star of sockets in each host (its lowest rank is the leader), the leaders around rank 0 over TCP.
+
+Nothing lies in the file system: the sockets of a host are abstract, and also carry the descriptors of the symmetric segments at ``init``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+from mkernel.errors import Error, PeerLostError, TimeoutError
+from mkernel.runtime.bootstrap import Bootstrap
+from mkernel.runtime.control import Collector, Control, Failed, Listener, Request, Waiting
+from mkernel.runtime.failure import Failure, Kind
+
+__all__ = ["SocketControl"]
+
+_REQUEST, _RESULT, _PENDING, _FAILURE, _BYE = range(1, 6)
+_FRAME = struct.Struct("!BI")  # kind, bytes that follow
+_PART = struct.Struct("!I")
+_FDS = struct.Struct("!II")  # rank, descriptors
+_HELLO = struct.Struct("!32sI")  # token, rank
+_SEND_SECONDS = 10.0  # a peer that takes no bytes for so long is stopped or swamped: give it up
+_PATIENCE_SECONDS = 0.05  # rank 0 tells everyone who waits when a collective has been incomplete for so long
+
+_living: weakref.WeakSet[SocketControl] = weakref.WeakSet()
+
+
+class _Link:
+    """A connection to one neighbour."""
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        self.peer, self.socket = peer, connection
+        self.inbox = bytearray()
+        self.leaving = False  # it said goodbye: end of file is no loss
+        self._lock = threading.Lock()
+        connection.settimeout(_SEND_SECONDS)
+
+    def send(self, kind: int, body: bytes) -> None:
+        """Best effort: the reader sees a dead peer as end of file."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(_FRAME.pack(kind, len(body)) + body)
+
+    def frames(self) -> Iterator[tuple[int, bytes]]:
+        while len(self.inbox) >= _FRAME.size:
+            kind, length = _FRAME.unpack_from(self.inbox)
+            if len(self.inbox) < _FRAME.size + length:
+                return
+            body = bytes(self.inbox[_FRAME.size : _FRAME.size + length])
+            del self.inbox[: _FRAME.size + length]
+            yield kind, body
+
+
+class SocketControl(Control):
+    """Ranks are processes.
+
+    Parameters
+    ----------
+    bootstrap
+        Used once, to tell addresses. Collective.
+    hosts
+        By rank: equal names share a host (``bootstrap.host_identity``).
+    timeout
+        Seconds until all are connected.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, hosts: Sequence[str], timeout: float, waiting: Waiting = contextlib.nullcontext) -> None:
+        super().__init__(bootstrap.rank, bootstrap.size, waiting)
+        self._host_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        self._leader = self._host_ranks[0]
+        self._links: dict[int, _Link] = {}
+        self._condition = threading.Condition()
+        self._results: dict[int, list[bytes]] = {}
+        self._arrived: list[int] = []  # ranks that wait, as rank 0 last told
+        self._collector = Collector(self.size)
+        self._collector_lock = threading.RLock()
+        self._told: tuple[int, ...] = ()
+        self._awaited = 0  # sequence of the collective this rank sleeps in; 0: none
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._reader = threading.Thread(target=self._read_all, name="mkernel-control", daemon=True)
+        _living.add(self)
+        try:
+            self._connect(bootstrap, hosts, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- connecting
+    def _connect(self, bootstrap: Bootstrap, hosts: Sequence[str], timeout: float) -> None:
+        leaders = sorted({list(hosts).index(host) for host in hosts})
+        token = secrets.token_bytes(32)
+        members = self._host_ranks[1:] if self.rank == self._leader else []
+        others = leaders[1:] if self.rank == 0 else []
+        with contextlib.ExitStack() as stack:
+            local = stack.enter_context(_listen_local()) if members else None
+            remote = stack.enter_context(_listen_tcp()) if others else None
+            mine = {
+                "token": token.hex(),
+                "local": local.getsockname().decode("latin1") if local else "",
+                "addresses": _own_addresses() if remote else [],
+                "port": remote.getsockname()[1] if remote else 0,
+            }
+            cards = [json.loads(part) for part in bootstrap.allgather(json.dumps(mine).encode())]
+            deadline = time.monotonic() + timeout
+            if self.rank != self._leader:
+                card = cards[self._leader]
+                link = socket.socket(socket.AF_UNIX)
+                link.settimeout(timeout)
+                link.connect(card["local"].encode("latin1"))
+                self._greet(self._leader, link, card["token"])
+            elif self.rank != 0:
+                self._greet(0, _reach(cards[0]["addresses"], cards[0]["port"], timeout), cards[0]["token"])
+            for listener, expected in ((local, members), (remote, others)):
+                if listener is not None:
+                    self._accept(listener, set(expected), token, deadline)
+
+    def _greet(self, peer: int, connection: socket.socket, token: str) -> None:
+        self._links[peer] = _Link(peer, connection)
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
+
+    def _accept(self, listener: socket.socket, expected: set[int], token: bytes, deadline: float) -> None:
+        while expected:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                raise TimeoutError(f"rank {self.rank}: ranks {sorted(expected)} did not connect during init") from None
+            connection.settimeout(5.0)
+            try:
+                given, rank = _HELLO.unpack(_read_exactly(connection, _HELLO.size))
+            except (OSError, EOFError):
+                given, rank = b"", -1
+            if not secrets.compare_digest(given, token) or rank not in expected:
+                connection.close()  # a stranger
+                continue
+            expected.remove(rank)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._links[rank] = _Link(rank, connection)
+
+    # ---- descriptors
+    @contextlib.contextmanager
+    def exchange_fds(self, fds: Sequence[int], timeout: float) -> Iterator[dict[int, list[int]]]:
+        table = {self.rank: list(fds)}
+        try:
+            if self.rank == self._leader:
+                for rank in self._host_ranks[1:]:
+                    self._receive_fds(rank, len(fds), timeout, table)
+                for rank in self._host_ranks[1:]:
+                    for owner in self._host_ranks:
+                        self._send_fds(rank, owner, table[owner])
+            else:
+                self._send_fds(self._leader, self.rank, fds)
+                for _ in self._host_ranks:
+                    self._receive_fds(self._leader, len(fds), timeout, table)
+            yield table
+        finally:
+            for owner, received in table.items():
+                if owner != self.rank:
+                    for fd in received:
+                        os.close(fd)
+
+    def _send_fds(self, to: int, owner: int, fds: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self._links[to].socket, [_FDS.pack(owner, len(fds))], list(fds))
+        except OSError as error:
+            raise PeerLostError(f"rank {to} went away during init ({error})", to) from error
+
+    def _receive_fds(self, source: int, count: int, timeout: float, table: dict[int, list[int]]) -> None:
+        link = self._links[source].socket
+        link.settimeout(timeout)
+        try:
+            header, fds, _, _ = socket.recv_fds(link, _FDS.size, count)
+        except OSError as error:
+            raise PeerLostError(f"rank {source} sent no descriptors during init ({error})", source) from error
+        finally:
+            link.settimeout(_SEND_SECONDS)
+        if len(header) < _FDS.size or len(fds) != count:
+            for fd in fds:
+                os.close(fd)
+            raise PeerLostError(f"rank {source} went away during init", source)
+        owner, _ = _FDS.unpack(header)
+        if owner == self.rank:  # our own, back from the leader
+            for fd in fds:
+                os.close(fd)
+        else:
+            table[owner] = fds
+
+    # ---- collectives
+    def start(self, listener: Listener) -> None:
+        self._listener = listener
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        for link in self._links.values():
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+        self._reader.start()
+
+    def collective(self, key: str, what: str, *, call: int, timeout: float, data: bytes = b"") -> list[bytes]:
+        with self._condition:
+            if self.failure is not None:
+                raise Failed(self.failure)
+            self.started += 1
+            sequence = self._awaited = self.started
+            self._arrived = []
+        request = Request(self.rank, sequence, call, key, what, data)
+        if self.rank == 0:
+            self._arrive(request)
+        else:
+            self._upward.send(_REQUEST, _pack_request(request))
+        with self._waiting(), self._condition:
+            self._condition.wait_for(lambda: sequence in self._results or self.failure is not None, timeout)
+        with self._condition:
+            self._awaited = 0
+            if sequence in self._results:
+                return self._results.pop(sequence)
+            failure = self.failure
+        if failure is None:
+            failure = self._timed_out(what, timeout, self._arrived)
+            self.abort(failure)
+        raise Failed(failure)
+
+    @property
+    def _upward(self) -> _Link:
+        return self._links[0 if self.rank == self._leader else self._leader]
+
+    @property
+    def _downward(self) -> list[_Link]:
+        links = list(self._links.values())
+        return links if self.rank == 0 else [link for link in links if link is not self._upward]
+
+    def _arrive(self, request: Request) -> None:
+        """On rank 0: count an arrival; send the result down when it was the last."""
+        with self._collector_lock:
+            outcome = self._collector.arrive(request)
+            self._told = ()
+        if isinstance(outcome, Failure):
+            self._learn(outcome, None)
+        elif outcome is not None:
+            self._deliver(request.sequence, b"".join(_PART.pack(len(part)) + part for part in outcome))
+        else:
+            self._poke()  # the reader starts its clock
+
+    def _deliver(self, sequence: int, packed: bytes) -> None:
+        body = struct.pack("!Q", sequence) + packed
+        for link in self._downward:  # before this rank goes on, and perhaps closes
+            link.send(_RESULT, body)
+        with self._condition:
+            self._results[sequence] = _unpack_parts(packed)
+            self._condition.notify_all()
+
+    # ---- failures
+    def abort(self, failure: Failure) -> None:
+        self._learn(failure, None, tell=False)
+
+    def _learn(self, failure: Failure, source: _Link | None, *, tell: bool = True) -> None:
+        """Remember a failure and pass it on. Links form a tree, so everybody hears it once."""
+        with self._condition:
+            if not failure.replaces(self.failure):
+                return
+            self.failure = failure
+            self._condition.notify_all()
+        body = failure.encode()
+        for link in list(self._links.values()):
+            if link is not source and not link.leaving:
+                link.send(_FAILURE, body)
+        if tell and self._listener is not None:
+            self._listener.on_failure(failure)
+
+    # ---- the reader thread
+    def _read_all(self) -> None:
+        waiting_since = 0.0
+        while not self._closing:
+            incomplete = self.rank == 0 and bool(self._collector.arrived) and self.failure is None
+            events = self._selector.select(_PATIENCE_SECONDS if incomplete else None)
+            for key, _ in events:
+                if key.data is None:
+                    with contextlib.suppress(OSError):
+                        self._wake_reader.recv(4096)
+                else:
+                    self._read(key.data)
+            if not incomplete:
+                waiting_since = time.monotonic()
+            elif time.monotonic() - waiting_since >= _PATIENCE_SECONDS:
+                self._tell_who_waits()
+
+    def _read(self, link: _Link) -> None:
+        try:
+            part = link.socket.recv(1 << 16)
+        except OSError:
+            part = b""
+        link.inbox += part
+        for kind, body in link.frames():
+            self._handle(link, kind, body)
+        if not part:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(link.socket)
+            if not link.leaving and not self._closing:
+                self._learn(Failure(Kind.lost, f"rank {link.peer} has gone: its process ended without closing the world", link.peer), link)
+
+    def _handle(self, link: _Link, kind: int, body: bytes) -> None:
+        if kind == _REQUEST:
+            if self.rank == 0:
+                self._arrive(_unpack_request(body))
+            else:
+                self._upward.send(_REQUEST, body)
+        elif kind == _RESULT:
+            self._deliver(struct.unpack_from("!Q", body)[0], body[8:])
+        elif kind == _PENDING:
+            self._pending([Request(**fields) for fields in json.loads(body)], body)
+        elif kind == _FAILURE:
+            self._learn(Failure.decode(body), link)
+        elif kind == _BYE:
+            (rank,) = struct.unpack("!I", body)
+            link.leaving = link.leaving or rank == link.peer
+            self._departed(rank, link, body)
+
+    def _departed(self, rank: int, link: _Link, body: bytes) -> None:
+        if self.rank == 0:
+            with self._collector_lock:
+                failure = self._collector.depart(rank)
+            if failure is not None:
+                self._learn(failure, None)
+        elif link is self._upward:
+            with self._condition:
+                stranded = self._awaited != 0 and self._awaited not in self._results
+            if stranded:
+                self._learn(Failure(Kind.aborted, f"rank {rank} has closed its world while rank {self.rank} waited", rank), link)
+        else:
+            self._upward.send(_BYE, body)
+
+    def _tell_who_waits(self) -> None:
+        with self._collector_lock:
+            requests = [dataclasses.replace(r, data=b"") for r in self._collector.arrived.values()]
+            ranks = tuple(request.rank for request in requests)
+            if not requests or ranks == self._told:
+                return
+            self._told = ranks
+        body = json.dumps([{k: v for k, v in dataclasses.asdict(r).items() if k != "data"} for r in requests]).encode()
+        self._pending(requests, body)
+
+    def _pending(self, requests: list[Request], body: bytes) -> None:
+        for link in self._downward:
+            link.send(_PENDING, body)
+        self._arrived = [request.rank for request in requests]
+        failure = self._listener.on_pending(requests) if self._listener is not None else None
+        if failure is not None:
+            self._learn(failure, None)
+
+    def _poke(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    # ---- the end
+    def close(self) -> None:
+        if self._closing:
+            return
+        for link in self._links.values():
+            link.send(_BYE, struct.pack("!I", self.rank))
+        self._closing = True
+        self._poke()
+        if self._reader.ident is not None and self._reader is not threading.current_thread():
+            self._reader.join(_SEND_SECONDS)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Close the sockets without a word (also what a forked child does with its copies)."""
+        self._closing = True
+        for link in self._links.values():
+            link.socket.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+
+def _drop_in_child() -> None:
+    for control in list(_living):  # a forked child that kept the sockets open would hide this process's death
+        control._drop()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+def _listen_local() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(b"\0mkernel-" + secrets.token_hex(16).encode())
+    listener.listen(128)
+    return listener
+
+
+def _listen_tcp() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=128)
+
+
+def _own_addresses() -> list[str]:
+    """Names and addresses by which other hosts may reach this one, best first."""
+    found: list[str] = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table which address faces outwards
+        found.append(probe.getsockname()[0])
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return list(dict.fromkeys([*(a for a in found if not a.startswith("127.")), name, "127.0.0.1"]))
+
+
+def _reach(addresses: Sequence[str], port: int, timeout: float) -> socket.socket:
+    failures = []
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout=min(timeout, 5.0))
+        except OSError as error:
+            failures.append(f"{address}: {error}")
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    raise Error(f"rank 0 cannot be reached on port {port}: {'; '.join(failures)}")
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _pack_request(request: Request) -> bytes:
+    head = json.dumps([request.rank, request.sequence, request.call, request.key, request.what]).encode()
+    return _PART.pack(len(head)) + head + request.data
+
+
+def _unpack_request(body: bytes) -> Request:
+    (length,) = _PART.unpack_from(body)
+    return Request(*json.loads(body[_PART.size : _PART.size + length]), body[_PART.size + length :])
+
+
+def _unpack_parts(packed: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(packed):
+        (length,) = _PART.unpack_from(packed, at)
+        at += _PART.size
+        parts.append(packed[at : at + length])
+        at += length
+    return parts

@@ -1,0 +1,703 @@
+"""A world: ranks with symmetric memory, a control channel, loaded kernels, and one fate."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from mkernel import abi, env
+from mkernel.errors import ArgumentError, CompileError, Error
+from mkernel.runtime import current
+from mkernel.runtime.control import Failed
+from mkernel.runtime.failure import Failure, Kind, read_host_block
+from mkernel.runtime.heap import Heap
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from mkernel.jit.spec import KernelSpec
+    from mkernel.memory.segment import Segment
+    from mkernel.plan.topology import Topology
+    from mkernel.proxy.engine import Engine
+    from mkernel.runtime.control import Control, Request, Waiting
+    from mkernel.runtime.device import Device, HostMemory, Kernel
+
+__all__ = ["Executable", "Options", "Plan", "World"]
+
+_log = logging.getLogger("mkernel")
+
+SIGNAL_BYTES = 4 << 20
+DEFAULT_TIMEOUT = 30.0
+DEFAULT_ENTRY_TIMEOUT = 600.0
+_WORLD_BYTES = ctypes.sizeof(abi.World)
+_HISTORY = 64  # recent calls whose plans a report can name; a power of two
+_POLL_SECONDS = 0.02  # of the watchdog
+_EXPLANATION_SECONDS = 2.0  # how long a rank that was asked to leave waits to hear why
+_CLOSE_SECONDS = 10.0  # bound on everything a failed world still waits for
+
+
+class Plan(Protocol):
+    """What the runtime needs of a plan (``mkernel.plan``)."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def spec(self) -> KernelSpec: ...
+    @property
+    def grid(self) -> int: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def flag_words(self) -> int: ...
+    def describe(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """Arguments of ``init`` that concern the world itself; the same on every rank."""
+
+    target: str = "auto"
+    ranks_per_node: int | None = None
+    transport: str = "auto"
+    heap_bytes: int | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    entry_timeout: float = DEFAULT_ENTRY_TIMEOUT
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "entry_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < 1e9:
+                raise ArgumentError(name, value, "must be a number of seconds greater than 0")
+        for name in ("ranks_per_node", "heap_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ArgumentError(name, value, "must be a positive integer or None")
+
+    @classmethod
+    def resolve(cls, **arguments: Any) -> Options:
+        """Arguments of ``init``, completed from the environment."""
+        unknown = arguments.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ArgumentError("init_options", sorted(unknown), "unknown", f"known are {', '.join(f.name for f in dataclasses.fields(cls))}")
+        for name, variable, default in (
+            ("ranks_per_node", env.RANKS_PER_NODE, None),
+            ("heap_bytes", env.HEAP_BYTES, None),
+            ("transport", env.TRANSPORT, "auto"),
+            ("timeout", env.TIMEOUT, DEFAULT_TIMEOUT),
+            ("entry_timeout", env.ENTRY_TIMEOUT, DEFAULT_ENTRY_TIMEOUT),
+        ):
+            if arguments.get(name, default) == default and variable.is_set():
+                arguments[name] = variable.get()
+        return cls(**arguments)
+
+
+class Executable:
+    """A plan that every rank of the world has loaded.
+
+    Attributes
+    ----------
+    plan, kernel
+        What was agreed on, and its code on this rank's device.
+    """
+
+    def __init__(self, world: World, plan: Any, kernel: Kernel) -> None:
+        self.plan, self.kernel, self.grid = plan, kernel, plan.grid
+        self._world = world
+        self._header = abi.World()
+        self._header_address = ctypes.addressof(self._header)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what may change between calls: tracing on or off."""
+        ctypes.pointer(self._header)[0] = self._world._template
+        self._header.digest = self.plan.digest & ((1 << abi.DIGEST_BITS) - 1)
+
+    def world_header(self) -> abi.World:
+        """A copy of what ``launch`` writes into the parameters."""
+        return abi.World.from_buffer_copy(self._header)
+
+    @property
+    def scratch_offset(self) -> int:
+        """Bytes from the start of the data heap to the plan's workspace. Changes when another plan makes the workspace grow."""
+        return self._world._scratch_offset
+
+    @property
+    def flag_offset(self) -> int:
+        """Bytes from the start of the signal segment to the plan's flags."""
+        return abi.SIGNAL_FLAGS
+
+
+@dataclasses.dataclass(slots=True)
+class Parts:
+    """What ``assemble`` hands over; the world owns it from then on."""
+
+    options: Options
+    topology: Topology
+    rank: int
+    device: int | str
+    backend: Device
+    control: Control
+    data: Segment
+    signals: Segment
+    block: HostMemory
+    ring: HostMemory | None
+    over_mpi: bool
+    waiting: Waiting
+    start_engine: Callable[[World], Callable[[], None]] | None = None  # returns what stops it
+    wakers: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called after each launch
+
+
+class World:
+    """The ranks of one program; made by ``mkernel.init``, or one per rank by ``mkernel.launch``.
+
+    A context manager: leaving it closes the world, leaving it with an exception aborts the other ranks.
+
+    Attributes
+    ----------
+    rank, size
+        This rank's number, and how many there are.
+    node, num_nodes, local_rank, ranks_per_node
+        Ranks of one node reach each other's memory directly, others over the network.
+    target
+        ``"cuda"`` or ``"cpu"``.
+    device
+        Ordinal of this rank's GPU, or ``"cpu"``.
+    xp
+        ``cupy`` or ``numpy``: the module of arrays that calls return.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.topology, self.backend = parts.topology, parts.backend
+        self.rank, self.size = parts.rank, parts.topology.size
+        self.node, self.num_nodes = parts.topology.node(parts.rank), parts.topology.num_nodes
+        self.local_rank, self.ranks_per_node = parts.topology.local_rank(parts.rank), parts.topology.ranks_per_node
+        self.target, self.device, self.xp = parts.backend.target, parts.device, parts.backend.xp
+        self.options, self.over_mpi = parts.options, parts.over_mpi
+        self.failure: Failure | None = None
+        self._control, self._waiting = parts.control, parts.waiting
+        self._heap, self._signals = Heap(parts.data), parts.signals
+        self._block_memory, self._ring_memory = parts.block, parts.ring
+        self._block = abi.HostBlock.from_address(parts.block.host_address)
+        self._state = parts.block.view.cast("B").cast("I")  # [0]: abi.HostBlock.state, one load without a system call
+        self._calls = 0
+        self._attention = False  # something must be looked at before the next launch
+        self._pending: list[Request] = []  # other ranks that wait for an agreement
+        self._surfaced = self._closed = False
+        self._explained = threading.Event()
+        self._failure_lock = threading.RLock()
+        self._lock = threading.RLock()  # one public call at a time
+        self._executables: dict[Hashable, Executable] = {}
+        self._history: list[Executable | None] = [None] * _HISTORY
+        self._scratch_offset = self._scratch_bytes = 0
+        self._stream: Any = None
+        self._stream_owner: Any = None  # keeps the user's stream object alive while its handle is compared and ordered after
+        self._synchronous = self.target == "cpu"  # a launch returns when its kernel has ended
+        self._trace: tuple[int, int] | None = None
+        self._trace_buffers: dict[int, tuple[int, int]] = {}  # capacity -> (records, zeros)
+        self._template = self._make_template()
+        self._stop_engine = parts.start_engine(self) if parts.start_engine is not None else None
+        self._wake = parts.wakers[0] if parts.wakers else None
+        self._stop_watchdog = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="mkernel-watchdog", daemon=True)
+        self._control.start(self)
+        if not self._synchronous:
+            self._watchdog.start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self.failure is not None else "open"
+        shape = f"{self.num_nodes} x {self.ranks_per_node}"
+        return f"<mkernel.World rank {self.rank} of {self.size} ({shape} nodes x ranks) on {self.target}, {state}>"
+
+    # ---- public
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """An uninitialized array on the symmetric heap, at the same offset on every rank.
+
+        Collective: all ranks ask for the same number of bytes, in the same order. Blocks the host until all have; not capturable. The memory
+        is freed when every rank has dropped its array.
+
+        Raises
+        ------
+        ArgumentError
+            The heap is too small; the message says how much is needed.
+        MismatchError
+            The ranks ask for different sizes.
+        """
+        return self._array(shape, dtype, zero=False)
+
+    def zeros(self, shape: int | Sequence[int], dtype: Any) -> Any:
+        """Like ``empty``, filled with zeros (on the current stream). Collective."""
+        return self._array(shape, dtype, zero=True)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here and all calls launched before have ended on all of them.
+
+        Collective. Blocks the host (sleeping), at most ``entry_timeout`` seconds. Not capturable.
+        """
+        with self._lock:
+            self.check()
+            self._synchronize()
+            self._collective("barrier", "a barrier")
+            self.check()
+
+    def check(self) -> None:
+        """Raise what has failed since the last call, if anything has. Not collective, never blocks on peers."""
+        if self._closed:
+            raise Error("the world is closed: mk.init() makes a new one")
+        self._look()
+        failure = self.failure
+        if failure is None:
+            return
+        if failure.derived:
+            with self._waiting():
+                self._explained.wait(_EXPLANATION_SECONDS)
+            failure = self.failure or failure
+        self._surfaced = True
+        raise failure.error()
+
+    def abort(self, reason: str) -> None:
+        """Give the world up: running kernels leave, every rank's next call raises AbortedError with this reason. Not collective."""
+        if not self._closed:
+            self._fail(Failure(Kind.aborted, f"rank {self.rank} aborted: {reason}", self.rank))
+
+    def close(self) -> None:
+        """End the world and free its memory, after all ranks have come here. A failed world is closed at once, without the others.
+
+        Collective. Blocks the host, at most ``entry_timeout`` seconds. Safe to call twice. Raises a failure that nobody has seen yet.
+        Arrays of ``empty`` that are still in use keep the heap's memory until they are dropped.
+        """
+        self._close(self.options.entry_timeout)
+
+    def close_at_exit(self) -> None:
+        """``close``, for the end of the process: peers have the time of an ordinary wait."""
+        self._close(self.options.timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if exc is None:
+            self.close()
+            return
+        self.abort(f"{type(exc).__name__}: {exc}")
+        self._surfaced = True  # the exception under way is the one to see
+        self.close()
+
+    # ---- for ops
+    def executable(self, key: Hashable, build: Callable[[], Plan], stream: Any = None) -> Executable:
+        """The loaded plan for ``key``; on first use build it, agree on it with all ranks, and compile it everywhere.
+
+        Collective on first use of a key; blocks the host then.
+
+        Raises
+        ------
+        ArgumentError
+            A graph is being captured on ``stream`` and the plan is not there yet; or the heap or the signal segment is too small.
+        MismatchError
+            Another rank asks for something else.
+        CompileError
+            The kernel does not compile, here or on another rank.
+        """
+        found = self._executables.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            self.check()
+            if self.backend.capturing(self.backend.stream(stream)):
+                raise ArgumentError("stream", stream, "is being captured, and this plan is used for the first time", "call mk.plan(...) before the capture")
+            plan = build()
+            self._collective(f"plan {plan.op} {plan.digest:016x}", _title(plan))
+            executable = self._load(plan)
+            self._executables[key] = executable
+            return executable
+
+    def launch(self, executable: Executable, parameters: ctypes.Structure, stream: Any = None) -> None:
+        """Launch one call on ``stream`` (as the user passed it). ``parameters`` begins with ``world``, which is filled in here.
+
+        Asynchronous on cuda; on cpu it returns when the kernel has ended, and raises what it failed of.
+        """
+        with self._lock:
+            call = self._calls
+            # Count first, then look: whoever asks for an agreement first announces it, then looks at our count. One of the two sees the other.
+            self._calls = call + 1
+            if self._attention or self._state[0]:
+                self._attend(call)
+            ctypes.memmove(ctypes.addressof(parameters), executable._header_address, _WORLD_BYTES)
+            backend = self.backend
+            resolved = backend.stream(stream)
+            if resolved != self._stream:
+                self._change_stream(call, resolved, stream)
+            self._history[call & (_HISTORY - 1)] = executable
+            try:
+                backend.launch(executable.kernel, resolved, executable.grid, bytes(parameters))
+            except BaseException as error:
+                # The others may already wait for this rank inside the call.
+                self._fail(Failure(Kind.aborted, f"rank {self.rank} could not launch {executable.plan.op}: {type(error).__name__}: {error}", self.rank))
+                self._surfaced = True
+                raise
+            if self._wake is not None:
+                self._wake()
+            if self._synchronous and self._state[0]:
+                self.check()
+
+    @property
+    def call_number(self) -> int:
+        """Calls launched by this rank so far (replays of graphs not counted)."""
+        return self._calls
+
+    def heap_offset(self, address: int, size: int) -> int | None:
+        """Offset of an address range in this rank's data heap; None when it lies elsewhere."""
+        return self._heap.offset(address, size)
+
+    @property
+    def heap_address(self) -> int:
+        """Where this rank's data heap begins in its own address space."""
+        return self._heap.address
+
+    @property
+    def signal_address(self) -> int:
+        """Where this rank's signal segment begins in its own address space."""
+        return self._signals.address()
+
+    @property
+    def heap_bytes(self) -> int:
+        """Size of every rank's data heap."""
+        return self._heap.size
+
+    @property
+    def signal_bytes(self) -> int:
+        """Size of every rank's signal segment."""
+        return self._signals.size
+
+    def synchronize(self) -> None:
+        """Wait until every call of this rank has ended, then ``check``. Not collective."""
+        with self._lock:
+            self.check()
+            self._synchronize()
+            self.check()
+
+    def trace_begin(self, capacity: int) -> None:
+        """Record up to ``capacity - 1`` intervals per lane from the next call on. Waits for earlier calls."""
+        with self._lock:
+            self.check()
+            if self._trace is not None:
+                raise ArgumentError("trace", "begin", "this world is already being traced", "end the other trace first")
+            self._synchronize()
+            size = self._trace_bytes(capacity)
+            if capacity not in self._trace_buffers:
+                self._trace_buffers[capacity] = (self.backend.allocate(size), self.backend.allocate(size))
+            records, zeros = self._trace_buffers[capacity]
+            with contextlib.closing(self.backend.copier()) as copier:
+                token = copier.start(records, zeros, size)
+                while not copier.done(token):
+                    time.sleep(1e-4)
+            self._set_trace((records, capacity))
+
+    def trace_end(self) -> Any:
+        """Stop recording; the records as a structured array [cta, lane, record] (fields of ``abi.TraceRecord``)."""
+        import numpy as np
+
+        with self._lock:
+            if self._trace is None:
+                raise ArgumentError("trace", "end", "this world is not being traced")
+            records, capacity = self._trace
+            self._synchronize()
+            self._set_trace(None)
+            self.check()
+            raw = self.backend.read(records, self._trace_bytes(capacity))
+        fields = np.dtype([("kind", np.uint32), ("argument", np.uint32), ("begin", np.uint64), ("end", np.uint64)])
+        return np.frombuffer(raw, fields).reshape(self.backend.sm_count, abi.TRACE_LANES, capacity)
+
+    # ---- what the control channel tells (any thread)
+    def on_failure(self, failure: Failure) -> None:
+        self._fail(failure, relay=False)
+
+    def on_pending(self, requests: Sequence[Request]) -> Failure | None:
+        with self._failure_lock:
+            self._pending = [request for request in requests if request.rank != self.rank]
+            self._attention = True
+            return self._passed_by()
+
+    def on_transport_error(self, error: Error) -> None:
+        """The engine stopped."""
+        peer = getattr(error, "peer", None)
+        self._fail(Failure(Kind.transport, str(error), self.rank if peer is None else peer))
+
+    def _passed_by(self) -> Failure | None:
+        """Has this rank launched a call before which others still wait for it in a collective?"""
+        for request in self._pending:
+            if request.sequence > self._control.started and self._calls > request.call:
+                executable = self._history[request.call & (_HISTORY - 1)]
+                mine = _title(executable.plan) if executable is not None else "another operation"
+                return Failure(Kind.mismatch, f"the ranks disagree: {request}, but rank {self.rank} has launched {mine} next", self.rank)
+        return None
+
+    # ---- failing
+    def _fail(self, failure: Failure, *, relay: bool = True) -> None:
+        with self._failure_lock:
+            if not failure.replaces(self.failure):
+                return
+            self.failure = failure
+            self._attention = True
+            self._block.abort = 1
+            if not failure.derived:
+                self._explained.set()
+        if self.over_mpi:
+            current.note_failure(peer_lost=failure.kind == Kind.lost)
+        if not failure.derived:
+            _log.error("rank %d: the world of %d ranks has failed: %s", self.rank, self.size, failure.message)
+            if relay:
+                self._control.abort(failure)
+
+    def _look(self) -> None:
+        """Has a kernel of this rank reported a failure?"""
+        if not self._state[0] or (self.failure is not None and not self.failure.derived):
+            return
+        options = self.options
+        failure = read_host_block(self._block, timeout_ns=int(options.timeout * 1e9), entry_timeout_ns=int(options.entry_timeout * 1e9))
+        if failure is not None:
+            self._fail(self._named(failure))
+
+    def _named(self, failure: Failure) -> Failure:
+        """A mismatch, with the names of the plans as far as this rank knows them."""
+        record = failure.record
+        if failure.kind != Kind.mismatch or record is None:
+            return failure
+        mask = (1 << abi.DIGEST_BITS) - 1
+        names = {e.plan.digest & mask: _title(e.plan) for e in self._executables.values()}
+        mine, theirs = names.get(record.expected & mask, "?"), names.get(record.seen & mask, "a plan that this rank does not have")
+        return dataclasses.replace(failure, message=f"{failure.message}: {theirs}; rank {self.rank} entered with {mine}")
+
+    def _attend(self, call: int) -> None:
+        """Before a launch: raise what stands in its way. ``call``: the count to return to."""
+        try:
+            self.check()
+            with self._failure_lock:
+                failure = self._passed_by()
+                if failure is None:
+                    self._pending = [r for r in self._pending if r.sequence > self._control.started]
+                    self._attention = bool(self._pending)
+            if failure is not None:
+                self._fail(failure)
+                self.check()
+        except BaseException:
+            self._calls = call
+            raise
+
+    def _watch(self) -> None:
+        while not self._stop_watchdog.wait(_POLL_SECONDS):
+            self._look()
+            if self.failure is not None and not self.failure.derived:
+                return
+
+    # ---- collectives
+    def _collective(self, key: str, what: str, data: bytes = b"", timeout: float | None = None) -> list[bytes]:
+        try:
+            return self._control.collective(
+                key, what, call=self._calls, timeout=self.options.entry_timeout if timeout is None else timeout, data=data
+            )
+        except Failed as failed:
+            self._fail(failed.failure)
+            self.check()
+            raise AssertionError("a failed collective leaves a failed world") from failed
+
+    def _array(self, shape: int | Sequence[int], dtype: Any, *, zero: bool) -> Any:
+        name, item = _dtype(dtype)
+        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
+        if any(extent < 0 for extent in extents):
+            raise ArgumentError("shape", shape, "must not be negative")
+        size = math.prod(extents) * item
+        with self._lock:
+            self.check()
+            reports = self._collective(f"empty {size}", f"an array of {size} bytes: {list(extents)} {name}", self._heap.report())
+            self._heap.reclaim(reports)
+            lease = self._heap.lease(size)
+            address = self._heap.address + lease.offset
+            if zero and size:
+                self.backend.wrap(address, (size,), "uint8", lease).fill(0)  # as bytes: array modules differ in what they do to bfloat16
+            return self.backend.wrap(address, extents, name, lease)
+
+    # ---- plans
+    def _load(self, plan: Any) -> Executable:
+        """After the agreement: compile on every rank, make room, and let nobody launch before all are ready."""
+        problem: Exception | None = None
+        kernel: Kernel | None = None
+        self._synchronize()  # modules must not be loaded beside a kernel that waits, nor the workspace moved under it
+        try:
+            kernel = self.backend.load(plan.spec)
+            if plan.grid > kernel.max_ctas():
+                raise ArgumentError("grid", plan.grid, f"only {kernel.max_ctas()} CTAs fit on this device at once")
+        except Exception as error:  # told to the other ranks, then raised
+            problem = error
+        texts = self._collective(f"loaded {plan.op} {plan.digest:016x}", f"loading {plan.op}", b"" if problem is None else str(problem).encode())
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(texts):
+            if text:
+                raise CompileError(f"{plan.op} could not be loaded on rank {rank}", log=text.decode(errors="replace"))
+        assert kernel is not None
+        flags = (self._signals.size - abi.SIGNAL_FLAGS) // 8
+        if plan.flag_words > flags:
+            raise ArgumentError("flag_words", plan.flag_words, f"the signal segment has room for {flags}", "use larger chunks or fewer ranks")
+        if plan.workspace_bytes > self._scratch_bytes:
+            self._grow(plan.workspace_bytes)
+        return Executable(self, plan, kernel)
+
+    def _grow(self, size: int) -> None:
+        """A larger workspace for all plans. All ranks are idle and do the same."""
+        old, old_size = self._scratch_offset, self._scratch_bytes
+        free = old_size > 0 and self._synchronous  # on cuda a captured graph may still write to the old one: it stays
+        if free:
+            self._heap.free(old)
+        try:
+            self._scratch_offset = self._heap.allocate(size)
+            self._scratch_bytes = size
+        except ArgumentError:
+            if free:
+                self._scratch_offset = self._heap.allocate(old_size)
+            raise
+
+    def _change_stream(self, call: int, resolved: Any, stream: Any) -> None:
+        """Calls of a world run in order, also when they come on different streams."""
+        backend, before = self.backend, self._stream
+        if before is not None:
+            captured, capturing = backend.capturing(before), backend.capturing(resolved)
+            if captured and not capturing:
+                self._calls = call
+                raise ArgumentError("stream", stream, "another stream with a call of this world is being captured", "end the capture first")
+            if captured == capturing:
+                backend.order(before, resolved)
+            # else: a capture begins; it must not depend on work outside it, so its replays follow the user's own stream order
+        self._stream, self._stream_owner = resolved, stream
+
+    def _synchronize(self) -> None:
+        if not self._synchronous:
+            self.backend.synchronize()
+
+    # ---- structs
+    def _make_template(self) -> abi.World:
+        data, signals, options = self._heap.segment, self._signals, self.options
+        return abi.World(
+            rank=self.rank,
+            size=self.size,
+            node=self.node,
+            num_nodes=self.num_nodes,
+            local_rank=self.local_rank,
+            ranks_per_node=self.ranks_per_node,
+            heap_base=data.base,
+            heap_stride=data.stride,
+            signal_base=signals.base,
+            signal_stride=signals.stride,
+            control=self.backend.allocate(ctypes.sizeof(abi.ControlBlock)),
+            host=self._block_memory.address,
+            ring=self._ring_memory.address if self._ring_memory is not None else 0,
+            timeout_ns=int(options.timeout * 1e9),
+            entry_timeout_ns=int(options.entry_timeout * 1e9),
+        )
+
+    def _trace_bytes(self, capacity: int) -> int:
+        return self.backend.sm_count * abi.TRACE_LANES * capacity * ctypes.sizeof(abi.TraceRecord)
+
+    def _set_trace(self, trace: tuple[int, int] | None) -> None:
+        self._trace = trace
+        self._template.trace, self._template.trace_capacity = trace or (0, 0)
+        for executable in self._executables.values():
+            executable.refresh()
+
+    # ---- the end
+    def _close(self, timeout: float) -> None:
+        if self._closed:
+            return
+        error: Error | None = None
+        try:
+            with self._lock:
+                self._look()
+                if self.failure is None:
+                    self._synchronize()
+                    self._look()
+                    self._collective("close", "close()", timeout=timeout)
+                    self._synchronize_failed()
+                elif not self._surfaced:
+                    self.check()
+        except Error as e:
+            error = e
+        self._closed = self._attention = True
+        self._tear_down()
+        current.forget(self)
+        if error is not None:
+            raise error
+
+    def _synchronize_failed(self) -> None:
+        """The last barrier is passed: nothing of this world runs any more, unless it failed in the meantime."""
+        if self.failure is not None:
+            self.check()
+
+    def _tear_down(self) -> None:
+        """Free everything, children first. Never raises: what cannot be freed is logged and left to the end of the process."""
+        idle = self.failure is None or _bounded(self.backend.synchronize, _CLOSE_SECONDS)
+        self._stop_watchdog.set()
+        if self._watchdog.ident is not None:
+            self._watchdog.join()
+        steps: list[tuple[str, Callable[[], None]]] = []
+        if self._stop_engine is not None:
+            steps.append(("the engine", self._stop_engine))
+        steps.append(("the control channel", self._control.close))
+        if idle:
+            steps += [("the data heap", self._heap.close), ("the signal segment", self._signals.close), ("the device", self._close_device)]
+        else:
+            _log.error("rank %d: a kernel did not leave within %g s; its memory is not freed", self.rank, _CLOSE_SECONDS)
+        for what, step in steps:
+            try:
+                step()
+            except Exception:
+                _log.exception("rank %d: closing %s failed", self.rank, what)
+
+    def _close_device(self) -> None:
+        self._executables.clear()
+        self._history = [None] * _HISTORY
+        self._state.release()
+        self._block = abi.HostBlock()  # the memory behind it goes
+        self._block_memory.view.release()
+        if self._ring_memory is not None:
+            self._ring_memory.view.release()
+        self.backend.close()
+
+
+def _title(plan: Any) -> str:
+    return next(iter(str(plan.describe()).splitlines()), plan.op)
+
+
+def _dtype(dtype: Any) -> tuple[str, int]:
+    """Name and bytes of a dtype given by name, as a NumPy dtype, or as a scalar type (ml_dtypes.bfloat16)."""
+    import numpy as np
+
+    if dtype == "bfloat16":
+        return "bfloat16", 2
+    try:
+        found = np.dtype(dtype)
+    except TypeError as error:
+        raise ArgumentError("dtype", dtype, "must be a dtype of NumPy or ml_dtypes, or its name", str(error)) from None
+    if found.hasobject:
+        raise ArgumentError("dtype", dtype, "must be a plain type of numbers")
+    return found.name, found.itemsize
+
+
+def _bounded(action: Callable[[], None], seconds: float) -> bool:
+    """Run ``action`` on another thread; did it end, well or not, in time?"""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=run, name="mkernel-close", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()

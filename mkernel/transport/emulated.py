@@ -1,0 +1,243 @@
+"""The network between emulated nodes of one host: copies, then signals, paced like one NIC per rank; can misbehave on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from mkernel import env
+from mkernel.errors import TransportError
+from mkernel.transport import Copier, Wiring
+from mkernel.transport.base import Put, Transport
+
+__all__ = ["EmulatedTransport", "Faults", "create"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """How the network misbehaves. Delays, reordering and refusals are legal (the contract holds); the others end the world.
+
+    Attributes
+    ----------
+    delay_us
+        Every put arrives up to this much later, at random.
+    reorder_us
+        Data arrives in any order within this window, as over SRD: a later put's bytes may land before an earlier one's, on the same
+        channel too. Signals still keep the order of their channel. Bytes land at the latest legal moment.
+    queue_depth
+        Puts in flight beyond which ``post`` refuses, like a full send queue.
+    fail_completion
+        The put with this number (counted from 0 in order of posting) completes with an error.
+    cut_ns
+        Rank -> time of the engine's clock from which puts to it neither arrive nor complete.
+    drop
+        Numbers of puts (as above) that vanish: no data, no signal, no completion, and nothing more on their channels.
+    seed
+        Of the random numbers; the same seed gives the same run under a virtual clock.
+    """
+
+    delay_us: float = 0.0
+    reorder_us: float = 0.0
+    queue_depth: int | None = None
+    fail_completion: int | None = None
+    cut_ns: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    drop: frozenset[int] = frozenset()
+    seed: int = 0
+
+
+class _Flight:
+    """One put under way."""
+
+    __slots__ = ("arrived", "number", "put", "token")
+
+    def __init__(self, put: Put, number: int) -> None:
+        self.put = put
+        self.number = number
+        self.token: object = None
+        self.arrived = False  # its time has come; the copy may still be running
+
+
+class EmulatedTransport(Transport):
+    """Puts between segments that are mapped in this process.
+
+    A put of n bytes leaves the NIC at ``max(now, link free) + n / bandwidth`` and arrives ``latency_us`` later. Its copy starts at once;
+    its signal is written, and the put completes, when it has arrived, the copy has ended and all earlier puts on its channel have.
+
+    Parameters
+    ----------
+    rank, heap_address
+        This rank and its data heap.
+    peers
+        Rank -> addresses of its (data heap, signal segment).
+    copier
+        Moves the bytes and writes the signals. Closed with the transport.
+    clock_ns
+        The engine's clock, real or virtual.
+    gigabytes_per_second
+        Bandwidth of this rank's NIC in 10^9 bytes per second; 0: not paced.
+    latency_us
+        From the last byte's departure to its arrival.
+    faults
+        How to misbehave.
+    heap_bytes, signal_bytes
+        Sizes of every rank's segments; when given, a put outside them is refused with an error instead of corrupting memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        heap_address: int,
+        peers: Mapping[int, tuple[int, int]],
+        copier: Copier,
+        clock_ns: Callable[[], int],
+        gigabytes_per_second: float = 50.0,
+        latency_us: float = 5.0,
+        faults: Faults | None = None,
+        *,
+        heap_bytes: int | None = None,
+        signal_bytes: int | None = None,
+    ) -> None:
+        if gigabytes_per_second < 0 or latency_us < 0:
+            raise ValueError(f"{gigabytes_per_second} GB/s, {latency_us} us: must not be negative")
+        self._rank = rank
+        self._heap_address = heap_address
+        self._peers = dict(peers)
+        self._copier = copier
+        self._clock_ns = clock_ns
+        self._ns_per_byte = 1.0 / gigabytes_per_second if gigabytes_per_second else 0.0
+        self._latency_ns = latency_us * 1e3
+        self._faults = faults or Faults()
+        self._heap_bytes = heap_bytes
+        self._signal_bytes = signal_bytes
+        self._random = random.Random((self._faults.seed << 8) + rank)
+        self._link_free_ns = 0.0
+        self._posted = 0
+        self._in_flight = 0
+        self._arrivals: list[tuple[float, int, _Flight]] = []  # heap by time
+        self._channels: dict[tuple[int, int], deque[_Flight]] = {}  # (destination, channel) -> flights in order
+        self._ready: dict[tuple[int, int], None] = {}  # channels with an arrived flight, in a reproducible order
+
+    def post(self, put: Put) -> bool:
+        faults = self._faults
+        if faults.queue_depth is not None and self._in_flight >= faults.queue_depth:
+            return False
+        self._check(put)
+        number = self._posted
+        self._posted = number + 1
+        now = self._clock_ns()
+        departure = max(now, self._link_free_ns) + put.bytes * self._ns_per_byte
+        self._link_free_ns = departure
+        arrival = departure + self._latency_ns
+        if faults.delay_us:
+            arrival += self._random.random() * faults.delay_us * 1e3
+        if faults.reorder_us:
+            arrival += self._random.random() * faults.reorder_us * 1e3
+        lost = number in faults.drop or (put.dst_rank in faults.cut_ns and arrival >= faults.cut_ns[put.dst_rank])
+        flight = _Flight(put, number)
+        key = (put.dst_rank, put.channel)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = deque()
+        channel.append(flight)  # a lost put too: what follows it on its channel must not become visible without it
+        self._in_flight += 1
+        if not lost:
+            heapq.heappush(self._arrivals, (arrival, number, flight))
+            if not faults.reorder_us:
+                self._start(flight)
+        return True
+
+    def flush(self) -> None:
+        """Copies start when they are posted."""
+
+    def poll(self) -> list[int]:
+        arrivals, ready, done = self._arrivals, self._ready, []
+        if arrivals:
+            now = self._clock_ns()
+            while arrivals and arrivals[0][0] <= now:
+                flight = heapq.heappop(arrivals)[2]
+                if self._faults.reorder_us:
+                    self._start(flight)
+                flight.arrived = True
+                ready[flight.put.dst_rank, flight.put.channel] = None
+        for key in list(ready):
+            channel = self._channels[key]
+            while channel and channel[0].arrived and self._finish(channel[0]):
+                done.append(channel.popleft().put.ticket)
+            if not channel or not channel[0].arrived:
+                del ready[key]
+        self._in_flight -= len(done)
+        return done
+
+    def next_event_ns(self) -> int | None:
+        if self._ready:
+            return 0  # waiting for a copy, whose end nobody announces
+        return math.ceil(self._arrivals[0][0]) if self._arrivals else None
+
+    def close(self) -> None:
+        self._arrivals.clear()
+        self._channels.clear()
+        self._ready.clear()
+        self._in_flight = 0
+        self._copier.close()
+
+    def _start(self, flight: _Flight) -> None:
+        put = flight.put
+        if put.bytes:
+            target = self._peers[put.dst_rank][0] + put.dst_offset
+            flight.token = self._copier.start(target, self._heap_address + put.src_offset, put.bytes)
+
+    def _finish(self, flight: _Flight) -> bool:
+        """Write the signal, if the data is there."""
+        put = flight.put
+        if put.bytes and not self._copier.done(flight.token):
+            return False
+        if flight.number == self._faults.fail_completion:
+            raise TransportError(
+                f"put {flight.number} of rank {self._rank} to rank {put.dst_rank} failed (injected fault)",
+                peer=put.dst_rank,
+                op="put_signal",
+                status="injected failure",
+            )
+        self._copier.signal(self._peers[put.dst_rank][1] + put.signal_offset, put.signal_value)
+        return True
+
+    def _check(self, put: Put) -> None:
+        if put.dst_rank not in self._peers:
+            raise TransportError(
+                f"rank {self._rank} has no network path to rank {put.dst_rank}: only to {sorted(self._peers)}",
+                peer=put.dst_rank,
+                op="put_signal",
+                status="unreachable",
+            )
+        heap, signals = self._heap_bytes, self._signal_bytes
+        if heap is not None and max(put.src_offset, put.dst_offset) + put.bytes > heap:
+            raise self._outside(put, f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes}", "data heap", heap)
+        if signals is not None and (put.signal_offset + 8 > signals or put.signal_offset % 8):
+            raise self._outside(put, f"flag at {put.signal_offset}", "signal segment", signals)
+
+    def _outside(self, put: Put, what: str, segment: str, size: int) -> TransportError:
+        return TransportError(
+            f"rank {self._rank} put to rank {put.dst_rank}: {what} outside the {segment} of {size} bytes (or not aligned)",
+            peer=put.dst_rank,
+            op="put_signal",
+            status="bad address",
+        )
+
+
+def create(wiring: Wiring) -> EmulatedTransport:
+    """For the registry: bandwidth and latency from the environment."""
+    return EmulatedTransport(
+        wiring.rank,
+        wiring.heap_address,
+        wiring.peers,
+        wiring.copier(),
+        wiring.clock_ns,
+        env.EMULATED_GBPS.get(),
+        env.EMULATED_LATENCY_US.get(),
+        heap_bytes=wiring.heap_bytes,
+        signal_bytes=wiring.signal_bytes,
+    )

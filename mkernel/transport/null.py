@@ -1,0 +1,37 @@
+"""A transport that completes everything and moves nothing: the engine's own cost, and the smallest example of a transport."""
+
+from __future__ import annotations
+
+from mkernel.transport import Wiring
+from mkernel.transport.base import Put, Transport
+
+__all__ = ["NullTransport", "create"]
+
+
+class NullTransport(Transport):
+    """Every put completes at the next ``poll``; no byte and no signal arrives."""
+
+    def __init__(self) -> None:
+        self._posted: list[int] = []
+
+    def post(self, put: Put) -> bool:
+        self._posted.append(put.ticket)
+        return True
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def poll(self) -> list[int]:
+        done, self._posted = self._posted, []
+        return done
+
+    def next_event_ns(self) -> int | None:
+        return 0 if self._posted else None
+
+    def close(self) -> None:
+        self._posted.clear()
+
+
+def create(wiring: Wiring) -> NullTransport:
+    """For the registry; looks at nothing."""
+    return NullTransport()

@@ -1,0 +1,89 @@
+"""For every test: ``--full``, ``--seed`` and ``rng``, the ``cases`` marker, and skips that nobody can overlook."""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from covering import pairwise, product
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mkernel")
+    group.addoption("--full", action="store_true", help="whole products of test axes instead of pairwise coverings, and tests marked slow")
+    group.addoption("--seed", type=int, default=None, help="of the random inputs (default: fresh, printed)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        config.option.seed = secrets.randbelow(2**31)
+    if not os.environ.get("MKERNEL_CACHE_DIR"):
+        # The run's own cache, never the user's; set it yourself to keep compiled kernels between runs.
+        folder = tempfile.TemporaryDirectory(prefix="mkernel-test-cache-", ignore_cleanup_errors=True)
+        os.environ["MKERNEL_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    axes = "whole products of axes" if config.getoption("--full") else "pairwise coverings of axes"
+    return f"mkernel: inputs from --seed {config.getoption('--seed')}, {axes}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("cases")
+    if marker is None:
+        return
+    axes = dict(marker.kwargs)
+    valid = axes.pop("valid", None)
+    cases = (product if metafunc.config.getoption("--full") else pairwise)(axes, valid)
+    names = list(axes)
+    values = [tuple(case[name] for name in names) for case in cases]
+    ids = ["-".join(f"{name}={_label(case[name])}" for name in names) for case in cases]
+    metafunc.parametrize(",".join(names), values if len(names) > 1 else [v[0] for v in values], ids=ids)
+
+
+def _label(value: Any) -> str:
+    return getattr(value, "__name__", None) or str(value).replace(" ", "")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skips = {
+        "slow": None if config.getoption("--full") else "slow: runs with --full",
+        "gpu": None if shutil.which("nvidia-smi") else "gpu: no NVIDIA driver on this machine",
+    }
+    for item in items:
+        for name, reason in skips.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Skips counted by reason: a suite that silently skips what it cannot run looks greener than it is."""
+    reasons = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        terminalreporter.section(f"NOT RUN: {sum(reasons.values())} tests", sep="!", yellow=True, bold=True)
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:5d}  {reason}")
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.line(f"the same inputs again: --seed {config.getoption('--seed')}")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on ``--seed`` and the test alone, not on which tests ran before."""
+    return np.random.default_rng([request.config.getoption("--seed"), zlib.crc32(request.node.nodeid.encode())])

@@ -1,0 +1,343 @@
+"""The GPU machine's driver: ``python tests/gpu/run_gpu.py gemm world bench``. Every job under a deadline, a short table last.
+
+gemm   one GPU: a world of one against float64 over many shapes, dtypes and layouts; then its speed beside cuBLAS
+world  worlds 1x1 1x2 1x4 2x2: covering shapes, 200 calls back to back, 1000 graph replays, late ranks, host calls beside spinning kernels
+bench  ``python -m mkernel bench allgather_gemm`` (options after --)
+
+Logs and JSON go to $OUT, else ./out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+# The checkout is on the path only from here on.
+from mkernel.bench import launcher  # noqa: E402
+from mkernel.bench.check import worst_product  # noqa: E402
+from mkernel.bench.lab import CudaLab  # noqa: E402
+from mkernel.bench.peers import gather  # noqa: E402
+from mkernel.cli.table import format_table  # noqa: E402
+from mkernel.plan.topology import Topology  # noqa: E402
+
+STAGES = ("gemm", "world", "bench")
+WORLDS = ("1x1", "1x2", "1x4", "2x2")
+Result = tuple[str, str, str]  # job, outcome, detail
+
+
+# ---- the parent: one job after the other
+
+
+def main() -> int:
+    options, rest = _options()
+    if options.rank:
+        return _rank(options)
+    out = Path(os.environ.get("OUT") or "out").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    for name, ranks, arguments, limit in _jobs(options, rest, out):
+        log = out / f"{name.replace(' ', '-')}.log"
+        begin = time.monotonic()
+        with log.open("wb") as output:
+            try:
+                status = launcher.run(ranks, arguments, timeout=limit, kind=options.launcher, output=output)
+                outcome = "ok" if status == 0 else f"FAILED ({status})"
+            except launcher.LauncherError as error:
+                outcome = f"FAILED: {error}"
+        text = log.read_text(errors="replace")
+        found = [line.removeprefix("RESULT ").split("\t") for line in text.splitlines() if line.startswith("RESULT ")]
+        results += [(f"{name}: {part[0]}", part[1], part[2]) for part in found if len(part) == 3]
+        results.append((name, outcome, f"{time.monotonic() - begin:.0f} s"))
+        if name.startswith("bench"):
+            print(text, flush=True)
+        elif outcome != "ok":
+            print(f"--- end of {log.name}", *text.splitlines()[-options.tail :], sep="\n", flush=True)
+    print(format_table(("job", "outcome", "detail"), results), flush=True)
+    return 0 if all(outcome == "ok" for _, outcome, _ in results) else 1
+
+
+def _options() -> tuple[argparse.Namespace, list[str]]:
+    own, rest = sys.argv[1:], []
+    if "--" in own:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", help="some of " + ", ".join(STAGES) + " (default: all)")
+    parser.add_argument("--worlds", nargs="+", default=list(WORLDS))
+    parser.add_argument("--only", nargs="+", default=[], help="checks of stage world to run, e.g. covering graph")
+    parser.add_argument("--cases", type=int, default=60, help="random shapes of stage gemm")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds per job")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--tail", type=int, default=40, help="lines shown of the log of a job that failed")
+    parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto")
+    parser.add_argument("--rank", choices=("gemm", "world"), help=argparse.SUPPRESS)
+    parser.add_argument("--world", default="1x1", help=argparse.SUPPRESS)
+    options = parser.parse_args(own)
+    options.stages = options.stages or list(STAGES)
+    if unknown := set(options.stages) - set(STAGES):
+        parser.error(f"unknown stages {sorted(unknown)}: choose from {', '.join(STAGES)}")
+    return options, rest
+
+
+def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple[str, int, list[str], float]]:
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**31)
+    common = ["--seed", str(seed), "--cases", str(options.cases)]
+    jobs: list[tuple[str, int, list[str], float]] = []
+    if "gemm" in options.stages:
+        jobs.append(("gemm", 1, [__file__, "--rank", "gemm", *common], options.limit))
+        speed = ["-m", "mkernel", "bench", "gemm", "--worker", "--out", str(out / "gemm.json")]
+        jobs.append(("bench gemm", 1, speed, options.limit))
+    if "world" in options.stages:
+        only = ["--only", *options.only] if options.only else []
+        for world in options.worlds:
+            arguments = [__file__, "--rank", "world", "--world", world, *common, *only]
+            jobs.append((f"world {world}", _topology(world).size, arguments, options.limit))
+    if "bench" in options.stages:
+        # The bench starts its own ranks: from here it is one plain process.
+        arguments = ["-m", "mkernel", "bench", *(rest or ["allgather_gemm"]), "--out", str(out / "bench.json")]
+        arguments += ["--timeout", str(options.limit - 10), "--launcher", options.launcher]
+        jobs.append(("bench", 1, arguments, options.limit))
+    return jobs
+
+
+def _topology(text: str) -> Topology:
+    nodes, ranks = (int(part) for part in text.split("x"))
+    return Topology(nodes * ranks, ranks)
+
+
+# ---- one rank
+
+
+def _rank(options: argparse.Namespace) -> int:
+    import mkernel as mk
+
+    topology = _topology(options.world)
+    checks: dict[str, Callable[[Bench], str]] = {"shapes": shapes} if options.rank == "gemm" else WORLD_CHECKS
+    with mk.init(ranks_per_node=topology.ranks_per_node, heap_bytes=512 << 20) as world:
+        if (world.size, world.target) != (topology.size, "cuda"):
+            raise SystemExit(f"expected {topology.size} ranks on cuda, got {world.size} on {world.target}")
+        bench = Bench(world, options)
+        for name, check in checks.items():
+            if options.only and name not in options.only:
+                continue
+            begin = time.monotonic()
+            detail = check(bench)
+            world.barrier()
+            if world.rank == 0:
+                print(f"RESULT {name}\tok\t{detail}, {time.monotonic() - begin:.1f} s", flush=True)
+        bench.close()
+    return 0
+
+
+class Problem:
+    """One call's arrays: seeded, so that every rank can write every rank's input again."""
+
+    def __init__(self, bench: Bench, m: int, n: int, k: int, dtype: str, transposed: bool, seed: int) -> None:
+        self.bench, self.lab, self.m, self.n, self.k, self.seed, self.transposed = bench, bench.labs[dtype], m, n, k, seed, transposed
+        world = bench.world
+        self.rows = m // world.size
+        self.a = self._shard(world.rank)
+        self.b = self.lab.random((n, k), seed + 1000).T if transposed else self.lab.random((k, n), seed + 1000)
+        self.c = self.output()
+
+    def _shard(self, rank: int) -> Any:
+        return self.lab.random((self.rows, self.k), self.seed + rank)
+
+    def output(self) -> Any:
+        c = self.lab.empty((self.m, self.n))
+        if c.size:
+            self.lab.poison(c)
+        return c
+
+    def call(self, c: Any = None) -> Any:
+        import mkernel as mk
+
+        return mk.allgather_gemm(self.a, self.b, world=self.bench.world, out=self.c if c is None else c)
+
+    def check(self) -> float:
+        """The worst error over its bound of the output on this rank; the stream is idle afterwards."""
+        xp = self.lab.xp
+        self.lab.synchronize()
+        bits = xp.concatenate([self._shard(rank).view(xp.uint16) for rank in range(self.bench.world.size)])
+        b = xp.ascontiguousarray(self.b.T.view(xp.uint16).T if self.transposed else self.b.view(xp.uint16))
+        return worst_product(xp, self.c, bits.view(self.c.dtype), b.view(self.c.dtype))
+
+    def __str__(self) -> str:
+        return f"M={self.m} N={self.n} K={self.k} {self.lab.dtype} b {'(N, K).T' if self.transposed else '(K, N)'} seed {self.seed}"
+
+
+class Bench:
+    """The world under test with the helpers of the benchmark."""
+
+    def __init__(self, world: Any, options: argparse.Namespace) -> None:
+        self.world, self.options = world, options
+        self.random = random.Random(options.seed)  # the same on all ranks: they must draw the same shapes
+        self.own_random = random.Random(options.seed * 1000 + world.rank)
+        self.labs = {dtype: CudaLab(world, dtype) for dtype in ("bfloat16", "float16")}
+        self.lab = self.labs["float16"]  # made last: its stream is the current one
+        self.labs["bfloat16"].stream = self.lab.stream
+
+    def problem(self, m: int, n: int, k: int, dtype: str = "bfloat16", transposed: bool = False) -> Problem:
+        return Problem(self, m, n, k, dtype, transposed, self.random.randrange(2**31))
+
+    def right(self, worst: float, what: object) -> float:
+        """Raise on every rank if any rank is wrong."""
+        by_rank = [float(text) for text in gather(self.world, str(worst))]
+        if not max(by_rank) <= 1.0:
+            raise AssertionError(f"{what}: error over bound by rank {by_rank}")
+        return max(by_rank)
+
+    def same(self, outputs: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+        """Bit for bit equal, or raise on every rank."""
+        xp = self.lab.xp
+        self.lab.synchronize()
+        wrong = [i for i, (o, e) in enumerate(zip(outputs, expected, strict=True)) if bool((o.view(xp.uint16) != e.view(xp.uint16)).any())]
+        found = gather(self.world, wrong[:20])
+        if any(found):
+            raise AssertionError(f"{what}: outputs that differ, by rank: {found}")
+
+    def close(self) -> None:
+        for lab in self.labs.values():
+            lab.close()
+
+
+def shapes(bench: Bench) -> str:
+    """Random and edge shapes in a world of one."""
+    axes = ((0, 1, 17, 128, 129, 255, 256, 1000, 4096), (8, 64, 136, 256, 1032, 2048, 4096), (8, 64, 72, 520, 4096, 8192))
+    worst = 0.0
+    for i in range(bench.options.cases):
+        m, n, k = (bench.random.choice(axis) for axis in axes)
+        problem = bench.problem(m, n, k, ("bfloat16", "float16")[i % 2], bool(i // 2 % 2))
+        problem.call()
+        worst = max(worst, bench.right(problem.check(), problem))
+    return f"{bench.options.cases} cases, worst error {worst:.2f} of its bound"
+
+
+def covering(bench: Bench) -> str:
+    """Rows per rank around the tile and chunk sizes, back to back in one stream and checked afterwards."""
+    size = bench.world.size
+    rows, columns, depth = (0, 1, 96, 128, 200, 513, 1024), (8, 136, 512, 1032), (8, 72, 512, 2048, 4104)
+    problems = []
+    for i, row in enumerate(row for row in rows for _ in range(4)):
+        n, k = bench.random.choice(columns), bench.random.choice(depth)
+        problems.append(bench.problem(row * size, n, k, ("bfloat16", "float16")[i % 2], bool(i // 2 % 2)))
+    for problem in problems:  # plans are made here: a collective, so not back to back
+        problem.call()
+    for problem in problems:
+        if problem.c.size:
+            problem.lab.poison(problem.c)
+    bench.lab.synchronize()
+    for problem in problems:
+        problem.call()
+    worst = max(bench.right(problem.check(), problem) for problem in problems)
+    return f"{len(problems)} shapes, worst error {worst:.2f} of its bound"
+
+
+def _family(bench: Bench, count: int = 4) -> tuple[list[Problem], list[Any]]:
+    """Input sets of one shape with results that were checked against float64."""
+    problems = [bench.problem(256 * bench.world.size, 512, 1024) for _ in range(count)]
+    for problem in problems:
+        problem.call()
+    for problem in problems:
+        bench.right(problem.check(), problem)
+    return problems, [problem.c.copy() for problem in problems]
+
+
+def back_to_back(bench: Bench, calls: int = 200) -> str:
+    """Alternating inputs without a barrier, every output kept and compared."""
+    problems, expected = _family(bench)
+    outputs = [problems[i % len(problems)].output() for i in range(calls)]
+    bench.lab.synchronize()
+    for i, output in enumerate(outputs):
+        problems[i % len(problems)].call(output)
+    bench.same(outputs, [expected[i % len(problems)] for i in range(calls)], "back to back")
+    return f"{calls} calls"
+
+
+def graph(bench: Bench, replays: int = 1000) -> str:
+    """One captured call, replayed with inputs that change under it."""
+    problems, expected = _family(bench)
+    first = problems[0]
+    stream = bench.lab.stream
+    stream.begin_capture()
+    first.call()
+    captured = stream.end_capture()
+    saved = [(problem.a.copy(), problem.b.copy()) for problem in problems]
+    for i in range(replays):
+        if i % 100 == 0:
+            a, b = saved[i // 100 % len(saved)]
+            bits = bench.lab.xp.uint16
+            first.a.view(bits)[...] = a.view(bits)
+            first.b.view(bits)[...] = b.view(bits)
+            first.lab.poison(first.c)
+        captured.launch(stream)
+        if i % 100 == 99:
+            bench.same([first.c], [expected[i // 100 % len(saved)]], f"replay {i}")
+    first.call()  # a plain call after replays goes on from their epoch
+    bench.same([first.c], [expected[(replays - 1) // 100 % len(saved)]], "call after replays")
+    return f"{replays} replays"
+
+
+def late(bench: Bench, calls: int = 50) -> str:
+    """Ranks that come up to 2 ms late, on the device and on the host."""
+    problems, expected = _family(bench)
+    outputs = [problems[i % len(problems)].output() for i in range(calls)]
+    bench.lab.synchronize()
+    for i, output in enumerate(outputs):
+        if bench.own_random.random() < 0.5:
+            bench.lab.delay(bench.own_random.randrange(2_000_000))
+        if bench.own_random.random() < 0.2:
+            time.sleep(bench.own_random.random() * 0.002)
+        problems[i % len(problems)].call(output)
+    bench.same(outputs, [expected[i % len(problems)] for i in range(calls)], "late ranks")
+    return f"{calls} calls"
+
+
+def beside(bench: Bench) -> str:
+    """Module loads, allocations and full launch queues while kernels of the other ranks spin for the rank that sleeps."""
+    problems, expected = _family(bench)
+    xp, world = bench.lab.xp, bench.world
+    runtime = xp.cuda.runtime
+    for sleeper in range(world.size):
+        output = problems[0].output()
+        bench.lab.synchronize()
+        world.barrier()
+        if world.rank == sleeper:
+            time.sleep(0.5)
+        problems[0].call(output)
+        if world.rank != sleeper:
+            with xp.cuda.Stream(non_blocking=True) as other:
+                name = f"fresh_{sleeper}_{bench.options.seed}"
+                code = f'extern "C" __global__ void {name}(int* x) {{ atomicAdd(x, 1); }}'
+                kernel = xp.RawKernel(code, name)
+                address = runtime.malloc(64 << 20)
+                runtime.memsetAsync(address, 0, 4, other.ptr)
+                for _ in range(1500):
+                    kernel((1,), (1,), (xp.uint64(address),))
+                other.synchronize()
+                runtime.free(address)
+        bench.same([output], [expected[0]], f"rank {sleeper} asleep")
+        bench.lab.stream.use()  # leaving the block above made the null stream current
+    return f"{world.size} ranks asleep in turn"
+
+
+WORLD_CHECKS: dict[str, Callable[[Bench], str]] = {
+    "covering": covering,
+    "back-to-back": back_to_back,
+    "graph": graph,
+    "late": late,
+    "beside": beside,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The command line without ranks: dispatch, tables, the result check, doctor and cache."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mkernel import env
+from mkernel.cli import cache, doctor, launcher
+from mkernel.cli.check import UNIT_ROUNDOFF, worst_over_bound
+from mkernel.cli.main import COMMANDS, main
+from mkernel.cli.table import format_table
+from mkernel.errors import Error
+
+
+# ---- dispatch
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"mkernel {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["dance"])
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert all(command in message for command in COMMANDS)
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(text in shown for _, text in COMMANDS.values())
+
+
+def test_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(argv: object) -> int:
+        raise Error("no such luck")
+
+    monkeypatch.setattr(cache, "main", fail)
+    assert main(["cache"]) == 1
+    assert capsys.readouterr().err == "mkernel cache: Error: no such luck\n"
+
+
+def test_module_is_a_program() -> None:
+    result = subprocess.run([sys.executable, "-m", "mkernel", "cache", "show"], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(os.environ["MKERNEL_CACHE_DIR"])
+
+
+# ---- tables
+def test_table_aligns_numbers_right_and_text_left() -> None:
+    assert format_table(["op", "ms"], [["gather", "1.5"], ["reduce", "10.25"]]).splitlines() == [
+        "op         ms",
+        "------  -----",
+        "gather    1.5",
+        "reduce  10.25",
+    ]
+
+
+def test_table_without_rows() -> None:
+    assert format_table(["op", "ms"], []).splitlines() == ["op  ms", "--  --"]
+
+
+# ---- the check that the demo trusts
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_correct_rounding_is_within_the_bound(dtype: str, rng: np.random.Generator) -> None:
+    a, b = _operand(rng, (64, 256), dtype), _operand(rng, (256, 48), dtype)
+    out = (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
+    assert 0.3 < worst_over_bound(out, a, b, dtype) <= 1  # not so loose that it accepts anything
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_wrong_results_are_outside(dtype: str, rng: np.random.Generator) -> None:
+    a, b = _operand(rng, (64, 256), dtype), _operand(rng, (256, 48), dtype)
+    a[3, 17] = 1
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+
+    def worst(values: np.ndarray) -> float:
+        return worst_over_bound(values.astype(a.dtype), a, b, dtype)
+
+    short = a.copy()
+    short[3, 17] = 0  # one product of one row left out
+    assert worst(short.astype(np.float64) @ b.astype(np.float64)) > 1
+    assert worst(np.roll(exact, 1, axis=0)) > 1
+    assert worst(exact * (1 + 4 * UNIT_ROUNDOFF[dtype])) > 1
+    exact[5, 7] = np.nan
+    assert worst(exact) == float("inf")
+
+
+def test_shape_must_match(rng: np.random.Generator) -> None:
+    a, b = _operand(rng, (8, 16), "float16"), _operand(rng, (16, 8), "float16")
+    with pytest.raises(ValueError, match="shape"):
+        worst_over_bound(np.zeros((8, 9), np.float16), a, b, "float16")
+
+
+def test_unit_roundoff_is_the_worst_rounding() -> None:
+    """A value half way between two neighbours of 1 is off by 2^-p relative to 1."""
+    for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)):
+        half_way = 1 + float(ml_dtypes.finfo(dtype).eps) / 2
+        assert abs(float(np.array(half_way).astype(dtype)) - half_way) == UNIT_ROUNDOFF[name]
+
+
+def _operand(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+# ---- doctor
+def test_doctor_finds_this_machine_usable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "target cpu   usable" in out
+    assert "should not fail" not in out, "a probe raised"
+
+
+def test_doctor_says_what_to_do_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("MKERNEL_CXX", "/nonexistent/c++")
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "target cpu   not usable" in out
+    assert "apt-get install" in out
+
+
+def test_doctor_explains_switches() -> None:
+    with env.override(MKERNEL_CPU_SEED=7, MKERNEL_LOG="loud"):
+        found = {finding.subject: finding for finding in doctor.examine()}
+    assert found["MKERNEL_CPU_SEED"].state == "note"
+    assert found["MKERNEL_LOG"].state == "broken"
+    assert found["MKERNEL_LOG"].remedy
+
+
+def test_doctor_notices_a_misspelt_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_CACHE_DRI", "/tmp")
+    finding = next(f for f in doctor.examine() if f.subject == "MKERNEL_CACHE_DRI")
+    assert "MKERNEL_CACHE_DIR" in finding.remedy
+
+
+def test_doctor_survives_a_probe_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode() -> object:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "_PROBES", (("thing", ("cpu",), explode),))
+    (finding,) = doctor.examine()
+    assert (finding.state, finding.needed_by) == ("broken", ("cpu",))
+    assert "boom" in finding.detail
+
+
+# ---- the launcher
+def _fake_mpirun(folder: Path, version: str) -> Path:
+    path = folder / "mpirun"
+    path.write_text(f'#!/bin/sh\necho "{version}"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("version", "flavour"),
+    [("mpirun (Open MPI) 4.1.4", "openmpi"), ("mpirun (OpenRTE) 2.1.1", "openmpi"), ("HYDRA build details:", "mpich"), ("Intel(R) MPI Library", "mpich")],
+)
+def test_flavours_of_mpirun(version: str, flavour: str, tmp_path: Path) -> None:
+    assert launcher.mpi_flavour(_fake_mpirun(tmp_path, version)) == flavour
+
+
+def test_a_hanging_world_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    assert launcher._wait([process], 0.1) == 124
+    assert process.poll() is not None
+
+
+def test_one_failing_rank_ends_the_others() -> None:
+    slow = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    failing = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
+    assert launcher._wait([slow, failing], 30) == 3
+    assert slow.poll() is not None
