@@ -43,7 +43,7 @@ lint: $(call stamp,lint)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m codespell_lib
-	$(PY) -m clang_format --dry-run --Werror $$(find kernels_src -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.cpp')
+	PATH="$(dir $(PY)):$$PATH" clang-format --dry-run --Werror $$(find kernels_src -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.cpp')
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,7 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kGroupM
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kGroupM; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
@@ -23,17 +23,21 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
   uint32_t rows;           // M / W
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
+  uint32_t reserved[10];   // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size, rows, K)
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (world size, rows, N)
 };
 
+static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
+
 struct Storage {
   union {
     GemmStorage<Config> gemm;
-    CopyStorage copy;
+    CopyPieces pieces;
   };
+  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
@@ -133,19 +137,19 @@ struct PushedChunks {
   MK_DEVICE uint32_t peer(uint32_t i) const { return (p.world.local_rank + i) % Config::kRanksPerNode; }
 };
 
-MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyStorage& storage, uint32_t index) {
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   if constexpr (Config::kRanksPerNode > 1) {
     const abi::World& world = p.world;
     for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
       if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
     }
     Trace trace(world, 2);
-    CopyRing ring(storage);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
     PushedChunks own{call, p, world.rank, reinterpret_cast<const char*>(p.a), index, Config::kIntraComm, num_chunks(p), trace, trace.now()};
     ring.copy(own);
-    constexpr uint32_t kOthers = Config::kNumNodes - 1;
-    for (uint32_t item = index; item < num_chunks(p) * kOthers; item += Config::kIntraComm) {
-      const uint32_t chunk = item / kOthers, node = (world.node + 1 + item % kOthers) % Config::kNumNodes;
+    const uint32_t others = Config::kNumNodes - 1;
+    for (uint32_t item = index; item < num_chunks(p) * others; item += Config::kIntraComm) {
+      const uint32_t chunk = item / others, node = (world.node + 1 + item % others) % Config::kNumNodes;
       const uint32_t source = node * Config::kRanksPerNode + world.local_rank;
       if (!wait_chunk(call, p, source, chunk)) return;
       ptx::fence_proxy_async();
@@ -171,11 +175,11 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE void announce(uint32_t) const {}
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyStorage& storage, uint32_t index) {
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   if constexpr (Config::kNumNodes > 1) {
     const abi::World& world = p.world;
     Trace trace(world, 2);
-    CopyRing ring(storage);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
     uint64_t last_put = 0;
     uint32_t last_peer = world.rank;
     for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
@@ -200,9 +204,9 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyStorag
 }
 
 // ---- the role switch
-MK_DEVICE uint32_t role_of(uint32_t cta) {
-  if (cta < Config::kIntraComm) return abi::kIntraComm;
-  return cta < Config::kIntraComm + Config::kInterSend ? abi::kInterSend : abi::kCompute;
+MK_DEVICE uint32_t role_of(uint32_t cta) {  // sums on the right: a comparison of unsigned with a constant 0 draws a warning
+  if (cta + 1 <= Config::kIntraComm) return abi::kIntraComm;
+  return cta + 1 <= Config::kIntraComm + Config::kInterSend ? abi::kInterSend : abi::kCompute;
 }
 
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
@@ -211,8 +215,8 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
     if (cta == 0) announce_entry<Config>(call);
-    if (role == abi::kIntraComm) intra_comm_role(call, p, storage.copy, cta);
-    if (role == abi::kInterSend) inter_send_role(call, p, storage.copy, cta - Config::kIntraComm);
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
+    if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
     ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
     gemm_init(storage.gemm);
   }

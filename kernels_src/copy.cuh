@@ -10,16 +10,18 @@ constexpr uint32_t kPieceStages = 8;
 constexpr uint32_t kPiecesAhead = 5;   // loads in flight before their store is issued
 constexpr uint32_t kPiecesBehind = 4;  // stores in flight before a finished chunk is announced
 
-struct CopyStorage {
+struct CopyPieces {
   alignas(128) char piece[kPieceStages][kPieceBytes];
+};
+struct CopyBarriers {
   uint64_t piece_arrived[kPieceStages];
 };
 
-// Where one thread stands in a ring of CopyStorage; lives across several calls of copy_chunks.
+// Where one thread stands in a ring of pieces; lives across several copies. Once per kernel: it initializes the barriers.
 class CopyRing {
  public:
-  MK_DEVICE explicit CopyRing(CopyStorage& storage) : storage_(storage) {
-    for (uint32_t s = 0; s < kPieceStages; ++s) ptx::mbarrier_init(&storage.piece_arrived[s], 1);
+  MK_DEVICE CopyRing(CopyPieces& pieces, CopyBarriers& barriers) : pieces_(pieces), barriers_(barriers) {
+    for (uint32_t s = 0; s < kPieceStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
     ptx::mbarrier_init_fence();
   }
 
@@ -72,13 +74,13 @@ class CopyRing {
   template <class Chunks>
   MK_DEVICE void load(const Chunks& chunks, const Cursor& at, uint32_t stage) {
     const uint32_t bytes = piece_bytes(chunks, at);
-    ptx::mbarrier_arrive_expect(&storage_.piece_arrived[stage], bytes);
-    ptx::bulk_load(storage_.piece[stage], chunks.source_of(at.chunk) + at.offset, bytes, &storage_.piece_arrived[stage]);
+    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], bytes);
+    ptx::bulk_load(pieces_.piece[stage], chunks.source_of(at.chunk) + at.offset, bytes, &barriers_.piece_arrived[stage]);
   }
   template <class Chunks>
   MK_DEVICE void store(const Chunks& chunks, const Cursor& at) {
-    ptx::mbarrier_wait(&storage_.piece_arrived[stage_], parity_);
-    chunks.store(at.chunk, at.offset, storage_.piece[stage_], piece_bytes(chunks, at));
+    ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
+    chunks.store(at.chunk, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
     ptx::store_commit();
     if (++stage_ == kPieceStages) stage_ = 0, parity_ ^= 1;
   }
@@ -88,7 +90,8 @@ class CopyRing {
     if (advance(chunks, at)) chunks.announce(chunk);
   }
 
-  CopyStorage& storage_;
+  CopyPieces& pieces_;
+  CopyBarriers& barriers_;
   uint32_t stage_ = 0, parity_ = 0;
 };
 

@@ -95,12 +95,14 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before 
   ptx::mbarrier_init_fence();
 }
 
-// Reads the next tile of the queue; `taken` says whether this thread reports it (one lane per warp).
-template <class Config>
-MK_DEVICE uint32_t take_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, bool reports) {
+// Reads the next tile of the queue, as the loading thread or as one warp of a consumer.
+enum class Reader { kThread, kWarp };
+template <Reader By, class Config>
+MK_DEVICE uint32_t take_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
   ptx::mbarrier_wait(&storage.tile_offered[at.index], at.parity);
   const uint32_t tile = storage.tile[at.index];
-  if (reports) ptx::mbarrier_arrive(&storage.tile_taken[at.index]);
+  if constexpr (By == Reader::kWarp) ptx::sync_warp();  // all lanes have read before one of them gives the slot back
+  if (By == Reader::kThread || ptx::lane_index() == 0) ptx::mbarrier_arrive(&storage.tile_taken[at.index]);
   at.advance();
   return tile;
 }
@@ -158,7 +160,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
   RingPosition<Shape::kStages> stage;
 #pragma unroll 1
   while (true) {
-    const uint32_t tile = take_tile(storage, queue, true);
+    const uint32_t tile = take_tile<Reader::kThread>(storage, queue);
     if (tile == kStop) return;
     const TileCoordinate c = op.coordinate(tile);
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
@@ -204,14 +206,15 @@ MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, co
 // Rounds 64 rows once and stores them in panels of 64 columns, two panels in flight. Warpgroup function.
 template <class Config, class Op>
 MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
-                            uint32_t warpgroup) {
+                            uint32_t warpgroup, uint32_t& buffer) {
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index(), thread = ptx::thread_index() % kWarpgroup, barrier = kBarrierConsumer + warpgroup;
   const uint32_t row = thread / 32 * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
   const int32_t column = c.n * Shape::kBlockN, c_row = op.c_row(c) + warpgroup * 64, plane = op.c_plane(c);
 #pragma unroll
   for (uint32_t panel = 0; panel < Shape::kBlockN / kPanel; ++panel) {
-    char* smem = storage.result[warpgroup][panel % 2];
+    char* smem = storage.result[warpgroup][buffer];
+    buffer ^= 1;  // across tiles too: a tile may have an odd number of panels
     if (thread == 0) ptx::store_wait_read<1>();  // the store before last has read this buffer
     ptx::barrier_sync(barrier, kWarpgroup);
 #pragma unroll
@@ -238,10 +241,11 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
   Trace trace(call.world, 1);
+  uint32_t buffer = 0;
   bool first = true, refused = false;
 #pragma unroll 1
   while (true) {
-    const uint32_t tile = take_tile(storage, queue, reports);
+    const uint32_t tile = take_tile<Reader::kWarp>(storage, queue);
     if (tile == kStop) break;
     const uint64_t begin = trace.now();
     const TileCoordinate c = op.coordinate(tile);
@@ -262,7 +266,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       refused = storage.refused != 0;
       first = false;
     }
-    if (!refused) store_result(d, op, c, storage, warpgroup);
+    if (!refused) store_result(d, op, c, storage, warpgroup, buffer);
     if (traces) trace.record(abi::kTraceTile, tile, begin);
   }
   if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();

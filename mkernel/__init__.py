@@ -1,0 +1,77 @@
+"""Persistent CUDA kernels that fuse NVLink communication, inter-node RDMA and dense compute in one launch.
+
+Importing this package loads nothing heavy and has no side effect; every name below is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkernel.errors import (
+        AbortedError,
+        ArgumentError,
+        CompileError,
+        Error,
+        MismatchError,
+        PeerLostError,
+        TimeoutError,
+        TransportError,
+    )
+    from mkernel.ops.allgather_gemm import allgather_gemm
+    from mkernel.ops.call import PreparedPlan, plan
+    from mkernel.plan.split import Split
+    from mkernel.runtime.assemble import init
+    from mkernel.runtime.launch import launch
+    from mkernel.runtime.trace import Trace, trace
+    from mkernel.runtime.world import World
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "AbortedError": "errors",
+    "ArgumentError": "errors",
+    "CompileError": "errors",
+    "Error": "errors",
+    "MismatchError": "errors",
+    "PeerLostError": "errors",
+    "PreparedPlan": "ops.call",
+    "Split": "plan.split",
+    "TimeoutError": "errors",
+    "Trace": "runtime.trace",
+    "TransportError": "errors",
+    "World": "runtime.world",
+    "allgather_gemm": "ops.allgather_gemm",
+    "init": "runtime.assemble",
+    "launch": "runtime.launch",
+    "plan": "ops.call",
+    "trace": "runtime.trace",
+}
+
+__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'mkernel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"mkernel.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])
+
+
+class _Package(types.ModuleType):
+    """``mkernel.plan`` is a public function and also a subpackage: importing the latter must not hide the former."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _EXPORTS and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -9,7 +9,6 @@ namespace mkcpu {
 
 namespace {
 
-constexpr uint32_t kRowBytes = 128;      // of a box in shared memory
 constexpr uint32_t kSwizzleBytes = 16;   // unit of the 128-byte swizzle
 constexpr uint32_t kEagerOdds = 16, kLazyOdds = 1024;  // turns per copy
 
@@ -74,7 +73,10 @@ void read_shared(AsyncCopy& copy) {
 }
 
 void write_global(AsyncCopy& copy) {
+  Scheduler& s = scheduler();
+  const uint64_t writer = writer_of(*copy.cta);
   if (copy.kind == Copy::kBulkStore) {
+    s.record_write(copy.global, copy.bytes, writer);
     tsan::write(copy.global, copy.bytes);
     memcpy(copy.global, copy.buffer.get(), copy.bytes);
     return;
@@ -87,6 +89,7 @@ void write_global(AsyncCopy& copy) {
       memcpy(plain + chunk * kSwizzleBytes, image + (chunk ^ ((address / kRowBytes) % 8)) * kSwizzleBytes, kSwizzleBytes);
     }
     if (bytes > 0) {
+      s.record_write(global, bytes, writer);
       tsan::write(global, bytes);
       memcpy(global, plain + first, bytes);
     }
@@ -130,6 +133,11 @@ void Scheduler::issue(std::unique_ptr<AsyncCopy> copy) {
   (chance(2) ? eager : lazy).push_back(std::move(copy));
   progress();
   maybe_yield();
+}
+
+void Scheduler::record_write(const void* global, size_t bytes, uint64_t writer) {
+  const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes, last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
+  for (uint64_t line = first; line <= last; ++line) written[line] = Written{turn, writer};
 }
 
 void Scheduler::step_copies() {
@@ -207,12 +215,24 @@ const CpuTensorMap& checked_map(const void* map, const char* what) {
 uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2]; }
 
 void check_load(uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
-  if (!mbarrier_at(*fiber.cta, bar, what).visible) s.fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
+  if (!mbarrier_at(*self().cta, bar, what).visible) scheduler().fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
   check_clean(offset, bytes, what);
-  if (fiber.clock.fenced < fiber.clock.acquired) {
-    s.fail_fiber("missing fence.proxy.async: %s after an acquire of a flag, without fence_proxy_async between them", what);
+}
+
+// Data that another CTA or an engine has written while this kernel runs comes with a flag. Between the acquire of the flag and a TMA load of
+// the data there must be a fence.proxy.async: then the latest fence in this thread's past is younger than the write.
+void check_source(const void* global, size_t bytes, const char* what) {
+  Scheduler& s = scheduler();
+  if (s.written.empty() || bytes == 0) return;
+  const Fiber& fiber = self();
+  const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes, last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
+  for (uint64_t line = first; line <= last; ++line) {
+    const auto it = s.written.find(line);
+    if (it == s.written.end() || it->second.turn < fiber.cta->launch->begin || it->second.turn <= fiber.clock.fenced) continue;
+    if (it->second.writer == writer_of(*fiber.cta)) continue;
+    s.fail_fiber("missing fence.proxy.async: %s reads global memory at 0x%llx, which another CTA or the network has written since this kernel began, "
+                 "without fence_proxy_async between the acquire of its flag and the load",
+                 what, static_cast<unsigned long long>(line * kLineBytes));
   }
 }
 
@@ -246,6 +266,7 @@ void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int
   check_load(shared_offset(smem, bytes, kTensorAlignment, "tma_load_3d"), bytes, bar, "tma_load_3d");
   auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
   copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
+  for_rows(*copy, [](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, "tma_load_3d"); });
   scheduler().issue(std::move(copy));
 }
 
@@ -260,6 +281,7 @@ void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1,
 void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
   check_bulk(global, bytes, "bulk_load");
   check_load(shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
+  check_source(global, bytes, "bulk_load");
   auto copy = new_copy(Copy::kBulkLoad, smem, bytes);
   copy->global = static_cast<char*>(const_cast<void*>(global)), copy->bar = bar;
   scheduler().issue(std::move(copy));

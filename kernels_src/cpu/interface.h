@@ -93,7 +93,7 @@ MKC_API uint64_t mkc_trace(void* scheduler);  // hash of the interleaving so far
 MKC_API void mkc_name(void* scheduler, uint64_t address, uint64_t bytes, const char* name);  // for reports; bytes = 0 removes
 
 // Memory operations for engines.
-MKC_API void mkc_copy(void* dst, const void* src, size_t bytes);
+MKC_API void mkc_copy(void* scheduler, void* dst, const void* src, size_t bytes);  // scheduler: on whose thread this runs, or null
 MKC_API void mkc_signal(uint64_t* flag, uint64_t value);
 MKC_API uint64_t mkc_load(const uint64_t* flag);
 MKC_API void mkc_engine_acquire(void* scheduler);  // ThreadSanitizer: what fibers released so far happens before what this thread does next

@@ -19,19 +19,19 @@ constexpr uint32_t kSharedBase = 1024;         // shared addresses start here: t
 constexpr uint32_t kMaxShared = 227 * 1024;    // dynamic shared memory of a CTA
 constexpr uint32_t kSharedAlignment = 1024;
 constexpr uint32_t kChunkBytes = 16;           // granularity of the proxy-fence check
+constexpr uint32_t kRowBytes = 128;            // of a tile in shared memory: the reach of the 128-byte swizzle
+constexpr uint64_t kLineBytes = 16;             // granularity of the record of writes to global memory: that of bulk copies
 constexpr uint64_t kNever = UINT64_MAX;
 
 struct Launch;
 struct Cta;
 struct Fiber;
 
-// A thread's view of "acquired from outside" and "made visible to the async proxy": sequence numbers of the CTA's acquiring loads. Joined
-// wherever threads synchronize, so that a fence anywhere in a TMA load's past counts.
+// The turn of the latest fence.proxy.async in a thread's past. Joined wherever threads synchronize, so that any thread's fence counts for
+// those that come after it.
 struct ProxyClock {
-  uint64_t acquired = 0;
   uint64_t fenced = 0;
   void join(const ProxyClock& other) {
-    if (other.acquired > acquired) acquired = other.acquired;
     if (other.fenced > fenced) fenced = other.fenced;
   }
 };
@@ -145,15 +145,12 @@ struct Cta {
   NamedBarrier everyone;  // sync_cta
   std::unordered_map<uint32_t, Mbarrier> mbarriers;  // by shared offset
   std::vector<uint16_t> dirty_owner;                 // by chunk: 1 + the thread that wrote it and has not fenced; 0: clean
-  uint64_t acquire_sequence = 0;
-  struct Seen {
-    uint64_t value = 0, sequence = 0;
-  };
-  std::unordered_map<const void*, Seen> seen;  // flags: what an acquiring load returned last, and the sequence number of that load
+  std::unordered_map<const void*, uint64_t> seen;  // flags: what an acquiring load returned last
 };
 
 struct Launch {
   uint64_t id = 0;
+  uint64_t begin = 0;  // turn
   uint32_t rank = 0, grid = 0, threads = 0;
   void (*entry)(const void*) = nullptr;
   void* parameters = nullptr;
@@ -219,6 +216,14 @@ struct Scheduler {
   bool execute_some_copy();
   void execute(std::vector<std::unique_ptr<AsyncCopy>>& list, size_t index);
 
+  // ---- global memory written behind the generic proxy's back while kernels run, in lines: for the proxy-fence check of TMA loads
+  struct Written {
+    uint64_t turn = 0;
+    uint64_t writer = 0;  // writer_of a CTA; 0: an engine
+  };
+  void record_write(const void* global, size_t bytes, uint64_t writer);
+  std::unordered_map<uint64_t, Written> written;  // by address / kLineBytes
+
   // ---- flags
   bool poll_flags(bool everyone);
 
@@ -251,6 +256,8 @@ struct Scheduler {
   std::string describe(const Launch& launch) const;
   std::string flag_name(uint64_t address) const;
 };
+
+inline uint64_t writer_of(const Cta& cta) { return cta.launch->id << 16 | (cta.index + 1); }
 
 Scheduler& scheduler();  // of the calling fiber
 Fiber& self();

@@ -26,6 +26,7 @@ constexpr uint64_t kShortSleepNs = 50'000, kLongSleepNs = 200'000;
 constexpr uint64_t kLookAgainNs = 1'000'000;   // process mode: abort words are looked at this often
 constexpr uint64_t kLongestIdleNs = 20'000'000;  // process mode: run returns, so that the host sees signals
 constexpr size_t kStackBytes = 64 * 1024, kTsanStackBytes = 512 * 1024;  // a race report is formatted on the fiber's stack
+constexpr size_t kLongestThreadList = 60;    // characters, in a report
 constexpr int kPoison = 0xff;                // NaN in either 16-bit format
 
 thread_local Scheduler* t_scheduler = nullptr;
@@ -100,7 +101,7 @@ uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, s
                            uint32_t rank) {
   auto owned = std::make_unique<Launch>();
   Launch& l = *owned;
-  l.id = next_launch++, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.parameter_bytes = bytes;
+  l.id = next_launch++, l.begin = turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.parameter_bytes = bytes;
   l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
   if (l.parameters == nullptr) throw std::bad_alloc();
   memcpy(l.parameters, parameters, bytes);
@@ -147,7 +148,7 @@ void Scheduler::finish_launch(Launch& launch, int32_t state) {
 void Scheduler::remove(Launch& launch) {
   if (launch.state != kRunningLaunch) return;
   launch.state = kFailed;
-  --running;
+  if (--running == 0) written.clear();
   const auto of_launch = [&](const Fiber* fiber) { return fiber->cta->launch == &launch; };
   std::erase_if(runnable, of_launch);
   std::erase_if(flag_waiters, of_launch);
@@ -332,9 +333,6 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
 // ---- the report
 
 namespace {
-std::string threads_text(uint32_t first, uint32_t last) {
-  return first == last ? format("thread %u", first) : format("threads %u-%u", first, last);
-}
 std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag) {
   const auto object = static_cast<uint32_t>(w.object);
   switch (w.kind) {
@@ -350,9 +348,9 @@ std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag)
     case Wait::kCta:
       return format("sync_cta (%u of %u threads there)", cta.everyone.arrived, cta.live);
     case Wait::kWarp:
-      return "the other lanes of the warp";
+      return "the other lanes of its warp";
     case Wait::kWarpgroup:
-      return "the other threads of the warpgroup in wgmma_wait";
+      return "the other threads of its warpgroup, in wgmma_wait";
     case Wait::kStores:
       return "its bulk stores";
     case Wait::kFlag:
@@ -371,18 +369,31 @@ std::string Scheduler::flag_name(uint64_t address) const {
   return format("0x%llx", static_cast<unsigned long long>(address));
 }
 
+// One line per thing waited for, with the threads that wait for it.
 std::string Scheduler::describe(const Launch& launch) const {
   std::string text;
   for (const auto& cta : launch.ctas) {
+    std::vector<std::pair<const Fiber*, std::string>> groups;  // the first thread of each, and all of them
     for (uint32_t t = 0; t < launch.threads; ++t) {
       const Fiber& fiber = cta->fibers[t];
       if (fiber.finished) continue;
       uint32_t last = t;
       while (last + 1 < launch.threads && !cta->fibers[last + 1].finished && cta->fibers[last + 1].waiting == fiber.waiting) ++last;
-      const std::string flag = fiber.waiting.kind == Wait::kFlag ? flag_name(fiber.waiting.object) : std::string();
-      text += format("rank %u, CTA %u, %s (warp %u): %s\n", launch.rank, cta->index, threads_text(t, last).c_str(), t / kLanes,
-                     wait_text(*cta, fiber.waiting, flag).c_str());
+      const std::string range = t == last ? format("%u", t) : format("%u-%u", t, last);
+      auto group = groups.begin();
+      while (group != groups.end() && !(group->first->waiting == fiber.waiting)) ++group;
+      if (group == groups.end()) {
+        groups.emplace_back(&fiber, range);
+      } else if (group->second.size() < kLongestThreadList) {
+        group->second += ", " + range;
+      } else if (group->second.back() != '.') {
+        group->second += ", ...";
+      }
       t = last;
+    }
+    for (const auto& [fiber, threads] : groups) {
+      const std::string flag = fiber->waiting.kind == Wait::kFlag ? flag_name(fiber->waiting.object) : std::string();
+      text += format("rank %u, CTA %u, threads %s: %s\n", launch.rank, cta->index, threads.c_str(), wait_text(*cta, fiber->waiting, flag).c_str());
     }
   }
   return text;
@@ -469,14 +480,19 @@ void mkc_name(void* s, uint64_t address, uint64_t bytes, const char* name) {
 
 // An engine's copy is not shown to ThreadSanitizer, whose interceptor of memcpy would report it: the order between an engine and a kernel is
 // the transport's business, and tested there.
-__attribute__((optimize("no-tree-loop-distribute-patterns"))) void mkc_copy(void* dst, const void* src, size_t bytes) {
+static void copy_bytes(void* dst, const void* src, size_t bytes) {
 #if defined(__x86_64__)
   asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes)::"memory");
 #else
-  volatile char* d = static_cast<char*>(dst);
+  volatile char* d = static_cast<char*>(dst);  // volatile: must not become a call of memcpy
   const volatile char* s = static_cast<const char*>(src);
   while (bytes-- > 0) *d++ = *s++;
 #endif
+}
+void mkc_copy(void* s, void* dst, const void* src, size_t bytes) {
+  if (bytes == 0) return;
+  if (s != nullptr && as_scheduler(s).running != 0) as_scheduler(s).record_write(dst, bytes, 0);
+  copy_bytes(dst, src, bytes);
 }
 void mkc_signal(uint64_t* flag, uint64_t value) {
   mkcpu::tsan::release(flag);

@@ -225,10 +225,9 @@ void mkc_check_word(const void* p, uint32_t bytes) {
 void mkc_acquired(const void* p, uint64_t seen) {
   Scheduler& s = scheduler();
   Fiber& fiber = self();
-  Cta::Seen& known = fiber.cta->seen[p];
-  const bool changed = known.value != seen;
-  if (changed) known = Cta::Seen{seen, ++fiber.cta->acquire_sequence};
-  fiber.clock.join(ProxyClock{known.sequence, 0});
+  uint64_t& known = fiber.cta->seen[p];
+  const bool changed = known != seen;
+  known = seen;
   if (s.chance(4)) s.yield(!changed);
 }
 
@@ -313,7 +312,7 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
 
 void mkc_fence_proxy_async(bool shared_only) {
   Fiber& fiber = self();
-  if (!shared_only) fiber.clock.fenced = fiber.clock.acquired;
+  if (!shared_only) fiber.clock.fenced = scheduler().turn;
   for (const uint32_t chunk : fiber.dirty) {
     uint16_t& owner = fiber.cta->dirty_owner[chunk];
     if (owner == fiber.thread + 1) owner = 0;

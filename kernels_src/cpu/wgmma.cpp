@@ -10,7 +10,7 @@ namespace mkcpu {
 namespace {
 
 constexpr uint32_t kRows = 64, kDepth = 16, kMaxColumns = 256;  // of one instruction: M, K, N
-constexpr uint32_t kRowBytes = 128, kBlock = 64;                // a swizzled row: 64 elements
+constexpr uint32_t kBlock = 64;                                 // elements of a row of shared memory
 
 struct Operand {
   uint32_t start, leading, stride;

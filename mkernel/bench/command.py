@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     options.split = parse_split(options.split) if options.split else None
     options.sweep = [parse_split(text) for text in options.sweep]
-    options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *words])
+    options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *_without_paths(words)])
     plan = _Plan.of(options)
     if options.worker or launcher.under_launcher():
         return _worker(plan)
@@ -128,15 +129,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _parent(plan)
 
 
+def _without_paths(words: list[str]) -> list[str]:
+    """The command line as it is recorded: where the result went is this machine's business."""
+    kept = [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]
+    return [word for word in kept if not word.startswith("--out=")]
+
+
 def _parent(plan: _Plan) -> int:
     """Two runs: the local compute in a world of one, then the op."""
     options = plan.options
+    deadline = time.monotonic() + options.timeout
     local = [case.solo for case in plan.cases if case.solo is not None]
     with tempfile.TemporaryDirectory(prefix="mkernel-bench-") as folder:
         solo = Path(folder) / "solo.json"
         if plan.op.name != "gemm" and local:
             shapes = ",".join(dict.fromkeys(f"{gemm.m}x{gemm.n}x{gemm.k}" for gemm in local))
-            status = _ranks(options, 1, ["gemm", "--shapes", shapes, "--out", str(solo), "--world", "1x1"])
+            status = _ranks(options, deadline, 1, ["gemm", "--shapes", shapes, "--out", str(solo), "--world", "1x1"])
             if status:
                 return status
         world = f"{plan.topology.num_nodes}x{plan.topology.ranks_per_node}"
@@ -149,19 +157,19 @@ def _parent(plan: _Plan) -> int:
             arguments += ["--out", str(options.out)]
         if options.save:
             arguments += ["--save"]
-        return _ranks(options, plan.topology.size, arguments)
+        return _ranks(options, deadline, plan.topology.size, arguments)
 
 
 def _split_text(split: dict[str, int]) -> str:
     return ",".join(f"{role}={sms}" for role, sms in split.items())
 
 
-def _ranks(options: argparse.Namespace, ranks: int, arguments: list[str]) -> int:
+def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: list[str]) -> int:
     command = ["-m", "mkernel", "bench", *arguments, "--worker", "--dtype", options.dtype, "--samples", str(options.samples)]
     command += ["--command", options.command]
     command += ["--allow-cpu"] if options.allow_cpu else []
     command += ["--without", *options.without] if options.without else []
-    return launcher.run(ranks, command, timeout=options.timeout, kind=options.launcher)
+    return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher)
 
 
 def _worker(plan: _Plan) -> int:

@@ -93,6 +93,7 @@ class CudaLab(Lab):
 
     def __init__(self, world: Any, dtype: str) -> None:
         super().__init__(world, dtype)
+        self.xp.cuda.Device(world.device).use()
         self.stream = self.xp.cuda.Stream(non_blocking=True)
         self.stream.use()  # mkernel's default (CuPy's current stream) and torch's below are this one
         module = self.xp.RawModule(code=(Path(__file__).parent / "kernels.cu").read_text(), options=("--std=c++17",))
@@ -180,10 +181,17 @@ class _Meeting:
         self._own = int(self._runtime.malloc(size))
         self._runtime.memset(self._own, 0, size)
         xp.cuda.Device().synchronize()
+        addresses = self._open() if world.size > 1 else [self._own]
+        self._addresses = xp.asarray(addresses, dtype=xp.uint64)
+        self._uint32, self._uint64 = xp.uint32, xp.uint64
+
+    def _open(self) -> list[int]:
+        """Every rank's flags, as addresses here. Collective."""
+        world = self._world
         handles = [bytes.fromhex(text) for text in gather(world, bytes(self._runtime.ipcGetMemHandle(self._own)).hex())]
         addresses, reason = [self._own] * world.size, ""
         for rank, handle in enumerate(handles):
-            if rank == world.rank:
+            if rank == world.rank:  # one's own memory cannot be opened again
                 continue
             try:
                 addresses[rank] = int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
@@ -193,8 +201,7 @@ class _Meeting:
                 break
         if reason := worst_reason(world, reason):
             raise RuntimeError(f"{reason} (the device-side barrier of the benchmark needs CUDA IPC between the GPUs)")
-        self._addresses = xp.asarray(addresses, dtype=xp.uint64)
-        self._uint32, self._uint64 = xp.uint32, xp.uint64
+        return addresses
 
     def next_arguments(self) -> tuple[Any, ...]:
         self._epoch += 1

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from mkernel.errors import Error
@@ -20,7 +21,7 @@ from mkernel.errors import Error
 __all__ = ["LauncherError", "launched_size", "run", "under_launcher"]
 
 # What launchers set in the processes they start.
-_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "MKERNEL_RENDEZVOUS", "TORCHELASTIC_RUN_ID")
+_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MKERNEL_RENDEZVOUS", "TORCHELASTIC_RUN_ID")
 _SIZES = ("MKERNEL_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 
 
@@ -30,7 +31,8 @@ class LauncherError(Error):
 
 def under_launcher() -> bool:
     """Whether this process is one rank of something that was already started."""
-    return any(os.environ.get(mark) for mark in _MARKS)
+    # A Slurm step of one task is an interactive shell more often than a world of one.
+    return any(os.environ.get(mark) for mark in _MARKS) or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
 def launched_size() -> int:
@@ -81,6 +83,8 @@ def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[byte
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
     """The first failure ends the others after a grace time in which they report theirs."""
     deadline, failed_at = time.monotonic() + timeout, None
+    # The ranks are in groups of their own: whoever ends this process must not leave them behind.
+    before = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         while any(process.poll() is None for process in processes):
             now = time.monotonic()
@@ -92,9 +96,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
                 break
             time.sleep(0.05)
     finally:
+        signal.signal(signal.SIGTERM, before)
         for process in processes:
             _end(process)
     return next((abs(process.returncode) for process in processes if process.returncode), 0)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

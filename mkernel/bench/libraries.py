@@ -45,11 +45,7 @@ class TorchLibraries:
 
     def __init__(self, world: Any, stream: Any) -> None:
         self._world, self.missing = world, dict[str, str]()
-        # NVLink multicast is out of bounds for every contestant; both read these before their first collective.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         self._torch = torch = importlib.import_module("torch")
-        torch.cuda.set_device(world.device)
         torch.cuda.set_stream(torch.cuda.ExternalStream(stream.ptr, device=world.device))
         self._dist: Any = None
         if world.size > 1:
@@ -133,7 +129,6 @@ class CupyLibraries:
         self._nccl: Any = None
         self._communicator: Any = None
         if world.size > 1:
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
             reason = worst_reason(world, _failure(self._load)) or worst_reason(world, _failure(self._connect))
             if reason:
                 self.missing["NCCL"] = reason
@@ -174,7 +169,10 @@ Libraries = NoLibraries | TorchLibraries | CupyLibraries
 
 def open_libraries(world: Any, stream: Any) -> Libraries:
     """The best library that every rank has. Collective."""
-    without_torch = worst_reason(world, _failure(lambda: importlib.import_module("torch").cuda.init()))
+    # NVLink multicast is out of bounds for every contestant; the libraries read these when they are loaded or first used.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    without_torch = worst_reason(world, _failure(lambda: importlib.import_module("torch").cuda.set_device(world.device)))
     if not without_torch:
         return TorchLibraries(world, stream)
     return CupyLibraries(world, stream, without_torch)

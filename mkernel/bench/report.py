@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mkernel.bench.stats import Measurement, tera
@@ -145,8 +145,8 @@ def render(report: Report) -> str:
     headers += ["link"] + (["network"] if world["nodes"] > 1 else []) + ["bound", "eff", "eff b2b", "TFLOP/s", "host us", "err/bound"]
     if world["nodes"] == 1:
         lines = [line[: headers.index("link") + 1] + line[headers.index("link") + 2 :] for line in lines]
-    notes = [f"{row.label}: {name}: {reason}" for row in report.rows for name, reason in row.missing.items()]
-    return "\n".join([head, "", format_table(headers, lines), *(["", *_unique(notes)] if notes else [])])
+    notes = _notes(report.rows)
+    return "\n".join([head, "", format_table(headers, lines), *(["", *notes] if notes else [])])
 
 
 def _contestants(rows: Iterable[Row]) -> list[str]:
@@ -181,5 +181,10 @@ def _line(row: Row, contestants: list[str]) -> list[str]:
     ]
 
 
-def _unique(notes: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(notes))
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Why contestants are missing, each reason once, with its shapes unless it holds for all."""
+    shapes: dict[str, list[str]] = {}
+    for row in rows:
+        for name, reason in row.missing.items():
+            shapes.setdefault(f"{name}: {reason}", []).append(row.label)
+    return [note if len(labels) == len(rows) else f"{note} ({', '.join(labels)})" for note, labels in shapes.items()]

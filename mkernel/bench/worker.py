@@ -67,15 +67,13 @@ def measure(world: Any, settings: Settings) -> Report:
     )
     # Fresh inputs in every run: one seed, drawn by rank 0.
     seed = int(gather(world, secrets.randbits(40))[0])
-    try:
-        for i, size in enumerate(settings.sizes):
-            case = op.case(size, _topology(world), settings.dtype)
-            _progress(world, f"{op.name} {size} ...")
-            report.rows.append(_Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9))
-    finally:
-        if sys.exc_info()[0] is None:  # after a failure the peers may be gone: leave what is collective alone
-            libraries.close()
-            lab.close()
+    for i, size in enumerate(settings.sizes):
+        case = op.case(size, _topology(world), settings.dtype)
+        _progress(world, f"{op.name} {size} ...")
+        report.rows.append(_Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9))
+    # Not after a failure: closing is collective, and the peers may be gone.
+    libraries.close()
+    lab.close()
     report.machine["after"] = machine.clocks() if world.rank == 0 else []
     return report
 

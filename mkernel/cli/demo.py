@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkernel.cli import launcher
 from mkernel.cli.check import worst_over_bound
-from mkernel.cli.launcher import run_ranks
 from mkernel.cli.table import format_table
+from mkernel.errors import Error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -74,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
     began = time.monotonic()
     rows: list[list[str]] = []
     wrong = 0
-    for group in _groups(options.target):
+    groups = _groups(options.target)
+    for group in groups:
         print(f"world {group.name}, target {group.target}: starting", flush=True)
         outcomes, problem = _run_group(group, seed, options)
         if problem:
@@ -86,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             rows.append(_table_row(group, by_rank[0].case, worst, max(outcome.milliseconds for outcome in by_rank)))
     print()
     print(format_table(["op", "dtype", "M x N x K", "world", "target", "error/bound", "ms", "result"], rows))
-    if any(group.target == "cpu" for group in _groups(options.target)):
+    if any(group.target == "cpu" for group in groups):
         print("\nTarget cpu emulates the GPU thread by thread: it shows that results are right, not how fast a GPU is.")
     if Path(options.picture).exists():
         print(f"What each CTA of rank 0 did over time: {options.picture}")
@@ -100,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--picture", default="mkernel-demo.svg", help="SVG to write (%(default)s)")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: fresh, printed)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds before a world that hangs is ended (%(default)s)")
+    parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started (%(default)s)")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--ranks-per-node", type=int, default=RANKS_PER_NODE, help=argparse.SUPPRESS)
     return parser
@@ -112,9 +115,9 @@ def _table_row(group: Group, case: Case, worst: float, milliseconds: float) -> l
 
 # ---- the parent: which worlds, and what their ranks reported
 def _groups(target: str) -> list[Group]:
-    gpus = 0 if target == "cpu" else _gpu_count()
+    gpus = 0 if target == "cpu" else _usable_gpus()
     if target == "cuda" and gpus == 0:
-        raise SystemExit("mkernel demo: --target cuda, but no usable GPU: see `mkernel doctor`")
+        raise Error("no usable GPU here: see `mkernel doctor`")
     groups = []
     if gpus >= RANKS:
         groups.append(Group("cuda", RANKS, RANKS_PER_NODE))
@@ -125,29 +128,35 @@ def _groups(target: str) -> list[Group]:
     return groups
 
 
-def _gpu_count() -> int:
-    from mkernel.runtime import cuda
+def _usable_gpus() -> int:
+    from mkernel.runtime.assemble import gpus_here
 
-    return len(cuda.available().usable)
+    gpus, problem, _ = gpus_here()
+    if problem:
+        print(f"GPUs are left out: {problem}", flush=True)
+    return 0 if problem else sum(gpu.capability == (9, 0) for gpu in gpus)
 
 
 def _run_group(group: Group, seed: int, options: argparse.Namespace) -> tuple[list[list[Outcome]], str]:
     """Outcomes by case, then rank; and what went wrong, if anything."""
     with tempfile.TemporaryDirectory(prefix="mkernel-demo-") as folder:
-        arguments = ["demo", "--worker", folder, "--target", group.target, "--ranks-per-node", str(group.ranks_per_node)]
+        arguments = ["-m", "mkernel", "demo", "--worker", folder, "--target", group.target, "--ranks-per-node", str(group.ranks_per_node)]
         arguments += ["--seed", str(seed), "--picture", options.picture]
         threads = str(max(1, (os.cpu_count() or 1) // group.ranks))
         environment = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads)  # for the reference
-        status = run_ranks(arguments, group.ranks, environment, options.timeout)
+        problem = ""
+        try:
+            status = launcher.run(group.ranks, arguments, timeout=options.timeout, kind=options.launcher, environment=environment)
+            problem = f"a rank ended with status {status}" if status else ""
+        except launcher.LauncherError as error:
+            problem = str(error)
         reports = [_read_report(Path(folder) / f"{rank}.json") for rank in range(group.ranks)]
     cases = min(map(len, reports))
     outcomes = [[report[i] for report in reports] for i in range(cases)]
     expected = len(_cases(group.target, group.ranks))
-    if status == 124:
-        return outcomes, f"still running after {options.timeout:.0f} s"
-    if status:
-        return outcomes, f"a rank ended with status {status}"
-    return outcomes, "" if cases == expected else f"{cases} of {expected} cases reported"
+    if not problem and cases != expected:
+        problem = f"{cases} of {expected} cases reported"
+    return outcomes, problem
 
 
 def _read_report(path: Path) -> list[Outcome]:

@@ -1,7 +1,8 @@
-"""Starts the ranks of a command on this machine: through mpirun where there is one, else as plain processes."""
+"""Starts the ranks of a command on this machine: through mpirun where mpi4py can use one, else as plain processes that meet over TCP."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -12,44 +13,81 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-__all__ = ["find_mpirun", "mpi_flavour", "run_ranks"]
+from mkernel.errors import Error
+
+__all__ = ["LauncherError", "find_mpirun", "mpi_flavour", "run"]
 
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
+_GRACE_SECONDS = 10.0  # after the first failing rank: the others' time to say what they saw
+
+
+class LauncherError(Error):
+    """Ranks could not be started, or did not end in time."""
 
 
 def find_mpirun() -> Path | None:
-    """The mpirun beside this interpreter (the one its mpi4py was installed with), else the first on PATH."""
-    beside = [Path(sys.executable).with_name(name) for name in _NAMES]
-    found = next((str(path) for path in beside if os.access(path, os.X_OK)), None) or next(filter(None, map(shutil.which, _NAMES)), None)
+    """The mpirun beside this interpreter (an MPI from a package, the one mpi4py then finds), else the first on PATH."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    found = next(filter(None, (shutil.which(name, path=folders) for name in _NAMES)), None)
     return Path(found) if found else None
 
 
 def mpi_flavour(mpirun: Path) -> str:
-    """``mpich`` (also Intel MPI and others that use Hydra) or ``openmpi``."""
+    """``openmpi``, or ``mpich`` for all whose command line is Hydra's (Intel MPI, MVAPICH)."""
     answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    return "openmpi" if "open mpi" in (answer.stdout + answer.stderr).lower().replace("-", " ").replace("openrte", "open mpi") else "mpich"
+    return "openmpi" if any(name in answer.stdout + answer.stderr for name in ("Open MPI", "OpenRTE")) else "mpich"
+
+
+def run(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    timeout: float,
+    kind: str = "auto",
+    environment: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> int:
+    """``python ARGUMENTS`` on every rank; the exit status, the first that is not 0. Nothing started here survives the call.
+
+    Parameters
+    ----------
+    ranks, arguments
+        How many processes, and their arguments; one rank is a plain process.
+    timeout
+        Seconds after which all ranks are killed.
+    kind
+        ``"mpi"``, ``"processes"`` or ``"auto"``: MPI if there is one.
+    environment
+        Variables added to this process's.
+    output
+        Takes what the ranks print (default: this process's own output).
+
+    Raises
+    ------
+    LauncherError
+        There is no mpirun with mpi4py and ``kind`` is ``"mpi"``, or the ranks ran past ``timeout``.
+    """
+    command = [sys.executable, *arguments]
+    variables = {**os.environ, **(environment or {})}
+    if ranks == 1:
+        return _wait([_start(command, variables, output)], timeout)
+    mpirun = None if kind == "processes" or importlib.util.find_spec("mpi4py") is None else find_mpirun()
+    if mpirun is not None:
+        return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout)
+    if kind == "mpi":
+        raise LauncherError("no mpirun with mpi4py found (pip install 'mkernel[demo]' brings both)")
+    variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{_free_port()}", "MKERNEL_SIZE": str(ranks)}
+    return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout)
 
 
 def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
     line = [str(mpirun), "-n", str(ranks)]
     if mpi_flavour(mpirun) == "openmpi":
         # Open MPI counts cores and refuses root; neither matters for ranks that mostly wait.
-        line += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
+        line += ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     return line
-
-
-def run_ranks(arguments: Sequence[str], ranks: int, environment: Mapping[str, str], timeout: float) -> int:
-    """Run ``python -m mkernel arguments`` in ``ranks`` processes; the exit status, 124 when they ran past ``timeout`` seconds."""
-    command = [sys.executable, "-m", "mkernel", *arguments]
-    env = {**os.environ, **environment}
-    mpirun = find_mpirun()
-    if mpirun is not None and importlib.util.find_spec("mpi4py") is not None:
-        return _wait([subprocess.Popen([*_mpirun_line(mpirun, ranks), *command], env=env, start_new_session=True)], timeout)
-    print("no mpirun or no mpi4py here: the ranks meet over TCP (MKERNEL_RENDEZVOUS)", flush=True)
-    env |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{_free_port()}", "MKERNEL_SIZE": str(ranks)}
-    by_rank = [{**env, "MKERNEL_RANK": str(rank)} for rank in range(ranks)]
-    return _wait([subprocess.Popen(command, env=e, start_new_session=True) for e in by_rank], timeout)
 
 
 def _free_port() -> int:
@@ -58,31 +96,35 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    errors = None if output is None else subprocess.STDOUT
+    # A session of its own, so that mpirun and the ranks under it can be ended together.
+    return subprocess.Popen(command, env=dict(variables), stdout=output, stderr=errors, start_new_session=True)
+
+
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
-    """First failure ends the others; nothing that was started here survives this function."""
-    deadline = time.monotonic() + timeout
+    deadline, failed_at = time.monotonic() + timeout, None
     try:
-        while True:
-            states = [process.poll() for process in processes]
-            failed = next((state for state in states if state), None)
-            if failed is not None:
-                return failed
-            if None not in states:
-                return 0
-            if time.monotonic() > deadline:
-                return 124
+        while any(process.poll() is None for process in processes):
+            now = time.monotonic()
+            if now > deadline:
+                raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
+            if failed_at is None and any(process.poll() for process in processes):
+                failed_at = now
+            if failed_at is not None and now > failed_at + _GRACE_SECONDS:
+                break
             time.sleep(0.05)
+        return next((abs(process.returncode) for process in processes if process.returncode), 0)
     finally:
         for process in processes:
             _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for signum, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
-        os.killpg(process.pid, signum)  # its own session: mpirun and the ranks under it
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)

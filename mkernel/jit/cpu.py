@@ -18,13 +18,13 @@ from pathlib import Path
 
 from mkernel import env
 from mkernel.errors import CompileError
-from mkernel.jit.headers import kernels_src
+from mkernel.jit.headers import IncludePath, digest, kernels_src
 from mkernel.jit.source import render
 from mkernel.jit.spec import KernelSpec
 
 __all__ = ["compile", "core_library", "find_compiler", "sanitizing"]
 
-_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", "-pthread")
+_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", "-pthread")
 _KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
 _CORE_FLAGS = ("-O3",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
@@ -48,17 +48,14 @@ def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> Path:
         No compiler, an error in the source, or compiling is switched off (``MKERNEL_NO_COMPILE``).
     """
     folder = kernels_src()
-    folders = [folder / "cpu", folder, *include]
     text = render(spec) + '#include "entry.h"\n'
-    flags = [*_FLAGS, *_KERNEL_FLAGS, *(_TSAN_FLAGS if sanitizing() else ()), *(f"-I{path}" for path in folders)]
-    return _build(spec.name, text, flags, _digest(folder, *include))
+    return _build(spec.name, text, [*_FLAGS, *_KERNEL_FLAGS, *(_TSAN_FLAGS if sanitizing() else ())], (folder / "cpu", folder, *include))
 
 
 def core_library() -> Path:
     """The scheduler that runs the kernels (kernels_src/cpu), compiled once."""
-    folder = kernels_src() / "cpu"
     text = "".join(f'#include "{name}"\n' for name in _CORE_SOURCES)
-    return _build("scheduler", text, [*_FLAGS, *_CORE_FLAGS, f"-I{folder}"], _digest(folder))
+    return _build("scheduler", text, [*_FLAGS, *_CORE_FLAGS], (kernels_src() / "cpu",))
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -82,9 +79,9 @@ def sanitizing() -> bool:
     return hasattr(ctypes.CDLL(None), "__tsan_create_fiber")
 
 
-def _build(name: str, text: str, flags: Sequence[str], headers: str) -> Path:
+def _build(name: str, text: str, flags: Sequence[str], folders: tuple[Path, ...]) -> Path:
     compiler = find_compiler()
-    key = _hash([text, headers, *_identity(compiler), platform.machine(), *(f for f in flags if not f.startswith("-I"))])
+    key = _hash([text, digest(IncludePath(folders), text), platform.machine(), *_identity(compiler), *flags])
     folder = env.CACHE_DIR.get() / "cpu"
     target = folder / f"{name}-{key}.so"
     if not target.exists():
@@ -93,7 +90,7 @@ def _build(name: str, text: str, flags: Sequence[str], headers: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{name}-{key}.lock"):
             if not target.exists():  # another process may have been faster
-                _compile(compiler, target, text, flags)
+                _compile([*compiler, *flags, *(f"-I{path}" for path in folders)], target, text)
     dump = env.DUMP.get()
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
@@ -101,13 +98,13 @@ def _build(name: str, text: str, flags: Sequence[str], headers: str) -> Path:
     return target
 
 
-def _compile(compiler: Sequence[str], target: Path, text: str, flags: Sequence[str]) -> None:
+def _compile(compiler: Sequence[str], target: Path, text: str) -> None:
     source = target.with_suffix(".cpp")
     source.write_text(text)
     handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
     os.close(handle)
     try:
-        command = [*compiler, *flags, str(source), "-o", partial]
+        command = [*compiler, str(source), "-o", partial]
         result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if result.returncode != 0:
             raise CompileError(f"{target.stem}: {compiler[0]} failed", log=f"{shlex.join(command)}\n{result.stderr}", path=str(source))
@@ -140,15 +137,6 @@ def _version(compiler: tuple[str, ...], mtime_ns: int, size: int) -> tuple[str, 
     except (OSError, subprocess.SubprocessError) as error:
         raise CompileError(f"{' '.join(compiler)} --version: {error}") from error
     return (result.stdout, str(mtime_ns), str(size))
-
-
-def _digest(*folders: Path) -> str:
-    """Of every file that can be included from the folders."""
-    parts: list[str | bytes] = []
-    for folder in folders:
-        for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")):
-            parts += [str(path.relative_to(folder)), path.read_bytes()]
-    return _hash(parts)
 
 
 def _hash(parts: Iterable[str | bytes]) -> str:

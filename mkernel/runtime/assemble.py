@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel import abi, env
-from mkernel.errors import AbortedError, ArgumentError, Error
+from mkernel.errors import AbortedError, ArgumentError
 from mkernel.runtime import current
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
-from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub
+from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
 from mkernel.runtime.placement import Card, Gpu, choose_device, choose_target, choose_topology, require_equal
 from mkernel.runtime.wire import SocketControl
 from mkernel.runtime.world import SIGNAL_BYTES, Options, Parts, World
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.cpu import Cohort
     from mkernel.runtime.device import Device, HostMemory
 
-__all__ = ["assemble", "gpus_here", "init"]
+__all__ = ["assemble", "gpus_here", "init", "join"]
 
 T = TypeVar("T")
 
@@ -59,8 +59,8 @@ def init(
         mpi4py communicator. By default the ranks meet at ``MKERNEL_RENDEZVOUS``, or are those of MPI's COMM_WORLD under an MPI launcher, or
         those of torchrun or Slurm; without any of these the world has one rank.
     target
-        ``"cuda"``, ``"cpu"``, or ``"auto"``: cuda if every rank has its own sm_90 GPU with peer access inside the node, cpu if there is no GPU,
-        else an error.
+        ``"cuda"``, ``"cpu"``, or ``"auto"``: cuda if every rank has its own sm_90 GPU with peer access inside the node, cpu if there is no
+        GPU, else an error.
     ranks_per_node
         Splits a host into emulated nodes that talk through the transport. Default: all ranks of a host are one node.
     transport
@@ -86,9 +86,15 @@ def init(
         timeout=timeout,
         entry_timeout=entry_timeout,
     )
-    _set_log_level()
+    return join(comm, options)
+
+
+def join(comm: Any, options: Options, make_device: MakeDevice | None = None) -> World:
+    """``init`` after its arguments are checked; tests give another device."""
+    if env.LOG.is_set():
+        logging.getLogger("mkernel").setLevel(env.LOG.get().upper())
     with contextlib.closing(choose(comm)) as bootstrap:
-        world = assemble(bootstrap, options)
+        world = assemble(bootstrap, options, make_device=make_device)
     current.remember(world)
     return world
 
@@ -111,12 +117,12 @@ def assemble(
     target = choose_target(cards, options.target) if make_device is None else "cpu" if options.target == "auto" else options.target
     transport = _choose_transport(options.transport, topology, cards)
     device: int | str = choose_device(cards, rank).ordinal if target == "cuda" and make_device is None else 0 if target == "cuda" else "cpu"
-    waiting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    waiting: Waiting = contextlib.nullcontext
     if cohort is not None:
         waiting = lambda: cohort.blocked(rank)  # noqa: E731
 
     with contextlib.ExitStack() as undo:
-        control = _open_control(bootstrap, cards, group, waiting)
+        control = _open_control(bootstrap, cards, group, waiting, cohort.release if cohort is not None else None)
         undo.callback(control.close)
         heap_bytes = options.heap_bytes or HEAP_BYTES[target]
 
@@ -142,9 +148,9 @@ def assemble(
                 if transport != "emulated":
                     return {}
                 foreign = [peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)]
-                return {
-                    peer: (backend.import_segment(fds[peer][0], data.size), backend.import_segment(fds[peer][1], signals.size)) for peer in foreign
-                }
+                segments = (data.size, signals.size)
+                mapped = {peer: [backend.import_segment(*part) for part in zip(fds[peer], segments, strict=True)] for peer in foreign}
+                return {peer: (heap, flags) for peer, (heap, flags) in mapped.items()}
 
         foreign = _together(bootstrap, "the memory of its peers", share)
         start_engine: Callable[[World], Callable[[], None]] | None = None
@@ -168,6 +174,7 @@ def assemble(
                 ring=ring,
                 over_mpi=bootstrap.mpi,
                 waiting=waiting,
+                poke=cohort.poke if cohort is not None else None,
                 start_engine=start_engine,
                 wakers=wakers,
             )
@@ -207,9 +214,11 @@ def _together(bootstrap: Bootstrap, what: str, step: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # set: there was no problem
 
 
-def _open_control(bootstrap: Bootstrap, cards: Sequence[Card], group: ThreadGroup | None, waiting: Any) -> Control:
+def _open_control(
+    bootstrap: Bootstrap, cards: Sequence[Card], group: ThreadGroup | None, waiting: Waiting, release: Callable[[int], None] | None
+) -> Control:
     if group is not None:
-        return LocalControl(group.once("hub", lambda: LocalHub(group.size)), bootstrap.rank, waiting)
+        return LocalControl(group.once("hub", lambda: LocalHub(group.size, release)), bootstrap.rank, waiting)
     if bootstrap.size == 1:
         return LocalControl(LocalHub(1), 0, waiting)
     return SocketControl(bootstrap, [card.host for card in cards], _CONNECT_SECONDS, waiting)
@@ -256,22 +265,20 @@ def _start_engine(
         copier=world.backend.copier,
         clock_ns=clock,
     )
-    engine = Engine(RingReader(ring.view), transport.create(name, wiring), clock)
+    # On cpu credits must be real release stores: kernels read them with acquire, and on AArch64 a plain store may come too early.
+    store = world.backend.copier().signal if world.target == "cpu" else None
+    engine = Engine(RingReader(ring.view, store=store), transport.create(name, wiring), clock)
     if cohort is None:
         thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}").start()
         wakers.append(thread.wake)
         return thread.close
+    remove = cohort.add_engine(world.rank, engine.step, engine.next_event_ns, world.on_transport_error)
 
-    def step() -> bool:
-        try:
-            return engine.step()
-        except Error as error:
-            if world.failure is None:
-                world.on_transport_error(error)
-            return False
+    def stop() -> None:
+        remove()
+        engine.close()
 
-    cohort.add_engine(world.rank, step, engine.next_event_ns)
-    return engine.close
+    return stop
 
 
 def _device_maker(cohort: Cohort | None) -> MakeDevice:
@@ -313,8 +320,3 @@ def _current_ordinal() -> int | None:
     except Exception:
         logging.getLogger("mkernel").debug("CuPy does not tell its device", exc_info=True)
         return None
-
-
-def _set_log_level() -> None:
-    if env.LOG.is_set():
-        logging.getLogger("mkernel").setLevel(env.LOG.get().upper())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import socket
 import threading
 from pathlib import Path
 from typing import Any
 
-from mkernel import env
-from mkernel.errors import AbortedError, ArgumentError, Error, TimeoutError
+from mkernel import env, errors
+from mkernel.errors import AbortedError, ArgumentError, Error
 
-__all__ = ["Bootstrap", "SingleBootstrap", "ThreadBootstrap", "ThreadGroup", "choose", "host_identity", "launcher_size"]
+__all__ = ["Bootstrap", "SingleBootstrap", "ThreadBootstrap", "ThreadGroup", "choose", "host_identity", "launcher_size", "under_launcher"]
 
 # Variables that MPI launchers set for each process (Open MPI, MPICH and Intel MPI through PMI, PMIx servers).
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -81,7 +82,7 @@ class ThreadGroup:
         except threading.BrokenBarrierError:
             if self._reason:
                 raise AbortedError(self._reason) from None
-            raise TimeoutError(f"rank {rank} waited {timeout:g} s in init for the other ranks of mk.launch") from None
+            raise errors.TimeoutError(f"rank {rank} waited {timeout:g} s in init for the other ranks of mk.launch") from None
         return result
 
 
@@ -102,11 +103,10 @@ class ThreadBootstrap(Bootstrap):
 def host_identity() -> str:
     """Equal for processes that can meet over abstract sockets: the same boot of the same host, in one network namespace."""
     parts = [socket.gethostname()]
-    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), lambda: str(os.stat("/proc/self/ns/net").st_ino)):
-        try:
-            parts.append(read())
-        except OSError:
-            parts.append("-")
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/net").stat().st_ino))
     return " ".join(parts)
 
 
@@ -120,7 +120,7 @@ def launcher_size() -> int:
 
 
 def under_launcher() -> bool:
-    """Was this process started by an MPI launcher?"""
+    """Whether an MPI launcher started this process."""
     return any(os.environ.get(name) for name in (*_LAUNCHER_MARKS, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
 
 

@@ -1,4 +1,4 @@
-"""mkernel's own control channel: host collectives, failures, lost peers. Here what all kinds share, and the kind for ranks in one process."""
+"""mkernel's own control channel: host collectives, failures, lost peers. Here the interface, and its kind for ranks in one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from mkernel.runtime.failure import Failure, Kind
 
 __all__ = ["Collector", "Control", "Failed", "Listener", "LocalControl", "LocalHub", "Request", "Waiting"]
 
-Waiting = Callable[[], contextlib.AbstractContextManager[object]]  # entered around every host wait (the cpu target's scheduler goes on then)
+# Entered around every host wait: the scheduler of target cpu runs kernels meanwhile.
+Waiting = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-class Failed(Exception):  # noqa: N818: never leaves the runtime
-    """A collective did not complete; the world turns it into the user's exception."""
+class Failed(Exception):  # noqa: N818
+    """A collective did not complete. Never leaves the runtime: the world turns it into the user's exception."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure

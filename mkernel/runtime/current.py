@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ _uncaught: BaseException | None = None
 _mpi_failed = False  # some world whose ranks are MPI's failed
 _mpi_peer_lost = False  # ... because a rank has gone: MPI_Finalize would wait for it
 _installed = False
+_GRACE_SECONDS = 0.5
 
 
 def current(world: World | None = None) -> World:
@@ -105,6 +107,7 @@ def _at_exit() -> None:
     if _mpi_peer_lost or (in_danger and _uncaught is not None):
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_GRACE_SECONDS)  # the launcher kills everybody else: let them say what they saw
         from mkernel.runtime import mpi
 
         mpi.abort_process(1)

@@ -36,7 +36,7 @@ class Failure:
     derived: bool = False  # only an echo of another rank's failure, whose own report says more
 
     def replaces(self, other: Failure | None) -> bool:
-        """Does this failure say more than ``other`` about why the world failed?"""
+        """Whether this failure says more than ``other`` about why the world failed."""
         if other is None:
             return True
         if self.derived or other.derived:
@@ -79,7 +79,7 @@ def read_host_block(block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: 
         rank=block.rank,
         role=_name(abi.Role, block.role),
         cta=block.cta,
-        flag=f"{kind} flag {block.flag_index}",
+        flag=f"{kind.replace('_', ' ')} flag {block.flag_index}",
         peer=block.peer,
         epoch=block.epoch,
         expected=block.expected,
@@ -106,8 +106,8 @@ def read_host_block(block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: 
     return Failure(Kind.aborted, message, record.rank, record, derived=True)
 
 
-def _name(numbers: type[abi.Role] | type[abi.FlagKind], value: int) -> str:
+def _name(numbers: type[abi.Role | abi.FlagKind], value: int) -> str:
     try:
-        return numbers(value).name.replace("_", " ") if numbers is abi.FlagKind else numbers(value).name
+        return str(numbers(value).name)
     except ValueError:  # a kernel wrote garbage: report what is there
         return str(value)

@@ -50,7 +50,7 @@ class Heap:
     def offset(self, address: int, size: int) -> int | None:
         """Offset of an address range that lies in this heap; else None."""
         offset = address - self.address
-        return offset if 0 <= offset and offset + size <= self.size else None
+        return offset if offset >= 0 and offset + size <= self.size else None
 
     def report(self) -> bytes:
         """The leases dropped on this rank and not yet freed, for the other ranks."""
@@ -101,5 +101,5 @@ class Heap:
 
     def _release(self) -> None:
         self._drain()
-        if self._offsets.keys() <= self._reports:
+        if self._reports.issuperset(self._offsets):
             self.segment.close()

@@ -33,8 +33,8 @@ def launch(
 ) -> list[Any]:
     """Call ``fn(world, *args)`` for every rank, each in a thread of this process; the results, by rank.
 
-    On target cpu all ranks' kernels run on one scheduler with virtual time: the same ``seed`` gives the same interleaving, and a deadlock is
-    reported at once. Blocks until all ranks have ended.
+    On target cpu all ranks' kernels run on one scheduler with virtual time: the same ``seed`` gives the same interleaving, and a deadlock
+    is reported at once. Blocks until all ranks have ended.
 
     Parameters
     ----------
@@ -59,7 +59,12 @@ def launch(
 
 
 def run(
-    fn: Callable[..., Any], ranks: int, options: Options, args: tuple[Any, ...] = (), seed: int | None = None, make_device: MakeDevice | None = None
+    fn: Callable[..., Any],
+    ranks: int,
+    options: Options,
+    args: tuple[Any, ...] = (),
+    seed: int | None = None,
+    make_device: MakeDevice | None = None,
 ) -> list[Any]:
     """``launch`` after its arguments are checked; tests give another device."""
     return _Launch(fn, ranks, options, args, seed, make_device).run()
@@ -89,7 +94,9 @@ class _Launch:
         return Cohort(self.ranks, env.CPU_SEED.get() if seed is None else seed)
 
     def run(self) -> list[Any]:
-        threads = [threading.Thread(target=self._rank, args=(rank,), name=f"mkernel-rank-{rank}", daemon=True) for rank in range(self.ranks)]
+        threads = [
+            threading.Thread(target=self._rank, args=(rank,), name=f"mkernel-rank-{rank}", daemon=True) for rank in range(self.ranks)
+        ]
         with contextlib.ExitStack() as stack:
             if self.cohort is not None:
                 stack.callback(self.cohort.close)
@@ -109,9 +116,7 @@ class _Launch:
 
     def _rank(self, rank: int) -> None:
         try:
-            world = assemble(
-                self.group.bootstrap(rank), self.options, group=self.group, cohort=self.cohort, make_device=self.make_device
-            )
+            world = assemble(self.group.bootstrap(rank), self.options, group=self.group, cohort=self.cohort, make_device=self.make_device)
             with self.lock:
                 self.worlds[rank] = world
             with current.thread_world(world), world:
@@ -136,6 +141,8 @@ class _Launch:
         causes = [item for item in self.failures if not isinstance(item[1], AbortedError)] or self.failures
         rank, error = causes[0]
         error.add_note(f"raised on rank {rank} of mk.launch")
+        if self.cohort is not None and self.cohort.report:
+            error.add_note(self.cohort.report)
         for other, failure in self.failures:
             if failure is not error:
                 error.add_note(f"rank {other}: {type(failure).__name__}: {failure}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,9 @@ def require_equal(cards: Sequence[Card]) -> None:
     for name, value in cards[0].options.items():
         for rank, card in enumerate(cards):
             if card.options.get(name) != value:
-                raise ArgumentError(name, card.options.get(name), f"rank {rank} differs from rank 0, which has {value}", "pass the same everywhere")
+                raise ArgumentError(
+                    name, card.options.get(name), f"rank {rank} differs from rank 0, which has {value}", "pass the same everywhere"
+                )
 
 
 def choose_topology(cards: Sequence[Card], ranks_per_node: int | None) -> Topology:
@@ -54,13 +57,15 @@ def choose_topology(cards: Sequence[Card], ranks_per_node: int | None) -> Topolo
     size = len(cards)
     hosts = [card.host for card in cards]
     runs = [1]
-    for before, host in zip(hosts, hosts[1:], strict=False):
+    for before, host in itertools.pairwise(hosts):
         if host == before:
             runs[-1] += 1
         else:
             runs.append(1)
     if len(runs) != len(set(hosts)):
-        raise ArgumentError("comm", hosts, "ranks of one host must be consecutive", "map ranks by node, e.g. mpirun --map-by node:PE or block order")
+        raise ArgumentError(
+            "comm", hosts, "ranks of one host must be consecutive", "map ranks by node, e.g. mpirun --map-by node:PE or block order"
+        )
     if len(set(runs)) != 1:
         raise ArgumentError("comm", runs, "every host must have the same number of ranks", "start the same number of processes per host")
     if ranks_per_node is None:
@@ -109,7 +114,9 @@ def choose_device(cards: Sequence[Card], rank: int, target: str = "cuda") -> Gpu
     if len(card.gpus) == 1:
         return card.gpus[0]
     if place >= len(card.gpus):
-        raise ArgumentError("target", target, f"rank {rank} is number {place} of its host, which has {len(card.gpus)} GPUs", "one rank per GPU")
+        raise ArgumentError(
+            "target", target, f"rank {rank} is number {place} of its host, which has {len(card.gpus)} GPUs", "one rank per GPU"
+        )
     return card.gpus[place]
 
 
@@ -121,6 +128,10 @@ def _require_peer_access(cards: Sequence[Card], chosen: Sequence[Gpu], target: s
                 continue
             if other.identity not in ordinals:
                 rule = f"rank {rank} does not see the GPU of rank {peer}, so it cannot reach its memory"
-                raise ArgumentError("target", target, rule, "let every process of a host see all its GPUs (CUDA_VISIBLE_DEVICES); " + remedy)
+                raise ArgumentError(
+                    "target", target, rule, "let every process of a host see all its GPUs (CUDA_VISIBLE_DEVICES); " + remedy
+                )
             if ordinals[other.identity] not in gpu.peers:
-                raise ArgumentError("target", target, f"no peer access between the GPUs of ranks {rank} and {peer} (nvidia-smi topo -p2p r)", remedy)
+                raise ArgumentError(
+                    "target", target, f"no peer access between the GPUs of ranks {rank} and {peer} (nvidia-smi topo -p2p r)", remedy
+                )

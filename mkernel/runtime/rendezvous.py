@@ -9,8 +9,8 @@ import socket
 import struct
 import time
 
-from mkernel import env
-from mkernel.errors import ArgumentError, Error, PeerLostError, TimeoutError
+from mkernel import env, errors
+from mkernel.errors import ArgumentError, Error, PeerLostError
 from mkernel.runtime.bootstrap import Bootstrap
 
 __all__ = ["Meeting", "TcpBootstrap", "from_environment", "offered", "read_environment"]
@@ -86,8 +86,10 @@ class TcpBootstrap(Bootstrap):
                 listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
                 try:
                     link, _ = listener.accept()
-                except builtin_timeout:
-                    raise TimeoutError(f"rank 0 waited {self._timeout:g} s at {where} for ranks {missing}: are they started?") from None
+                except TimeoutError:
+                    raise errors.TimeoutError(
+                        f"rank 0 waited {self._timeout:g} s at {where} for ranks {missing}: are they started?"
+                    ) from None
                 self._greet(link)
 
     def _greet(self, link: socket.socket) -> None:
@@ -102,7 +104,7 @@ class TcpBootstrap(Bootstrap):
         if size != self.size or not 0 < rank < self.size or rank in self._links:
             link.close()
             raise Error(
-                f"a process came to {self.meeting.host}:{self.meeting.port} as rank {rank} of {size}; expected were ranks 1 .. {self.size - 1} "
+                f"a process came to {self.meeting.host}:{self.meeting.port} as rank {rank} of {size}; expected: ranks 1 .. {self.size - 1} "
                 f"of {self.size}, each once: check MKERNEL_RANK and MKERNEL_SIZE"
             )
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -113,7 +115,7 @@ class TcpBootstrap(Bootstrap):
         while True:
             left = self._deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"rank {self.rank} found nobody at {host}:{port} within {self._timeout:g} s: is rank 0 started?")
+                raise errors.TimeoutError(f"rank {self.rank} found nobody at {host}:{port} within {self._timeout:g} s: is rank 0 started?")
             try:
                 link = socket.create_connection((host, port), timeout=min(left, 5.0))
             except OSError:
@@ -140,17 +142,14 @@ class TcpBootstrap(Bootstrap):
             if length > _LONGEST * self.size:
                 raise Error(f"rank {rank} announced {length} bytes during init: that is no mkernel process")
             return _read(link, length)
-        except builtin_timeout:
-            raise TimeoutError(f"rank {self.rank} waited {self._timeout:g} s in init for rank {rank}") from None
+        except TimeoutError:
+            raise errors.TimeoutError(f"rank {self.rank} waited {self._timeout:g} s in init for rank {rank}") from None
         except (OSError, EOFError) as error:
             raise PeerLostError(f"rank {rank} went away during init", rank) from error
 
 
-builtin_timeout = socket.timeout  # the built-in TimeoutError, whose name errors.TimeoutError shadows here
-
-
 def offered() -> bool:
-    """Do the environment's variables (torchrun's or Slurm's) describe several ranks?"""
+    """Whether the environment's variables (torchrun's or Slurm's) describe several ranks."""
     meeting = read_environment()
     return meeting is not None and meeting.size > 1
 
@@ -214,7 +213,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _listen(meeting: Meeting) -> socket.socket:
-    """Listen on the loopback when that is what the meeting's host says, else everywhere: names often resolve differently on their own host."""
+    """Listen on the loopback when the meeting's host says so, else everywhere: names often resolve differently on their own host."""
     host, port = meeting.host, meeting.port
     try:
         if host == "localhost" or host.startswith("127."):

@@ -169,7 +169,7 @@ def _event_type() -> np.dtype[Any]:
 
 
 def collect(records: NDArray[Any]) -> tuple[NDArray[Any], bool]:
-    """Intervals of the device's records [cta, lane, record] (the first of a lane holds the count in ``begin``), and whether a lane was full."""
+    """Intervals of the device's records [cta, lane, record], and whether a lane was full. Record 0 of a lane holds its count."""
     import numpy as np
 
     ctas, lanes, capacity = records.shape

@@ -1,4 +1,4 @@
-"""The control channel between processes: a star of sockets in each host (its lowest rank is the leader), the leaders around rank 0 over TCP.
+"""The control channel between processes: in each host a star of sockets around its lowest rank, and those around rank 0 (TCP).
 
 Nothing lies in the file system: the sockets of a host are abstract, and also carry the descriptors of the symmetric segments at ``init``.
 """
@@ -18,7 +18,8 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 
-from mkernel.errors import Error, PeerLostError, TimeoutError
+from mkernel import errors
+from mkernel.errors import Error, PeerLostError
 from mkernel.runtime.bootstrap import Bootstrap
 from mkernel.runtime.control import Collector, Control, Failed, Listener, Request, Waiting
 from mkernel.runtime.failure import Failure, Kind
@@ -137,7 +138,7 @@ class SocketControl(Control):
             try:
                 connection, _ = listener.accept()
             except OSError:
-                raise TimeoutError(f"rank {self.rank}: ranks {sorted(expected)} did not connect during init") from None
+                raise errors.TimeoutError(f"rank {self.rank}: ranks {sorted(expected)} did not connect during init") from None
             connection.settimeout(5.0)
             try:
                 given, rank = _HELLO.unpack(_read_exactly(connection, _HELLO.size))
@@ -447,7 +448,8 @@ def _pack_request(request: Request) -> bytes:
 
 def _unpack_request(body: bytes) -> Request:
     (length,) = _PART.unpack_from(body)
-    return Request(*json.loads(body[_PART.size : _PART.size + length]), body[_PART.size + length :])
+    rank, sequence, call, key, what = json.loads(body[_PART.size : _PART.size + length])
+    return Request(rank, sequence, call, key, what, body[_PART.size + length :])
 
 
 def _unpack_parts(packed: bytes) -> list[bytes]:

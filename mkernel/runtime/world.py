@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
     from mkernel.plan.topology import Topology
-    from mkernel.proxy.engine import Engine
     from mkernel.runtime.control import Control, Request, Waiting
     from mkernel.runtime.device import Device, HostMemory, Kernel
 
@@ -87,7 +86,9 @@ class Options:
         """Arguments of ``init``, completed from the environment."""
         unknown = arguments.keys() - {field.name for field in dataclasses.fields(cls)}
         if unknown:
-            raise ArgumentError("init_options", sorted(unknown), "unknown", f"known are {', '.join(f.name for f in dataclasses.fields(cls))}")
+            raise ArgumentError(
+                "init_options", sorted(unknown), "unknown", f"known are {', '.join(f.name for f in dataclasses.fields(cls))}"
+            )
         for name, variable, default in (
             ("ranks_per_node", env.RANKS_PER_NODE, None),
             ("heap_bytes", env.HEAP_BYTES, None),
@@ -152,6 +153,7 @@ class Parts:
     ring: HostMemory | None
     over_mpi: bool
     waiting: Waiting
+    poke: Callable[[], None] | None = None  # makes waiting kernels of the cpu target look at the abort word
     start_engine: Callable[[World], Callable[[], None]] | None = None  # returns what stops it
     wakers: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called after each launch
 
@@ -195,7 +197,9 @@ class World:
         self._explained = threading.Event()
         self._failure_lock = threading.RLock()
         self._lock = threading.RLock()  # one public call at a time
+        self._poke = parts.poke
         self._executables: dict[Hashable, Executable] = {}
+        self.bound_calls: dict[Hashable, Any] = {}  # of ops: parameters prepared for particular arrays
         self._history: list[Executable | None] = [None] * _HISTORY
         self._scratch_offset = self._scratch_bytes = 0
         self._stream: Any = None
@@ -221,8 +225,8 @@ class World:
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Any:
         """An uninitialized array on the symmetric heap, at the same offset on every rank.
 
-        Collective: all ranks ask for the same number of bytes, in the same order. Blocks the host until all have; not capturable. The memory
-        is freed when every rank has dropped its array.
+        Collective: all ranks ask for the same number of bytes, in the same order. Blocks the host until all have; not capturable. The
+        memory is freed when every rank has dropped its array.
 
         Raises
         ------
@@ -240,13 +244,11 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has come here and all calls launched before have ended on all of them.
 
-        Collective. Blocks the host (sleeping), at most ``entry_timeout`` seconds. Not capturable.
+        Collective. Blocks the host (sleeping), at most ``entry_timeout + timeout`` seconds. Not capturable.
         """
         with self._lock:
-            self.check()
-            self._synchronize()
+            self.synchronize()  # a rank whose calls failed does not let the others through
             self._collective("barrier", "a barrier")
-            self.check()
 
     def check(self) -> None:
         """Raise what has failed since the last call, if anything has. Not collective, never blocks on peers."""
@@ -271,10 +273,10 @@ class World:
     def close(self) -> None:
         """End the world and free its memory, after all ranks have come here. A failed world is closed at once, without the others.
 
-        Collective. Blocks the host, at most ``entry_timeout`` seconds. Safe to call twice. Raises a failure that nobody has seen yet.
+        Collective. Blocks the host, at most ``entry_timeout + timeout`` seconds. Safe to call twice. Raises a failure nobody has seen.
         Arrays of ``empty`` that are still in use keep the heap's memory until they are dropped.
         """
-        self._close(self.options.entry_timeout)
+        self._close(None)
 
     def close_at_exit(self) -> None:
         """``close``, for the end of the process: peers have the time of an ordinary wait."""
@@ -312,7 +314,9 @@ class World:
         with self._lock:
             self.check()
             if self.backend.capturing(self.backend.stream(stream)):
-                raise ArgumentError("stream", stream, "is being captured, and this plan is used for the first time", "call mk.plan(...) before the capture")
+                raise ArgumentError(
+                    "stream", stream, "is being captured, and this plan is used for the first time", "call mk.plan(...) before the capture"
+                )
             plan = build()
             self._collective(f"plan {plan.op} {plan.digest:016x}", _title(plan))
             executable = self._load(plan)
@@ -326,7 +330,7 @@ class World:
         """
         with self._lock:
             call = self._calls
-            # Count first, then look: whoever asks for an agreement first announces it, then looks at our count. One of the two sees the other.
+            # Count, then look: who asks for an agreement announces it, then looks at our count, so that one of the two sees the other.
             self._calls = call + 1
             if self._attention or self._state[0]:
                 self._attend(call)
@@ -340,13 +344,20 @@ class World:
                 backend.launch(executable.kernel, resolved, executable.grid, bytes(parameters))
             except BaseException as error:
                 # The others may already wait for this rank inside the call.
-                self._fail(Failure(Kind.aborted, f"rank {self.rank} could not launch {executable.plan.op}: {type(error).__name__}: {error}", self.rank))
+                self._fail(
+                    Failure(Kind.aborted, f"rank {self.rank} failed in {executable.plan.op}: {type(error).__name__}: {error}", self.rank)
+                )
                 self._surfaced = True
                 raise
             if self._wake is not None:
                 self._wake()
             if self._synchronous and self._state[0]:
                 self.check()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
 
     @property
     def call_number(self) -> int:
@@ -426,13 +437,13 @@ class World:
             self._attention = True
             return self._passed_by()
 
-    def on_transport_error(self, error: Error) -> None:
+    def on_transport_error(self, error: Exception) -> None:
         """The engine stopped."""
         peer = getattr(error, "peer", None)
         self._fail(Failure(Kind.transport, str(error), self.rank if peer is None else peer))
 
     def _passed_by(self) -> Failure | None:
-        """Has this rank launched a call before which others still wait for it in a collective?"""
+        """A mismatch, if this rank has launched a call before which others still wait for it in a collective."""
         for request in self._pending:
             if request.sequence > self._control.started and self._calls > request.call:
                 executable = self._history[request.call & (_HISTORY - 1)]
@@ -453,12 +464,16 @@ class World:
         if self.over_mpi:
             current.note_failure(peer_lost=failure.kind == Kind.lost)
         if not failure.derived:
-            _log.error("rank %d: the world of %d ranks has failed: %s", self.rank, self.size, failure.message)
+            # Once per job, where it happened; a rank that has gone cannot say so itself.
+            level = logging.ERROR if relay or failure.kind == Kind.lost or failure.rank == self.rank else logging.INFO
+            _log.log(level, "rank %d: the world of %d ranks has failed: %s", self.rank, self.size, failure.message)
             if relay:
                 self._control.abort(failure)
+        if self._poke is not None:
+            self._poke()
 
     def _look(self) -> None:
-        """Has a kernel of this rank reported a failure?"""
+        """Notice a failure that a kernel of this rank has reported."""
         if not self._state[0] or (self.failure is not None and not self.failure.derived):
             return
         options = self.options
@@ -500,14 +515,14 @@ class World:
 
     # ---- collectives
     def _collective(self, key: str, what: str, data: bytes = b"", timeout: float | None = None) -> list[bytes]:
-        try:
-            return self._control.collective(
-                key, what, call=self._calls, timeout=self.options.entry_timeout if timeout is None else timeout, data=data
-            )
-        except Failed as failed:
-            self._fail(failed.failure)
-            self.check()
-            raise AssertionError("a failed collective leaves a failed world") from failed
+        # Longer than any wait of a kernel, which says more when it gives up.
+        limit = self.options.entry_timeout + self.options.timeout if timeout is None else timeout
+        with contextlib.suppress(Failed):  # then the control channel's failure is the world's, and raised below
+            return self._control.collective(key, what, call=self._calls, timeout=limit, data=data)
+        if self._control.failure is not None:
+            self._fail(self._control.failure)
+        self.check()
+        raise AssertionError("a failed collective leaves a failed world")
 
     def _array(self, shape: int | Sequence[int], dtype: Any, *, zero: bool) -> Any:
         name, item = _dtype(dtype)
@@ -537,7 +552,9 @@ class World:
                 raise ArgumentError("grid", plan.grid, f"only {kernel.max_ctas()} CTAs fit on this device at once")
         except Exception as error:  # told to the other ranks, then raised
             problem = error
-        texts = self._collective(f"loaded {plan.op} {plan.digest:016x}", f"loading {plan.op}", b"" if problem is None else str(problem).encode())
+        texts = self._collective(
+            f"loaded {plan.op} {plan.digest:016x}", f"loading {plan.op}", b"" if problem is None else str(problem).encode()
+        )
         if problem is not None:
             raise problem
         for rank, text in enumerate(texts):
@@ -546,7 +563,9 @@ class World:
         assert kernel is not None
         flags = (self._signals.size - abi.SIGNAL_FLAGS) // 8
         if plan.flag_words > flags:
-            raise ArgumentError("flag_words", plan.flag_words, f"the signal segment has room for {flags}", "use larger chunks or fewer ranks")
+            raise ArgumentError(
+                "flag_words", plan.flag_words, f"the signal segment has room for {flags}", "use larger chunks or fewer ranks"
+            )
         if plan.workspace_bytes > self._scratch_bytes:
             self._grow(plan.workspace_bytes)
         return Executable(self, plan, kernel)
@@ -613,7 +632,7 @@ class World:
             executable.refresh()
 
     # ---- the end
-    def _close(self, timeout: float) -> None:
+    def _close(self, timeout: float | None) -> None:
         if self._closed:
             return
         error: Error | None = None
@@ -662,6 +681,7 @@ class World:
 
     def _close_device(self) -> None:
         self._executables.clear()
+        self.bound_calls.clear()
         self._history = [None] * _HISTORY
         self._state.release()
         self._block = abi.HostBlock()  # the memory behind it goes
@@ -691,7 +711,7 @@ def _dtype(dtype: Any) -> tuple[str, int]:
 
 
 def _bounded(action: Callable[[], None], seconds: float) -> bool:
-    """Run ``action`` on another thread; did it end, well or not, in time?"""
+    """Run ``action`` on another thread; whether it ended, well or not, in time."""
 
     def run() -> None:
         with contextlib.suppress(Exception):

@@ -81,8 +81,8 @@ def test_completed_is_the_prefix() -> None:
     assert reader.in_flight == 0
 
 
-def test_any_order_of_completion_over_many_laps(rng_seed: int = 1) -> None:
-    rng = random.Random(rng_seed)
+def test_any_order_of_completion_over_many_laps() -> None:
+    rng = random.Random(1)
     producer = Producer()
     reader = RingReader(producer.buffer)
     open_tickets: list[int] = []

@@ -106,9 +106,9 @@ def check_signal_never_before_data(network: Network, seed: int = 0) -> None:
             flow.check(network)
 
     look = _install(network, watch)
-    next_offset = {rank: SOURCE_SLOTS * SLOT_BYTES for rank in network.ranks}
+    next_offset = dict.fromkeys(network.ranks, SOURCE_SLOTS * SLOT_BYTES)
     todo = dict.fromkeys(network.ranks, MESSAGES)
-    ended = {rank: 0 for rank in network.ranks}
+    ended = dict.fromkeys(network.ranks, 0)
     for _ in range(TURNS):
         for rank in network.ranks:
             issuer = network.producers[rank]
@@ -123,7 +123,10 @@ def check_signal_never_before_data(network: Network, seed: int = 0) -> None:
         look()
         if not any(todo.values()) and all(issuer.completed == issuer.head for issuer in network.producers):
             break
-        assert more or any(todo.values()), "puts are in flight, but nothing will ever complete them"
+        room = any(todo[rank] and network.producers[rank].head - ended[rank] < SOURCE_SLOTS for rank in network.ranks)
+        assert more or room, "puts are in flight, but nothing will ever complete them"
+    else:
+        raise AssertionError(f"no end in {TURNS} turns")
     _settle(network, lambda: all(flow.seen == len(flow.messages) for flow in flows.values()), look)
     for flow in flows.values():
         assert flow.seen == len(flow.messages), f"{flow.name}: {flow.seen} of {len(flow.messages)} signals arrived"
@@ -172,11 +175,14 @@ def check_wrap(network: Network, puts: int = 3 * RING_SLOTS + 5) -> None:
         if issuer.completed == puts:
             break
         assert more, f"{issuer.completed} of {puts} puts completed, and nothing more will"
+    else:
+        raise AssertionError(f"no end in {TURNS} turns")
     _settle(network, lambda: network.flag(target, 0) >= puts, watch)
-    assert network.flag(target, 0) == puts
+    assert network.flag(target, 0) == puts, f"the last signal is {network.flag(target, 0)}, not {puts}"
     last = range(max(puts - slots, 0), puts)
     got = [int.from_bytes(network.read(target, first + number % slots * 8, 8), "little") for number in last]
-    assert got == [number + 1 for number in last]
+    wrong = [number for number, here in zip(last, got, strict=True) if here != number + 1]
+    assert not wrong, f"the bytes of puts {wrong[:5]} ... were overwritten or never came"
 
 
 def check_full_ring(network: Network) -> None:
@@ -195,7 +201,8 @@ def check_full_ring(network: Network) -> None:
         assert issuer.completed == (lap + 1) * RING_SLOTS, "more credits than commands"
     last = {number % CHANNELS: number + 1 for number in range(2 * RING_SLOTS)}
     _settle(network, lambda: all(network.flag(1, channel) >= last[channel] for channel in range(CHANNELS)))
-    assert {channel: network.flag(1, channel) for channel in range(CHANNELS)} == last
+    flags = {channel: network.flag(1, channel) for channel in range(CHANNELS)}
+    assert flags == last, f"flags by channel are {flags}, not {last}"
 
 
 def check_signal_only(network: Network) -> None:

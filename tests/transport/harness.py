@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
+from typing import Self
 
 from mkernel.abi import RING_SLOTS, SIGNAL_FLAGS, Command, Ring
 from mkernel.memory.memfd import MemfdSegment
@@ -139,7 +140,8 @@ class EmulatedNetwork:
         """Step the engines once, in random order. When none moves, go to the next event. False: nothing will ever happen again."""
         order = list(self.engines)
         self.random.shuffle(order)
-        if any([engine.step() for engine in order]):
+        moved = [engine.step() for engine in order]  # all of them, not up to the first that moves
+        if any(moved):
             return True
         events = [event for event in (engine.next_event_ns() for engine in order) if event is not None]
         if not events:
@@ -153,7 +155,7 @@ class EmulatedNetwork:
         for segment in [*self.heaps, *self.signals]:
             segment.close()
 
-    def __enter__(self) -> EmulatedNetwork:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

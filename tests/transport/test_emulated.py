@@ -42,7 +42,9 @@ def put(ticket: int, *, to: int = 1, channel: int = 0, size: int = 1 << 20) -> P
     return Put(ticket, channel, to, 0, 0, size, 8 * channel, ticket + 1)
 
 
-def paced(gigabytes_per_second: float = 50.0, latency_us: float = 5.0, faults: Faults | None = None) -> tuple[EmulatedTransport, VirtualClock]:
+def paced(
+    gigabytes_per_second: float = 50.0, latency_us: float = 5.0, faults: Faults | None = None
+) -> tuple[EmulatedTransport, VirtualClock]:
     clock = VirtualClock()
     peers = {1: (0x10000, 0x20000), 2: (0x30000, 0x40000)}
     return EmulatedTransport(0, 0x1000, peers, InstantCopier(), clock, gigabytes_per_second, latency_us, faults), clock
@@ -94,7 +96,7 @@ def test_all_peers_and_channels_share_one_nic() -> None:
 
 
 def test_unpaced_puts_end_at_once() -> None:
-    transport, clock = paced(0, 0)
+    transport, _ = paced(0, 0)
     for ticket in range(5):
         transport.post(put(ticket))
     assert transport.poll() == [0, 1, 2, 3, 4]
@@ -244,7 +246,13 @@ def test_close_closes_the_copier() -> None:
 
 def wiring(copier: Callable[[], registry.Copier] = InstantCopier) -> registry.Wiring:
     return registry.Wiring(
-        rank=0, heap_address=0x1000, heap_bytes=4096, signal_bytes=512, peers={1: (0x10000, 0x20000)}, copier=copier, clock_ns=VirtualClock()
+        rank=0,
+        heap_address=0x1000,
+        heap_bytes=4096,
+        signal_bytes=512,
+        peers={1: (0x10000, 0x20000)},
+        copier=copier,
+        clock_ns=VirtualClock(),
     )
 
 
@@ -267,7 +275,9 @@ def test_registry_says_what_exists(name: str) -> None:
 
 
 def test_registry_is_lazy() -> None:
-    code = "import sys, mkernel.transport; sys.exit(any(m in sys.modules for m in ('mkernel.transport.emulated', 'mkernel.transport.null')))"
+    code = (
+        "import sys, mkernel.transport; sys.exit(any(m in sys.modules for m in ('mkernel.transport.emulated', 'mkernel.transport.null')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -215,7 +215,9 @@ def test_a_wrong_result_prints_no_time_and_a_missing_baseline_prints_its_reason(
     cells = _cells(text, "16384")
     assert cells["fused"] == "WRONG"
     assert cells["NCCL+cuBLAS"] == cells["eff"] == cells["host us"] == "-"
-    assert "8192: torch async-TP: rank 0: RuntimeError: no symmetric memory" in text
+    assert text.count("torch async-TP: rank 0: RuntimeError: no symmetric memory") == 1
+    wrong.missing = {}
+    assert "no symmetric memory (8192)" in render(_report(_row(), wrong))
 
 
 # ---- the checker of results
@@ -440,7 +442,53 @@ def test_under_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.launched_size() == 4
 
 
+@pytest.mark.usefixtures("no_launcher")
+def test_ending_the_command_ends_its_ranks(tmp_path: Path) -> None:
+    inner = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
+    outer = (
+        "import sys; from mkernel.bench import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), inner])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(ranks) == 2
+    assert not [pid for pid in ranks if _alive(pid)]
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("no_launcher")
+def test_mpirun_starts_and_ends_ranks(tmp_path: Path) -> None:
+    if launcher._mpirun() is None:
+        pytest.skip("no mpirun that mpi4py can use")
+    code = "from mpi4py import MPI; import pathlib, sys; pathlib.Path(sys.argv[1], str(MPI.COMM_WORLD.rank)).touch()"
+    assert launcher.run(2, ["-c", code, str(tmp_path)], timeout=60, kind="mpi") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], f'pid{os.getpid()}').touch(); time.sleep(600)"
+    with pytest.raises(launcher.LauncherError, match="did not end"):
+        launcher.run(2, ["-c", code, str(tmp_path)], timeout=5, kind="mpi")
+    ranks = [int(path.name[3:]) for path in tmp_path.glob("pid*")]
+    assert len(ranks) == 2
+    assert not [pid for pid in ranks if _alive(pid)]
+
+
+def test_the_recorded_command_names_no_path() -> None:
+    words = ["gemm", "--out", "/somewhere/x.json", "--samples", "5", "--out=/else.json", "--save"]
+    assert command._without_paths(words) == ["gemm", "--samples", "5", "--save"]
+
+
 def test_importing_the_command_imports_nothing_heavy() -> None:
     code = "import sys, mkernel.bench.command, mkernel.bench.worker; "
     code += "print([m for m in ('cupy', 'torch', 'cuda', 'mpi4py') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_benchmarks_kernels_compile_for_sm_90() -> None:
+    core = pytest.importorskip("cuda.core", reason="NVRTC is not installed")
+    source = Path(command.__file__).with_name("kernels.cu").read_text()
+    cubin = core.Program(source, "c++", core.ProgramOptions(std="c++17", arch="sm_90")).compile("cubin").code
+    for name in (b"hold", b"meet", b"fill"):
+        assert name in cubin

@@ -151,7 +151,7 @@ def test_doctor_survives_a_probe_that_raises(monkeypatch: pytest.MonkeyPatch) ->
     def explode() -> object:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(doctor, "_PROBES", (("thing", ("cpu",), explode),))
+    monkeypatch.setattr(doctor, "PROBES", (("thing", ("cpu",), explode),))
     (finding,) = doctor.examine()
     assert (finding.state, finding.needed_by) == ("broken", ("cpu",))
     assert "boom" in finding.detail
@@ -167,20 +167,50 @@ def _fake_mpirun(folder: Path, version: str) -> Path:
 
 @pytest.mark.parametrize(
     ("version", "flavour"),
-    [("mpirun (Open MPI) 4.1.4", "openmpi"), ("mpirun (OpenRTE) 2.1.1", "openmpi"), ("HYDRA build details:", "mpich"), ("Intel(R) MPI Library", "mpich")],
+    [
+        ("mpirun (Open MPI) 4.1.4", "openmpi"),
+        ("mpirun (OpenRTE) 2.1.1", "openmpi"),
+        ("HYDRA build details:", "mpich"),
+        ("Intel(R) MPI Library", "mpich"),
+    ],
 )
 def test_flavours_of_mpirun(version: str, flavour: str, tmp_path: Path) -> None:
     assert launcher.mpi_flavour(_fake_mpirun(tmp_path, version)) == flavour
 
 
-def test_a_hanging_world_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_world_is_ended() -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    assert launcher._wait([process], 0.1) == 124
+    with pytest.raises(launcher.LauncherError, match="did not end"):
+        launcher._wait([process], 0.1)
     assert process.poll() is not None
 
 
-def test_one_failing_rank_ends_the_others() -> None:
+def test_one_failing_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.1)
     slow = subprocess.Popen(["sleep", "60"], start_new_session=True)
     failing = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
     assert launcher._wait([slow, failing], 30) == 3
     assert slow.poll() is not None
+
+
+_REPORT = """
+import os, sys, pathlib
+pathlib.Path(sys.argv[1], os.environ["MKERNEL_RANK"]).write_text(os.environ["MKERNEL_RENDEZVOUS"] + os.environ["ADDED"])
+"""
+
+
+def test_plain_processes_are_told_where_to_meet(tmp_path: Path) -> None:
+    assert launcher.run(3, ["-c", _REPORT, str(tmp_path)], timeout=60, kind="processes", environment={"ADDED": "!"}) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    (told,) = {path.read_text() for path in tmp_path.iterdir()}
+    assert told.startswith("127.0.0.1:")
+    assert told.endswith("!")
+
+
+@pytest.mark.mpi
+def test_mpirun_starts_every_rank(tmp_path: Path) -> None:
+    if launcher.find_mpirun() is None:
+        pytest.skip("no mpirun")
+    code = "import sys, pathlib; from mpi4py import MPI; c = MPI.COMM_WORLD; pathlib.Path(sys.argv[1], str(c.rank)).write_text(str(c.size))"
+    assert launcher.run(3, ["-c", code, str(tmp_path)], timeout=60, kind="mpi") == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}

@@ -1,0 +1,246 @@
+"""What ``mkernel doctor`` looks at: one generator of findings per subject."""
+
+from __future__ import annotations
+
+import ctypes.util
+import dataclasses
+import difflib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from mkernel import env, transport
+from mkernel.cli.launcher import find_mpirun, mpi_flavour
+from mkernel.errors import Error
+
+__all__ = ["PROBES", "Finding"]
+
+State = Literal["ok", "note", "missing", "broken"]
+
+_CAPABILITY = (9, 0)
+_EXTRA = "pip install 'mkernel[cuda13]' (driver of CUDA 13) or 'mkernel[cuda12]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line. ``needed_by`` names the targets that cannot run while the state is missing or broken."""
+
+    state: State
+    subject: str
+    detail: str
+    remedy: str = ""
+    needed_by: tuple[str, ...] = ()
+
+
+# ---- Python
+def _python() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")
+    for package in ("numpy", "ml_dtypes"):
+        yield _package(package, package, f"pip install {package}", ("cuda", "cpu"))
+
+
+def _package(module: str, distribution: str, remedy: str, needed_by: tuple[str, ...]) -> Finding:
+    if _absent(module):
+        return Finding("missing", distribution, "not installed", remedy, needed_by)
+    try:
+        return Finding("ok", distribution, metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return Finding("ok", distribution, "installed")
+
+
+def _absent(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:
+        return True
+
+
+# ---- target cpu
+def _compiler() -> Iterator[Finding]:
+    from mkernel.jit import cpu
+
+    remedy = "apt-get install -y g++, or set MKERNEL_CXX to a C++20 compiler"
+    try:
+        compiler = cpu.find_compiler()
+    except Error as error:
+        yield Finding("missing", "C++ compiler", str(error).splitlines()[0], remedy, ("cpu",))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <atomic>\n#include <concepts>\nbool f(std::integral auto a, std::atomic<int>& b) { return a == b; }\n")
+        result = _run([*compiler, "-std=c++20", "-shared", "-fPIC", str(source), "-o", f"{source}.so"])
+    if result.returncode:
+        lines = result.stderr.splitlines() or ["no message"]
+        yield Finding("broken", "C++ compiler", f"{' '.join(compiler)}: {lines[0]}", remedy, ("cpu",))
+    else:
+        version = _run([*compiler, "--version"]).stdout.splitlines() or ["version unknown"]
+        yield Finding("ok", "C++ compiler", f"{' '.join(compiler)} ({version[0]})")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# ---- target cuda
+def _gpus() -> Iterator[Finding]:
+    from mkernel.runtime.assemble import gpus_here
+
+    gpus, problem, _ = gpus_here()
+    if problem:
+        yield Finding("broken", "GPUs", problem, f"`nvidia-smi` must list them; {_EXTRA}", ("cuda",))
+    elif not gpus:
+        yield Finding("missing", "GPUs", "none", "target cuda needs NVIDIA sm_90 GPUs (H100, H200) and their driver", ("cuda",))
+    if not gpus:
+        return
+    usable = [gpu for gpu in gpus if gpu.capability == _CAPABILITY]
+    for gpu in gpus:
+        name = f"GPU {gpu.ordinal}"
+        peers = "peers " + (" ".join(map(str, sorted(gpu.peers))) or "none")
+        if gpu not in usable:
+            yield Finding("note", name, f"sm_{gpu.capability[0]}{gpu.capability[1]}: the kernels are for sm_90")
+        elif lost := [other.ordinal for other in usable if other is not gpu and other.ordinal not in gpu.peers]:
+            remedy = "ranks of one node need peer access: choose GPUs by CUDA_VISIBLE_DEVICES, check `nvidia-smi topo -p2p r`"
+            yield Finding("note", name, f"sm_90, {peers}, not {' '.join(map(str, lost))}", remedy)
+        else:
+            yield Finding("ok", name, f"sm_90, {peers}")
+    if not usable:
+        yield Finding("missing", "sm_90 GPUs", "none", "target cuda needs H100 or H200", ("cuda",))
+    yield from _driver([gpu.ordinal for gpu in gpus])
+
+
+def _driver(ordinals: Sequence[int]) -> Iterator[Finding]:
+    """What the driver says about itself and about memory that a network card reads and writes."""
+    from cuda.bindings import driver
+
+    def ask(result: tuple[object, ...]) -> int:
+        if int(result[0]) != 0:  # type: ignore[call-overload]
+            raise RuntimeError(f"the driver answered {result[0]}")
+        return int(result[1])  # type: ignore[call-overload, no-any-return]
+
+    version = ask(driver.cuDriverGetVersion())
+    yield Finding("ok", "driver", f"CUDA {version // 1000}.{version % 1000 // 10}")
+    attribute = driver.CUdevice_attribute
+    asked = {
+        "dma-buf": attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED,
+        "RDMA to virtual memory": attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+        "ordered RDMA writes": attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING,
+    }
+    for name, number in asked.items():
+        without = [ordinal for ordinal in ordinals if ask(driver.cuDeviceGetAttribute(number, driver.CUdevice(ordinal))) == 0]
+        if without:
+            yield Finding("note", name, f"not on GPU {' '.join(map(str, without))}", "matters only for a network between hosts")
+        else:
+            yield Finding("ok", name, "on every GPU")
+
+
+def _compile_for_cuda() -> Iterator[Finding]:
+    for module, distribution in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings"), ("cupy", "cupy")):
+        yield _package(module, distribution, _EXTRA, ("cuda",))
+    if not _absent("cuda.bindings.nvrtc"):
+        yield _nvrtc()
+    from mkernel.jit import headers
+
+    for name, find in (("CUTLASS headers", headers.cutlass_include), ("CUDA headers", headers.cuda_includes)):
+        try:
+            found = find()
+        except Error as error:
+            detail, _, remedy = str(error).partition(": ")
+            yield Finding("missing", name, detail, remedy, ("cuda",))
+        else:
+            yield Finding("ok", name, ", ".join(map(str, found)) if isinstance(found, tuple) else str(found))
+    yield Finding("ok", "kernels", str(headers.kernels_src()))
+
+
+def _nvrtc() -> Finding:
+    from cuda.bindings import nvrtc
+
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # the bindings raise a plain RuntimeError when the library is not there
+        return Finding("missing", "NVRTC", f"{error}".splitlines()[0], _EXTRA, ("cuda",))
+    return Finding("ok", "NVRTC", f"{major}.{minor}")
+
+
+# ---- MPI and the network
+def _mpi() -> Iterator[Finding]:
+    remedy = "pip install 'mkernel[demo]' brings mpich; beside your cluster's MPI: 'mkernel[mpi]' (mk.launch needs neither)"
+    mpirun = find_mpirun()
+    if mpirun is None:
+        yield Finding("note", "mpirun", "not found", remedy)
+    else:
+        yield Finding("ok", "mpirun", f"{mpirun} ({mpi_flavour(mpirun)})")
+    if _absent("mpi4py"):
+        yield Finding("note", "mpi4py", "not installed", remedy)
+        return
+    # In a process of its own: an MPI that does not fit ends the process that initializes it.
+    result = _run([sys.executable, "-c", "from mkernel.runtime import mpi; print(mpi.library())"])
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines() or ["no message"]
+        yield Finding("note", "mpi4py", f"does not start: {lines[-1]}", remedy)
+    else:
+        yield Finding("ok", "mpi4py", f"{metadata.version('mpi4py')} on {' '.join(result.stdout.split())}")
+
+
+def _verbs() -> Iterator[Finding]:
+    devices = Path("/sys/class/infiniband")
+    names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    if names:
+        yield Finding("ok", "verbs devices", ", ".join(f"{name} ({_port_states(devices / name)})" for name in names))
+    else:
+        yield Finding("note", "verbs devices", "none (ranks of one host need none)")
+    if ctypes.util.find_library("ibverbs") is None:
+        yield Finding("note", "libibverbs", "not installed", "apt-get install -y libibverbs1 ibverbs-providers")
+    if _absent("pyverbs"):
+        yield Finding("note", "pyverbs", "not installed", "pip install 'mkernel[rdma]'")
+    else:
+        yield Finding("ok", "pyverbs", "installed")
+    yield Finding("ok", "transports", ", ".join(transport.names()))
+
+
+def _port_states(device: Path) -> str:
+    ports = sorted((device / "ports").iterdir())
+    return ", ".join(f"port {port.name} {(port / 'state').read_text().split(':')[-1].strip().lower()}" for port in ports)
+
+
+# ---- files and switches
+def _cache() -> Iterator[Finding]:
+    folder = env.CACHE_DIR.get()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.access(existing, os.W_OK | os.X_OK):
+        yield Finding("ok", "cache", f"{folder}" + ("" if folder.exists() else " (not there yet)"))
+    else:
+        yield Finding("broken", "cache", f"{folder} cannot be written", "set MKERNEL_CACHE_DIR to a folder of yours", ("cuda", "cpu"))
+
+
+def _switches() -> Iterator[Finding]:
+    for variable in env.ALL.values():
+        if not variable.is_set():
+            continue
+        try:
+            variable.get()
+        except Error as error:
+            yield Finding("broken", variable.name, str(error), f"unset it, or give {variable.kind}", ("cuda", "cpu"))
+        else:
+            yield Finding("note", variable.name, f"set to {os.environ[variable.name]!r}: {variable.help}")
+    for name in sorted(os.environ):
+        if name.startswith("MKERNEL_") and name not in env.ALL:
+            close = difflib.get_close_matches(name, env.ALL, 1)
+            yield Finding("note", name, "is no switch of mkernel: ignored", f"did you mean {close[0]}?" if close else "")
+
+
+PROBES: tuple[tuple[str, tuple[str, ...], Callable[[], Iterator[Finding]]], ...] = (
+    ("python", ("cuda", "cpu"), _python),
+    ("C++ compiler", ("cpu",), _compiler),
+    ("GPUs", ("cuda",), _gpus),
+    ("CUDA packages", ("cuda",), _compile_for_cuda),
+    ("MPI", (), _mpi),
+    ("verbs", (), _verbs),
+    ("cache", ("cuda", "cpu"), _cache),
+    ("switches", (), _switches),
+)

@@ -1,0 +1,184 @@
+"""``mk.allgather_gemm``: from arrays to a launch."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from mkernel import abi
+from mkernel.errors import ArgumentError
+from mkernel.ops.arguments import ITEM, check_aligned, check_matrix, check_multiple, check_split, layout_of, row_stride, split_error
+from mkernel.ops.call import BoundCall, cached
+from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.plan.gemm import BLOCK_K, BLOCK_M
+from mkernel.plan.split import Split, SplitError
+from mkernel.runtime import current
+
+if TYPE_CHECKING:
+    from mkernel.runtime.device import TensorView
+    from mkernel.runtime.world import Executable, World
+
+__all__ = ["allgather_gemm", "prepare"]
+
+
+class Parameters(ctypes.Structure):
+    """``Parameters`` of ``kernels_src/allgather_gemm.cuh``."""
+
+    _fields_ = [
+        ("world", abi.World),
+        ("a", ctypes.c_uint64),
+        ("gather_offset", ctypes.c_uint64),
+        ("send_offset", ctypes.c_uint64),
+        ("flag_offset", ctypes.c_uint64),
+        ("rows", ctypes.c_uint32),
+        ("stage_send", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 10),
+        ("a_map", ctypes.c_ubyte * 128),
+        ("gather_map", ctypes.c_ubyte * 128),
+        ("b_map", ctypes.c_ubyte * 128),
+        ("c_map", ctypes.c_ubyte * 128),
+    ]
+
+
+assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
+
+
+def allgather_gemm(
+    a: Any, b: Any, *, world: World | None = None, out: Any = None, split: Split | None = None, stream: Any = None
+) -> Any:
+    """Gather the row shards of A from all ranks and multiply: ``c = concatenate(a of rank 0, 1, ...) @ b``, in one kernel.
+
+    Parameters
+    ----------
+    a
+        (M/W, K) bfloat16 or float16, contiguous: this rank's rows. M/W may be 0 and is the same on every rank. An array of ``world.empty``
+        saves a staging copy when the world spans nodes.
+    b
+        (K, N), the dtype of ``a``: this rank's columns, row-major or the transpose view of a (N, K) array. K and N are multiples of 8.
+    out
+        (M, N), the dtype of ``a``, rows contiguous; returned as given. None: a new array of ``world.xp``.
+    split
+        SMs per role (``mk.Split``); None: mkernel's choice.
+    stream
+        Anything with ``__cuda_stream__``; None: CuPy's current stream.
+
+    Returns
+    -------
+    c
+        (M, N), accumulated in float32 and rounded once. Bitwise the same on every run.
+
+    Notes
+    -----
+    Collective: every rank calls it, in the same order. Asynchronous on target cuda (it never waits for the host or for peers, except on
+    the first use of a plan, which compiles); on target cpu it returns when the result is there. Capturable in a CUDA graph once planned
+    (``mk.plan``). No buffer of the caller is in use by other ranks after the kernel has ended.
+
+    Raises
+    ------
+    ArgumentError
+        Shapes, dtypes, alignment, device or split are wrong; the heap is too small. Nothing was launched.
+    MismatchError, TimeoutError, PeerLostError, TransportError
+        On this or a later call: the ranks disagree, or one does not answer.
+
+    The algorithm: every rank pushes its shard chunk by chunk into the gather buffers of its node while tiles of its own shard are computed;
+    tiles of other shards follow as their chunks arrive (kernels_src/allgather_gemm.cuh).
+    """
+    w = current.current(world)
+    view = w.backend.view
+    va, vb = view(a), view(b)
+    if out is None:
+        c, vc = _result(w, va, vb)
+    else:
+        c, vc = out, view(out)
+    key = (OP, va, vb, vc, split)
+    bound = w.bound_calls.get(key)
+    if bound is None or not bound.valid():
+        bound = cached(w, key, lambda: _bind(w, va, vb, vc, split, stream))
+    w.launch(bound.executable, bound.parameters, stream)
+    return c
+
+
+def _result(world: World, a: TensorView, b: TensorView) -> tuple[Any, TensorView]:
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        _problem(world, a, b)  # raises
+    c = world.backend.empty((a.shape[0] * world.size, b.shape[1]), a.dtype)
+    return c, world.backend.view(c)
+
+
+def _problem(world: World, a: TensorView, b: TensorView) -> tuple[AllGatherGemmProblem, int]:
+    """The checked problem, and the stride of b."""
+    rows, k = check_matrix("a", a)
+    inner, n = check_matrix("b", b, a.dtype)
+    if inner != k:
+        raise ArgumentError("b.shape", b.shape, f"must be (K, N) with K = a.shape[1] = {k}", "b holds this rank's columns: (K, N)")
+    check_multiple("K", k)
+    check_multiple("N", n)
+    if rows > 1 and row_stride("a", a) != k * ITEM:
+        raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
+    if rows == 1:
+        row_stride("a", a)
+    if rows:
+        check_aligned("a", a)
+    check_aligned("b", b)
+    if rows * world.size >= 1 << 31 or n >= 1 << 31 or k >= 1 << 31:
+        raise ArgumentError("shape", (rows * world.size, n, k), "every extent must be below 2^31")
+    row_major, stride = layout_of("b", b)
+    return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, row_major), stride
+
+
+def _executable(world: World, problem: AllGatherGemmProblem, split: Split | None, stream: Any) -> Executable:
+    check_split(split)
+
+    def build() -> AllGatherGemmPlan:
+        try:
+            return make_plan(problem, world.backend.sm_count, split)
+        except SplitError as error:
+            raise split_error(error) from None
+
+    return world.executable((problem, split), build, stream)
+
+
+def prepare(world: World, a: Any, b: Any, *, split: Split | None = None, out: Any = None, stream: Any = None) -> Executable:
+    """The executable that ``allgather_gemm`` would use for these arrays. Collective on first use."""
+    problem, _ = _problem(world, world.backend.view(a), world.backend.view(b))
+    return _executable(world, problem, split, stream)
+
+
+def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any) -> BoundCall:
+    problem, b_stride = _problem(world, a, b)
+    rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
+    if check_matrix("out", c, dtype) != (rows * size, n):
+        raise ArgumentError("out.shape", c.shape, f"must be (M, N) = ({rows * size}, {n})")
+    c_stride = row_stride("out", c)
+    if rows:
+        check_aligned("out", c)
+    executable = _executable(world, problem, split, stream)
+    plan: AllGatherGemmPlan = executable.plan
+    heap = world.heap_address
+    offset = world.heap_offset(a.address, plan.plane_bytes) if rows else None
+    staged = world.num_nodes > 1 and offset is None
+    own_plane = executable.scratch_offset + world.rank * plan.plane_bytes
+    extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
+    a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
+    gather = heap + executable.scratch_offset if size > 1 and rows else b.address
+    tensor_map, block_n = world.backend.tensor_map, plan.tile.block_n
+    inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, block_n)
+    a_box, plane = (BLOCK_K, BLOCK_M, 1), extent * k * ITEM
+    parameters = Parameters(
+        a=a.address,
+        gather_offset=executable.scratch_offset,
+        send_offset=own_plane if offset is None else offset,
+        flag_offset=executable.flag_offset,
+        rows=rows,
+        stage_send=int(staged),
+    )
+    _set(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
+    _set(parameters, "gather_map", tensor_map(gather, dtype, (k, extent, size), (k * ITEM, plane), a_box))
+    _set(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
+    _set(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
+    return BoundCall(executable, parameters, executable.scratch_offset)
+
+
+def _set(parameters: Parameters, name: str, value: bytes) -> None:
+    ctypes.memmove(ctypes.addressof(parameters) + getattr(Parameters, name).offset, value, len(value))
+

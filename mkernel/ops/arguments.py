@@ -1,0 +1,71 @@
+"""Argument checks that several ops share. Every failure is an ArgumentError, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mkernel.errors import ArgumentError
+from mkernel.plan.split import Split, SplitError
+
+if TYPE_CHECKING:
+    from mkernel.runtime.device import TensorView
+
+__all__ = ["check_aligned", "check_matrix", "check_split", "layout_of", "row_stride"]
+
+DTYPES = ("bfloat16", "float16")
+ITEM = 2  # bytes of both
+
+
+def check_matrix(name: str, view: TensorView, dtype: str | None = None) -> tuple[int, int]:
+    """A 2-D bfloat16 or float16 array (of ``dtype`` if given); returns its shape."""
+    if len(view.shape) != 2:
+        raise ArgumentError(f"{name}.ndim", len(view.shape), "must be 2")
+    if view.dtype not in DTYPES:
+        raise ArgumentError(f"{name}.dtype", view.dtype, "must be bfloat16 (ml_dtypes) or float16")
+    if dtype is not None and view.dtype != dtype:
+        raise ArgumentError(f"{name}.dtype", view.dtype, f"must be {dtype}, like the other operands")
+    return view.shape[0], view.shape[1]
+
+
+def check_aligned(name: str, view: TensorView) -> None:
+    if view.address % 16:
+        raise ArgumentError(name, f"array at {view.address:#x}", "must start at a multiple of 16 bytes", "copy it into an array of its own")
+
+
+def check_multiple(name: str, value: int, rule: str = "must be a positive multiple of 8") -> None:
+    if value <= 0 or value % 8:
+        raise ArgumentError(name, value, rule, "pad it with zeros")
+
+
+def row_stride(name: str, view: TensorView) -> int:
+    """Bytes between rows of a matrix whose rows are contiguous and 16-byte aligned."""
+    rows, columns = view.shape
+    stride, item = view.strides
+    if columns > 1 and item != ITEM:
+        raise ArgumentError(f"{name}.strides", view.strides, "rows must be contiguous", f"use xp.ascontiguousarray({name})")
+    if rows <= 1:
+        return columns * ITEM
+    if stride < columns * ITEM or stride % 16:
+        raise ArgumentError(f"{name}.strides", view.strides, "the row stride must be a multiple of 16 bytes, and rows must not overlap")
+    return stride
+
+
+def layout_of(name: str, view: TensorView) -> tuple[bool, int]:
+    """(row-major?, bytes between its rows or columns) of a matrix that is row-major or the transpose view of a row-major one."""
+    rows, columns = view.shape
+    first, second = view.strides
+    if (second == ITEM or columns == 1) and first >= columns * ITEM and first % 16 == 0:
+        return True, first
+    if (first == ITEM or rows == 1) and second >= rows * ITEM and second % 16 == 0:
+        return False, second
+    raise ArgumentError(f"{name}.strides", view.strides, "must be row-major or the transpose view of a row-major array", f"copy it: xp.ascontiguousarray({name})")
+
+
+def check_split(split: Any) -> Split | None:
+    if split is not None and not isinstance(split, Split):
+        raise ArgumentError("split", split, "must be an mk.Split or None")
+    return split
+
+
+def split_error(error: SplitError) -> ArgumentError:
+    return ArgumentError("split", error.split, error.rule, error.remedy)

@@ -1,0 +1,59 @@
+"""How many SMs play each role."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Split", "SplitError"]
+
+
+class SplitError(ValueError):
+    """A split that does not fit the device or starves a role; ``rule`` says which."""
+
+    def __init__(self, split: Split, rule: str, remedy: str) -> None:
+        self.split, self.rule, self.remedy = split, rule, remedy
+        super().__init__(f"{split}: {rule} ({remedy})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """SMs (CTAs: one per SM) per role; ``None`` leaves the number to the tuned or modelled choice.
+
+    A communication CTA joins compute when its work is done, so ``compute`` counts those that compute from the start.
+    """
+
+    compute: int | None = None
+    intra_comm: int | None = None
+    inter_send: int | None = None
+    inter_reduce: int | None = None
+
+    def complete(self, default: Split, sm_count: int) -> Split:
+        """The split with every ``None`` filled in: communication roles from ``default``, then compute gets the SMs that are left.
+
+        Raises
+        ------
+        SplitError
+            More SMs than there are, a role that is needed gets none, or a role that the op does not have gets some.
+        """
+        chosen: dict[str, int] = {}
+        for role in ("intra_comm", "inter_send", "inter_reduce"):
+            wanted, usual = getattr(self, role), getattr(default, role) or 0
+            chosen[role] = usual if wanted is None else wanted
+            if not isinstance(chosen[role], int) or chosen[role] < 0:
+                raise SplitError(self, f"{role} must be a number of SMs >= 0", "None lets mkernel choose")
+            if usual and not chosen[role]:
+                raise SplitError(self, f"{role} is needed here and gets no SM", f"give it at least 1, such as {usual}")
+            if not usual and chosen[role]:
+                raise SplitError(self, f"{role} has nothing to do in this op and world", "leave it at None or 0")
+        left = sm_count - sum(chosen.values())
+        compute = left if self.compute is None else self.compute
+        if not isinstance(compute, int) or compute < 1:
+            raise SplitError(self, f"compute gets {compute} of {sm_count} SMs", "give the other roles fewer")
+        if compute > left:
+            total = compute + sum(chosen.values())
+            raise SplitError(self, f"asks for {total} SMs, the device has {sm_count}", f"at most {left} are left for compute")
+        return Split(compute, chosen["intra_comm"], chosen["inter_send"], chosen["inter_reduce"])
+
+    @property
+    def total(self) -> int:
+        return sum(n or 0 for n in (self.compute, self.intra_comm, self.inter_send, self.inter_reduce))

@@ -1,0 +1,213 @@
+"""How ranks find each other: variables, TCP, threads, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mkernel import errors
+from mkernel.errors import AbortedError, ArgumentError, Error, PeerLostError
+from mkernel.runtime import bootstrap, rendezvous
+from mkernel.runtime.bootstrap import SingleBootstrap, ThreadGroup, choose
+from mkernel.runtime.rendezvous import Meeting, TcpBootstrap, read_environment
+from tests.runtime.processes import clean_environment, free_port, mpirun
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ.keys() - clean_environment().keys():
+        monkeypatch.delenv(name)
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_alone_without_variables() -> None:
+    alone = choose()
+    assert isinstance(alone, SingleBootstrap)
+    assert alone.allgather(b"x") == [b"x"]
+
+
+def test_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, MKERNEL_RENDEZVOUS="node0:1234", MKERNEL_RANK=2, MKERNEL_SIZE=3, RANK=7, WORLD_SIZE=8)
+    assert read_environment() == Meeting("node0", 1234, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "size"),
+    [({"RANK": 1, "WORLD_SIZE": 4}, 1, 4), ({"SLURM_PROCID": 3, "SLURM_NTASKS": 5}, 3, 5)],
+)
+def test_own_address_with_a_launchers_numbers(monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], rank: int, size: int) -> None:
+    set_all(monkeypatch, MKERNEL_RENDEZVOUS="[::1]:1234", **variables)
+    assert read_environment() == Meeting("::1", 1234, rank, size)
+
+
+def test_torchrun_leaves_its_port_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, RANK=1, WORLD_SIZE=4, MASTER_ADDR="10.0.0.1", MASTER_PORT=29500)
+    assert read_environment() == Meeting("10.0.0.1", 29501, 1, 4)
+    assert rendezvous.offered()
+
+
+def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, SLURM_PROCID=5, SLURM_NTASKS=8, SLURM_JOB_ID=4711, SLURM_STEP_ID=0, SLURM_JOB_NODELIST="gpu[03-05,09],login1")
+    meeting = read_environment()
+    assert meeting is not None
+    assert (meeting.host, meeting.rank, meeting.size) == ("gpu03", 5, 8)
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert read_environment() != meeting, "two steps of a job must not meet"
+
+
+def test_launchers_that_say_one_rank_are_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=1, SLURM_JOB_NODELIST="login1")
+    assert not rendezvous.offered()
+
+
+@pytest.mark.parametrize(
+    ("variables", "argument"),
+    [
+        ({"MKERNEL_RENDEZVOUS": "nowhere"}, "MKERNEL_RENDEZVOUS"),
+        ({"MKERNEL_RENDEZVOUS": "host:0", "MKERNEL_RANK": 0, "MKERNEL_SIZE": 2}, "MKERNEL_RENDEZVOUS"),
+        ({"MKERNEL_RENDEZVOUS": "host:70000", "MKERNEL_RANK": 0, "MKERNEL_SIZE": 2}, "MKERNEL_RENDEZVOUS"),
+        ({"MKERNEL_RENDEZVOUS": "host:1", "MKERNEL_RANK": 0}, "MKERNEL_RANK, MKERNEL_SIZE"),
+        ({"MKERNEL_RENDEZVOUS": "host:1", "MKERNEL_RANK": 2, "MKERNEL_SIZE": 2}, "MKERNEL_RANK"),
+    ],
+)
+def test_incomplete_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, object], argument: str) -> None:
+    set_all(monkeypatch, **variables)
+    with pytest.raises(ArgumentError) as caught:
+        choose()
+    assert caught.value.argument == argument
+
+
+def test_a_communicator_must_be_one() -> None:
+    with pytest.raises(ArgumentError, match="mpi4py communicator"):
+        choose(comm=42)
+
+
+def test_launcher_with_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one sees when mpi4py was built against another MPI than mpirun's: N processes, each alone."""
+    pytest.importorskip("mpi4py")
+    code = "from mkernel.runtime.bootstrap import choose\nchoose()"
+    environment = clean_environment(OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="1")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "the launcher started 4 ranks, but MPI sees one" in done.stderr
+
+
+def test_sub_communicators_may_have_one_rank() -> None:
+    code = "from mpi4py import MPI\nfrom mkernel.runtime.bootstrap import choose\nassert choose(MPI.COMM_SELF).size == 1"
+    command = [mpirun(), "-n", "2", sys.executable, "-c", code]
+    assert subprocess.run(command, env=clean_environment(), timeout=60, check=False).returncode == 0
+
+
+def test_launcher_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=1)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "mkernel.runtime.mpi", raising=False)
+    with pytest.raises(Error, match="mpi4py cannot be imported"):
+        choose()
+
+
+# ---- TCP
+
+
+def meet(port: int, rank: int, size: int, timeout: float = 20.0) -> TcpBootstrap:
+    return TcpBootstrap(Meeting("127.0.0.1", port, rank, size), timeout)
+
+
+def test_tcp_allgather_is_by_rank_and_repeats() -> None:
+    port, size = free_port(), 5
+
+    def rank(r: int) -> list[list[bytes]]:
+        with ThreadPoolExecutor(1):
+            link = meet(port, r, size)
+            try:
+                return [link.allgather(bytes([r, i]) * (i * 50_000)) for i in range(4)]
+            finally:
+                link.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(rank, range(size)))
+    expected = [[bytes([r, i]) * (i * 50_000) for r in range(size)] for i in range(4)]
+    assert results == [expected] * size
+
+
+def test_tcp_says_who_is_missing() -> None:
+    with pytest.raises(errors.TimeoutError, match=r"ranks \[1, 2\]"):
+        meet(free_port(), 0, 3, timeout=0.3)
+    with pytest.raises(errors.TimeoutError, match="is rank 0 started"):
+        meet(free_port(), 1, 3, timeout=0.3)
+
+
+def test_tcp_refuses_two_of_one_rank() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        zero = pool.submit(meet, port, 0, 4, 5.0)
+        twins = [pool.submit(meet, port, 2, 4, 5.0) for _ in range(2)]
+        with pytest.raises(Error, match="rank 2 of 4"):
+            zero.result()
+        for twin in twins:
+            twin.result().close()
+
+
+def test_tcp_ignores_strangers() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(meet, port, 0, 2)
+        while True:
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port), 1.0)
+                break
+            except OSError:
+                assert not zero.done()
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        one = pool.submit(meet, port, 1, 2)
+        assert zero.result().size == one.result().size == 2
+        zero.result().close()
+        one.result().close()
+        stranger.close()
+
+
+def test_tcp_notices_a_rank_that_leaves() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        zero, one = pool.submit(meet, port, 0, 2), pool.submit(meet, port, 1, 2)
+        one.result().close()
+        with pytest.raises(PeerLostError) as caught:
+            zero.result().allgather(b"")
+        assert caught.value.rank == 1
+        zero.result().close()
+
+
+def test_tcp_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Error, match="choose another port"):
+        meet(server.getsockname()[1], 0, 2, timeout=1.0)
+
+
+# ---- threads
+
+
+def test_threads() -> None:
+    group = ThreadGroup(3)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda r: [group.bootstrap(r).allgather(bytes([r, i])) for i in range(50)], range(3)))
+    assert results == [[[bytes([r, i]) for r in range(3)] for i in range(50)]] * 3
+
+
+def test_threads_are_released_by_abort() -> None:
+    group = ThreadGroup(2)
+    threading.Timer(0.1, group.abort, ["rank 1 cannot"]).start()
+    with pytest.raises(AbortedError, match="rank 1 cannot"):
+        group.bootstrap(0).allgather(b"")
+
+
+def test_host_identity_is_stable() -> None:
+    assert bootstrap.host_identity() == bootstrap.host_identity() != ""

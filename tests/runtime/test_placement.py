@@ -1,0 +1,98 @@
+"""Nodes, target and devices from what the ranks tell: pure decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mkernel.errors import ArgumentError
+from mkernel.runtime.placement import Card, Gpu, choose_device, choose_target, choose_topology, require_equal
+
+
+def gpus(count: int, capability: tuple[int, int] = (9, 0), host: str = "a", peers: bool = True) -> tuple[Gpu, ...]:
+    return tuple(Gpu(i, f"{host}{i}", capability, tuple(p for p in range(count) if peers and p != i)) for i in range(count))
+
+
+def cards(hosts: str, seen: tuple[Gpu, ...] = ()) -> list[Card]:
+    return [Card(host, {}, seen) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_node", "expected"),
+    [("a", None, (1, 1)), ("aaaa", None, (1, 4)), ("aaaa", 2, (2, 2)), ("aaaa", 1, (4, 1)), ("aabb", None, (2, 2)), ("aabb", 1, (4, 1))],
+)
+def test_topology(hosts: str, ranks_per_node: int | None, expected: tuple[int, int]) -> None:
+    topology = choose_topology(cards(hosts), ranks_per_node)
+    assert (topology.num_nodes, topology.ranks_per_node) == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_node", "argument"), [("abab", None, "comm"), ("aab", None, "comm"), ("aaaa", 3, "ranks_per_node"), ("aabb", 4, "ranks_per_node")]
+)
+def test_topology_refuses(hosts: str, ranks_per_node: int | None, argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        choose_topology(cards(hosts), ranks_per_node)
+    assert caught.value.argument == argument
+
+
+def test_auto_is_cpu_without_gpus() -> None:
+    assert choose_target(cards("aa"), "auto") == "cpu"
+    with pytest.raises(ArgumentError, match="no rank sees a GPU"):
+        choose_target(cards("aa"), "cuda")
+
+
+def test_auto_is_cuda_with_a_gpu_each() -> None:
+    assert choose_target(cards("aaaa", gpus(4)), "auto") == "cuda"
+    assert choose_target(cards("aa", gpus(4)), "auto") == "cuda"
+    assert choose_target(cards("aa", gpus(4)), "cpu") == "cpu"
+
+
+def test_nodes_need_no_peer_access_to_each_other() -> None:
+    two_hosts = [Card("a", {}, gpus(1, host="a")), Card("b", {}, gpus(1, host="b"))]
+    assert choose_target(two_hosts, "auto") == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rule"),
+    [
+        (cards("aa", gpus(1)), "ranks 0 and 1 are on one GPU"),
+        (cards("aaa", gpus(2)), "number 2 of its host"),
+        (cards("aa", gpus(2, capability=(8, 0))), "compute capability 8.0"),
+        (cards("aa", gpus(2, capability=(10, 0))), "compute capability 10.0"),
+        (cards("aa", gpus(2, peers=False)), "no peer access"),
+        ([Card("a", {}, gpus(1)), Card("a", {})], "rank 1 sees no GPU"),
+        ([Card("a", {}, (Gpu(0, "x", (9, 0), ()),)), Card("a", {}, (Gpu(0, "y", (9, 0), ()),))], "does not see the GPU of rank 1"),
+        ([dataclasses.replace(card, gpu_problem="no driver") for card in cards("aa")], "no driver"),
+    ],
+)
+def test_auto_never_falls_back_silently(ranks: list[Card], rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rule) as caught:
+        choose_target(ranks, "auto")
+    assert "cpu" in caught.value.remedy
+
+
+def test_unknown_target() -> None:
+    with pytest.raises(ArgumentError, match="must be auto, cuda or cpu"):
+        choose_target(cards("a"), "tpu")
+
+
+def test_device_order() -> None:
+    ranks = cards("aabb", gpus(2))
+    assert [choose_device(ranks, rank).ordinal for rank in range(4)] == [0, 1, 0, 1]
+    chosen = [dataclasses.replace(card, preferred=3 - rank) for rank, card in enumerate(cards("aaaa", gpus(4)))]
+    assert [choose_device(chosen, rank).ordinal for rank in range(3)] == [3, 2, 1], "a device made current is kept"
+
+
+def test_options_must_agree() -> None:
+    same = [Card("a", {"timeout": 1.0}), Card("a", {"timeout": 1.0})]
+    require_equal(same)
+    with pytest.raises(ArgumentError, match="rank 1 differs"):
+        require_equal([same[0], Card("a", {"timeout": 2.0})])
+
+
+def test_cards_travel_as_json() -> None:
+    import json
+
+    card = Card("a", {"heap_bytes": None}, gpus(2), "", 1)
+    assert Card.from_json(json.loads(json.dumps(card.to_json()))) == card

@@ -1,0 +1,155 @@
+"""A rank of the process tests: ``python tests/runtime/worker.py <scenario>``. Prints one line of JSON per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mkernel.errors import Error
+from mkernel.runtime.assemble import join
+from mkernel.runtime.world import Options, World
+from tests.runtime.fake import FakeDevice, FakePlan, Parameters
+
+
+def open_world(**options: object) -> World:
+    defaults = {"target": "cuda", "timeout": 5.0, "entry_timeout": 20.0, "heap_bytes": 1 << 20}
+    return join(None, Options.resolve(**{**defaults, **options}), FakeDevice)
+
+
+def tell(**fields: object) -> None:
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def outcome(action: object) -> dict[str, object]:
+    begin = time.monotonic()
+    try:
+        action()  # type: ignore[operator]
+    except Error as error:
+        record = getattr(error, "record", None)
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "peer": getattr(error, "rank", None),
+            "record_rank": record and record.rank,
+            "seconds": time.monotonic() - begin,
+        }
+    return {"error": None, "seconds": time.monotonic() - begin}
+
+
+def calls(world: World, count: int = 5) -> None:
+    executable = world.executable("null", FakePlan)
+    for _ in range(count):
+        world.launch(executable, Parameters())
+    world.barrier()
+
+
+def ok() -> None:
+    with open_world() as world:
+        array = world.zeros((3, 4), "float32")
+        peers = world.topology.node_ranks(world.node)
+        array[:] = world.rank
+        world.barrier()
+        import numpy as np
+
+        base, stride = world._heap.segment.base, world._heap.segment.stride
+        seen = [
+            float(
+                world.backend.wrap(
+                    base + world.topology.local_rank(p) * stride + world.heap_offset(array.ctypes.data, 48), (1,), "float32", None
+                )[0]
+            )
+            for p in peers
+        ]
+        world.barrier()
+        calls(world)
+        tell(rank=world.rank, size=world.size, node=world.node, local=world.local_rank, seen=seen, zero=int(np.count_nonzero(array)))
+        del array
+
+
+def killed() -> None:
+    """Rank 1 dies without a word while the others wait for it inside a call; then a new world of the survivors."""
+    world = open_world()
+    calls(world)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    executable = world.executable("null", FakePlan)
+    world.launch(executable, Parameters())
+    first = outcome(world.barrier)
+    closing = outcome(world.close)
+    survivors = int(os.environ["MKERNEL_SIZE"]) - 1
+    os.environ["MKERNEL_SIZE"] = str(survivors)
+    os.environ["MKERNEL_RANK"] = str(world.rank if world.rank < 1 else world.rank - 1)
+    os.environ["MKERNEL_RENDEZVOUS"] = os.environ["SECOND_RENDEZVOUS"]
+    with open_world() as again:
+        calls(again)
+        tell(rank=world.rank, first=first, closing=closing, again=again.size)
+
+
+def killed_at_barrier() -> None:
+    world = open_world()
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(rank=world.rank, first=outcome(world.barrier), closing=outcome(world.close))
+
+
+def raises() -> None:
+    """Rank 1 dies of an exception; the others are in a call and must end too, non-zero."""
+    world = open_world()
+    calls(world)
+    if world.rank == 1:
+        raise ValueError("planned")
+    calls(world)
+
+
+def fails() -> None:
+    """Rank 1 stays away from a call: everybody dies of mkernel's TimeoutError."""
+    world = open_world(entry_timeout=1.0)
+    executable = world.executable("null", FakePlan)
+    world.barrier()
+    world.launch(executable, Parameters(silent_rank=2))
+    world.barrier()
+
+
+def caught() -> None:
+    """The same, but the script handles the error and ends well."""
+    world = open_world(entry_timeout=1.0)
+    executable = world.executable("null", FakePlan)
+    world.barrier()
+    world.launch(executable, Parameters(silent_rank=2))
+    tell(rank=world.rank, first=outcome(world.barrier), closing=outcome(world.close))
+
+
+def cached_against_new() -> None:
+    """Rank 0 wants a new plan where the others launch a cached one."""
+    world = open_world()
+    calls(world)
+    begin = time.monotonic()
+    if world.rank == 0:
+        result = outcome(lambda: world.executable("other", lambda: FakePlan(op="gemm", digest=7)))
+    else:
+        executable = world.executable("null", FakePlan)
+        world.launch(executable, Parameters())
+        result = outcome(world.synchronize)
+    tell(rank=world.rank, first=result, closing=outcome(world.close), seconds=time.monotonic() - begin)
+
+
+def left_open() -> None:
+    """Nobody closes: the interpreter's exit does."""
+    world = open_world()
+    calls(world)
+    tell(rank=world.rank)
+
+
+def mpi_missing_launcher() -> None:
+    tell(**outcome(open_world))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
