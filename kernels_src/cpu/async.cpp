@@ -261,16 +261,18 @@ void check_bulk(const void* global, uint32_t bytes, const char* what) {
 using namespace mkcpu;
 
 void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
+  const Call call;
   const CpuTensorMap& m = checked_map(map, "tma_load_3d");
   const uint32_t bytes = box_bytes(m);
   check_load(shared_offset(smem, bytes, kTensorAlignment, "tma_load_3d"), bytes, bar, "tma_load_3d");
   auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
   copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
   for_rows(*copy, [](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, "tma_load_3d"); });
-  scheduler().issue(std::move(copy));
+  call.scheduler.issue(std::move(copy));
 }
 
 void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
+  const Call call;
   const CpuTensorMap& m = checked_map(map, "tma_store_3d");
   const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, "tma_store_3d");
   auto copy = new_copy(Copy::kTensorStore, smem, bytes);
@@ -279,15 +281,17 @@ void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1,
 }
 
 void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
+  const Call call;
   check_bulk(global, bytes, "bulk_load");
   check_load(shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
   check_source(global, bytes, "bulk_load");
   auto copy = new_copy(Copy::kBulkLoad, smem, bytes);
   copy->global = static_cast<char*>(const_cast<void*>(global)), copy->bar = bar;
-  scheduler().issue(std::move(copy));
+  call.scheduler.issue(std::move(copy));
 }
 
 void mkc_bulk_store(void* global, const void* smem, uint32_t bytes) {
+  const Call call;
   check_bulk(global, bytes, "bulk_store");
   const uint32_t offset = shared_offset(smem, bytes, 16, "bulk_store");
   auto copy = new_copy(Copy::kBulkStore, smem, bytes);
@@ -296,15 +300,17 @@ void mkc_bulk_store(void* global, const void* smem, uint32_t bytes) {
 }
 
 void mkc_store_commit() {
-  Fiber& fiber = self();
+  const Call call;
+  Fiber& fiber = call.fiber;
   if (fiber.stores == nullptr) fiber.stores = std::make_unique<StoreGroups>();
   fiber.stores->groups.emplace_back();
   fiber.stores->open_used = false;
 }
 
 void mkc_store_wait(uint32_t pending, bool read_only) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   if (fiber.stores == nullptr) return s.maybe_yield();
   StoreGroups& stores = *fiber.stores;
   const uint64_t below = stores.open() > pending ? stores.open() - pending : 0;

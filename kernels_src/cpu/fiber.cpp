@@ -154,6 +154,10 @@ void __tsan_acquire(void* sync) __attribute__((weak));
 void __tsan_release(void* sync) __attribute__((weak));
 void __tsan_read_range(void* p, unsigned long bytes) __attribute__((weak));
 void __tsan_write_range(void* p, unsigned long bytes) __attribute__((weak));
+void AnnotateIgnoreReadsBegin(const char* file, int line) __attribute__((weak));
+void AnnotateIgnoreReadsEnd(const char* file, int line) __attribute__((weak));
+void AnnotateIgnoreWritesBegin(const char* file, int line) __attribute__((weak));
+void AnnotateIgnoreWritesEnd(const char* file, int line) __attribute__((weak));
 }
 
 namespace mkcpu::tsan {
@@ -175,10 +179,26 @@ void acquire(const void* sync) {
 void release(const void* sync) {
   if (active()) __tsan_release(const_cast<void*>(sync));
 }
+void ignore_begin() {
+  if (!active()) return;
+  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+}
+void ignore_end() {
+  if (!active()) return;
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+}
 void read(const void* p, size_t bytes) {
-  if (active()) __tsan_read_range(const_cast<void*>(p), bytes);
+  if (!active()) return;
+  ignore_end();
+  __tsan_read_range(const_cast<void*>(p), bytes);
+  ignore_begin();
 }
 void write(const void* p, size_t bytes) {
-  if (active()) __tsan_write_range(const_cast<void*>(p), bytes);
+  if (!active()) return;
+  ignore_end();
+  __tsan_write_range(const_cast<void*>(p), bytes);
+  ignore_begin();
 }
 }  // namespace mkcpu::tsan

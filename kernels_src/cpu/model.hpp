@@ -68,7 +68,7 @@ struct Fiber {
   Cta* cta = nullptr;
   uint32_t thread = 0;
   bool finished = false;
-  uint32_t warp_generation = 0;
+  uint32_t calls = 0;  // into the scheduler, nested
   Waiting waiting;
   ProxyClock clock;
   std::vector<uint32_t> dirty;           // chunks written through the generic proxy since the last proxy fence
@@ -138,6 +138,8 @@ struct Cta {
   char* shared = nullptr;
   uint32_t shared_bytes = 0;
   uint64_t stalled_until = 0;  // turn
+  std::vector<Fiber*> runnable;
+  size_t ready_slot = 0;  // in Scheduler::ready, while runnable is not empty
   std::unique_ptr<Fiber[]> fibers;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
@@ -232,7 +234,10 @@ struct Scheduler {
   Fiber* current = nullptr;
   Context main;
   void* main_tsan = nullptr;
-  std::vector<Fiber*> runnable;
+  std::vector<Cta*> ready;  // CTAs with runnable threads
+  size_t runnable = 0;      // threads of all of them
+  Cta* focus = nullptr;     // the CTA whose threads run at present,
+  uint64_t focus_until = 0;  // until this turn
   std::vector<Fiber*> flag_waiters;
   std::vector<std::unique_ptr<AsyncCopy>> eager, lazy;  // lazy ones run when nothing else can
   std::map<uint64_t, std::unique_ptr<Launch>> launches;
@@ -252,6 +257,7 @@ struct Scheduler {
  private:
   void run_fiber(Fiber* fiber);
   Fiber* pick();
+  void not_ready(Cta& cta);
   void stall_someone();
   std::string describe(const Launch& launch) const;
   std::string flag_name(uint64_t address) const;
@@ -261,6 +267,22 @@ inline uint64_t writer_of(const Cta& cta) { return cta.launch->id << 16 | (cta.i
 
 Scheduler& scheduler();  // of the calling fiber
 Fiber& self();
+
+// A call of a kernel's thread into the scheduler.
+struct Call {
+  Scheduler& scheduler;
+  Fiber& fiber;
+  Call() : scheduler(mkcpu::scheduler()), fiber(self()) {
+    ++fiber.calls;
+    tsan::ignore_begin();
+  }
+  ~Call() {
+    tsan::ignore_end();
+    --fiber.calls;
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+};
 
 // Shared memory of the calling thread's CTA.
 uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what);

@@ -20,6 +20,7 @@ constexpr uint64_t kFlagPollTurns = 256;     // how often flags are looked at th
 constexpr uint64_t kTimeCheckTurns = 64;
 constexpr uint64_t kStallCheckTurns = 512;
 constexpr uint64_t kLongestStall = 4096;     // turns
+constexpr uint64_t kLongestFocus = 256;      // turns
 constexpr uint64_t kPollsPerFiber = 16;      // without progress, before the run counts as idle
 constexpr uint32_t kYieldRounds = 64;        // process mode: rounds of sched_yield before it sleeps
 constexpr uint64_t kShortSleepNs = 50'000, kLongSleepNs = 200'000;
@@ -52,7 +53,10 @@ void fiber_main() {
   Launch& launch = *fiber.cta->launch;
   tsan::acquire(&launch);
   launch.entry(launch.parameters);
-  finish_thread(s, fiber);
+  {
+    const Call call;
+    finish_thread(s, fiber);
+  }
   tsan::release(&launch.state);
   fiber.finished = true;
   tsan::switch_fiber(s.main_tsan);
@@ -150,17 +154,24 @@ void Scheduler::remove(Launch& launch) {
   launch.state = kFailed;
   if (--running == 0) written.clear();
   const auto of_launch = [&](const Fiber* fiber) { return fiber->cta->launch == &launch; };
-  std::erase_if(runnable, of_launch);
   std::erase_if(flag_waiters, of_launch);
   const auto copy_of_launch = [&](const std::unique_ptr<AsyncCopy>& copy) { return copy->cta->launch == &launch; };
   std::erase_if(eager, copy_of_launch);
   std::erase_if(lazy, copy_of_launch);
+  void* here = tsan::current_fiber();
   for (auto& cta : launch.ctas) {
+    runnable -= cta->runnable.size();
+    if (!cta->runnable.empty()) not_ready(*cta);
     for (uint32_t t = 0; t < launch.threads; ++t) {
       Fiber& fiber = cta->fibers[t];
       if (fiber.finished) continue;  // gave its stack back when it ended
       stacks->give(fiber.stack);
-      tsan::destroy_fiber(fiber.tsan);
+      if (fiber.tsan != nullptr) {  // a context may not end while it ignores
+        tsan::switch_fiber(fiber.tsan);
+        while (fiber.calls-- > 0) tsan::ignore_end();
+        tsan::switch_fiber(here);
+        tsan::destroy_fiber(fiber.tsan);
+      }
     }
     std::free(cta->shared);
   }
@@ -189,8 +200,14 @@ void Scheduler::fail_fiber(const char* text, ...) {
 // ---- threads
 
 void Scheduler::make_runnable(Fiber* fiber) {
+  Cta& cta = *fiber->cta;
+  if (cta.runnable.empty()) {
+    cta.ready_slot = ready.size();
+    ready.push_back(&cta);
+  }
   fiber->waiting.kind = Wait::kNone;
-  runnable.push_back(fiber);
+  cta.runnable.push_back(fiber);
+  ++runnable;
   progress();
 }
 
@@ -215,20 +232,36 @@ void Scheduler::yield(bool polling) {
   switch_context(fiber.context, main);
 }
 
-// Takes a random runnable fiber. For some time a stalled CTA is mostly passed over, so that others run far ahead of it.
+void Scheduler::not_ready(Cta& cta) {
+  ready[cta.ready_slot] = ready.back();
+  ready[cta.ready_slot]->ready_slot = cta.ready_slot;
+  ready.pop_back();
+  if (focus == &cta) focus = nullptr;
+}
+
+// Takes a random runnable thread of a random CTA, and stays with the CTA for a while: that is kind to the caches, and lets CTAs run far ahead
+// of each other. A stalled CTA is mostly passed over.
 Fiber* Scheduler::pick() {
-  size_t index = random() % runnable.size();
-  for (int tries = 0; tries < 4 && runnable[index]->cta->stalled_until > turn; ++tries) index = random() % runnable.size();
-  Fiber* fiber = runnable[index];
-  runnable[index] = runnable.back();
-  runnable.pop_back();
+  if (focus == nullptr || turn >= focus_until) {
+    size_t index = random() % ready.size();
+    for (int tries = 0; tries < 4 && ready[index]->stalled_until > turn; ++tries) index = random() % ready.size();
+    focus = ready[index];
+    focus_until = turn + random() % kLongestFocus;
+  }
+  Cta& cta = *focus;
+  const size_t index = random() % cta.runnable.size();
+  Fiber* fiber = cta.runnable[index];
+  cta.runnable[index] = cta.runnable.back();
+  cta.runnable.pop_back();
+  --runnable;
+  if (cta.runnable.empty()) not_ready(cta);
   return fiber;
 }
 
 void Scheduler::stall_someone() {
-  if (turn < stall_check || runnable.empty()) return;
+  if (turn < stall_check || ready.empty()) return;
   stall_check = turn + kStallCheckTurns;
-  if (chance(2)) runnable[random() % runnable.size()]->cta->stalled_until = turn + random() % kLongestStall;
+  if (chance(2)) ready[random() % ready.size()]->stalled_until = turn + random() % kLongestStall;
 }
 
 void Scheduler::run_fiber(Fiber* fiber) {
@@ -285,6 +318,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     ~Use() { t_scheduler = before; }
   } use;
   t_scheduler = this;
+  const tsan::Ignored ignored;
   main_tsan = tsan::current_fiber();
   const uint64_t end = max_turns > kNever - turn ? kNever : turn + max_turns;
   uint64_t idle_since = 0, looked = 0;
@@ -305,7 +339,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     }
     stall_someone();
     step_copies();
-    if (runnable.empty() || idle_polls > kPollsPerFiber * (runnable.size() + 16)) {
+    if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16)) {
       if (ended || execute_some_copy() || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
       if (virtual_time) {
         idle_polls = 0;
@@ -321,7 +355,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
       } else {
         sleep_ns(idle_rounds < 2 * kYieldRounds ? kShortSleepNs : kLongSleepNs);
       }
-      if (runnable.empty()) continue;
+      if (runnable == 0) continue;
       idle_polls = 0;
     } else if (!virtual_time && idle_polls == 0) {
       idle_rounds = 0;

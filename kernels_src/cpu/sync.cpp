@@ -49,8 +49,9 @@ const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp", "
 
 // Waits until all lanes have come with their words; the slots stay readable until this lane's next meeting.
 const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   Cta& cta = *fiber.cta;
   Warp& warp = cta.warps[fiber.thread / kLanes];
   const uint32_t lane = fiber.thread % kLanes, generation = warp.generation;
@@ -150,17 +151,19 @@ uint32_t mkc_shared_address(const void* p) { return shared_offset(p, 0, 1, "shar
 // ---- execution barriers
 
 void mkc_sync_cta() {
-  Fiber& fiber = self();
+  const Call call;
+  Fiber& fiber = call.fiber;
   Cta& cta = *fiber.cta;
   cta.everyone.expected = cta.live;
-  meet(scheduler(), fiber, cta.everyone, true, Waiting{Wait::kCta, 0, 0, kNever});
+  meet(call.scheduler, fiber, cta.everyone, true, Waiting{Wait::kCta, 0, 0, kNever});
 }
 
 void mkc_sync_warp() { meet_warp(Meeting::kSync, 0, 0, 0, 0); }
 
 void mkc_barrier(uint32_t id, uint32_t threads, bool wait) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   const char* what = wait ? "barrier_sync" : "barrier_arrive";
   if (id >= kNamedBarriers) s.fail_fiber("%s: barrier %u, there are %u", what, id, kNamedBarriers);
   if (threads == 0 || threads % kLanes != 0 || threads > fiber.cta->launch->threads) {
@@ -186,16 +189,17 @@ uint32_t mkc_vote(bool value) {
 uint32_t mkc_broadcast(uint32_t value, uint32_t lane) { return meet_warp(Meeting::kBroadcast, value, 0, 0, 0).word[lane % kLanes][0]; }
 
 void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
-  constexpr uint32_t kRowBytes = 16;
-  const uint32_t offset = shared_offset(row, kRowBytes, kRowBytes, "stmatrix_x4");
+  constexpr uint32_t kMatrixRowBytes = 16;
+  const Call call;
+  Fiber& fiber = call.fiber;
+  const uint32_t offset = shared_offset(row, kMatrixRowBytes, kMatrixRowBytes, "stmatrix_x4");
   const Warp::Slots& slots = meet_warp(Meeting::kStmatrix, m0, m1, m2, m3);
-  Fiber& fiber = self();
   Cta& cta = *fiber.cta;
   const uint32_t lane = fiber.thread % kLanes, matrix = lane / 8, first = lane % 8 * 4;  // a row's elements come from four lanes
   uint32_t words[4];
   for (uint32_t i = 0; i < 4; ++i) words[i] = slots.word[first + i][matrix];
-  tsan::write(row, kRowBytes);
-  __builtin_memcpy(row, words, kRowBytes);
+  tsan::write(row, kMatrixRowBytes);
+  __builtin_memcpy(row, words, kMatrixRowBytes);
   cta.dirty_owner[offset / kChunkBytes] = static_cast<uint16_t>(fiber.thread + 1);
   fiber.dirty.push_back(offset / kChunkBytes);
 }
@@ -210,7 +214,8 @@ uint64_t mkc_clock_ns() {
 }
 
 void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
-  Scheduler& s = scheduler();
+  const Call call;
+  Scheduler& s = call.scheduler;
   mkc_check_word(flag, sizeof(uint64_t));
   if (__atomic_load_n(flag, __ATOMIC_RELAXED) >= value || s.now() >= deadline) return s.yield(true);
   s.flag_waiters.push_back(s.current);
@@ -223,8 +228,9 @@ void mkc_check_word(const void* p, uint32_t bytes) {
 }
 
 void mkc_acquired(const void* p, uint64_t seen) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   uint64_t& known = fiber.cta->seen[p];
   const bool changed = known != seen;
   known = seen;
@@ -232,7 +238,8 @@ void mkc_acquired(const void* p, uint64_t seen) {
 }
 
 void mkc_released() {
-  Scheduler& s = scheduler();
+  const Call call;
+  Scheduler& s = call.scheduler;
   tsan::release(&s.published);
   s.released = s.released_since_wake = true;
   s.progress();
@@ -242,8 +249,9 @@ void mkc_released() {
 // ---- mbarriers
 
 void mkc_mbarrier_init(uint64_t* word, uint32_t count) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   const uint32_t offset = shared_offset(word, sizeof(uint64_t), sizeof(uint64_t), "mbarrier_init");
   if (count == 0 || count > kMaxCount) s.fail_fiber("mbarrier_init: a count of %u", count);
   Mbarrier& bar = fiber.cta->mbarriers[offset];
@@ -255,14 +263,16 @@ void mkc_mbarrier_init(uint64_t* word, uint32_t count) {
 }
 
 void mkc_mbarrier_init_fence() {
-  Fiber& fiber = self();
+  const Call call;
+  Fiber& fiber = call.fiber;
   for (const uint32_t offset : fiber.unfenced_inits) fiber.cta->mbarriers[offset].visible = true;
   fiber.unfenced_inits.clear();
 }
 
 void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_arrive");
   const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
   if (bar.pending == 0) s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
@@ -278,8 +288,9 @@ void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
 }
 
 bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   if (parity > 1) s.fail_fiber("mbarrier_wait: a parity of %u", parity);
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
   if (bar.phase == parity) {
@@ -293,8 +304,9 @@ bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
 }
 
 void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   if (parity > 1) s.fail_fiber("mbarrier_wait: a parity of %u", parity);
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
   const auto offset = static_cast<uint64_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
@@ -311,8 +323,9 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
 // ---- proxies
 
 void mkc_fence_proxy_async(bool shared_only) {
-  Fiber& fiber = self();
-  if (!shared_only) fiber.clock.fenced = scheduler().turn;
+  const Call call;
+  Fiber& fiber = call.fiber;
+  if (!shared_only) fiber.clock.fenced = call.scheduler.turn;
   for (const uint32_t chunk : fiber.dirty) {
     uint16_t& owner = fiber.cta->dirty_owner[chunk];
     if (owner == fiber.thread + 1) owner = 0;

@@ -154,8 +154,9 @@ using namespace mkcpu;
 void mkc_wgmma_fence() { self().wgmma_fenced = true; }
 
 void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, uint64_t b, bool accumulate) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   Warpgroup& group = warpgroup_of(fiber);
   if (!fiber.wgmma_fenced) s.fail_fiber("wgmma before the first wgmma_fence");
   const uint64_t number = fiber.wgmma_issued++;
@@ -168,8 +169,9 @@ void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_
 }
 
 void mkc_wgmma_commit() {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   Warpgroup& group = warpgroup_of(fiber);
   const uint64_t number = fiber.wgmma_committed++;
   if (number == group.group_ends.size()) group.group_ends.push_back(fiber.wgmma_issued);
@@ -178,8 +180,9 @@ void mkc_wgmma_commit() {
 }
 
 void mkc_wgmma_wait(uint32_t pending) {
-  Scheduler& s = scheduler();
-  Fiber& fiber = self();
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
   Warpgroup& group = warpgroup_of(fiber);
   if (group.meeting != 0 && group.pending != pending) s.fail_fiber("wgmma_wait: the threads of the warpgroup wait for different groups");
   group.pending = pending;

@@ -25,9 +25,9 @@ class IncludePath:
     folders: tuple[Path, ...]
 
     @classmethod
-    def for_cuda(cls) -> IncludePath:
+    def for_cuda(cls, more: Sequence[Path] = ()) -> IncludePath:
         """Everything a kernel needs on target cuda. Raises CompileError when something is missing, with a remedy."""
-        return cls((kernels_src(), cutlass_include(), *cuda_includes()))
+        return cls((kernels_src(), *more, cutlass_include(), *cuda_includes()))
 
     def find(self, name: str, beside: Path) -> Path | None:
         """The file that ``#include`` of this name means inside a file of folder ``beside``."""

@@ -19,7 +19,7 @@ OP = "allgather_gemm"
 PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _PUT_BYTES = 512 * 1024  # the same for a put
-_GROUP_M = 8  # tile rows that share their columns of B in L2
+_GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

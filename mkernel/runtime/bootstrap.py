@@ -53,9 +53,9 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self.shared: dict[str, Any] = {}  # objects of this process that the ranks use together (control hub)
-        self._lock = threading.Lock()
-        self._barrier = threading.Barrier(size)
-        self._slots: list[bytes] = [b""] * size
+        self._condition = threading.Condition()
+        self._rounds: dict[int, dict[int, bytes]] = {}  # number of the allgather -> contributions
+        self._taken: dict[int, int] = {}
         self._reason = ""
 
     def bootstrap(self, rank: int) -> ThreadBootstrap:
@@ -63,27 +63,32 @@ class ThreadGroup:
 
     def once(self, name: str, build: Any) -> Any:
         """The object of this name, built by whoever asks first."""
-        with self._lock:
+        with self._condition:
             if name not in self.shared:
                 self.shared[name] = build()
             return self.shared[name]
 
     def abort(self, reason: str) -> None:
         """Release every thread that waits in ``allgather``, now and later."""
-        self._reason = self._reason or reason
-        self._barrier.abort()
+        with self._condition:
+            self._reason = self._reason or reason
+            self._condition.notify_all()
 
-    def exchange(self, rank: int, data: bytes, timeout: float) -> list[bytes]:
-        try:
-            self._slots[rank] = data
-            self._barrier.wait(timeout)
-            result = list(self._slots)
-            self._barrier.wait(timeout)  # nobody writes its next contribution before all have read
-        except threading.BrokenBarrierError:
-            if self._reason:
-                raise AbortedError(self._reason) from None
-            raise errors.TimeoutError(f"rank {rank} waited {timeout:g} s in init for the other ranks of mk.launch") from None
-        return result
+    def exchange(self, rank: int, number: int, data: bytes, timeout: float) -> list[bytes]:
+        """The ``number``-th allgather of every rank. One that all have come to is completed even after an abort."""
+        with self._condition:
+            parts = self._rounds.setdefault(number, {})
+            parts[rank] = data
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: len(parts) == self.size or self._reason, timeout)
+            if len(parts) < self.size:
+                if self._reason:
+                    raise AbortedError(self._reason)
+                raise errors.TimeoutError(f"rank {rank} waited {timeout:g} s in init for the other ranks of mk.launch")
+            self._taken[number] = self._taken.get(number, 0) + 1
+            if self._taken[number] == self.size:
+                del self._rounds[number], self._taken[number]
+            return [parts[peer] for peer in range(self.size)]
 
 
 class ThreadBootstrap(Bootstrap):
@@ -92,9 +97,11 @@ class ThreadBootstrap(Bootstrap):
     def __init__(self, group: ThreadGroup, rank: int, timeout: float = 600.0) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self._timeout = timeout
+        self._number = 0
 
     def allgather(self, data: bytes) -> list[bytes]:
-        return self.group.exchange(self.rank, data, self._timeout)
+        self._number += 1
+        return self.group.exchange(self.rank, self._number, data, self._timeout)
 
     def close(self) -> None:
         pass

@@ -58,13 +58,17 @@ class Collector:
         self.size = size
         self.arrived: dict[int, Request] = {}
         self.departed: set[int] = set()
+        self.broken: Failure | None = None  # once the ranks disagreed nothing can complete any more
 
     def arrive(self, request: Request) -> list[bytes] | Failure | None:
         """Everybody's data when this was the last; a failure when the ranks disagree or one has left; else None."""
         first = next(iter(self.arrived.values()), request)
         self.arrived[request.rank] = request
-        if (first.key, first.sequence) != (request.key, request.sequence):
-            return Failure(Kind.mismatch, "the ranks disagree: " + "; ".join(str(r) for _, r in sorted(self.arrived.items())), request.rank)
+        if self.broken is None and (first.key, first.sequence) != (request.key, request.sequence):
+            text = "; ".join(str(r) for _, r in sorted(self.arrived.items()))
+            self.broken = Failure(Kind.mismatch, f"the ranks disagree: {text}", request.rank)
+        if self.broken is not None:
+            return self.broken
         if self.departed:
             return self._left()
         if len(self.arrived) < self.size:

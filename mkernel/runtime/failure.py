@@ -88,11 +88,7 @@ def read_host_block(block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: 
     who = f"rank {record.rank}, {record.role} CTA {record.cta}"
     if state == abi.State.timed_out:
         if block.flag_kind == abi.FlagKind.entry:
-            mask = (1 << abi.DIGEST_BITS) - 1
-            message = (
-                f"{who} waited {entry_timeout_ns / 1e9:.1f} s for rank {record.peer}, which never entered call {record.epoch}"
-                f" (it last entered call {(record.seen & ~mask) >> abi.DIGEST_BITS})"
-            )
+            message = f"{who} waited {entry_timeout_ns / 1e9:.1f} s for rank {record.peer}, which never entered call {record.epoch}"
         else:
             message = (
                 f"{who} waited {timeout_ns / 1e9:.1f} s for {record.flag} of rank {record.peer} in call {record.epoch}:"

@@ -114,9 +114,8 @@ def choose_device(cards: Sequence[Card], rank: int, target: str = "cuda") -> Gpu
     if len(card.gpus) == 1:
         return card.gpus[0]
     if place >= len(card.gpus):
-        raise ArgumentError(
-            "target", target, f"rank {rank} is number {place} of its host, which has {len(card.gpus)} GPUs", "one rank per GPU"
-        )
+        rule = f"rank {rank} is number {place} of its host, which has {len(card.gpus)} GPUs"
+        raise ArgumentError("target", target, rule, "start one rank per GPU, or pass target='cpu'")
     return card.gpus[place]
 
 

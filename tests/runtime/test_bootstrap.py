@@ -198,7 +198,7 @@ def test_tcp_port_in_use() -> None:
 def test_threads() -> None:
     group = ThreadGroup(3)
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda r: [group.bootstrap(r).allgather(bytes([r, i])) for i in range(50)], range(3)))
+        results = list(pool.map(lambda own: [own.allgather(bytes([own.rank, i])) for i in range(50)], map(group.bootstrap, range(3))))
     assert results == [[[bytes([r, i]) for r in range(3)] for i in range(50)]] * 3
 
 

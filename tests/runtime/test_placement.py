@@ -28,7 +28,8 @@ def test_topology(hosts: str, ranks_per_node: int | None, expected: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks_per_node", "argument"), [("abab", None, "comm"), ("aab", None, "comm"), ("aaaa", 3, "ranks_per_node"), ("aabb", 4, "ranks_per_node")]
+    ("hosts", "ranks_per_node", "argument"),
+    [("abab", None, "comm"), ("aab", None, "comm"), ("aaaa", 3, "ranks_per_node"), ("aabb", 4, "ranks_per_node")],
 )
 def test_topology_refuses(hosts: str, ranks_per_node: int | None, argument: str) -> None:
     with pytest.raises(ArgumentError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -318,6 +319,25 @@ def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatc
     assert len({id(call["out"]) for call in calls}) == 4  # two input sets per shape, used in turn
     assert Report.from_json(report.to_json()) == report
     assert "none on target cpu" in render(report)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
+def test_the_command_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
+    for name in (*launcher._MARKS, *launcher._SIZES):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "report.json"
+    arguments = ["allgather_gemm", "--allow-cpu", "--world", "1x2", "--shapes", "130x72x72", "--samples", "2", "--launcher", "processes"]
+    assert main([*arguments, "--out", str(out), "--timeout", "240"]) == 0
+    report = Report.from_json(out.read_text())
+    (row,) = report.rows
+    assert report.correct
+    assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
+    assert report.command.endswith("--timeout 240")
+    assert str(tmp_path) not in report.command
+    assert set(row.times) == {FUSED, SOLO}
+    assert [len(samples) for samples in row.times[FUSED]["isolated"].samples] == [2, 2]
+    assert len(row.times[SOLO]["isolated"].samples) == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, 1e4])

@@ -1,0 +1,182 @@
+"""Kernels for target cuda: a KernelSpec becomes a cubin by NVRTC, cached. Needs no driver and no GPU."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkernel import env
+from mkernel.errors import CompileError
+from mkernel.jit import cache
+from mkernel.jit.cubin import Resources, resources
+from mkernel.jit.headers import IncludePath, digest
+from mkernel.jit.source import ENTRY, render
+from mkernel.jit.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from cuda.core import ProgramOptions
+
+__all__ = ["ARCH", "Resources", "compile", "compile_ptx", "disassemble", "resources"]
+
+ARCH = "sm_90a"  # the `a` unlocks wgmma and setmaxnreg; such a cubin runs on compute capability 9.0 only
+
+_TOOL_SECONDS = 60
+
+_log = logging.getLogger("mkernel")
+
+
+def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> bytes:
+    """The cubin of a kernel, from the cache or compiled now (about a third of a second). Ranks and threads may ask for the same one at once.
+
+    Parameters
+    ----------
+    spec
+        Which kernel.
+    include
+        More folders to look for ``<name>.cuh`` in (tests).
+
+    Raises
+    ------
+    CompileError
+        A header or NVRTC is missing, the source has an error (``log``, ``path``), the kernel's parameters are not as large as the spec
+        says, or it is not in the cache and compiling is switched off (``MKERNEL_NO_COMPILE``).
+    """
+    job = _Job(spec, include)
+    cubin = cache.load(job.key)
+    if cubin is None:
+        if env.NO_COMPILE.get():
+            raise CompileError(f"{spec.name} is not in the cache {cache.folder()}, and compiling is switched off (MKERNEL_NO_COMPILE)")
+        with cache.locked(job.key):
+            cubin = cache.load(job.key)  # another rank may have been faster
+            if cubin is None:
+                cubin = job.compile()
+                cache.store(job.key, cubin)
+    dump = env.DUMP.get()
+    if dump is not None:
+        job.dump(dump, cubin)
+    return cubin
+
+
+def compile_ptx(spec: KernelSpec, *, include: Sequence[Path] = ()) -> str:
+    """The kernel as PTX, for reading. Not cached."""
+    return _Job(spec, include).nvrtc("ptx").decode(errors="replace").rstrip("\0")
+
+
+def disassemble(cubin: bytes) -> str | None:
+    """The SASS of a cubin; None when there is no nvdisasm (CUDA toolkit, or package nvidia-cuda-nvdisasm)."""
+    import tempfile
+
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    tool = find_nvidia_binary_utility("nvdisasm")
+    if tool is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "--print-code", file.name], capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
+
+
+class _Job:
+    """One compilation: its source, options and key."""
+
+    def __init__(self, spec: KernelSpec, include: Sequence[Path]) -> None:
+        from cuda.core.utils import make_program_cache_key
+
+        self.spec = spec
+        self.source = render(spec)
+        search = IncludePath.for_cuda(include)
+        if search.find(f"{spec.name}.cuh", search.folders[0]) is None:
+            raise CompileError(f"{spec.name}: no {spec.name}.cuh in {', '.join(map(str, search.folders))}")
+        self.options = _options(spec.name, search)
+        self.key = make_program_cache_key(
+            code=self.source, code_type="c++", options=self.options, target_type="cubin", extra_digest=digest(search, self.source)
+        )
+
+    @property
+    def stem(self) -> str:
+        """For the files of this kernel; different for different keys."""
+        return f"{self.spec.name}-{self.key.hex()[:16]}"
+
+    def compile(self) -> bytes:
+        source = cache.folder() / "source" / f"{self.stem}.cu"
+        _keep(source, self.source.encode())
+        begin = time.perf_counter()
+        cubin = self.nvrtc("cubin", source)
+        seconds = time.perf_counter() - begin
+        used = resources(cubin, ENTRY)
+        if used.parameter_bytes != self.spec.parameter_bytes:
+            raise CompileError(
+                f"{self.spec.name}: the kernel takes {used.parameter_bytes} bytes of parameters, its plan says {self.spec.parameter_bytes}",
+                path=str(source),
+            )
+        _log.info("compiled %s in %.2f s: %d bytes, %s", self.stem, seconds, len(cubin), used)
+        if used.local_bytes:
+            _log.warning("%s spills: %d bytes of local memory per thread", self.stem, used.local_bytes)
+        return cubin
+
+    def nvrtc(self, kind: str, path: Path | None = None) -> bytes:
+        from cuda.core import Program
+
+        log = _Log()
+        try:
+            program = Program(self.source, "c++", self.options)
+            try:
+                return bytes(program.compile(kind, logs=log).code)
+            finally:
+                program.close()
+        except Exception as error:  # NVRTCError; RuntimeError when the library is not there
+            if "NVRTC_ERROR" in str(error):
+                raise CompileError(f"{self.spec.name}: NVRTC failed", log=str(error), path=str(path or "")) from error
+            raise CompileError(
+                f"{self.spec.name}: NVRTC cannot run ({type(error).__name__}); `pip install nvidia-cuda-nvrtc` or install the CUDA toolkit",
+                log=str(error),
+            ) from error
+        finally:
+            if log.text:
+                _log.debug("NVRTC on %s: %s", self.stem, log.text)
+
+    def dump(self, folder: Path, cubin: bytes) -> None:
+        """Write everything there is to read about this kernel."""
+        parts: dict[str, bytes | None] = {"cu": self.source.encode(), "cubin": cubin}
+        if not env.NO_COMPILE.get():
+            parts["ptx"] = self.nvrtc("ptx").rstrip(b"\0")
+        sass = disassemble(cubin)
+        parts["sass"] = None if sass is None else f"// {resources(cubin, ENTRY)}\n{sass}".encode()
+        for suffix, data in parts.items():
+            if data is not None:
+                cache.write_atomically(folder / f"{self.stem}.{suffix}", data)
+
+
+def _options(name: str, search: IncludePath) -> ProgramOptions:
+    from cuda.core import ProgramOptions
+
+    return ProgramOptions(
+        name=name,
+        std="c++17",
+        arch=ARCH,
+        device_as_default_execution_space=True,  # CuTe has functions without __device__
+        include_path=[str(folder) for folder in search.folders],
+    )
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """The source beside the cubins, for error messages and debuggers. Nothing depends on it."""
+    try:
+        cache.write_atomically(path, data)
+    except OSError as error:
+        _log.debug("kernel cache: %s", error)
+
+
+class _Log:
+    """What ``Program.compile`` writes its log to."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: Any) -> None:
+        self.text += str(text)
