@@ -52,13 +52,24 @@ MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p
 MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t source, uint32_t chunk) {
   return p.flag_offset + (uint64_t(source) * num_chunks(p) + chunk) * sizeof(uint64_t);
 }
+MK_DEVICE const uint64_t* chunk_flag(const Parameters& p, uint32_t source, uint32_t chunk) {  // this rank's
+  return reinterpret_cast<uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, source, chunk));
+}
 MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
-  const uint64_t* flag = reinterpret_cast<uint64_t*>(signals(call.world, call.world.local_rank) + flag_offset(p, source, chunk));
   const abi::World& world = call.world;
   const uint32_t local = source % Config::kRanksPerNode;  // its rail peer in this node forwards what comes from another node
   const uint32_t writer = source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
-  return wait_ge(call, flag, call.epoch, Awaited{abi::kFlagChunk, source * num_chunks(p) + chunk, writer}, world.timeout_ns);
+  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, source * num_chunks(p) + chunk, writer}, world.timeout_ns);
 }
+
+struct ChunkFlags {  // of one source, from chunk `first` on
+  const Parameters& p;
+  uint64_t epoch;
+  uint32_t source, first;
+  MK_DEVICE const uint64_t* word(uint32_t i) const { return chunk_flag(p, source, first + i); }
+  MK_DEVICE uint64_t value() const { return epoch; }
+  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, first + i); }
+};
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
 // (their chunks arrive together), in groups of kGroupM tile rows that share B.
@@ -93,10 +104,8 @@ struct Tiles {
   MK_DEVICE bool needs_peers(const TileCoordinate& c) const { return c.plane != p.world.rank; }
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
-    const uint32_t last = (end - 1) / Config::kChunkRows;
-    bool ok = true;
-    for (uint32_t chunk = begin / Config::kChunkRows + ptx::lane_index(); chunk <= last; chunk += 32) ok = ok && wait_chunk(call, p, c.plane, chunk);
-    return ptx::all_of_warp(ok);
+    const uint32_t first = begin / Config::kChunkRows;
+    return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first}, (end - 1) / Config::kChunkRows - first + 1);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return needs_peers(c) ? &p.gather_map : &p.a_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
@@ -129,7 +138,7 @@ struct PushedChunks {
   }
   MK_DEVICE void announce(uint32_t chunk) {
     const uint64_t at = flag_offset(p, source, chunk);
-#pragma unroll
+#pragma unroll 1
     for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(p.world, peer(i)) + at), call.epoch);
     trace.record(source == p.world.rank ? abi::kTraceSend : abi::kTraceForward, source * num_chunks(p) + chunk, since);
     since = trace.now();
@@ -140,6 +149,7 @@ struct PushedChunks {
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   if constexpr (Config::kRanksPerNode > 1) {
     const abi::World& world = p.world;
+#pragma unroll 1
     for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
       if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
     }
@@ -148,6 +158,7 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
     PushedChunks own{call, p, world.rank, reinterpret_cast<const char*>(p.a), index, Config::kIntraComm, num_chunks(p), trace, trace.now()};
     ring.copy(own);
     const uint32_t others = Config::kNumNodes - 1;
+#pragma unroll 1
     for (uint32_t item = index; item < num_chunks(p) * others; item += Config::kIntraComm) {
       const uint32_t chunk = item / others, node = (world.node + 1 + item % others) % Config::kNumNodes;
       const uint32_t source = node * Config::kRanksPerNode + world.local_rank;
@@ -182,12 +193,14 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& s
     CopyRing ring(storage.pieces, storage.copy_barriers);
     uint64_t last_put = 0;
     uint32_t last_peer = world.rank;
+#pragma unroll 1
     for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
       const uint64_t begin = trace.now();
       if (p.stage_send != 0) {
         StagedChunk staged{p, chunk};
         ring.copy(staged);
       }
+#pragma unroll 1
       for (uint32_t i = 1; i < Config::kNumNodes; ++i) {
         const uint32_t peer = (world.node + i) % Config::kNumNodes * Config::kRanksPerNode + world.local_rank;
         if (!wait_entered(call, peer)) return;

@@ -143,6 +143,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
 
 template <class Config>
 MK_DEVICE void offer_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t tile) {
+  ptx::sync_warp();  // what any lane acquired is handed over
   if (ptx::lane_index() == 0) {
     ptx::mbarrier_wait(&storage.tile_taken[at.index], at.parity ^ 1);
     storage.tile[at.index] = tile;

@@ -36,6 +36,7 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
+MK_DEVICE uint32_t ballot(bool v) { return __ballot_sync(0xffffffffu, v); }  // a bit per lane
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
 template <uint32_t Registers>
@@ -47,6 +48,8 @@ MK_DEVICE void registers_decrease() {  // warpgroup
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
+MK_DEVICE uint32_t highest_bit(uint32_t v) { return 31 - __clz(static_cast<int>(v)); }  // v != 0
+
 // ---- time
 MK_DEVICE uint64_t clock_ns() {
   uint64_t t;
@@ -57,10 +60,10 @@ MK_DEVICE uint64_t clock_ns() {
 // passes, or an abort may have been requested. The caller polls again in every case.
 MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
   (void)flag, (void)value, (void)deadline;
-  asm volatile("nanosleep.u32 20;");
+  asm volatile("nanosleep.u32 100;");
 }
 
-constexpr uint32_t kPollsPerHostCheck = 32;  // a load of pinned host memory costs over a microsecond: look there only now and then
+constexpr uint32_t kPollsPerAbortCheck = 32;  // the abort words are shared by all waiters, and one lies in host memory: look only now and then
 
 // ---- mbarriers (shared memory)
 MK_DEVICE void mbarrier_init(uint64_t* bar, uint32_t count) {

@@ -47,11 +47,13 @@ template <class Config>
 MK_DEVICE void announce_entry(const Call& call) {
   const abi::World& world = call.world;
   const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, world.digest);
+#pragma unroll 1
   for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
     const uint32_t peer = (world.local_rank + i) % Config::kRanksPerNode;
     ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(world, peer) + offset), value);
   }
   if constexpr (Config::kNumNodes > 1) {
+#pragma unroll 1
     for (uint32_t i = Config::kRanksPerNode; i < Config::kRanksPerNode * Config::kNumNodes; ++i) {
       const uint32_t first = world.node * Config::kRanksPerNode;  // ranks of the other nodes, from the next node on
       issue_put(call, Put{kEntryChannel, (first + i) % world.size, 0, 0, 0, offset, value});

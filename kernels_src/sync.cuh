@@ -49,6 +49,7 @@ MK_DEVICE void fail(const Call& call, abi::State state, const Awaited& what, uin
   report->expected = expected;
   report->seen = seen;
   ptx::store_release_sys(&report->state, state);
+#pragma unroll 1
   for (uint32_t peer = 0; peer < world.ranks_per_node; ++peer) {
     ptx::store_release_sys(&signal_header(world, peer)->abort, uint64_t(world.rank) + 1);
   }
@@ -65,7 +66,8 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
 #pragma unroll 1
   for (uint32_t poll = 1;; ++poll) {
     ptx::pause(flag, value, deadline);
-    const bool aborted = ptx::load_acquire_sys(node_abort) != 0 || (poll % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(host_abort) != 0);
+    const bool look = poll % ptx::kPollsPerAbortCheck == 0;  // all waiters of the rank read the same two words
+    const bool aborted = look && (ptx::load_acquire_sys(node_abort) != 0 || ptx::load_acquire_sys(host_abort) != 0);
     seen = ptx::load_acquire_sys(flag);
     if (seen >= value) return true;
     if (aborted) {
@@ -79,6 +81,28 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
   }
 }
 
+// Waits for flags 0 .. count-1 of an array; a warp function. One lane polls at a time: a hundred CTAs polling eight flags each kept the line
+// so busy that the flags' writers took 100 us for a release (measured on 4 x H200, docs/benchmarks.md).
+// Flags: const uint64_t* word(i); uint64_t value(); bool wait(call, i).
+template <class Flags>
+MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {
+  const uint32_t lane = ptx::lane_index();
+#pragma unroll 1
+  for (uint32_t base = 0; base < count; base += 32) {
+    const uint32_t i = base + lane;
+    bool missing = i < count && ptx::load_acquire_sys(flags.word(i)) < flags.value();
+#pragma unroll 1
+    for (uint32_t mask = ptx::ballot(missing); mask != 0; mask = ptx::ballot(missing)) {
+      const uint32_t last = ptx::highest_bit(mask);  // flags are raised about in order: behind the last one there is little left to wait for
+      const bool ok = lane != last || flags.wait(call, i);
+      if (!ptx::all_of_warp(ok)) return false;
+      missing = missing && lane != last && ptx::load_acquire_sys(flags.word(i)) < flags.value();
+    }
+  }
+  ptx::sync_warp();  // every lane's acquire is in the past of all lanes
+  return true;
+}
+
 // ---- entry: a rank tells everyone that call `epoch` has begun, so its buffers may be written and its digest compared
 MK_DEVICE uint64_t entry_value(uint64_t epoch, uint32_t digest) { return (epoch << abi::kDigestBits) | digest; }
 MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {
@@ -87,9 +111,12 @@ MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {
 
 // Waits until `peer` has entered this call and compares plans. The parity slots make the comparison exact: a peer can be at most one call
 // ahead, because no rank leaves a call before it has seen everyone enter it.
+MK_DEVICE const uint64_t* entry_flag(const Call& call, uint32_t peer) {
+  return reinterpret_cast<uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch, peer));
+}
 MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
   const abi::World& world = call.world;
-  const uint64_t* flag = reinterpret_cast<uint64_t*>(signals(world, world.local_rank) + entry_offset(call.epoch, peer));
+  const uint64_t* flag = entry_flag(call, peer);
   const Awaited what{abi::kFlagEntry, peer, peer};
   if (!wait_ge(call, flag, call.epoch << abi::kDigestBits, what, world.entry_timeout_ns)) return false;
   const uint64_t seen = ptx::load_acquire_sys(flag), expected = entry_value(call.epoch, world.digest);
@@ -98,13 +125,22 @@ MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
   return false;
 }
 
-// The same for every rank of the world. Warp function.
+// The same for every other rank of the world. Warp function.
+struct EntryFlags {
+  const Call& call;
+  MK_DEVICE uint32_t peer(uint32_t i) const { return (call.world.rank + 1 + i) % call.world.size; }
+  MK_DEVICE const uint64_t* word(uint32_t i) const { return entry_flag(call, peer(i)); }
+  MK_DEVICE uint64_t value() const { return call.epoch << abi::kDigestBits; }
+  MK_DEVICE bool wait(const Call& c, uint32_t i) const { return wait_entered(c, peer(i)); }
+};
 MK_DEVICE bool wait_all_entered(const Call& call) {
-  bool ok = true;
-  for (uint32_t peer = ptx::lane_index(); peer < call.world.size; peer += 32) {
-    if (peer != call.world.rank) ok = ok && wait_entered(call, peer);
-  }
-  return ptx::all_of_warp(ok);
+  const EntryFlags flags{call};
+  const uint32_t peers = call.world.size - 1;
+  if (!wait_all(call, flags, peers)) return false;
+  bool same = true;
+#pragma unroll 1
+  for (uint32_t i = ptx::lane_index(); i < peers; i += 32) same = same && flags.wait(call, i);  // they are there: compares the plans
+  return ptx::all_of_warp(same);
 }
 
 // The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, after all of the CTA's work.

@@ -11,7 +11,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mkernel.errors import (
+    from mkernel.errors import (  # noqa: A004: TimeoutError is also the builtin one
         AbortedError,
         ArgumentError,
         CompileError,
@@ -51,7 +51,25 @@ _EXPORTS = {
     "trace": "runtime.trace",
 }
 
-__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+__all__ = [
+    "AbortedError",
+    "ArgumentError",
+    "CompileError",
+    "Error",
+    "MismatchError",
+    "PeerLostError",
+    "PreparedPlan",
+    "Split",
+    "TimeoutError",
+    "Trace",
+    "TransportError",
+    "World",
+    "allgather_gemm",
+    "init",
+    "launch",
+    "plan",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,8 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { mkc_barrier(id, t
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return mkc_vote(v) == 0xffffffffu; }
+MK_DEVICE uint32_t ballot(bool v) { return mkc_vote(v); }
+MK_DEVICE uint32_t highest_bit(uint32_t v) { return 31 - static_cast<uint32_t>(__builtin_clz(v)); }
 MK_DEVICE bool any_of_warp(bool v) { return mkc_vote(v) != 0; }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return mkc_broadcast(v, lane); }
 template <uint32_t Registers>
@@ -45,7 +47,7 @@ MK_DEVICE void registers_decrease() {
 }
 
 // ---- time
-constexpr uint32_t kPollsPerHostCheck = 1;  // threads poll only after something has changed
+constexpr uint32_t kPollsPerAbortCheck = 1;  // threads poll only after something has changed
 MK_DEVICE uint64_t clock_ns() { return mkc_clock_ns(); }
 MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) { mkc_pause(flag, value, deadline); }
 

@@ -107,11 +107,15 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    """End a process and its group: politely, so that mpirun can end its ranks elsewhere; then whatever is left of it here."""
+    if process.poll() is None:
+        _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
-            return
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nobody is left in the group
+        os.killpg(process.pid, number)

@@ -21,7 +21,8 @@ class Resources:
 
 # Attributes of section .nv.info[.<kernel>]: a byte of format, a byte of attribute, 16 bits that hold the value or its size.
 _SIZED = 4
-_CBANK_PARAM_SIZE, _FRAME_SIZE, _REGISTERS = 0x19, 0x11, 0x2F
+_PARAMETER, _FRAME_SIZE, _REGISTERS = 0x17, 0x11, 0x2F
+_PARAMETER_SIZE_SHIFT = 18  # in the last word of a _PARAMETER record; the bits below are address space and alignment
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # Elf64_Shdr
 _SYMBOL = struct.Struct("<IBBHQQ")  # Elf64_Sym
 
@@ -35,8 +36,8 @@ def resources(cubin: bytes, kernel: str = "mkernel_entry") -> Resources:
     symbol = _symbol_index(cubin, sections, kernel)
     registers = local = parameters = 0
     for attribute, value in (*_attributes(sections[".nv.info"].data(cubin)), *_attributes(sections[info].data(cubin))):
-        if attribute == _CBANK_PARAM_SIZE:
-            parameters = int.from_bytes(value, "little")
+        if attribute == _PARAMETER:
+            parameters += int.from_bytes(value[8:12], "little") >> _PARAMETER_SIZE_SHIFT
         elif attribute in (_REGISTERS, _FRAME_SIZE) and len(value) == 8:
             of, number = struct.unpack("<II", value)
             if of == symbol and attribute == _REGISTERS:

@@ -63,7 +63,7 @@ def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> bytes:
 
 def compile_ptx(spec: KernelSpec, *, include: Sequence[Path] = ()) -> str:
     """The kernel as PTX, for reading. Not cached."""
-    return _Job(spec, include).nvrtc("ptx").decode(errors="replace").rstrip("\0")
+    return _Job(spec, include).ptx().decode(errors="replace")
 
 
 def disassemble(cubin: bytes) -> str | None:
@@ -106,7 +106,7 @@ class _Job:
         source = cache.folder() / "source" / f"{self.stem}.cu"
         _keep(source, self.source.encode())
         begin = time.perf_counter()
-        cubin = self.nvrtc("cubin", source)
+        cubin = self.nvrtc(source)
         seconds = time.perf_counter() - begin
         used = resources(cubin, ENTRY)
         if used.parameter_bytes != self.spec.parameter_bytes:
@@ -119,14 +119,15 @@ class _Job:
             _log.warning("%s spills: %d bytes of local memory per thread", self.stem, used.local_bytes)
         return cubin
 
-    def nvrtc(self, kind: str, path: Path | None = None) -> bytes:
+    def nvrtc(self, path: Path | None = None) -> bytes:
+        """The cubin. Raises CompileError."""
         from cuda.core import Program
 
         log = _Log()
         try:
             program = Program(self.source, "c++", self.options)
             try:
-                return bytes(program.compile(kind, logs=log).code)
+                return bytes(program.compile("cubin", logs=log).code)
             finally:
                 program.close()
         except Exception as error:  # NVRTCError; RuntimeError when the library is not there
@@ -140,11 +141,30 @@ class _Job:
             if log.text:
                 _log.debug("NVRTC on %s: %s", self.stem, log.text)
 
+    def ptx(self) -> bytes:
+        """By NVRTC itself: cuda.core asks the driver, which may not be there, whether it could load the PTX."""
+        from cuda.bindings import nvrtc
+
+        def ask(result: tuple[Any, ...]) -> Any:
+            if int(result[0]) != 0:
+                raise CompileError(f"{self.spec.name}: NVRTC answered {result[0]} when asked for PTX")
+            return result[1] if len(result) > 1 else None
+
+        program = ask(nvrtc.nvrtcCreateProgram(self.source.encode(), self.spec.name.encode(), 0, [], []))
+        try:
+            options = [option.rstrip(b"\0") for option in self.options.as_bytes("nvrtc")]
+            ask(nvrtc.nvrtcCompileProgram(program, len(options), options))
+            text = bytearray(ask(nvrtc.nvrtcGetPTXSize(program)))
+            ask(nvrtc.nvrtcGetPTX(program, text))
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+        return bytes(text).rstrip(b"\0")
+
     def dump(self, folder: Path, cubin: bytes) -> None:
         """Write everything there is to read about this kernel."""
         parts: dict[str, bytes | None] = {"cu": self.source.encode(), "cubin": cubin}
         if not env.NO_COMPILE.get():
-            parts["ptx"] = self.nvrtc("ptx").rstrip(b"\0")
+            parts["ptx"] = self.ptx()
         sass = disassemble(cubin)
         parts["sass"] = None if sass is None else f"// {resources(cubin, ENTRY)}\n{sass}".encode()
         for suffix, data in parts.items():

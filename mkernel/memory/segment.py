@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 __all__ = ["Segment"]
 
@@ -37,7 +38,7 @@ class Segment(abc.ABC):
         """Address of a local rank's part (None: this rank's)."""
         return self.base + (self.local_rank if local_rank is None else local_rank) * self.stride
 
-    def __enter__(self) -> Segment:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:

@@ -58,7 +58,8 @@ def layout_of(name: str, view: TensorView) -> tuple[bool, int]:
         return True, first
     if (first == ITEM or rows == 1) and second >= rows * ITEM and second % 16 == 0:
         return False, second
-    raise ArgumentError(f"{name}.strides", view.strides, "must be row-major or the transpose view of a row-major array", f"copy it: xp.ascontiguousarray({name})")
+    rule = "must be row-major or the transpose view of a row-major array"
+    raise ArgumentError(f"{name}.strides", view.strides, rule, f"copy it: xp.ascontiguousarray({name})")
 
 
 def check_split(split: Any) -> Split | None:

@@ -75,7 +75,7 @@ class PreparedPlan:
         return str(self.executable.plan.describe())
 
     def can_run(self) -> bool:
-        """Is the world still able to run it?"""
+        """Whether the world is still able to run it."""
         return self.world.failure is None and not self.world.closed
 
     def run(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
@@ -89,7 +89,8 @@ OPS = ("allgather_gemm",)  # each a module of this package with a function of it
 def plan(op: str, *arrays: Any, world: World | None = None, stream: Any = None, **options: Any) -> PreparedPlan:
     """Agree on and compile the plan of one call before it is made (needed before a graph capture).
 
-    Takes the arguments of the op itself; the arrays are only looked at, never read. Collective, blocks the host on first use; not capturable.
+    Takes the arguments of the op itself; the arrays are only looked at, never read. Collective, blocks the host on first use; not
+    capturable.
 
     Parameters
     ----------

@@ -106,10 +106,13 @@ class AllGatherGemmPlan:
     def describe(self) -> str:
         p = self.problem
         layout = "row-major" if p.b_row_major else "transposed"
+        world, split = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}", self.split
         return (
-            f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {p.topology.num_nodes}x{p.topology.ranks_per_node} ranks\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, {self.chunks} chunks of {self.chunk_rows} rows per shard\n"
-            f"SMs: compute {self.split.compute}, intra_comm {self.split.intra_comm}, inter_send {self.split.inter_send}; workspace {self.workspace_bytes} bytes"
+            f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
+            f"{self.chunks} chunks of {self.chunk_rows} rows per shard\n"
+            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
+            f"workspace {self.workspace_bytes} bytes"
         )
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
@@ -127,7 +130,7 @@ class AllGatherGemmPlan:
         return self.problem.topology.size * self.tile_rows * self.tiles_n
 
     def source(self, rank: int, distance: int) -> int:
-        """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes from the next on, own rail first."""
+        """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes', own rail first."""
         topology = self.problem.topology
         per_node = topology.ranks_per_node
         node = (topology.node(rank) + distance // per_node) % topology.num_nodes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel import abi, env
-from mkernel.errors import AbortedError, ArgumentError
+from mkernel.errors import AbortedError, ArgumentError, Error
 from mkernel.runtime import current
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
@@ -184,7 +184,8 @@ def assemble(
         bootstrap.allgather(b"ready")  # nobody raises a flag in memory that its owner has not mapped
     except BaseException as error:
         world.abort(f"init failed: {error}")
-        world.close()
+        with contextlib.suppress(Error):
+            world.close()
         raise
     return world
 

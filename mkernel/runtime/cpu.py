@@ -88,6 +88,7 @@ class CpuKernel(Kernel):
     def __init__(self, spec: KernelSpec, path: Path, max_ctas: int) -> None:
         self.spec = spec
         self._max_ctas = max_ctas
+        _library()  # the kernel's symbols are there
         self._library = ctypes.CDLL(str(path))
         threads, size = self._library.mkernel_threads(), self._library.mkernel_parameter_bytes()
         if (threads, size) != (spec.threads, spec.parameter_bytes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ _uncaught: BaseException | None = None
 _mpi_failed = False  # some world whose ranks are MPI's failed
 _mpi_peer_lost = False  # ... because a rank has gone: MPI_Finalize would wait for it
 _installed = False
+_process = 0  # in which the hooks were installed
 _GRACE_SECONDS = 0.5
 
 
@@ -84,6 +86,8 @@ def note_failure(*, peer_lost: bool) -> None:
 
 
 def _install() -> None:
+    global _process
+    _process = os.getpid()
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -97,6 +101,8 @@ def _install() -> None:
 
 def _at_exit() -> None:
     """Close what is open: in peace, or, when the process dies of an exception, so that the others hear why and MPI does not wait for us."""
+    if os.getpid() != _process:
+        return  # a forked child: the worlds are its parent's
     in_danger = _mpi_failed
     for world in list(_open):
         if _uncaught is not None:

@@ -126,7 +126,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def capturing(self, stream: Any) -> bool:
-        """Is a CUDA graph being captured on this stream? (always False on cpu)"""
+        """Whether a CUDA graph is being captured on this stream (never on cpu)."""
 
     @abc.abstractmethod
     def order(self, before: Any, after: Any) -> None:

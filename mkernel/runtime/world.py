@@ -329,17 +329,17 @@ class World:
         Asynchronous on cuda; on cpu it returns when the kernel has ended, and raises what it failed of.
         """
         with self._lock:
+            backend = self.backend
+            resolved = backend.stream(stream)
             call = self._calls
+            self._history[call & (_HISTORY - 1)] = executable
             # Count, then look: who asks for an agreement announces it, then looks at our count, so that one of the two sees the other.
             self._calls = call + 1
             if self._attention or self._state[0]:
                 self._attend(call)
             ctypes.memmove(ctypes.addressof(parameters), executable._header_address, _WORLD_BYTES)
-            backend = self.backend
-            resolved = backend.stream(stream)
             if resolved != self._stream:
                 self._change_stream(call, resolved, stream)
-            self._history[call & (_HISTORY - 1)] = executable
             try:
                 backend.launch(executable.kernel, resolved, executable.grid, bytes(parameters))
             except BaseException as error:

@@ -27,7 +27,8 @@ class Transport(abc.ABC):
 
     The contract: when the receiver's device sees the signal, all bytes of that put and of earlier puts on the same channel (to the same
     rank) are visible to it. Nothing here blocks: ``post`` may refuse (returns False: try again after ``poll``), ``poll`` returns the
-    tickets that completed since the last call, in any order. A failure raises ``mkernel.errors.TransportError`` (peer, op, status) and is final.
+    tickets that completed since the last call, in any order. A failure raises ``mkernel.errors.TransportError`` (peer, op, status) and
+    is final.
     """
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mkernel import abi
-from mkernel.errors import CompileError
+from mkernel.errors import ArgumentError, CompileError
 from mkernel.jit.spec import KernelSpec
 from mkernel.memory.memfd import MemfdSegment, import_fd
 from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
@@ -135,6 +135,8 @@ class FakeDevice(Device):
         return bytes(128)
 
     def stream(self, stream: Any) -> Any:
+        if stream == "bad":
+            raise ArgumentError("stream", stream, "is no stream")
         return 0 if stream is None else stream
 
     def capturing(self, stream: Any) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
+RUN_ID = f"mkernel-test-{secrets.token_hex(8)}"  # in the environment of every process we start
 _LAUNCHER_PREFIXES = ("MKERNEL_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_")
 _TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -35,7 +37,7 @@ def free_port() -> int:
 def clean_environment(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES) and k not in _TORCHRUN}
     kept.update({k: os.environ[k] for k in ("MKERNEL_CACHE_DIR",) if k in os.environ})
-    return {**kept, **extra}
+    return {**kept, "TEST_RUN_ID": RUN_ID, **extra}
 
 
 def start(scenario: str, ranks: int, timeout: float = 60.0, **extra: str) -> list[Result]:

@@ -17,9 +17,11 @@ import pytest
 
 from mkernel import abi, env, errors
 from mkernel.errors import AbortedError, ArgumentError, CompileError, Error, MismatchError, TransportError
+from mkernel.plan.topology import Topology
 from mkernel.runtime import current
-from mkernel.runtime.assemble import HEAP_BYTES, join
+from mkernel.runtime.assemble import HEAP_BYTES, _choose_transport, join
 from mkernel.runtime.launch import launch, run
+from mkernel.runtime.placement import Card
 from mkernel.runtime.world import SIGNAL_BYTES, Options, World
 from tests.runtime.fake import FakeDevice, FakePlan, Parameters
 
@@ -338,6 +340,20 @@ def test_capture() -> None:
     assert ranks(use, 2) == [[(6, 5)]] * 2
 
 
+def test_a_bad_stream_is_the_callers_mistake(target: str) -> None:
+    """Found before anything is launched, so the world goes on, and no call was counted."""
+
+    def use(w: World) -> int:
+        call(w)
+        with pytest.raises(ArgumentError):
+            call(w, stream="bad")
+        call(w)
+        w.barrier()
+        return w.call_number
+
+    assert ranks(use, 2, target) == [2, 2]
+
+
 def test_a_refused_launch_ends_the_world(target: str) -> None:
     def use(w: World) -> None:
         call(w, FakePlan(name="refused") if w.rank == 1 else FakePlan())
@@ -578,6 +594,27 @@ def test_init_fails_on_all_ranks_alike() -> None:
     with pytest.raises(OSError, match="no memory") as caught:
         run(lambda w: None, 3, Options(target="cuda", heap_bytes=1 << 16), make_device=Broken)
     assert sum("rank 1 could not open its device and memory: OSError: no memory" in note for note in caught.value.__notes__) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "per_node", "hosts", "expected"),
+    [
+        ("auto", 4, "aaaa", ""),
+        ("emulated", 4, "aaaa", ""),
+        ("auto", 2, "aaaa", "emulated"),
+        ("null", 2, "aabb", "null"),
+        ("auto", 2, "aabb", None),
+        ("emulated", 2, "aabb", None),
+        ("rc", 4, "aaaa", None),
+    ],
+)
+def test_choice_of_transport(name: str, per_node: int, hosts: str, expected: str | None) -> None:
+    cards = [Card(host, {}) for host in hosts]
+    if expected is None:
+        with pytest.raises(ArgumentError, match="transport"):
+            _choose_transport(name, Topology(4, per_node), cards)
+    else:
+        assert _choose_transport(name, Topology(4, per_node), cards) == expected
 
 
 @pytest.mark.parametrize(

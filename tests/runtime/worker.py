@@ -58,15 +58,9 @@ def ok() -> None:
         world.barrier()
         import numpy as np
 
-        base, stride = world._heap.segment.base, world._heap.segment.stride
-        seen = [
-            float(
-                world.backend.wrap(
-                    base + world.topology.local_rank(p) * stride + world.heap_offset(array.ctypes.data, 48), (1,), "float32", None
-                )[0]
-            )
-            for p in peers
-        ]
+        segment, offset = world._heap.segment, world.heap_offset(array.ctypes.data, 48) or 0
+        places = [segment.address(world.topology.local_rank(peer)) + offset for peer in peers]
+        seen = [float(world.backend.wrap(place, (1,), "float32", None)[0]) for place in places]
         world.barrier()
         calls(world)
         tell(rank=world.rank, size=world.size, node=world.node, local=world.local_rank, seen=seen, zero=int(np.count_nonzero(array)))
@@ -147,8 +141,78 @@ def left_open() -> None:
     tell(rank=world.rank)
 
 
-def mpi_missing_launcher() -> None:
-    tell(**outcome(open_world))
+def forks() -> None:
+    """A forked child that ends before or after its parent disturbs nobody, and does not hide the parent's death."""
+    world = open_world()
+    calls(world)
+    if os.fork() == 0:
+        if world.rank == 1:
+            time.sleep(2.0)
+        sys.exit(0)
+    calls(world)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(rank=world.rank, first=outcome(world.barrier), closing=outcome(world.close))
+
+
+def real_kernel() -> None:
+    """The public API, the cpu target, ranks as processes: the sum of everything."""
+    import numpy as np
+
+    import mkernel as mk
+
+    with mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24) as world:
+        rng = np.random.default_rng(1)
+        a, b = rng.standard_normal((world.size, 40, 64)).astype(np.float16), rng.standard_normal((64, 72)).astype(np.float16)
+        for _ in range(3):
+            c = mk.allgather_gemm(a[world.rank], b)
+        expected = a.reshape(-1, 64).astype(np.float64) @ b.astype(np.float64)
+        worst = float(np.abs(c.astype(np.float64) - expected).max())
+        world.barrier()
+    tell(rank=world.rank, worst=worst, nodes=world.num_nodes)
+
+
+def real_kernel_killed() -> None:
+    """Rank 1 dies while the others' kernels wait for it."""
+    import numpy as np
+
+    import mkernel as mk
+
+    world = mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24)
+    a, b = np.ones((40, 64), np.float16), np.ones((64, 72), np.float16)
+    mk.allgather_gemm(a, b)
+    if world.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(rank=world.rank, first=outcome(lambda: mk.allgather_gemm(a, b)), closing=outcome(world.close))
+
+
+def real_kernel_other_shape() -> None:
+    """Two cached plans; rank 1 calls the other one."""
+    import numpy as np
+
+    import mkernel as mk
+
+    world = mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24)
+    shapes = [(np.ones((40, 64), np.float16), np.ones((64, n), np.float16)) for n in (72, 8)]
+    for a, b in shapes:
+        mk.allgather_gemm(a, b)
+    a, b = shapes[world.rank == 1]
+    tell(rank=world.rank, first=outcome(lambda: mk.allgather_gemm(a, b)), closing=outcome(world.close))
+
+
+def real_kernel_late() -> None:
+    """Rank 1 computes something else for longer than the others are willing to wait."""
+    import numpy as np
+
+    import mkernel as mk
+
+    world = mk.init(target="cpu", timeout=20.0, entry_timeout=1.0, heap_bytes=1 << 24)
+    a, b = np.ones((40, 64), np.float16), np.ones((64, 72), np.float16)
+    mk.allgather_gemm(a, b)
+    if world.rank == 1:
+        time.sleep(3.0)
+    tell(rank=world.rank, first=outcome(lambda: mk.allgather_gemm(a, b)), closing=outcome(world.close))
 
 
 if __name__ == "__main__":

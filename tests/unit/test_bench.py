@@ -446,11 +446,17 @@ def test_ranks_that_hang_are_ended_with_their_children(tmp_path: Path, ranks: in
 
 
 def _alive(pid: int) -> bool:
-    """A zombie counts as ended: whoever adopted it has only not looked yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    """Still there a moment later; a zombie counts as ended: whoever adopted it has only not looked yet."""
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -11,7 +11,9 @@ import pytest
 from mkernel import env
 from mkernel.cli.main import COMMANDS
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", "docs/architecture.md", "docs/memory_model.md"]
 
 
 def _default(variable: env.Variable) -> str:
@@ -37,3 +39,23 @@ def test_commands() -> None:
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_examples_are_python(block: str) -> None:
     ast.parse(block)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    """A name may be the end of a path: ``control.py`` in the section on mkernel/runtime."""
+    folders = ("mkernel", "kernels_src", "tests", "docs", "examples")
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    named = set(re.findall(r"`([\w/]+\.(?:py|cuh|h|hpp|cpp|md))`", (ROOT / page).read_text()))
+    assert named
+    assert not [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_functions_of_the_kernels_that_are_named_exist(page: str) -> None:
+    """Names like ``wait_ge`` or ``ControlBlock.failed`` in backticks occur somewhere in the sources."""
+    paths = [*(ROOT / "kernels_src").rglob("*"), *(ROOT / "mkernel").rglob("*.py")]
+    sources = "\n".join(path.read_text() for path in paths if path.is_file() and not path.name.startswith("."))
+    named = set(re.findall(r"`(?:\w+(?:::|\.))?([a-z]+(?:_[a-z0-9]+)+)`", (ROOT / page).read_text()))
+    words = set(re.findall(r"\w+", sources))
+    assert not sorted(named - words)

@@ -1,0 +1,70 @@
+"""The CUDA driver: loaded on first use, and one place where its status codes become exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from mkernel.errors import Error
+
+__all__ = ["DriverError", "call", "current", "driver"]
+
+_REMEDIES = {
+    2: "free GPU memory, or pass a smaller heap_bytes",
+    100: "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+    304: "check the limits on locked memory and open files (ulimit -l -n)",
+    700: "a kernel of this process touched memory it must not: the GPU context is lost, restart the process",
+    719: "a kernel of this process failed: the GPU context is lost, restart the process",
+    720: "more CTAs than fit on the GPU at once: does another program use it?",
+    900: "not allowed while a CUDA graph is being captured",
+}
+_GONE = (4, 709)  # DEINITIALIZED, CONTEXT_IS_DESTROYED: the process is ending
+
+
+class DriverError(Error):
+    """A driver call failed. ``status`` is the CUresult."""
+
+    def __init__(self, what: str, status: int, name: str) -> None:
+        self.status = status
+        remedy = _REMEDIES.get(status, "")
+        super().__init__(f"{what}: {name}" + (f" ({remedy})" if remedy else ""))
+
+    @property
+    def gone(self) -> bool:
+        """The driver has already shut down: there is nothing left to free."""
+        return self.status in _GONE
+
+
+@functools.cache
+def driver() -> Any:
+    """``cuda.bindings.driver``, initialized. Raises ImportError (no such package) or DriverError (no driver, no GPU)."""
+    from cuda.bindings import driver as bindings
+
+    try:
+        status = bindings.cuInit(0)[0]
+    except RuntimeError as error:
+        raise DriverError("the CUDA driver cannot be loaded", 100, str(error).splitlines()[0]) from error
+    if int(status) != 0:
+        raise DriverError("cuInit", int(status), status.name)
+    return bindings
+
+
+def call(result: tuple[Any, ...], what: str) -> Any:
+    """Unwrap what a function of ``driver()`` returned. ``what`` says what was being done, with its values."""
+    status = result[0]
+    if status:  # CUDA_SUCCESS is 0
+        raise DriverError(what, int(status), status.name)
+    return result[1] if len(result) == 2 else result[1:] or None
+
+
+@contextlib.contextmanager
+def current(context: Any) -> Iterator[None]:
+    """Make a context the calling thread's current one, and put the previous one back."""
+    cuda = driver()
+    call(cuda.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        call(cuda.cuCtxPopCurrent(), "cuCtxPopCurrent")

@@ -1,0 +1,215 @@
+"""Symmetric segments in GPU memory (target cuda): one allocation per rank, those of a node in one address reservation.
+
+The only file that makes the driver's virtual-memory calls. Never NVLink multicast, never managed memory.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from mkernel.memory.driver import DriverError, call, current, driver
+from mkernel.memory.segment import Segment
+
+__all__ = ["VmmMapping", "VmmSegment", "granularity", "import_fd"]
+
+
+class VmmSegment(Segment):
+    """``size`` bytes (rounded up to the granularity) of GPU ``ordinal``, zeroed, shared through a POSIX file descriptor.
+
+    Works between threads of one process and between processes: what the other ranks need is the ``fd``. The memory may be registered with a
+    network card where the GPU can do that.
+
+    Parameters
+    ----------
+    ordinal, context
+        The GPU and its primary context.
+    size
+        Bytes of every rank's part; the same on all ranks of the node.
+    local_rank, ranks_per_node
+        This rank's place in the node.
+
+    Raises
+    ------
+    DriverError
+        Out of memory or address space, or the GPU cannot share memory by file descriptor.
+    """
+
+    def __init__(self, ordinal: int, context: Any, size: int, local_rank: int, ranks_per_node: int) -> None:
+        self._fd = -1
+        self._undo: list[Callable[[], None]] = []
+        if size < 0 or not 0 <= local_rank < ranks_per_node:
+            raise ValueError(f"segment of {size} bytes for local rank {local_rank} of {ranks_per_node}")
+        unit = granularity(ordinal)
+        self.ordinal = ordinal
+        self.size = self.stride = _round_up(max(size, 1), unit)
+        self.local_rank = local_rank
+        self.ranks_per_node = ranks_per_node
+        try:
+            self.base = _reserve(self.stride * ranks_per_node, unit, self._undo)
+            handle = _create(ordinal, self.size)
+            try:
+                self._fd = _export(handle)
+                _map(handle, self.address(), self.size, ordinal, self._undo)
+            finally:
+                _release(handle)  # the mapping and the descriptor keep the memory
+            _zero(context, self.address(), self.size)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def map_peers(self, fds: Sequence[int]) -> None:
+        if self._fd < 0:
+            raise ValueError("the segment is closed")
+        if len(fds) != self.ranks_per_node:
+            raise ValueError(f"{len(fds)} descriptors for {self.ranks_per_node} local ranks")
+        for peer, fd in enumerate(fds):
+            if peer != self.local_rank:
+                handle = _import(fd, f"the segment of local rank {peer}")
+                try:
+                    _map(handle, self.address(peer), self.size, self.ordinal, self._undo)
+                finally:
+                    _release(handle)
+
+    def close(self) -> None:
+        _unwind(self._undo)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            warnings.warn(f"VmmSegment of {self.size} bytes was not closed", ResourceWarning, source=self)
+
+
+class VmmMapping:
+    """One rank's part of a segment of another node, mapped for the engine. A context manager; ``close`` is safe to call twice."""
+
+    def __init__(self, fd: int, size: int, ordinal: int) -> None:
+        self._undo: list[Callable[[], None]] = []
+        unit = granularity(ordinal)
+        self.size = _round_up(max(size, 1), unit)
+        try:
+            self.address = _reserve(self.size, unit, self._undo)
+            handle = _import(fd, f"descriptor {fd}")
+            try:
+                _map(handle, self.address, self.size, ordinal, self._undo)
+            finally:
+                _release(handle)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        _unwind(self._undo)
+
+    def __enter__(self) -> VmmMapping:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_undo", None):
+            warnings.warn(f"VmmMapping of {self.size} bytes was not closed", ResourceWarning, source=self)
+
+
+def import_fd(fd: int, size: int, ordinal: int) -> VmmMapping:
+    """Map ``size`` bytes of another rank's segment so that GPU ``ordinal`` reaches them. The fd stays the caller's."""
+    return VmmMapping(fd, size, ordinal)
+
+
+def granularity(ordinal: int) -> int:
+    """Sizes of segments are multiples of this many bytes."""
+    cuda = driver()
+    flag = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    unit: int = call(cuda.cuMemGetAllocationGranularity(_properties(ordinal), flag), f"granularity of GPU {ordinal}")
+    return unit
+
+
+# ---- the driver's calls, each with what undoes it
+def _properties(ordinal: int) -> Any:
+    cuda = driver()
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = ordinal
+    properties.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+    rdma = call(cuda.cuDeviceGetAttribute(attribute, ordinal), f"attributes of GPU {ordinal}")
+    properties.allocFlags.gpuDirectRDMACapable = 1 if rdma else 0
+    return properties
+
+
+def _reserve(size: int, alignment: int, undo: list[Callable[[], None]]) -> int:
+    cuda = driver()
+    base = int(call(cuda.cuMemAddressReserve(size, alignment, 0, 0), f"reserving {size} bytes of address space"))
+    undo.append(lambda: call(cuda.cuMemAddressFree(base, size), f"freeing {size} bytes of address space"))
+    return base
+
+
+def _create(ordinal: int, size: int) -> Any:
+    return call(driver().cuMemCreate(size, _properties(ordinal), 0), f"allocating {size} bytes on GPU {ordinal}")
+
+
+def _release(handle: Any) -> None:
+    call(driver().cuMemRelease(handle), "releasing a memory handle")
+
+
+def _export(handle: Any) -> int:
+    cuda = driver()
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    fd = int(call(cuda.cuMemExportToShareableHandle(handle, kind, 0), "exporting GPU memory as a file descriptor"))
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def _import(fd: int, what: str) -> Any:
+    cuda = driver()
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return call(cuda.cuMemImportFromShareableHandle(fd, kind), f"importing {what} from a file descriptor")
+
+
+def _map(handle: Any, address: int, size: int, ordinal: int, undo: list[Callable[[], None]]) -> None:
+    """Map an allocation and let GPU ``ordinal`` read and write it."""
+    cuda = driver()
+    call(cuda.cuMemMap(address, size, 0, handle, 0), f"mapping {size} bytes (the size must be equal on all ranks)")
+    undo.append(lambda: call(cuda.cuMemUnmap(address, size), f"unmapping {size} bytes"))
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = ordinal
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call(cuda.cuMemSetAccess(address, size, [access], 1), f"giving GPU {ordinal} access to {size} bytes (is it a peer of their GPU?)")
+
+
+def _zero(context: Any, address: int, size: int) -> None:
+    """On a stream of its own: the legacy stream would wait for kernels of other worlds."""
+    cuda = driver()
+    with current(context):
+        stream = call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream")
+        try:
+            call(cuda.cuMemsetD8Async(address, 0, size, stream), f"zeroing {size} bytes")
+            call(cuda.cuStreamSynchronize(stream), f"zeroing {size} bytes")
+        finally:
+            call(cuda.cuStreamDestroy(stream), "destroying a stream")
+
+
+def _unwind(undo: list[Callable[[], None]]) -> None:
+    """Newest first. At the end of the process the driver may be gone already, and has freed everything."""
+    while undo:
+        try:
+            undo.pop()()
+        except DriverError as error:
+            if not error.gone:
+                raise
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

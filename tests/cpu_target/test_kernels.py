@@ -1,0 +1,204 @@
+"""Every ptx function on target cpu does what the machine does; and what a kernel does wrong is found."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel.errors import Error
+from mkernel.runtime.cpu import CpuDevice
+from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Primitives, Relay, aligned, load, map_of
+
+SEEDS = range(8)
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+# ---- primitives
+@pytest.mark.parametrize("seed", SEEDS)
+def test_primitives(seed: int) -> None:
+    kernel = load("primitives", Primitives, threads=64)
+    out, words, flags = aligned((2, 448), np.uint32, 0xFFFFFFFF), aligned(4, np.uint32), aligned(4, np.uint64)
+    CpuDevice(seed=seed).launch(kernel, 0, 2, bytes(Primitives(out.ctypes.data, words.ctypes.data, flags.ctypes.data)))
+    t = np.arange(64)
+    lane, warp = t % 32, t // 32
+    for cta in range(2):
+        index, votes, shuffle, barriers, atomics, packed = (out[cta, i : i + 64] for i in range(0, 384, 64))
+        assert (index == (cta << 24 | 2 << 16 | warp << 8 | lane)).all()
+        assert (votes == 0b0101).all()
+        assert (shuffle == (warp * 32 + 5) * 3).all()
+        assert (barriers == warp * 32 + (lane + 1) % 32 + (t + 33) % 64 * 100 + (warp == 1) * (lane + 7000)).all()
+        expected = (1.0 + t).astype(BFLOAT16).view(np.uint16).astype(np.uint32) | (-0.5 * t).astype(BFLOAT16).view(np.uint16).astype(np.uint32) << 16
+        assert (packed == expected).all()
+        assert out[cta, 384] == 0xFFFFFFFF  # no check of the kernel's own failed
+        assert out[cta, 385] == 0xFC003E00
+        assert out[cta, 386] == 16
+        assert out[cta, 387] == 1
+    assert sorted(np.concatenate([out[0, 256:320], out[1, 256:320]])) == list(range(128))
+    assert out[1, 388] == 4711
+    assert out[1, 389] == 4712
+    assert words[0] == 2 * t.sum()
+    assert words[1] == 128
+    assert words[2] in (1, 2)
+    assert flags[0] == 128 << 32
+
+
+# ---- TMA, wgmma, stmatrix
+def reference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], unit: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The product in float64, and how far a float32 accumulation rounded once may be from it."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    product = a @ b
+    return product, unit / 2 * np.abs(product) + a.shape[1] * 2.0**-23 * (np.abs(a) @ np.abs(b)) + 1e-7
+
+
+@pytest.mark.cases(
+    block_n=(64, 128, 192, 256), a_columns=(0, 1), b_rows=(0, 1), dtype=("bfloat16", "float16"), shape=((64, 256, 64), (100, 264, 200), (8, 72, 1032))
+)
+def test_gemm_tile(block_n: int, a_columns: int, b_rows: int, dtype: str, shape: tuple[int, int, int], rng: np.random.Generator) -> None:
+    """Both layouts of both operands, against float64; edges that no tile divides are zero-filled and clipped."""
+    m, n, k = shape
+    if a_columns:
+        m = -(-m // 8) * 8  # rows of 16-byte multiples
+    kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(np.float16)
+    a, b = rng.standard_normal((m, k)).astype(kind), rng.standard_normal((k, n)).astype(kind)
+    device = CpuDevice(seed=int(rng.integers(2**32)))
+    stored_a = aligned((k, m) if a_columns else (m, k), kind)
+    stored_b = aligned((k, n) if b_rows else (n, k), kind)
+    stored_a[...], stored_b[...] = (a.T if a_columns else a), (b if b_rows else b.T)
+    guarded = aligned((m + 2, n), kind, np.nan)  # a row before and after, which nobody may touch
+    c = guarded[1:-1]
+    parameters = GemmTile()
+    parameters.a = map_of(device, stored_a, (64, 64))
+    parameters.b = map_of(device, stored_b, (64, 64 if b_rows else block_n))
+    parameters.c = map_of(device, c, (64, 64))
+    parameters.steps, parameters.tiles_m = -(-k // 64), -(-m // 64)
+    constants = {"kBlockN": block_n, "kAColumns": a_columns, "kBRows": b_rows, "kFloat16": int(dtype == "float16")}
+    shared = 3 * (64 + block_n) * 128 + block_n * 128 + 1024
+    kernel = load("gemm_tile", GemmTile, threads=160, shared=shared, **constants)
+    device.launch(kernel, 0, parameters.tiles_m * -(-n // block_n), bytes(parameters))
+    product, bound = reference(a, b, UNIT[dtype])
+    assert (np.abs(c.astype(np.float64) - product) <= bound).all()
+    assert np.isnan(guarded[[0, -1]].astype(np.float32)).all()
+
+
+def test_float_rounding() -> None:
+    """Pack rounds to nearest even, as numpy does, for every kind of number (through the GEMM's epilogue: identity times numbers)."""
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 2**16, 4096, dtype=np.uint16)
+    bits[:4] = 0x0001, 0x03FF, 0x7BFF, 0x8400
+    values = bits.view(np.float16).reshape(64, 64)
+    a = aligned((64, 64), np.float16)
+    a[...] = np.eye(64) * 0.75
+    b, c = aligned((64, 64), np.float16), aligned((64, 64), np.float16, np.nan)
+    b[...] = np.where(np.isfinite(values), values, 1)
+    device = CpuDevice()
+    parameters = GemmTile(map_of(device, a, (64, 64)), map_of(device, b, (64, 64)), map_of(device, c, (64, 64)), 1, 1)
+    kernel = load("gemm_tile", GemmTile, threads=160, shared=3 * 128 * 128 + 64 * 128 + 1024, kBlockN=64, kAColumns=0, kBRows=1, kFloat16=1)
+    device.launch(kernel, 0, 1, bytes(parameters))
+    expected = (b.astype(np.float32) * np.float32(0.75)).astype(np.float16)
+    assert (c.view(np.uint16) == expected.view(np.uint16)).all() or (c == expected).all()
+
+
+# ---- the relay: bulk copies, flags, the async proxy
+def relay(fault: int, seed: int, rng: np.random.Generator) -> bool:
+    """Did the data arrive?"""
+    kernel = load("relay", Relay, threads=32, shared=4096, kFault=fault)
+    pieces = 5
+    source, middle, out = aligned(pieces * 1024, np.uint8), aligned(pieces * 1024, np.uint8), aligned(pieces * 1024, np.uint8)
+    source[:] = rng.integers(0, 256, source.size)
+    flag = aligned(1, np.uint64)
+    parameters = Relay(source.ctypes.data, middle.ctypes.data, out.ctypes.data, flag.ctypes.data, pieces, 7)
+    CpuDevice(seed=seed).launch(kernel, 0, 2, bytes(parameters))
+    return bool((out == source).all())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_relay(seed: int, rng: np.random.Generator) -> None:
+    assert relay(0, seed, rng)
+
+
+def test_missing_proxy_fence_after_acquire(rng: np.random.Generator) -> None:
+    for seed in SEEDS:
+        with pytest.raises(Error, match=r"CTA 1, thread 0: missing fence.proxy.async: bulk_load reads global memory"):
+            relay(1, seed, rng)
+
+
+@pytest.mark.parametrize("fault", [2, 3], ids=["wait_group.read before a flag", "stage reused before it was read"])
+def test_missing_wait_corrupts_data(fault: int, rng: np.random.Generator) -> None:
+    """Copies complete late, so that a missing wait shows in the data, for nearly every seed."""
+    wrong = sum(not relay(fault, seed, rng) for seed in range(20))
+    assert wrong >= 5
+
+
+# ---- planted faults
+FAULTS: dict[int, str] = {
+    1: r"missing fence.proxy.async: bulk_store uses shared \+0x0 .* thread 0 has written",
+    2: r"thread 0: ended with bulk stores in flight",
+    3: r"thread 0: ended with bulk stores that were never committed",
+    4: r"deadlock: .*\n.*threads 0-127: mbarrier at shared \+0x4000, parity 0 \(in phase 0: 1 of 2 arrivals and \d+ bytes missing\)",
+    5: r"ended with wgmma in flight",
+    6: r"bulk_load: mbarrier_init_fence is missing",
+    7: r"mbarrier_arrive: the mbarrier at shared \+0x4000 has all its 1 arrivals and waits for bytes|deadlock",
+    8: r"a parity of 2",
+    9: r"bulk_load: 2048 bytes at .* are outside shared memory",
+    10: r"bulk_load: 2048 bytes at .*: both must be multiples of 16",
+    11: r"ended, but (a TMA load into it is in flight|nobody has waited for the TMA loads of an mbarrier)",
+    12: r"the warp has diverged: this lane is in (sync_warp|all_of_warp)",
+    13: r"barrier 2 of (96|128) threads, others use it with (96|128)",
+    14: r"wgmma before the first wgmma_fence",
+    15: r"barrier_sync: 100 threads: must be a multiple of 32",
+    16: r"the mbarrier at shared \+0x4000 (has been overwritten|was overwritten before a TMA load)",
+    17: r"the mbarrier at shared \+0x4008 has not been initialized",
+    18: r"does not say 128-byte swizzle",
+    19: r"the threads of the warpgroup gave different operands",
+    20: r"an atomic access of 8 bytes",
+    21: r"missing fence.proxy.async: wgmma reads shared \+0x2\w+, which thread \d+ has written",
+    22: r"is not a tensor map of target cpu",
+    23: r"deadlock: .*\n.*0 of 1 arrivals and 16 bytes missing|deadlock: .*\n.*1 of 1 arrivals",
+}
+
+
+def run_fault(fault: int, seed: int, device: CpuDevice | None = None) -> np.ndarray[Any, Any]:
+    kernel = load("faults", Faults, threads=128, shared=16384 + 1024, kFault=fault)
+    source, out, flag = aligned(4096, np.uint8), aligned(4096, np.uint8), aligned(2, np.uint64)
+    parameters = Faults(source.ctypes.data, out.ctypes.data, flag.ctypes.data)
+    (device or CpuDevice(seed=seed)).launch(kernel, 0, 1, bytes(parameters))
+    return out
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_fault(seed: int) -> None:
+    words = run_fault(0, seed)[:2048].view(np.uint32).reshape(128, 4)
+    # Row l of the four 8x8 matrices of a warp is made of register l // 8 of lanes 4 * (l % 8) .. + 3.
+    t = np.arange(128)
+    first = t // 32 * 32 + t % 8 * 4
+    assert (words == first[:, None] + np.arange(4) + t[:, None] % 32 // 8).all()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[re.sub(r"\W+", " ", text)[:40] for text in FAULTS.values()])
+def test_fault_is_found(fault: int) -> None:
+    device = CpuDevice(seed=1)
+    for _ in range(3):
+        with pytest.raises(Error, match=FAULTS[fault]):
+            run_fault(fault, 0, device)
+    run_fault(0, 0, device)  # the device works on after a failed kernel
+
+
+# ---- determinism
+def test_same_seed_same_interleaving() -> None:
+    def trace(seed: int) -> tuple[int, bytes]:
+        device = CpuDevice(seed=seed)
+        out, words, flags = aligned((2, 448), np.uint32), aligned(4, np.uint32), aligned(4, np.uint64)
+        kernel = load("faults", Faults, threads=128, shared=16384 + 1024, kFault=0)
+        source, target = aligned(4096, np.uint8), aligned(4096, np.uint8)
+        for _ in range(2):
+            device.launch(kernel, 0, 1, bytes(Faults(source.ctypes.data, target.ctypes.data, flags.ctypes.data)))
+        del out, words
+        return device.trace, target.tobytes()
+
+    first, second, other = trace(3), trace(3), trace(4)
+    assert first == second
+    assert first[0] != other[0]
+    assert first[1] == other[1]

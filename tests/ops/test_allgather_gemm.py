@@ -1,0 +1,121 @@
+"""allgather_gemm on target cpu: right, the same every time, and whatever the ranks' timing. See body.py for what a rank does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel.cli.check import worst_over_bound
+from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, topology
+
+_DTYPES = ("bfloat16", "float16")
+
+
+def ranks(fn: Any, world: str, *args: Any, seed: int, **options: Any) -> list[Any]:
+    shape = topology(world)
+    return mk.launch(fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, heap_bytes=64 << 20, **options)
+
+
+def seeds(request: pytest.FixtureRequest) -> range:
+    first = request.config.getoption("--seed")
+    return range(first, first + (20 if request.config.getoption("--full") else 2))
+
+
+@pytest.mark.cases(world=WORLDS, shape=SHAPES, split=SPLITS, dtype=_DTYPES, row_major=(True, False))
+def test_every_element(
+    request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool
+) -> None:
+    case = Case(dtype, *shape, row_major, split)
+    for seed in seeds(request):
+        for rank, results in enumerate(ranks(back_to_back, world, case, seed, seed=seed)):
+            assert problems(results) == [], f"rank {rank}"
+
+
+# ---- one seed, one run
+
+
+def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[bytes], int, int]:
+    results = back_to_back(world, case, seed, delay, (7, 129))
+    assert problems(results) == []
+    world.barrier()  # all kernels have ended
+    cohort = world.backend.cohort
+    return [result.c.tobytes() for result in results], cohort.trace, cohort.turns
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str) -> None:
+    seed, case = request.config.getoption("--seed"), Case("bfloat16", 136, 72)
+    first = ranks(_traced, world, case, seed, 0.0, seed=seed)
+    again = ranks(_traced, world, case, seed, 0.02, seed=seed)  # whatever the host's timing
+    assert again == first
+    other = ranks(_traced, world, case, seed, 0.0, seed=seed + 1)
+    assert [results for results, _, _ in other] == [results for results, _, _ in first], "bitwise the same in every interleaving"
+    assert {trace for _, trace, _ in other}.isdisjoint({trace for _, trace, _ in first}), "another seed is another interleaving"
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world != "1x1"])
+def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str) -> None:
+    """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
+    monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.005)  # else the scheduler lets nobody go ahead
+    case = Case("float16", 200, 72)
+    for seed in seeds(request):
+        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.05, (0, 7, 129), seed=seed)):
+            assert problems(results) == [], f"rank {rank}"
+
+
+# ---- several plans and ways to call
+
+
+def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[Any]:
+    several = [Rank(world, case, seed + i, (7, 129)) for i, case in enumerate(cases)]
+    order = np.random.default_rng(seed).integers(0, len(cases), 16)
+    uses = np.random.default_rng(seed + 1).permutation(2 * len(USES))
+    return [several[i].call(number, (7, 129)[number % 2], USES[use % len(USES)]) for number, (i, use) in enumerate(zip(order, uses, strict=True))]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_plans_alternate(request: pytest.FixtureRequest, world: str) -> None:
+    """One workspace and one set of flags for all plans: what one call leaves there must not disturb the next."""
+    seed = request.config.getoption("--seed")
+    cases = (Case("bfloat16", 136, 72), Case("float16", 8, 8), Case("bfloat16", 72, 200, False), Case("float16", 64, 64, True, "narrow"))
+    for rank, results in enumerate(ranks(_alternating, world, cases, seed, seed=seed)):
+        assert problems(results) == [], f"rank {rank}"
+
+
+class _Lent:
+    """An array that shows itself by DLPack only."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def _planned(world: Any) -> list[str]:
+    rng = np.random.default_rng(world.rank)
+    a, b = (random(shape, "float16", rng) for shape in ((40, 64), (64, 96)))
+    plan = mk.plan("allgather_gemm", a, b, world=world)
+    assert plan.can_run()
+    assert plan.split.total <= world.backend.sm_count
+    assert plan.workspace_bytes == (world.size * a.nbytes if world.size > 1 else 0)
+    out = aligned((40 * world.size, 96), "float16")
+    assert plan.run(a, b, out=out) is out
+    results = [out, plan.run(a, b), mk.allgather_gemm(_Lent(a), _Lent(b)), mk.allgather_gemm(a, np.asfortranarray(b), split=plan.split)]
+    whole = np.concatenate([random((40, 64), "float16", np.random.default_rng(rank)) for rank in range(world.size)])
+    assert all(result.tobytes() == out.tobytes() for result in results)
+    assert worst_over_bound(out, whole, b, "float16") <= 1.0
+    return plan.describe().splitlines()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_planned_first_and_called_in_other_ways(world: str) -> None:
+    described = ranks(_planned, world, seed=1)
+    assert "float16" in described[0][0]
+    assert f"{world} ranks" in described[0][0]

@@ -1,0 +1,109 @@
+"""``mkernel demo``: it runs, it draws, and it cannot end well when a result is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkernel.cli import demo, demo_rank, launcher
+from mkernel.cli.main import main
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["mpi", "processes"])
+def test_demo_runs_two_nodes_of_two(kind: str, tmp_path: Path) -> None:
+    if kind == "mpi" and launcher.find_mpirun() is None:
+        pytest.skip("no mpirun")
+    picture = tmp_path / "demo.svg"
+    command = [sys.executable, "-m", "mkernel", "demo", "--target", "cpu", "--launcher", kind, "--picture", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line for line in result.stdout.splitlines() if line.endswith("right") and " x " in line]
+    assert {row.split()[1] for row in rows} == {"bfloat16", "float16"}
+    assert all("2x2" in row for row in rows)
+    texts = [t.text for t in ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert {"intra_comm × 1", "inter_send × 1"} <= set(texts)
+
+
+@pytest.mark.mpi
+def test_example_runs(tmp_path: Path) -> None:
+    if launcher.find_mpirun() is None:
+        pytest.skip("no mpirun")
+    root = Path(__file__).parents[2]
+    command = [str(root / "examples" / "allgather_gemm.py"), "--ranks-per-node", "2"]
+    printed = tmp_path / "printed"
+    with printed.open("wb") as output:
+        assert launcher.run(4, command, timeout=120, kind="mpi", environment={"PYTHONPATH": str(root)}, output=output) == 0
+    lines = printed.read_text().splitlines()
+    assert sorted(line.split(" on ")[0] for line in lines) == [f"rank {rank} of 4" for rank in range(4)]
+    assert all("c is (512, 256)" in line for line in lines)
+
+
+def _reports(worst: float, cases: int | None = None, status: int = 0) -> Any:
+    """Stands in for the ranks: every rank reports, rank 3 with this ratio of error to bound."""
+
+    def run(ranks: int, arguments: Sequence[str], **_: Any) -> int:
+        folder = Path(arguments[arguments.index("--worker") + 1])
+        for rank in range(ranks):
+            entries = [
+                {"case": vars(case), "worst": worst if rank == 3 else 0.5, "milliseconds": 1.0}
+                for case in demo_rank.cases("cpu", ranks)[:cases]
+            ]
+            (folder / f"{rank}.json").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return status
+
+    return run
+
+
+@pytest.mark.parametrize("worst", [1.01, float("inf"), float("nan")])
+def test_one_wrong_rank_fails_the_demo(worst: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launcher, "run", _reports(worst))
+    assert main(["demo", "--target", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG: see above" in out
+    assert not [line for line in out.splitlines() if line.endswith("right") and " x " in line]
+
+
+def test_right_reports_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launcher, "run", _reports(1.0))
+    assert main(["demo", "--target", "cpu"]) == 0
+    assert "all results are right" in capsys.readouterr().out
+
+
+def test_missing_reports_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launcher, "run", _reports(0.5, cases=1))
+    assert main(["demo", "--target", "cpu"]) == 1
+    assert "1 of 4 cases reported" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_at_the_end_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launcher, "run", _reports(0.5, status=7))
+    assert main(["demo", "--target", "cpu"]) == 1
+    assert "status 7" in capsys.readouterr().err
+
+
+def test_ranks_that_hang_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*_: Any, **__: Any) -> int:
+        raise launcher.LauncherError("the ranks did not end within 1 s")
+
+    monkeypatch.setattr(launcher, "run", run)
+    assert main(["demo", "--target", "cpu"]) == 1
+    assert "did not end" in capsys.readouterr().err
+
+
+def test_worlds_by_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worlds(gpus: int) -> list[tuple[str, str]]:
+        monkeypatch.setattr(demo, "_usable_gpus", lambda: gpus)
+        return [(group.target, group.name) for group in demo._groups("auto")]
+
+    assert worlds(0) == [("cpu", "2x2")]
+    assert worlds(1) == [("cpu", "2x2"), ("cuda", "1x1")]
+    assert worlds(4) == [("cuda", "2x2"), ("cuda", "1x4")]
+    assert worlds(8) == [("cuda", "2x2"), ("cuda", "1x8")]
