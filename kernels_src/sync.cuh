@@ -66,8 +66,8 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
 #pragma unroll 1
   for (uint32_t poll = 1;; ++poll) {
     ptx::pause(flag, value, deadline);
-    const bool look = poll % ptx::kPollsPerAbortCheck == 0;  // all waiters of the rank read the same two words
-    const bool aborted = look && (ptx::load_acquire_sys(node_abort) != 0 || ptx::load_acquire_sys(host_abort) != 0);
+    const bool aborted = (poll % ptx::kPollsPerAbortCheck == 0 && ptx::load_acquire_sys(node_abort) != 0) ||
+                         (poll % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(host_abort) != 0);
     seen = ptx::load_acquire_sys(flag);
     if (seen >= value) return true;
     if (aborted) {
@@ -81,8 +81,7 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
   }
 }
 
-// Waits for flags 0 .. count-1 of an array; a warp function. One lane polls at a time: a hundred CTAs polling eight flags each kept the line
-// so busy that the flags' writers took 100 us for a release (measured on 4 x H200, docs/benchmarks.md).
+// Waits for flags 0 .. count-1 of an array; a warp function. One lane polls at a time.
 // Flags: const uint64_t* word(i); uint64_t value(); bool wait(call, i).
 template <class Flags>
 MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {

@@ -109,7 +109,7 @@ void complete_load(Scheduler& s, AsyncCopy& copy) {
     return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x received %lld bytes more than expected", cta.launch->rank,
                                              cta.index, offset, static_cast<long long>(-bar.transactions)));
   }
-  tsan::release(copy.bar);
+  tsan::release(&bar.sync[bar.phase]);
   complete_phase_if_done(s, cta, offset, bar);
 }
 
@@ -230,8 +230,9 @@ void check_source(const void* global, size_t bytes, const char* what) {
     const auto it = s.written.find(line);
     if (it == s.written.end() || it->second.turn < fiber.cta->launch->begin || it->second.turn <= fiber.clock.fenced) continue;
     if (it->second.writer == writer_of(*fiber.cta)) continue;
-    s.fail_fiber("missing fence.proxy.async: %s reads global memory at 0x%llx, which another CTA or the network has written since this kernel began, "
-                 "without fence_proxy_async between the acquire of its flag and the load",
+    s.fail_fiber("missing fence.proxy.async: %s reads global memory at 0x%llx, which another CTA or the network has written later than the last "
+                 "fence_proxy_async before this load. After the acquire of the data's flag there must be one (or the flag was raised too early: by a thread "
+                 "that had not waited for its stores with store_wait)",
                  what, static_cast<unsigned long long>(line * kLineBytes));
   }
 }

@@ -85,13 +85,15 @@ struct Mbarrier {
   bool visible = false;     // to the async proxy: an init fence followed
   bool had_bytes = false;   // the current phase expected bytes
   bool unobserved = false;  // the last phase moved bytes and nobody has waited for it yet
+  char sync[2] = {};        // addresses for ThreadSanitizer, by phase: who comes late from one must not inherit from the next
   ProxyClock clock;
   std::vector<Fiber*> waiting;
   uint64_t word() const;  // what lies in shared memory
 };
 
 struct NamedBarrier {
-  uint32_t expected = 0, arrived = 0;
+  uint32_t expected = 0, arrived = 0, generation = 0;
+  char sync[2] = {};  // addresses for ThreadSanitizer, by generation
   ProxyClock clock;
   std::vector<Fiber*> waiting;
 };

@@ -278,7 +278,7 @@ void Scheduler::run_fiber(Fiber* fiber) {
   tsan::destroy_fiber(fiber->tsan);
   progress();
   if (--cta.live > 0) {
-    if (cta.everyone.arrived == cta.live) cta.everyone.arrived = 0, wake(cta.everyone.waiting);  // those who have left do not count
+    if (cta.everyone.arrived == cta.live) cta.everyone.arrived = 0, ++cta.everyone.generation, wake(cta.everyone.waiting);  // those who have left do not count
     return;
   }
   finish_cta(*this, cta);
@@ -341,7 +341,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     step_copies();
     if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16)) {
       if (ended || execute_some_copy() || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
-      if (virtual_time) {
+      if (virtual_time || (runnable == 0 && flag_waiters.empty())) {  // else the outside may write a flag at any time
         idle_polls = 0;
         return kBlocked;
       }

@@ -28,10 +28,12 @@ namespace {
 // All arrive; the last one lets the waiting ones go.
 void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waiting& waiting) {
   bar.clock.join(fiber.clock);
-  tsan::release(&bar);
+  const char* sync = &bar.sync[bar.generation % 2];
+  tsan::release(sync);
   const bool last = ++bar.arrived == bar.expected;
   if (last) {
     bar.arrived = 0;
+    ++bar.generation;
     s.wake(bar.waiting);
   }
   if (!wait) return s.maybe_yield();
@@ -42,7 +44,7 @@ void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waitin
     s.park(waiting);
   }
   fiber.clock.join(bar.clock);
-  tsan::acquire(&bar);
+  tsan::acquire(sync);
 }
 
 const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp / ballot", "broadcast", "stmatrix_x4"};
@@ -280,7 +282,7 @@ void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
   if (bar.transactions > kMaxCount) s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
   bar.clock.join(fiber.clock);
-  tsan::release(word);
+  tsan::release(&bar.sync[bar.phase]);
   --bar.pending;
   complete_phase_if_done(s, *fiber.cta, offset, bar);
   s.progress();
@@ -299,7 +301,7 @@ bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
   }
   bar.unobserved = false;
   fiber.clock.join(bar.clock);
-  tsan::acquire(word);
+  tsan::acquire(&bar.sync[parity]);
   return true;
 }
 
@@ -317,7 +319,7 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
   }
   bar.unobserved = false;
   fiber.clock.join(bar.clock);
-  tsan::acquire(word);
+  tsan::acquire(&bar.sync[parity]);
 }
 
 // ---- proxies

@@ -34,7 +34,7 @@ def load(key: bytes) -> bytes | None:
 
 
 def store(key: bytes, cubin: bytes) -> None:
-    """Keep a cubin. Readers see all of it or nothing. A full or read-only disk costs the next process a compilation, not this one its run."""
+    """Keep a cubin; readers see all of it or nothing. A full or read-only disk costs later processes a compilation, no more."""
     from cuda.core.utils import FileStreamProgramCache
 
     try:
@@ -46,7 +46,7 @@ def store(key: bytes, cubin: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(key: bytes) -> Iterator[None]:
-    """One compilation of a key at a time, among the threads and processes of this host. Where no lock can be had, no harm: twice the work."""
+    """One compilation of a key at a time among the threads and processes of this host. Without one: more work, no harm."""
     with contextlib.ExitStack() as stack:
         try:
             path = folder() / "locks" / key.hex()

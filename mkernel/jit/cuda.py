@@ -30,7 +30,7 @@ _log = logging.getLogger("mkernel")
 
 
 def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> bytes:
-    """The cubin of a kernel, from the cache or compiled now (about a third of a second). Ranks and threads may ask for the same one at once.
+    """The cubin of a kernel, from the cache or compiled now (well under a second). Ranks and threads may ask for the same at once.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ class IncludePath:
 
 # ---- locations
 def kernels_src() -> Path:
-    """mkernel's device code: beside the package in a checkout, inside it when installed."""
+    """The device code: beside the package in a checkout, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels_src", package.parent / "kernels_src"):
         if (folder / "ptx.cuh").is_file():

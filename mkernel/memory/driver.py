@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 from mkernel.errors import Error
 
-__all__ = ["DriverError", "call", "current", "driver"]
+__all__ = ["DriverError", "call", "check", "current", "driver", "native"]
 
 _REMEDIES = {
     2: "free GPU memory, or pass a smaller heap_bytes",
@@ -57,6 +58,24 @@ def call(result: tuple[Any, ...], what: str) -> Any:
     if status:  # CUDA_SUCCESS is 0
         raise DriverError(what, int(status), status.name)
     return result[1] if len(result) == 2 else result[1:] or None
+
+
+@functools.cache
+def native(name: str, *types: Any) -> Any:
+    """A function of the driver that releases the GIL while it runs, which the bindings' functions do not. Returns a status: ``check``.
+
+    For whatever may wait: with the GIL held, the engine thread or another rank's thread that would end the wait could not run.
+    """
+    driver()
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.restype, function.argtypes = ctypes.c_int, list(types)
+    return function
+
+
+def check(status: int, what: str) -> None:
+    """Raise DriverError unless a ``native`` function succeeded."""
+    if status:
+        raise DriverError(what, status, driver().CUresult(status).name)
 
 
 @contextlib.contextmanager

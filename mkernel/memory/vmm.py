@@ -5,13 +5,14 @@ The only file that makes the driver's virtual-memory calls. Never NVLink multica
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from mkernel.memory.driver import DriverError, call, current, driver
+from mkernel.memory.driver import DriverError, call, check, current, driver, native
 from mkernel.memory.segment import Segment
 
 __all__ = ["VmmMapping", "VmmSegment", "granularity", "import_fd"]
@@ -86,7 +87,7 @@ class VmmSegment(Segment):
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            warnings.warn(f"VmmSegment of {self.size} bytes was not closed", ResourceWarning, source=self)
+            warnings.warn(f"VmmSegment of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 class VmmMapping:
@@ -110,7 +111,7 @@ class VmmMapping:
     def close(self) -> None:
         _unwind(self._undo)
 
-    def __enter__(self) -> VmmMapping:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
@@ -118,7 +119,7 @@ class VmmMapping:
 
     def __del__(self) -> None:
         if getattr(self, "_undo", None):
-            warnings.warn(f"VmmMapping of {self.size} bytes was not closed", ResourceWarning, source=self)
+            warnings.warn(f"VmmMapping of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 def import_fd(fd: int, size: int, ordinal: int) -> VmmMapping:
@@ -196,7 +197,7 @@ def _zero(context: Any, address: int, size: int) -> None:
         stream = call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream")
         try:
             call(cuda.cuMemsetD8Async(address, 0, size, stream), f"zeroing {size} bytes")
-            call(cuda.cuStreamSynchronize(stream), f"zeroing {size} bytes")
+            check(native("cuStreamSynchronize", ctypes.c_void_p)(int(stream)), f"zeroing {size} bytes")
         finally:
             call(cuda.cuStreamDestroy(stream), "destroying a stream")
 

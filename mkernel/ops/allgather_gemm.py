@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_aligned, check_matrix, check_multiple, check_split, layout_of, row_stride, split_error
+from mkernel.ops.arguments import ITEM, check_aligned, check_matrix, check_multiple, check_split, check_writable, layout_of, row_stride, split_error
 from mkernel.ops.call import BoundCall, cached
 from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import BLOCK_K, BLOCK_M
@@ -91,7 +91,11 @@ def allgather_gemm(
     else:
         c, vc = out, view(out)
     key = (OP, va, vb, vc, split)
-    bound = w.bound_calls.get(key)
+    try:
+        bound = w.bound_calls.get(key)
+    except TypeError:  # a split that cannot be hashed
+        check_split(split)
+        raise
     if bound is None or not bound.valid():
         bound = cached(w, key, lambda: _bind(w, va, vb, vc, split, stream))
     w.launch(bound.executable, bound.parameters, stream)
@@ -149,6 +153,7 @@ def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Spli
     rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
     if check_matrix("out", c, dtype) != (rows * size, n):
         raise ArgumentError("out.shape", c.shape, f"must be (M, N) = ({rows * size}, {n})")
+    check_writable("out", c)
     c_stride = row_stride("out", c)
     if rows:
         check_aligned("out", c)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
@@ -10,7 +11,7 @@ from mkernel.plan.split import Split, SplitError
 if TYPE_CHECKING:
     from mkernel.runtime.device import TensorView
 
-__all__ = ["check_aligned", "check_matrix", "check_split", "layout_of", "row_stride"]
+__all__ = ["check_aligned", "check_matrix", "check_multiple", "check_split", "check_writable", "layout_of", "row_stride", "split_error"]
 
 DTYPES = ("bfloat16", "float16")
 ITEM = 2  # bytes of both
@@ -35,6 +36,11 @@ def check_aligned(name: str, view: TensorView) -> None:
 def check_multiple(name: str, value: int, rule: str = "must be a positive multiple of 8") -> None:
     if value <= 0 or value % 8:
         raise ArgumentError(name, value, rule, "pad it with zeros")
+
+
+def check_writable(name: str, view: TensorView) -> None:
+    if not view.writable:
+        raise ArgumentError(name, f"array at {view.address:#x}", "is read-only")
 
 
 def row_stride(name: str, view: TensorView) -> int:
@@ -63,8 +69,13 @@ def layout_of(name: str, view: TensorView) -> tuple[bool, int]:
 
 
 def check_split(split: Any) -> Split | None:
-    if split is not None and not isinstance(split, Split):
+    if split is None:
+        return None
+    if not isinstance(split, Split):
         raise ArgumentError("split", split, "must be an mk.Split or None")
+    for role, number in ((field.name, getattr(split, field.name)) for field in dataclasses.fields(split)):
+        if number is not None and not isinstance(number, int):
+            raise ArgumentError("split", split, f"{role} must be a number of SMs", "None lets mkernel choose")
     return split
 
 

@@ -306,6 +306,8 @@ def gpus_here() -> tuple[tuple[Gpu, ...], str, int | None]:
         gpus = tuple(Gpu(g.ordinal, g.uuid, g.capability, tuple(g.peers)) for g in cuda.available())
     except ImportError as error:
         return (), f"there is a GPU, but {error}: install mkernel[cuda13]" if installed else "", None
+    except Exception as error:  # whatever a driver may say: the user learns it from choose_target
+        return (), f"the GPU driver fails: {error}", None
     if not gpus:
         return (), "there is a GPU, but its driver does not answer: run nvidia-smi" if installed else "", None
     return gpus, "", _current_ordinal()

@@ -197,6 +197,7 @@ class Cohort:
         self._engines: list[_Engine] = []
         self._engine_lock = threading.RLock()  # an engine's failure may remove it
         self._poked = False
+        self._noisy_since: float | None = None  # kernels have been waiting for a rank's thread since
         self._segments = _SharedSegments()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -329,25 +330,32 @@ class Cohort:
         ranks = zip(self._state, self._waking_since, strict=True)
         return not any(state == "running" or (state == "waking" and since > late) for state, since in ranks)
 
-    def _ready(self) -> bool:
-        return self._closing or (bool(self._pending or self._active) and self._quiet())
-
     def _loop(self) -> None:
-        while True:
-            with self._condition:
-                since = time.monotonic()
-                while not self._ready():
-                    working = bool(self._pending or self._active)
-                    if working and time.monotonic() - since > _IMPATIENT_SECONDS:
-                        break
-                    self._condition.wait(_WAKING_SECONDS if working else None)
-                    if not working:
-                        since = time.monotonic()
-                if self._closing:
-                    self._stop()
-                    return
-                self._submit()
+        while self._wait_for_work():
             self._slice()
+
+    def _wait_for_work(self) -> bool:
+        """Until there is a kernel to run and no rank's thread is in Python (or has been for too long). False: the cohort closes."""
+        with self._condition:
+            while not self._closing:
+                if not self._pending and not self._active:
+                    self._noisy_since = None
+                    self._condition.wait()
+                elif self._quiet():
+                    self._noisy_since = None
+                    break
+                else:
+                    if self._noisy_since is None:
+                        self._noisy_since = time.monotonic()
+                    patience = self._noisy_since + _IMPATIENT_SECONDS - time.monotonic()
+                    if patience <= 0:
+                        break
+                    self._condition.wait(min(patience, _WAKING_SECONDS))
+            if self._closing:
+                self._stop()
+                return False
+            self._submit()
+            return True
 
     def _submit(self) -> None:
         pending, self._pending = sorted(self._pending, key=lambda launch: launch.rank), []

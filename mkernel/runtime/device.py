@@ -23,6 +23,7 @@ class TensorView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # bytes
     dtype: str  # "bfloat16", "float16", "float32", "int32", "int64"
+    writable: bool = True
 
 
 @dataclasses.dataclass(slots=True)

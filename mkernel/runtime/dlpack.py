@@ -10,7 +10,7 @@ import numpy as np
 from mkernel.errors import ArgumentError
 from mkernel.runtime.device import TensorView
 
-__all__ = ["host_view", "numpy_dtype"]
+__all__ = ["capsule_view", "host_view", "numpy_dtype"]
 
 _HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 _DTYPES = {  # (DLPack type code, bits)
@@ -63,13 +63,17 @@ def host_view(array: Any) -> TensorView:
     host = np.asarray(array)
     if not host.dtype.isnative or host.dtype.hasobject:
         raise ArgumentError("array", host.dtype, "must have a native numeric element type")
-    return TensorView(host.ctypes.data, host.shape, host.strides, host.dtype.name)
+    return TensorView(host.ctypes.data, host.shape, host.strides, host.dtype.name, host.flags.writeable)
 
 
 def _from_dlpack(array: Any) -> TensorView:
     if array.__dlpack_device__()[0] not in _HOST_DEVICES:
         raise ArgumentError("array", type(array).__name__, "is not in host memory, where target cpu works", "copy it to the host")
-    capsule = array.__dlpack__()
+    return capsule_view(array.__dlpack__())
+
+
+def capsule_view(capsule: object) -> TensorView:
+    """What an unconsumed DLPack capsule holds, wherever the memory is."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))  # the capsule stays unconsumed and frees what it holds

@@ -203,7 +203,7 @@ class World:
         self._history: list[Executable | None] = [None] * _HISTORY
         self._scratch_offset = self._scratch_bytes = 0
         self._stream: Any = None
-        self._stream_owner: Any = None  # keeps the user's stream object alive while its handle is compared and ordered after
+        self._stream_owner: Any = None
         self._synchronous = self.target == "cpu"  # a launch returns when its kernel has ended
         self._trace: tuple[int, int] | None = None
         self._trace_buffers: dict[int, tuple[int, int]] = {}  # capacity -> (records, zeros)
@@ -595,7 +595,10 @@ class World:
             if captured == capturing:
                 backend.order(before, resolved)
             # else: a capture begins; it must not depend on work outside it, so its replays follow the user's own stream order
-        self._stream, self._stream_owner = resolved, stream
+        self._stream = resolved
+        # Keep the stream alive as long as we may ask about its handle; None means CuPy's current one.
+        cuda = getattr(self.xp, "cuda", None)
+        self._stream_owner = cuda.get_current_stream() if stream is None and cuda is not None else stream
 
     def _synchronize(self) -> None:
         if not self._synchronous:

@@ -40,12 +40,12 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "TEST_RUN_ID": RUN_ID, **extra}
 
 
-def start(scenario: str, ranks: int, timeout: float = 60.0, **extra: str) -> list[Result]:
+def start(scenario: str, ranks: int, timeout: float = 60.0, worker: Path = WORKER, **extra: str) -> list[Result]:
     """Plain processes that meet over TCP. By rank."""
     rendezvous = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), scenario],
+            [sys.executable, str(worker), scenario],
             env=clean_environment(MKERNEL_RENDEZVOUS=rendezvous, MKERNEL_RANK=str(rank), MKERNEL_SIZE=str(ranks), **extra),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -76,13 +76,13 @@ def mpirun() -> str:
     return found
 
 
-def start_mpi(scenario: str, ranks: int, timeout: float = 60.0, **extra: str) -> Result:
+def start_mpi(scenario: str, ranks: int, timeout: float = 60.0, worker: Path = WORKER, **extra: str) -> Result:
     """Ranks under mpirun."""
     command = [mpirun(), "-n", str(ranks)]
     if "Open MPI" in subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout:
         command += ["--allow-run-as-root", "--oversubscribe"]
     done = subprocess.run(
-        [*command, sys.executable, str(WORKER), scenario],
+        [*command, sys.executable, str(worker), scenario],
         env=clean_environment(**extra),
         capture_output=True,
         text=True,

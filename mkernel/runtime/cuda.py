@@ -1,0 +1,584 @@
+"""Target cuda: one GPU of this process, through the driver. Arrays are CuPy's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mkernel.errors import ArgumentError, CompileError, Error
+from mkernel.jit import cuda as compiler
+from mkernel.jit.source import ENTRY
+from mkernel.jit.spec import KernelSpec
+from mkernel.memory import vmm
+from mkernel.memory.driver import DriverError, call, check, current, driver, native
+from mkernel.memory.segment import Segment
+from mkernel.runtime import dlpack
+from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
+
+__all__ = ["CudaDevice", "CudaKernel", "Gpu", "available"]
+
+_LEGACY_STREAM = 1  # CU_STREAM_LEGACY; 0 means the same here, whatever the bindings were told
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_MARK_EVERY, _MARKS = 16, 8  # launches between two marks, marks that may be pending: at most 144 launches are
+_POLL_SECONDS = 20e-6, 200e-6  # shortest and longest sleep of a host wait
+_SIGNAL_SLOTS = 1024  # pinned values on their way to flags; half of it is reused at a time
+_STREAMS_REMEMBERED = 64
+_BOX_BYTES = 128  # the swizzle's row
+_DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_NAMES = {"<f2": "float16", "<f4": "float32", "<f8": "float64", "<i4": "int32", "<i8": "int64"}  # of __cuda_array_interface__
+
+_pointer, _size, _u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that this process sees."""
+
+    ordinal: int
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    peers: tuple[int, ...]  # ordinals whose memory it reaches directly
+
+
+def available() -> list[Gpu]:
+    """The GPUs that this process sees; none when there is no driver. Raises ImportError without the package cuda-bindings."""
+    try:
+        cuda = driver()
+    except DriverError:
+        return []
+    number = cuda.CUdevice_attribute
+    major, minor = number.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, number.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    gpus = []
+    count = call(cuda.cuDeviceGetCount(), "counting GPUs")
+    for ordinal in range(count):
+        what = f"attributes of GPU {ordinal}"
+        others = (peer for peer in range(count) if peer != ordinal)
+        gpus.append(
+            Gpu(
+                ordinal,
+                bytes(call(cuda.cuDeviceGetUuid(ordinal), what).bytes).hex(),
+                _name(ordinal),
+                (call(cuda.cuDeviceGetAttribute(major, ordinal), what), call(cuda.cuDeviceGetAttribute(minor, ordinal), what)),
+                call(cuda.cuDeviceTotalMem(ordinal), what),
+                tuple(peer for peer in others if call(cuda.cuDeviceCanAccessPeer(ordinal, peer), what)),
+            )
+        )
+    return gpus
+
+
+def _name(ordinal: int) -> str:
+    name: bytes = call(driver().cuDeviceGetName(128, ordinal), f"name of GPU {ordinal}")
+    return name.split(b"\0")[0].decode()
+
+
+# ---- kernels
+
+
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", _u32 * 3),
+        ("block", _u32 * 3),
+        ("shared_bytes", _u32),
+        ("stream", _pointer),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", _u32),
+    ]
+
+
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+
+
+class CudaKernel(Kernel):
+    """A kernel in a GPU's memory, with everything its launches need prepared."""
+
+    def __init__(self, spec: KernelSpec, cubin: bytes, sm_count: int, ordinal: int) -> None:
+        """With the GPU's context current."""
+        from cuda.core import ObjectCode
+
+        cuda = driver()
+        self.spec = spec
+        self._code = ObjectCode.from_cubin(cubin, name=spec.name)  # owns the module
+        self._kernel = self._code.get_kernel(ENTRY)
+        what = f"loading {spec.name} on GPU {ordinal}"
+        function = call(cuda.cuKernelGetFunction(self._kernel.handle), what)
+        call(cuda.cuFuncLoad(function), what)  # now: a lazy load at the first launch would wait for kernels that wait for this one
+        attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call(cuda.cuFuncSetAttribute(function, attribute, spec.shared_bytes), f"{what}: {spec.shared_bytes} bytes of shared memory")
+        per_sm = call(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, spec.threads, spec.shared_bytes), what)
+        if per_sm < 1:
+            raise CompileError(f"{spec.name}: {spec.threads} threads with {spec.shared_bytes} bytes of shared memory do not fit an SM")
+        self._max_ctas = int(per_sm) * sm_count
+        self.function = int(function)
+        # The struct travels by value: the driver copies it during the launch, from here.
+        self.parameters = ctypes.create_string_buffer(spec.parameter_bytes)
+        self.argument_list = (_pointer * 1)(ctypes.addressof(self.parameters))
+        self._cooperative = _Attribute(id=_COOPERATIVE, value=1)  # all CTAs are resident at once, or the launch fails
+        self.config = _Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, ctypes.pointer(self._cooperative), 1)
+
+    def max_ctas(self) -> int:
+        return self._max_ctas
+
+
+# ---- the device
+
+
+class CudaDevice(Device):
+    """GPU ``ordinal`` of this process, through its primary context (the one CuPy and torch use).
+
+    Makes it the calling thread's current CuPy device: what a rank allocates with CuPy is then on its own GPU.
+
+    Raises
+    ------
+    Error
+        No CuPy, or the GPU cannot be opened.
+    """
+
+    target = "cuda"
+
+    def __init__(self, ordinal: int) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise Error(f"target cuda needs CuPy ({error}): pip install cupy-cuda13x, or cupy-cuda12x for a driver of CUDA 12") from error
+        cuda = driver()
+        self.ordinal = ordinal
+        self.name = _name(ordinal)
+        attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        self.sm_count = int(call(cuda.cuDeviceGetAttribute(attribute, ordinal), f"attributes of GPU {ordinal}"))
+        self.xp = cupy
+        self._context = call(cuda.cuDevicePrimaryCtxRetain(ordinal), f"opening GPU {ordinal}")
+        self._lock = threading.RLock()
+        self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuDevicePrimaryCtxRelease(ordinal), f"closing GPU {ordinal}")]
+        self._ended: dict[int, Any] = {}  # stream -> event after the last launch there
+        self._marks: deque[Any] = deque()
+        self._launches = 0
+        self._captured = False  # graphs may replay launches that leave no event here
+        self._names = {cupy.dtype(dlpack.numpy_dtype(name)): name for name in ("bfloat16", "float16", "float32", "int32", "int64")}
+        self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(_Config), _pointer, _pointer, _pointer)
+        with self._current():
+            self._stream = self._new_stream()
+        self._encode = functools.lru_cache(maxsize=4096)(_encode)
+        cupy.cuda.Device(ordinal).use()
+
+    def _current(self) -> Any:
+        return current(self._context)
+
+    def _new_stream(self) -> int:
+        """A stream that never waits for the legacy stream."""
+        cuda = driver()
+        stream = call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream")
+        self._frees.append(lambda: call(cuda.cuStreamDestroy(stream), "destroying a stream"))
+        return int(stream)
+
+    def _new_event(self) -> Any:
+        cuda = driver()
+        return call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+
+    # ---- memory
+    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
+        return vmm.VmmSegment(self.ordinal, self._context, size, local_rank, ranks_per_node)
+
+    def import_segment(self, fd: int, size: int) -> int:
+        mapping = vmm.import_fd(fd, size, self.ordinal)
+        with self._lock:
+            self._frees.append(mapping.close)
+        return mapping.address
+
+    def copier(self) -> CudaCopier:
+        return CudaCopier(self._context)
+
+    def allocate(self, size: int) -> int:
+        cuda = driver()
+        with self._lock, self._current():
+            address = int(call(cuda.cuMemAlloc(max(size, 1)), f"allocating {size} bytes on GPU {self.ordinal}"))
+            self._frees.append(lambda: call(cuda.cuMemFree(address), f"freeing {size} bytes"))
+            call(cuda.cuMemsetD8Async(address, 0, max(size, 1), self._stream), f"zeroing {size} bytes")
+            self._finish(self._stream, f"zeroing {size} bytes")
+        return address
+
+    def allocate_host(self, size: int) -> HostMemory:
+        cuda = driver()
+        with self._lock, self._current():
+            host, free = _pinned(size)
+            self._frees.append(free)
+            address = int(call(cuda.cuMemHostGetDevicePointer(host, 0), f"address of {size} bytes of host memory"))
+        ctypes.memset(host, 0, size)
+        return HostMemory(memoryview((ctypes.c_char * size).from_address(host)).cast("B"), address, host)
+
+    def read(self, address: int, size: int) -> bytes:
+        self.synchronize()
+        buffer = ctypes.create_string_buffer(size)
+        with self._lock, self._current():
+            copy = native("cuMemcpyDtoHAsync_v2", _pointer, _pointer, _size, _pointer)
+            check(copy(buffer, address, size, self._stream), f"reading {size} bytes")
+            self._finish(self._stream, f"reading {size} bytes")
+        return buffer.raw
+
+    def _finish(self, stream: int, what: str) -> None:
+        check(native("cuStreamSynchronize", _pointer)(stream), what)
+
+    # ---- arrays
+    def view(self, array: Any) -> TensorView:
+        if type(array) is self.xp.ndarray:
+            memory = array.data
+            if memory.device_id != self.ordinal:
+                raise self._elsewhere(array, memory.device_id)
+            dtype = array.dtype
+            return TensorView(memory.ptr, array.shape, array.strides, self._names.get(dtype) or dtype.name)
+        if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+            return self._from_dlpack(array)
+        if hasattr(array, "__cuda_array_interface__"):
+            return self._from_interface(array)
+        raise ArgumentError(
+            "array",
+            type(array).__name__,
+            "is no GPU array: neither DLPack nor __cuda_array_interface__",
+            "cupy.asarray copies it to the GPU",
+        )
+
+    def _from_dlpack(self, array: Any) -> TensorView:
+        kind, ordinal = array.__dlpack_device__()
+        if kind not in _DLPACK_GPU:
+            raise ArgumentError("array", type(array).__name__, "is not in GPU memory", f"copy it to GPU {self.ordinal} (cupy.asarray)")
+        if ordinal != self.ordinal:
+            raise self._elsewhere(array, ordinal)
+        try:
+            # -1: no synchronization. A call runs on the stream it is given, which the caller has ordered after the array's producer.
+            return dlpack.capsule_view(array.__dlpack__(stream=-1))
+        except (BufferError, RuntimeError) as error:  # torch: a tensor that requires a gradient
+            raise ArgumentError("array", type(array).__name__, f"does not give its memory away: {error}", "detach() it") from error
+
+    def _from_interface(self, array: Any) -> TensorView:
+        interface = array.__cuda_array_interface__
+        kind = interface["typestr"]
+        if kind not in _NAMES:
+            raise ArgumentError("array", kind, f"must be one of {', '.join(_NAMES)}", "bfloat16 arrays are taken from CuPy or by DLPack")
+        shape = tuple(interface["shape"])
+        strides = interface.get("strides") or _contiguous(shape, int(kind[2:]))
+        address = interface["data"][0] or 0
+        if math.prod(shape) and (ordinal := self._ordinal_of(address)) != self.ordinal:
+            raise self._elsewhere(array, ordinal)
+        return TensorView(address, shape, tuple(strides), _NAMES[kind])
+
+    def _ordinal_of(self, address: int) -> int:
+        cuda = driver()
+        attribute = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        with self._current():
+            status, ordinal = cuda.cuPointerGetAttribute(attribute, address)
+        if status:
+            raise ArgumentError("array", hex(address), "is not in GPU memory", f"copy it to GPU {self.ordinal} (cupy.asarray)")
+        return int(ordinal)
+
+    def _elsewhere(self, array: Any, ordinal: int) -> ArgumentError:
+        rule = f"is on GPU {ordinal}, this rank works on GPU {self.ordinal}"
+        return ArgumentError("array", type(array).__name__, rule, f"allocate inside `with cupy.cuda.Device({self.ordinal}):`")
+
+    def wrap(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> Any:
+        cupy, kind = self.xp, dlpack.numpy_dtype(dtype)
+        extents = tuple(shape)
+        memory = cupy.cuda.UnownedMemory(address, math.prod(extents) * kind.itemsize, owner, self.ordinal)
+        return cupy.ndarray(extents, dtype=kind, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        with self.xp.cuda.Device(self.ordinal):
+            return self.xp.empty(tuple(shape), dtype=dlpack.numpy_dtype(dtype))
+
+    # ---- kernels
+    def load(self, spec: KernelSpec) -> CudaKernel:
+        cubin = compiler.compile(spec)
+        with self._lock, self._current():
+            return CudaKernel(spec, cubin, self.sm_count, self.ordinal)
+
+    def tensor_map(
+        self, address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+    ) -> bytes:
+        return self._encode(address or self._some_address, dtype, shape, strides, box)
+
+    @functools.cached_property
+    def _some_address(self) -> int:
+        """Stands for the memory of empty arrays, whose address may be 0: a tensor map needs some."""
+        return self.allocate(256)
+
+    # ---- streams
+    def stream(self, stream: Any) -> int:
+        """A CUstream as an integer."""
+        if stream is None:
+            handle: int = self.xp.cuda.get_current_stream(self.ordinal).ptr
+        elif hasattr(stream, "__cuda_stream__"):
+            handle = int(stream.__cuda_stream__()[1])
+        elif isinstance(stream, int) and not isinstance(stream, bool):
+            handle = stream
+        else:
+            rule = "must be None, an integer or an object with __cuda_stream__"
+            raise ArgumentError("stream", type(stream).__name__, rule, "e.g. a cupy.cuda.Stream")
+        return handle or _LEGACY_STREAM
+
+    def capturing(self, stream: int) -> bool:
+        cuda = driver()
+        with self._current():
+            status, capture = cuda.cuStreamIsCapturing(stream)
+        if int(status) == 906:  # STREAM_CAPTURE_IMPLICIT: the legacy stream, while another one is being captured
+            return False
+        return bool(int(call((status, capture), "asking whether a stream is being captured")))
+
+    def order(self, before: int, after: int) -> None:
+        cuda = driver()
+        captured = self.capturing(before)
+        with self._lock, self._current():
+            # Outside a capture: the event of the last launch, so that a stream which is gone meanwhile is not touched.
+            event = self._new_event() if captured else self._ended.get(before)
+            if event is None:
+                return
+            if captured:
+                call(cuda.cuEventRecord(event, before), "recording an event in a capture")
+            call(cuda.cuStreamWaitEvent(after, event, 0), "ordering two streams")
+            if captured:
+                call(cuda.cuEventDestroy(event), "destroying an event")  # the graph has what it needs
+
+    def launch(self, kernel: Kernel, stream: int, grid: int, parameters: bytes | bytearray | memoryview) -> None:
+        assert isinstance(kernel, CudaKernel)
+        if len(parameters) != kernel.spec.parameter_bytes:
+            raise ArgumentError("parameters", f"{len(parameters)} bytes", f"{kernel.spec.name} takes {kernel.spec.parameter_bytes}")
+        with self._lock, self._current():
+            status, capture = driver().cuStreamIsCapturing(stream)
+            captured = not status and int(capture) != 0
+            if not captured:
+                self._bound_depth()
+            kernel.parameters.raw = bytes(parameters)
+            config = kernel.config
+            config.grid[0] = grid
+            config.stream = stream
+            status = self._launch_kernel(config, kernel.function, kernel.argument_list, None)
+            check(status, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
+            if captured:
+                self._captured = True
+            else:
+                self._remember(stream)
+
+    def _remember(self, stream: int) -> None:
+        """Leave an event after a launch."""
+        cuda = driver()
+        event = self._ended.get(stream)
+        if event is None:
+            if len(self._ended) >= _STREAMS_REMEMBERED:
+                self._forget_ended()
+            event = self._ended[stream] = self._new_event()
+        call(cuda.cuEventRecord(event, stream), "recording an event")
+        self._launches += 1
+        if self._launches % _MARK_EVERY == 0:
+            mark = self._new_event()
+            call(cuda.cuEventRecord(mark, stream), "recording an event")
+            self._marks.append(mark)
+
+    def _forget_ended(self) -> None:
+        for stream, event in list(self._ended.items()):
+            if _happened(event):
+                del self._ended[stream]
+                call(driver().cuEventDestroy(event), "destroying an event")
+
+    def _bound_depth(self) -> None:
+        """Wait, sleeping, while too many launches are pending: a full launch queue would block the engine's copies, and so everybody."""
+        while self._marks and (len(self._marks) > _MARKS or _happened(self._marks[0])):
+            mark = self._marks.popleft()
+            _wait(mark)
+            call(driver().cuEventDestroy(mark), "destroying an event")
+
+    def synchronize(self) -> None:
+        shortest, longest = _POLL_SECONDS
+        pause = shortest
+        while not self._idle():  # the lock is free while this thread sleeps
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        if self._captured:  # replays of graphs leave no event here
+            with self._current():
+                check(native("cuCtxSynchronize")(), f"waiting for GPU {self.ordinal}")
+
+    def _idle(self) -> bool:
+        with self._lock, self._current():
+            return all(_happened(event) for event in self._ended.values())
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._frees:
+                return
+            self._encode.cache_clear()
+            self.__dict__.pop("_some_address", None)
+            self._frees += [_destroyer(event) for event in (*self._ended.values(), *self._marks)]
+            self._ended.clear()
+            self._marks.clear()
+            _free_all(self._frees, self._context)
+
+
+def _happened(event: Any) -> bool:
+    """Has everything before an event ended? Raises DriverError when the context is lost."""
+    status = driver().cuEventQuery(event)[0]
+    if not status:
+        return True
+    if int(status) == _NOT_READY:
+        return False
+    raise DriverError("waiting for the GPU", int(status), status.name)
+
+
+def _wait(event: Any) -> None:
+    """Sleeps, without the GIL and interruptibly, until an event has happened."""
+    shortest, longest = _POLL_SECONDS
+    pause = shortest
+    while not _happened(event):
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _pinned(size: int) -> tuple[int, Callable[[], object]]:
+    """Host memory that every GPU of the process can address, and what frees it."""
+    cuda = driver()
+    flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
+    host = int(call(cuda.cuMemHostAlloc(size, flags), f"allocating {size} bytes of pinned host memory"))
+    return host, lambda: call(cuda.cuMemFreeHost(host), f"freeing {size} bytes of pinned host memory")
+
+
+def _destroyer(event: Any) -> Callable[[], object]:
+    return lambda: call(driver().cuEventDestroy(event), "destroying an event")
+
+
+def _free_all(frees: list[Callable[[], object]], context: Any) -> None:
+    """Newest first, the context itself last. What fails keeps nothing else from being freed; the first failure is raised at the end."""
+    failure: DriverError | None = None
+    while frees:
+        free = frees.pop()
+        try:
+            with current(context) if frees else contextlib.nullcontext():
+                free()
+        except DriverError as error:
+            if not error.gone:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _contiguous(shape: Sequence[int], item: int) -> tuple[int, ...]:
+    strides, step = [], item
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def _encode(address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]) -> bytes:
+    cuda = driver()
+    kinds = cuda.CUtensorMapDataType
+    kind = {"bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}.get(dtype)
+    if kind is None:
+        raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
+    if box[0] * 2 != _BOX_BYTES:
+        raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements, the row of the 128-byte swizzle")
+    # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be odd.
+    extents = [max(1, extent) for extent in shape]
+    steps, least = [], extents[0] * 2
+    for extent, stride in zip(extents[1:], strides, strict=True):
+        steps.append(stride if extent > 1 else -(-least // 16) * 16)
+        least = steps[-1] * extent
+    status, tensor_map = cuda.cuTensorMapEncodeTiled(
+        kind,
+        3,
+        address,
+        [cuda.cuuint64_t(extent) for extent in extents],
+        [cuda.cuuint64_t(step) for step in steps],
+        [cuda.cuuint32_t(extent) for extent in box],
+        [cuda.cuuint32_t(1)] * 3,
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        value = f"{dtype} {shape}, strides {strides}, box {box} at {address:#x}"
+        raise ArgumentError(
+            "tensor", value, f"no tensor map can describe it ({status.name})", "16-byte aligned base and strides are needed"
+        )
+    return ctypes.string_at(tensor_map.getPtr(), 128)
+
+
+def _end_stream(stream: int) -> None:
+    check(native("cuStreamSynchronize", _pointer)(stream), "waiting for copies")  # which never wait for kernels
+    call(driver().cuStreamDestroy(stream), "destroying a stream")
+
+
+# ---- the emulated transport's hands
+
+
+class CudaCopier:
+    """Copies by the copy engines on streams of its own, beside running kernels. One engine thread uses it."""
+
+    def __init__(self, context: Any) -> None:
+        cuda = driver()
+        self._context = context
+        self._copy_async = native("cuMemcpyAsync", _pointer, _pointer, _size, _pointer)
+        self._events: list[Any] = []  # all of them
+        self._idle: list[Any] = []  # those to be used next
+        self._next_slot = 0
+        self._halves: list[Any] = [None, None]  # event after the last signal out of each half of the ring
+        with current(context):
+            # Signals do not queue behind the data of later puts: their own data is known to have arrived.
+            flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self._data, self._flags = (int(call(cuda.cuStreamCreate(flag), "creating a stream")) for _ in range(2))
+            self._ring, self._free_ring = _pinned(8 * _SIGNAL_SLOTS)
+        self._values = (ctypes.c_uint64 * _SIGNAL_SLOTS).from_address(self._ring)
+        self._closed = False
+
+    def start(self, dst: int, src: int, size: int) -> Any:
+        with current(self._context):
+            check(self._copy_async(dst, src, size, self._data), f"copying {size} bytes to {dst:#x}")
+            return self._record(self._data)
+
+    def done(self, token: Any) -> bool:
+        if not _happened(token):
+            return False
+        self._idle.append(token)
+        return True
+
+    def signal(self, address: int, value: int) -> None:
+        slot = self._next_slot
+        half, first = divmod(slot, _SIGNAL_SLOTS // 2)
+        with current(self._context):
+            if first == 0 and self._halves[half] is not None:
+                _wait(self._halves[half])  # a whole lap ago: it has happened
+                self._idle.append(self._halves[half])
+                self._halves[half] = None
+            self._values[slot] = value
+            check(self._copy_async(address, self._ring + 8 * slot, 8, self._flags), f"signal at {address:#x}")
+            if first == _SIGNAL_SLOTS // 2 - 1:
+                self._halves[half] = self._record(self._flags)
+        self._next_slot = (slot + 1) % _SIGNAL_SLOTS
+
+    def _record(self, stream: int) -> Any:
+        cuda = driver()
+        if self._idle:
+            event = self._idle.pop()
+        else:
+            event = call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+            self._events.append(event)
+        call(cuda.cuEventRecord(event, stream), "recording an event")
+        return event
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        frees: list[Callable[[], object]] = [self._free_ring, *map(_destroyer, self._events)]
+        frees += [functools.partial(_end_stream, stream) for stream in (self._data, self._flags)]
+        with current(self._context):
+            _free_all(frees, self._context)

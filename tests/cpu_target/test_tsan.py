@@ -1,0 +1,60 @@
+"""ThreadSanitizer sees the emulated threads: a correct kernel is clean, each missing synchronization is a race."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mkernel.jit import cpu as compiler
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+import numpy as np
+from mkernel.jit import cpu
+from mkernel.runtime.cpu import Cohort, CpuDevice
+from tests.cpu_target.harness import Race, aligned, load
+assert cpu.sanitizing()
+kernel = load("race", Race, threads=64, kFault=int(sys.argv[1]))
+for seed in range(2):
+    with Cohort(1, seed) as cohort:
+        data, flag = aligned(256, np.uint32), aligned(1, np.uint64)
+        CpuDevice(0, cohort).launch(kernel, 0, 1, bytes(Race(data.ctypes.data, flag.ctypes.data)))
+print("ended")
+"""
+FAULTS = ["none", "barrier", "vote is no barrier", "relaxed flag", "mbarrier", "store not awaited", "stage reused"]
+
+
+def library() -> str | None:
+    """The libtsan that belongs to the compiler."""
+    for name in ("libtsan.so", "libtsan.so.2", "libtsan.so.0"):
+        result = subprocess.run([*compiler.find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        path = Path(result.stdout.strip())
+        if result.returncode == 0 and path.is_absolute() and path.exists():
+            return str(path.resolve())
+    return None
+
+
+@pytest.mark.tsan
+@pytest.mark.parametrize("fault", range(len(FAULTS)), ids=FAULTS)
+def test_races(fault: int) -> None:
+    preload = library()
+    if preload is None:
+        pytest.skip("ThreadSanitizer: the compiler has no libtsan (apt-get install -y libtsan2)")
+    environment = os.environ | {"LD_PRELOAD": preload, "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0"}
+    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
+    prefix = [shutil.which("setarch") or "env", *((platform.machine(), "-R") if shutil.which("setarch") else ())]
+    command = [*prefix, sys.executable, "-c", SCRIPT, str(fault)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.stdout == "ended\n", done.stderr[-3000:]
+    if fault == 0:
+        assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]
+    else:
+        assert "WARNING: ThreadSanitizer: data race" in done.stderr
+        assert "race.cuh" in done.stderr  # the report names the kernel's line
