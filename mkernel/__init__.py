@@ -75,6 +75,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'mkernel' has no attribute {name!r}")
+    if name == "plan":
+        return importlib.import_module("mkernel.plan")  # see _CallablePackage
     value = getattr(importlib.import_module(f"mkernel.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
@@ -84,12 +86,18 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_EXPORTS])
 
 
-class _Package(types.ModuleType):
-    """``mkernel.plan`` is a public function and also a subpackage: importing the latter must not hide the former."""
+class _CallablePackage(types.ModuleType):
+    """``mkernel.plan`` is a public function and a subpackage: the one object is both."""
 
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return importlib.import_module("mkernel.ops.call").plan(*arguments, **options)
+
+
+class _Package(types.ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _EXPORTS and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
+        if name in _EXPORTS and isinstance(value, types.ModuleType):  # the import system binds a subpackage
+            value.__class__ = _CallablePackage
+        super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -164,8 +164,8 @@ void Scheduler::remove(Launch& launch) {
     if (!cta->runnable.empty()) not_ready(*cta);
     for (uint32_t t = 0; t < launch.threads; ++t) {
       Fiber& fiber = cta->fibers[t];
-      if (fiber.finished) continue;  // gave its stack back when it ended
-      stacks->give(fiber.stack);
+      stacks->give(fiber.stack);  // not earlier: who gets it next must come after all that this launch did
+      if (fiber.finished) continue;
       if (fiber.tsan != nullptr) {  // a context may not end while it ignores
         tsan::switch_fiber(fiber.tsan);
         while (fiber.calls-- > 0) tsan::ignore_end();
@@ -274,7 +274,6 @@ void Scheduler::run_fiber(Fiber* fiber) {
   current = nullptr;
   if (!launch.error.empty()) return finish_launch(launch, kFailed);
   if (!fiber->finished) return;
-  stacks->give(fiber->stack);
   tsan::destroy_fiber(fiber->tsan);
   progress();
   if (--cta.live > 0) {

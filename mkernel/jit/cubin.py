@@ -23,6 +23,7 @@ class Resources:
 _SIZED = 4
 _PARAMETER, _FRAME_SIZE, _REGISTERS = 0x17, 0x11, 0x2F
 _PARAMETER_SIZE_SHIFT = 18  # in the last word of a _PARAMETER record; the bits below are address space and alignment
+_HEADER_BYTES = 64  # Elf64_Ehdr
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # Elf64_Shdr
 _SYMBOL = struct.Struct("<IBBHQQ")  # Elf64_Sym
 
@@ -58,10 +59,12 @@ class _Section:
 
 
 def _sections(file: bytes) -> dict[str, _Section]:
-    if file[:5] != b"\x7fELF\x02" or len(file) < 64:
+    if file[:5] != b"\x7fELF\x02" or len(file) < _HEADER_BYTES:
         raise ValueError("not a cubin: no 64-bit ELF header")
     (table,) = struct.unpack_from("<Q", file, 0x28)
     entry, count, names = struct.unpack_from("<HHH", file, 0x3A)
+    if names >= count or table + count * entry > len(file):
+        raise ValueError("not a cubin: its section table is cut off")
     headers = [_SECTION.unpack_from(file, table + i * entry) for i in range(count)]
     text = headers[names][4]
     return {_string(file, text + header[0]): _Section(header[4], header[5]) for header in headers}

@@ -130,6 +130,7 @@ class _Job:
                 return bytes(program.compile("cubin", logs=log).code)
             finally:
                 program.close()
+                del program  # else the traceback of an error keeps it until cuda.core's own parts of it are gone
         except Exception as error:  # NVRTCError; RuntimeError when the library is not there
             if "NVRTC_ERROR" in str(error):
                 raise CompileError(f"{self.spec.name}: NVRTC failed", log=str(error), path=str(path or "")) from error
@@ -138,8 +139,10 @@ class _Job:
                 log=str(error),
             ) from error
         finally:
-            if log.text:
-                _log.debug("NVRTC on %s: %s", self.stem, log.text)
+            if log.text.strip():
+                # ptxas says so when it must serialize wgmma: correct, but several times slower.
+                level = logging.WARNING if "Performance Loss" in log.text else logging.DEBUG
+                _log.log(level, "NVRTC on %s: %s", self.stem, log.text.strip())
 
     def ptx(self) -> bytes:
         """By NVRTC itself: cuda.core asks the driver, which may not be there, whether it could load the PTX."""

@@ -107,8 +107,9 @@ class AllGatherGemmPlan:
         p = self.problem
         layout = "row-major" if p.b_row_major else "transposed"
         world, split = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}", self.split
-        return (
-            f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks\n"
+        sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}"
+        return (  # the first line stands for the plan in messages: it tells any two apart
+            f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
             f"{self.chunks} chunks of {self.chunk_rows} rows per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "

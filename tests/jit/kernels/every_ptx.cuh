@@ -1,0 +1,85 @@
+// Uses every function of ptx.cuh once (test_cuda.py checks that none is missing). Compiled only, never run.
+#pragma once
+namespace mkernel {
+
+struct alignas(64) Parameters {
+  abi::World world;
+  uint64_t memory;
+  abi::TensorMap map;
+};
+
+MK_DEVICE void multiply(char* smem) {
+  constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
+  constexpr ptx::Major kA = Config::kTransposed ? ptx::Major::kMN : ptx::Major::kK, kB = Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN;
+  float d[Config::kWidth / 2];
+  const uint64_t descriptor = ptx::matrix_descriptor(smem, 16, 1024);
+#pragma unroll 1
+  for (uint32_t i = 0; i < Config::kLanes; ++i) {
+    ptx::wgmma_fence();
+    ptx::wgmma<Config::kWidth, kElement, kA, kB>(d, descriptor + i, descriptor + i, i != 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>(d);
+  }
+  float sum = 0.0f;
+  for (float x : d) sum += x;
+  reinterpret_cast<volatile float*>(smem)[ptx::thread_index()] = sum;
+}
+
+MK_DEVICE void collective(char* smem) {
+  ptx::sync_cta();
+  ptx::sync_warp();
+  ptx::barrier_arrive(1, Config::kThreads);
+  ptx::barrier_sync(2, Config::kThreads);
+  uint32_t votes = ptx::all_of_warp(ptx::lane_index() < Config::kLanes) + ptx::any_of_warp(ptx::thread_index() < Config::kLanes);
+  votes += ptx::ballot(votes == 2) + ptx::broadcast(votes, 3);
+  ptx::stmatrix_x4(smem, votes, ptx::pack<ptx::Element::kBFloat16>(1.0f, 2.0f), ptx::pack<ptx::Element::kFloat16>(1.0f, 2.0f),
+                   ptx::highest_bit(votes + 1));
+  if (ptx::warp_index() < 4) {
+    ptx::registers_decrease<40>();
+  } else {
+    ptx::registers_increase<232>();
+    multiply(smem);
+  }
+}
+
+MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::TensorMap* map) {
+  ptx::mbarrier_init(bar, 1);
+  ptx::mbarrier_init_fence();
+  ptx::fence_proxy_async_shared();
+  ptx::prefetch_tensor_map(map);
+  ptx::mbarrier_arrive_expect(bar, 8192 + 16);
+  ptx::tma_load_3d(smem, map, bar, 0, 1, 2);
+  ptx::bulk_load(smem + 8192, global, 16, bar);
+  ptx::mbarrier_wait(bar, 0);
+  ptx::mbarrier_arrive(bar);
+  while (!ptx::mbarrier_try_wait(bar, 1)) {
+  }
+  ptx::fence_proxy_async();
+  ptx::tma_store_3d(map, smem, 0, 1, 2);
+  ptx::store_commit();
+  ptx::bulk_store(global, smem + ptx::shared_address(smem) % 16, 16);
+  ptx::store_commit();
+  ptx::store_wait_read<1>();
+  ptx::store_wait<0>();
+}
+
+MK_DEVICE void memory(uint64_t* words) {
+  uint32_t* halves = reinterpret_cast<uint32_t*>(words);
+  uint32_t sum = ptx::atomic_add(halves, 1u) + ptx::atomic_add_acq_rel(halves + 1, 1u);
+  sum += ptx::compare_and_swap(halves + 2, 0, sum) + ptx::load_acquire_gpu(halves + 3);
+  ptx::store_release_sys(halves + 4, sum + ptx::cta_index() + ptx::cta_count());
+  const uint64_t now = ptx::clock_ns() + ptx::atomic_add(words + 3, uint64_t(1));
+  while (ptx::load_acquire_sys(words + 4) < now) ptx::pause(words + 4, now, now);
+  ptx::store_release_sys(words + 5, now);
+}
+
+MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
+  char* smem = ptx::shared_memory();
+  collective(smem);
+  if (ptx::thread_index() == 0) {
+    asynchronous(smem, reinterpret_cast<uint64_t*>(smem + 65536), reinterpret_cast<char*>(p.memory), &p.map);
+    memory(reinterpret_cast<uint64_t*>(p.memory));
+  }
+}
+
+}  // namespace mkernel
