@@ -9,23 +9,27 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kGroupM; kSharedBytes, kParameterBytes
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kPartBlocks,
+// kGroupM; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
+constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2;  // of one row
+static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
+static_assert(Config::kParts == 1 || Config::kNumNodes == 1, "puts are contiguous in a");
 
 // ---- arguments
 struct alignas(64) Parameters {
   abi::World world;
   uint64_t a;              // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;  // data heap: (world size, rows, K); the own plane is the staging copy of network sends
+  uint64_t gather_offset;  // data heap: (world size, parts, rows, K / parts); the own plane is the staging copy of network sends
   uint64_t send_offset;    // data heap: where network sends read the shard
   uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
   uint32_t rows;           // M / W
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
   uint32_t reserved[10];   // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
-  abi::TensorMap gather_map;  // (world size, rows, K)
+  abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (world size, rows, N)
 };
@@ -38,37 +42,76 @@ struct Storage {
     CopyPieces pieces;
   };
   CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
+  AnnounceQueue announce;
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
 // ---- where things are
-MK_DEVICE uint32_t num_chunks(const Parameters& p) { return (p.rows + Config::kChunkRows - 1) / Config::kChunkRows; }
-MK_DEVICE uint32_t chunk_bytes(const Parameters& p, uint32_t chunk) {
-  const uint32_t first = chunk * Config::kChunkRows, left = p.rows - first;
-  return (left < Config::kChunkRows ? left : Config::kChunkRows) * static_cast<uint32_t>(kRowBytes);
+// A chunk is kChunkRows rows (a block) of one part of K. Chunks travel, and are numbered, in groups of kPartBlocks blocks: the first part of
+// all blocks of a group, then the second ... so that the tiles of a group can begin before their last part has come.
+struct Chunk {
+  uint32_t block, part;
+};
+MK_DEVICE uint32_t num_blocks(const Parameters& p) { return (p.rows + Config::kChunkRows - 1) / Config::kChunkRows; }
+MK_DEVICE uint32_t num_chunks(const Parameters& p) { return num_blocks(p) * Config::kParts; }
+MK_DEVICE uint32_t blocks_of_group(const Parameters& p, uint32_t first) {
+  const uint32_t left = num_blocks(p) - first;
+  return left < Config::kPartBlocks ? left : Config::kPartBlocks;
 }
-MK_DEVICE uint64_t chunk_offset(uint32_t chunk) { return uint64_t(chunk) * Config::kChunkRows * kRowBytes; }  // in the shard
+MK_DEVICE uint32_t chunk_index(const Parameters& p, uint32_t block, uint32_t part) {
+  if constexpr (Config::kParts == 1) return block;
+  const uint32_t first = block / Config::kPartBlocks * Config::kPartBlocks;
+  return first * Config::kParts + part * blocks_of_group(p, first) + (block - first);
+}
+MK_DEVICE Chunk chunk_at(const Parameters& p, uint32_t index) {
+  if constexpr (Config::kParts == 1) return Chunk{index, 0};
+  const uint32_t first = index / (Config::kPartBlocks * Config::kParts) * Config::kPartBlocks;
+  const uint32_t in_group = index - first * Config::kParts, blocks = blocks_of_group(p, first);
+  return Chunk{first + in_group % blocks, in_group / blocks};
+}
+MK_DEVICE uint32_t chunk_bytes(const Parameters& p, uint32_t index) {
+  const uint32_t left = p.rows - chunk_at(p, index).block * Config::kChunkRows;
+  return (left < Config::kChunkRows ? left : Config::kChunkRows) * kPartBytes;
+}
+MK_DEVICE uint64_t chunk_offset(const Parameters& p, uint32_t index) {  // in a plane of the gather buffer, where chunks are contiguous
+  const Chunk chunk = chunk_at(p, index);
+  return (uint64_t(chunk.part) * p.rows + uint64_t(chunk.block) * Config::kChunkRows) * kPartBytes;
+}
+// Bulk loads of bytes [offset, offset + bytes) of a chunk from this rank's shard, where the parts of a row lie side by side.
+MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+  const Chunk chunk = chunk_at(p, index);
+  const char* first = reinterpret_cast<const char*>(p.a) + uint64_t(chunk.block) * Config::kChunkRows * kRowBytes + chunk.part * kPartBytes;
+  if constexpr (Config::kParts == 1) {
+    ptx::bulk_load(smem, first + offset, bytes, bar);
+  } else {
+#pragma unroll 1
+    for (uint32_t done = 0, size; done < bytes; done += size) {
+      const uint32_t row = (offset + done) / kPartBytes, column = (offset + done) % kPartBytes;
+      size = kPartBytes - column < bytes - done ? kPartBytes - column : bytes - done;
+      ptx::bulk_load(static_cast<char*>(smem) + done, first + row * kRowBytes + column, size, bar);
+    }
+  }
+}
 MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * kRowBytes; }
-MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t source, uint32_t chunk) {
-  return p.flag_offset + (uint64_t(source) * num_chunks(p) + chunk) * sizeof(uint64_t);
-}
+MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) { return p.flag_offset + uint64_t(flag) * sizeof(uint64_t); }
+MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
 MK_DEVICE const uint64_t* chunk_flag(const Parameters& p, uint32_t source, uint32_t chunk) {  // this rank's
-  return reinterpret_cast<uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, source, chunk));
+  return reinterpret_cast<uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, flag_index(p, source, chunk)));
 }
 MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
   const abi::World& world = call.world;
   const uint32_t local = source % Config::kRanksPerNode;  // its rail peer in this node forwards what comes from another node
   const uint32_t writer = source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
-  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, source * num_chunks(p) + chunk, writer}, world.timeout_ns);
+  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, flag_index(p, source, chunk), writer}, world.timeout_ns);
 }
 
-struct ChunkFlags {  // of one source, from chunk `first` on
+struct ChunkFlags {  // one part of one source, from block `first` on
   const Parameters& p;
   uint64_t epoch;
-  uint32_t source, first;
-  MK_DEVICE const uint64_t* word(uint32_t i) const { return chunk_flag(p, source, first + i); }
+  uint32_t source, first, part;
+  MK_DEVICE const uint64_t* word(uint32_t i) const { return chunk_flag(p, source, chunk_index(p, first + i, part)); }
   MK_DEVICE uint64_t value() const { return epoch; }
-  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, first + i); }
+  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
 };
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
@@ -101,28 +144,30 @@ struct Tiles {
   }
 
   // ---- for the GEMM
+  static constexpr uint32_t kParts = Config::kParts;
   MK_DEVICE bool needs_peers(const TileCoordinate& c) const { return c.plane != p.world.rank; }
-  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c) const {  // warp function
+  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
     const uint32_t first = begin / Config::kChunkRows;
-    return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first}, (end - 1) / Config::kChunkRows - first + 1);
+    return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return needs_peers(c) ? &p.gather_map : &p.a_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate& c) const { return needs_peers(c) ? c.plane : 0; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return needs_peers(c) ? c.plane * kParts + part : 0; }
+  MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return needs_peers(c) ? 0 : part * kPartK; }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
   MK_DEVICE const abi::TensorMap* c_map(const TileCoordinate&) const { return &p.c_map; }
   MK_DEVICE int32_t c_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
   MK_DEVICE int32_t c_plane(const TileCoordinate& c) const { return c.plane; }
 };
 
-// ---- intra_comm: one shard's chunks to the node's other ranks (one thread)
+// ---- intra_comm: one shard's chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags.
 struct PushedChunks {
-  const Call& call;
   const Parameters& p;
-  uint32_t source;  // whose shard
-  const char* shard;
+  uint32_t source;              // whose shard
   uint32_t begin, stride, last;  // chunks begin, begin + stride, ... < last
+  AnnounceQueue& queue;
+  RingPosition<kAnnounceQueue>& at;
   Trace& trace;
   uint64_t since;
 
@@ -130,44 +175,64 @@ struct PushedChunks {
   MK_DEVICE uint32_t next(uint32_t chunk) const { return chunk + stride; }
   MK_DEVICE uint32_t end() const { return last; }
   MK_DEVICE uint32_t bytes(uint32_t chunk) const { return chunk_bytes(p, chunk); }
-  MK_DEVICE const char* source_of(uint32_t chunk) const { return shard + chunk_offset(chunk); }
+  MK_DEVICE uint64_t plane(uint32_t chunk) const { return plane_offset(p, source) + chunk_offset(p, chunk); }
+  MK_DEVICE void load(uint32_t chunk, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    if (source == p.world.rank) {
+      load_own(p, chunk, offset, smem, bytes, bar);
+    } else {  // from the gather buffer, where the rail peer has put it
+      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + plane(chunk) + offset, bytes, bar);
+    }
+  }
   MK_DEVICE void store(uint32_t chunk, uint32_t offset, const char* smem, uint32_t bytes) const {
-    const uint64_t at = plane_offset(p, source) + chunk_offset(chunk) + offset;
 #pragma unroll
-    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) ptx::bulk_store(heap(p.world, peer(i)) + at, smem, bytes);
+    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
+      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + plane(chunk) + offset, smem, bytes);
+    }
   }
   MK_DEVICE void announce(uint32_t chunk) {
-    const uint64_t at = flag_offset(p, source, chunk);
-#pragma unroll 1
-    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(p.world, peer(i)) + at), call.epoch);
-    trace.record(source == p.world.rank ? abi::kTraceSend : abi::kTraceForward, source * num_chunks(p) + chunk, since);
+    queue.push(at, flag_index(p, source, chunk));
+    trace.record(source == p.world.rank ? abi::kTraceSend : abi::kTraceForward, flag_index(p, source, chunk), since);
     since = trace.now();
   }
-  MK_DEVICE uint32_t peer(uint32_t i) const { return (p.world.local_rank + i) % Config::kRanksPerNode; }
 };
 
-MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  if constexpr (Config::kRanksPerNode > 1) {
-    const abi::World& world = p.world;
+MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index, RingPosition<kAnnounceQueue>& at) {
+  const abi::World& world = p.world;
 #pragma unroll 1
-    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-      if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
-    }
-    Trace trace(world, 2);
-    CopyRing ring(storage.pieces, storage.copy_barriers);
-    PushedChunks own{call, p, world.rank, reinterpret_cast<const char*>(p.a), index, Config::kIntraComm, num_chunks(p), trace, trace.now()};
-    ring.copy(own);
-    const uint32_t others = Config::kNumNodes - 1;
+  for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
+    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
+  }
+  Trace trace(world, 2);
+  CopyRing ring(storage.pieces, storage.copy_barriers);
+  PushedChunks own{p, world.rank, index, Config::kIntraComm, num_chunks(p), storage.announce, at, trace, trace.now()};
+  ring.copy(own);
+  if constexpr (Config::kNumNodes > 1) {  // what the rail peers have put here
+    constexpr uint32_t kOthers = Config::kNumNodes - 1;
 #pragma unroll 1
-    for (uint32_t item = index; item < num_chunks(p) * others; item += Config::kIntraComm) {
-      const uint32_t chunk = item / others, node = (world.node + 1 + item % others) % Config::kNumNodes;
+    for (uint32_t item = index; item < num_chunks(p) * kOthers; item += Config::kIntraComm) {
+      const uint32_t chunk = item / kOthers, node = (world.node + 1 + item % kOthers) % Config::kNumNodes;
       const uint32_t source = node * Config::kRanksPerNode + world.local_rank;
       if (!wait_chunk(call, p, source, chunk)) return;
       ptx::fence_proxy_async();
-      const char* shard = heap(world, world.local_rank) + plane_offset(p, source);
-      PushedChunks forwarded{call, p, source, shard, chunk, 1, chunk + 1, trace, trace.now()};
+      PushedChunks forwarded{p, source, chunk, 1, chunk + 1, storage.announce, at, trace, trace.now()};
       ring.copy(forwarded);
     }
+  }
+}
+
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+  const uint32_t warp = ptx::warp_index();
+  if (warp == 0 && ptx::lane_index() == 0) {
+    RingPosition<kAnnounceQueue> at;
+    push_chunks(call, p, storage, index, at);
+    storage.announce.push(at, kNoMoreChunks);
+  } else if (warp == 1) {
+    storage.announce.serve([&](uint32_t flag) {
+      for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {  // a lane per peer
+        char* peer = signals(p.world, (p.world.local_rank + i) % Config::kRanksPerNode);
+        ptx::store_release_sys(reinterpret_cast<uint64_t*>(peer + flag_offset(p, flag)), call.epoch);
+      }
+    });
   }
 }
 
@@ -179,9 +244,9 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
   MK_DEVICE uint32_t end() const { return chunk + 1; }
   MK_DEVICE uint32_t bytes(uint32_t c) const { return chunk_bytes(p, c); }
-  MK_DEVICE const char* source_of(uint32_t c) const { return reinterpret_cast<const char*>(p.a) + chunk_offset(c); }
+  MK_DEVICE void load(uint32_t c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const { load_own(p, c, offset, smem, bytes, bar); }
   MK_DEVICE void store(uint32_t c, uint32_t offset, const char* smem, uint32_t bytes) const {
-    ptx::bulk_store(heap(p.world, p.world.local_rank) + p.send_offset + chunk_offset(c) + offset, smem, bytes);
+    ptx::bulk_store(heap(p.world, p.world.local_rank) + p.send_offset + chunk_offset(p, c) + offset, smem, bytes);
   }
   MK_DEVICE void announce(uint32_t) const {}
 };
@@ -204,8 +269,8 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& s
       for (uint32_t i = 1; i < Config::kNumNodes; ++i) {
         const uint32_t peer = (world.node + i) % Config::kNumNodes * Config::kRanksPerNode + world.local_rank;
         if (!wait_entered(call, peer)) return;
-        const Put put{1 + index, peer, p.send_offset + chunk_offset(chunk), plane_offset(p, world.rank) + chunk_offset(chunk), chunk_bytes(p, chunk),
-                      flag_offset(p, world.rank, chunk), call.epoch};
+        const Put put{1 + index, peer, p.send_offset + chunk_offset(p, chunk), plane_offset(p, world.rank) + chunk_offset(p, chunk),
+                      chunk_bytes(p, chunk), flag_offset(p, flag_index(p, world.rank, chunk)), call.epoch};
         last_put = issue_put(call, put);
         last_peer = peer;
         if (last_put == 0) return;
@@ -228,8 +293,17 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
     if (cta == 0) announce_entry<Config>(call);
-    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
+    if (role == abi::kIntraComm) storage.announce.init();
     if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
+  }
+  if constexpr (Config::kIntraComm > 0) {
+    if (role == abi::kIntraComm) {
+      ptx::sync_cta();
+      intra_comm_role(call, p, storage, cta);
+      ptx::sync_cta();
+    }
+  }
+  if (ptx::thread_index() == 0) {
     ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
     gemm_init(storage.gemm);
   }

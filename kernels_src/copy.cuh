@@ -1,7 +1,7 @@
 // Bulk copies by one thread per CTA: global -> shared -> one or several destinations, a ring of pieces deep. The source is read once
 // however many destinations there are. Measured: 43-50 GB/s per CTA to a peer, linear to 8 CTAs (docs/architecture.md).
 #pragma once
-#include "ptx.cuh"
+#include "sync.cuh"
 
 namespace mkernel {
 
@@ -17,6 +17,43 @@ struct CopyBarriers {
   uint64_t piece_arrived[kPieceStages];
 };
 
+// From the copying thread to the warp that raises the flags: a release to a peer waits for the link, and must not hold up the copies.
+constexpr uint32_t kAnnounceQueue = 4;
+constexpr uint32_t kNoMoreChunks = 0xffffffffu;
+struct AnnounceQueue {
+  uint64_t chunk_sent[kAnnounceQueue], chunk_announced[kAnnounceQueue];
+  uint32_t flag[kAnnounceQueue];  // index of the flag to raise, or kNoMoreChunks
+
+  MK_DEVICE void init() {  // one thread, before a sync_cta
+    for (uint32_t i = 0; i < kAnnounceQueue; ++i) {
+      ptx::mbarrier_init(&chunk_sent[i], 1);
+      ptx::mbarrier_init(&chunk_announced[i], 1);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  MK_DEVICE void push(RingPosition<kAnnounceQueue>& at, uint32_t index) {
+    ptx::mbarrier_wait(&chunk_announced[at.index], at.parity ^ 1);
+    flag[at.index] = index;
+    ptx::mbarrier_arrive(&chunk_sent[at.index]);
+    at.advance();
+  }
+  // Calls raise(flag index) in all lanes, until kNoMoreChunks. Warp function.
+  template <class Raise>
+  MK_DEVICE void serve(const Raise& raise) {
+    RingPosition<kAnnounceQueue> at;
+#pragma unroll 1
+    while (true) {
+      ptx::mbarrier_wait(&chunk_sent[at.index], at.parity);
+      const uint32_t index = flag[at.index];
+      ptx::sync_warp();
+      if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&chunk_announced[at.index]);
+      if (index == kNoMoreChunks) return;
+      raise(index);
+      at.advance();
+    }
+  }
+};
+
 // Where one thread stands in a ring of pieces; lives across several copies. Once per kernel: it initializes the barriers.
 class CopyRing {
  public:
@@ -26,8 +63,9 @@ class CopyRing {
   }
 
   // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
-  // Chunks: uint32_t first() / next(chunk) / end(); const char* source_of(chunk); uint32_t bytes(chunk);
-  //         void store(chunk, offset, smem, bytes) issues the bulk stores of one piece; void announce(chunk).
+  // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);
+  //         void load(chunk, offset, smem, bytes, bar) issues the bulk loads of one piece, store(chunk, offset, smem, bytes) its bulk
+  //         stores; void announce(chunk).
   // Nothing is in flight afterwards.
   template <class Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
@@ -75,7 +113,7 @@ class CopyRing {
   MK_DEVICE void load(const Chunks& chunks, const Cursor& at, uint32_t stage) {
     const uint32_t bytes = piece_bytes(chunks, at);
     ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], bytes);
-    ptx::bulk_load(pieces_.piece[stage], chunks.source_of(at.chunk) + at.offset, bytes, &barriers_.piece_arrived[stage]);
+    chunks.load(at.chunk, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
   }
   template <class Chunks>
   MK_DEVICE void store(const Chunks& chunks, const Cursor& at) {

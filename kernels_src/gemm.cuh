@@ -6,8 +6,9 @@
 // A kernel provides an Op:
 //   uint32_t num_tiles();                               tiles of this rank
 //   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
-//   bool wait_inputs(const Call&, coordinate);          warp function: until the tile's inputs are there (false: leave)
-//   const TensorMap* a_map(c); a_row(c), a_plane(c);    where the tile's rows of A are
+//   kParts                                              K arrives in this many equal parts; a tile starts when its first one is there
+//   bool wait_inputs(const Call&, coordinate, part);    warp function: until that part of the tile's inputs is there (false: leave)
+//   const TensorMap* a_map(c); a_row(c), a_plane(c, part), a_k(part);   where the tile's rows of A are
 //   const TensorMap* b_map(c);
 //   bool needs_peers(c);                                false: the tile reads this rank's own memory only
 //   const TensorMap* c_map(c); c_row(c), c_plane(c);    where the result goes
@@ -29,7 +30,7 @@ constexpr uint32_t kSwizzleBytes = 128;                // one row of every tile 
 constexpr uint32_t kPanel = kSwizzleBytes / 2;         // 16-bit elements of such a row
 constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;   // 8 rows: the pattern repeats
 constexpr uint32_t kInstructionK = 16;                 // k of one wgmma
-constexpr uint32_t kTileQueue = 2;                     // tiles handed over ahead
+constexpr uint32_t kTileQueue = 2;                     // items (a tile and a part of K: tile * kParts + part) handed over ahead
 constexpr uint32_t kStop = 0xffffffffu;                // in the tile queue: no more tiles
 
 // Named barriers; 0 is sync_cta.
@@ -67,17 +68,8 @@ struct GemmStorage {
   uint64_t stage_filled[Shape::kStages], stage_consumed[Shape::kStages];
   uint64_t tile_offered[kTileQueue], tile_taken[kTileQueue];
   uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
-  uint32_t tile[kTileQueue];
+  uint32_t item[kTileQueue];
   uint32_t refused;
-};
-
-// A position in a ring of barriers.
-template <uint32_t Size>
-struct RingPosition {
-  uint32_t index = 0, parity = 0;
-  MK_DEVICE void advance() {
-    if (++index == Size) index = 0, parity ^= 1;
-  }
 };
 
 template <class Config>
@@ -95,62 +87,73 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before 
   ptx::mbarrier_init_fence();
 }
 
-// Reads the next tile of the queue, as the loading thread or as one warp of a consumer.
+// Reads the next item of the queue, as the loading thread or as one warp of a consumer.
 enum class Reader { kThread, kWarp };
 template <Reader By, class Config>
-MK_DEVICE uint32_t take_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
+MK_DEVICE uint32_t take_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
   ptx::mbarrier_wait(&storage.tile_offered[at.index], at.parity);
-  const uint32_t tile = storage.tile[at.index];
+  const uint32_t item = storage.item[at.index];
   if constexpr (By == Reader::kWarp) ptx::sync_warp();  // all lanes have read before one of them gives the slot back
   if (By == Reader::kThread || ptx::lane_index() == 0) ptx::mbarrier_arrive(&storage.tile_taken[at.index]);
   at.advance();
-  return tile;
+  return item;
 }
 
 // ---- warp 1 of warpgroup 0
+template <class Config>
+MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t item) {
+  ptx::sync_warp();  // what any lane acquired is handed over
+  if (ptx::lane_index() == 0) {
+    ptx::mbarrier_wait(&storage.tile_taken[at.index], at.parity ^ 1);
+    storage.item[at.index] = item;
+    ptx::mbarrier_arrive(&storage.tile_offered[at.index]);
+  }
+  ptx::sync_warp();
+  at.advance();
+}
+
+// Waits until all ranks have entered and lets the consumers store.
+template <class Config>
+MK_DEVICE bool check_entries(const Call& call, GemmStorage<Config>& storage) {
+  const bool ok = wait_all_entered(call);
+  if (ptx::lane_index() == 0) {
+    storage.refused = !ok;
+    ptx::mbarrier_arrive(&storage.entries_checked);
+  }
+  return ok;
+}
+
 template <class Config, class Op>
 MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   RingPosition<kTileQueue> at;
   Trace trace(call.world, 0);
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
-  bool checked = false, ok = true, stop = false;
+  bool first = true, checked = false, ok = true;
 #pragma unroll 1
-  while (!stop) {
+  while (ok) {
     uint32_t tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
     tile = ptx::broadcast(tile, 0);
-    stop = tile >= num_tiles;
-    const bool needs_peers = !stop && op.needs_peers(op.coordinate(tile));
-    if (needs_peers) {
-      const uint64_t begin = trace.now();
-      if (checked || (ok = wait_all_entered(call))) ok = op.wait_inputs(call, op.coordinate(tile));
-      if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
-    }
-    stop = stop || !ok;
-    if (!stop) offer_tile(storage, at, tile);
-    if (!checked) {  // after the first hand-over, so that a local tile is computed meanwhile
-      if (ok && !needs_peers) ok = wait_all_entered(call);
-      stop = stop || !ok;
-      if (lane == 0) {
-        storage.refused = !ok;
-        ptx::mbarrier_arrive(&storage.entries_checked);
-      }
+    const bool last = tile >= num_tiles;
+    const TileCoordinate c = op.coordinate(last ? 0 : tile);
+    const bool needs_peers = !last && op.needs_peers(c);
+    if (!checked && (!first || last || needs_peers)) {  // not before a first local tile: it is computed meanwhile
+      ok = check_entries(call, storage);
       checked = true;
     }
+    if (last) break;
+    first = false;
+#pragma unroll 1
+    for (uint32_t part = 0; ok && part < Op::kParts; ++part) {
+      if (needs_peers) {
+        const uint64_t begin = trace.now();
+        ok = op.wait_inputs(call, c, part);
+        if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
+      }
+      if (ok) offer_item(storage, at, tile * Op::kParts + part);
+    }
   }
-  offer_tile(storage, at, kStop);
-}
-
-template <class Config>
-MK_DEVICE void offer_tile(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t tile) {
-  ptx::sync_warp();  // what any lane acquired is handed over
-  if (ptx::lane_index() == 0) {
-    ptx::mbarrier_wait(&storage.tile_taken[at.index], at.parity ^ 1);
-    storage.tile[at.index] = tile;
-    ptx::mbarrier_arrive(&storage.tile_offered[at.index]);
-  }
-  ptx::sync_warp();
-  at.advance();
+  offer_item(storage, at, kStop);
 }
 
 // ---- one thread of warp 0 of warpgroup 0
@@ -161,19 +164,20 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
   RingPosition<Shape::kStages> stage;
 #pragma unroll 1
   while (true) {
-    const uint32_t tile = take_tile<Reader::kThread>(storage, queue);
-    if (tile == kStop) return;
-    const TileCoordinate c = op.coordinate(tile);
+    const uint32_t item = take_item<Reader::kThread>(storage, queue);
+    if (item == kStop) return;
+    const uint32_t part = item % Op::kParts;
+    const TileCoordinate c = op.coordinate(item / Op::kParts);
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
-    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c), column = c.n * Shape::kBlockN;
+    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = c.n * Shape::kBlockN;
+    int32_t a_k = op.a_k(c, part), k = part * Shape::kStepsK / Op::kParts * Shape::kBlockK;
 #pragma unroll 1
-    for (uint32_t step = 0; step < Shape::kStepsK; ++step, stage.advance()) {
+    for (uint32_t step = 0; step < Shape::kStepsK / Op::kParts; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);
       uint64_t* filled = &storage.stage_filled[stage.index];
       ptx::mbarrier_arrive_expect(filled, Shape::kBytesA + Shape::kBytesB);
-      const int32_t k = step * Shape::kBlockK;
-      ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, k, a_row, a_plane);
+      ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
       char* smem_b = storage.pipeline.b[stage.index];
       if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
 #pragma unroll
@@ -242,32 +246,34 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
   Trace trace(call.world, 1);
+  float d[Shape::kBlockN / 2];
+  uint64_t begin = 0;
   uint32_t buffer = 0;
   bool first = true, refused = false;
 #pragma unroll 1
   while (true) {
-    const uint32_t tile = take_tile<Reader::kWarp>(storage, queue);
-    if (tile == kStop) break;
-    const uint64_t begin = trace.now();
-    const TileCoordinate c = op.coordinate(tile);
-    float d[Shape::kBlockN / 2];
+    const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts;
+    if (item == kStop) break;
+    if (part == 0) begin = trace.now();
     uint64_t* previous = nullptr;
 #pragma unroll 1
-    for (uint32_t step = 0; step < Shape::kStepsK; ++step, stage.advance()) {
+    for (uint32_t step = 0; step < Shape::kStepsK / Op::kParts; ++step, stage.advance()) {
       ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);
-      multiply_stage<Config>(d, storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes, storage.pipeline.b[stage.index], step > 0);
+      multiply_stage<Config>(d, storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes, storage.pipeline.b[stage.index], step + part > 0);
       ptx::wgmma_wait<1>(d);
       if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
       previous = &storage.stage_consumed[stage.index];
     }
     ptx::wgmma_wait<0>(d);
     if (reports) ptx::mbarrier_arrive(previous);
+    if (part + 1 < Op::kParts) continue;
     if (first) {
       ptx::mbarrier_wait(&storage.entries_checked, 0);
       refused = storage.refused != 0;
       first = false;
     }
-    if (!refused) store_result(d, op, c, storage, warpgroup, buffer);
+    const uint32_t tile = item / Op::kParts;
+    if (!refused) store_result(d, op, op.coordinate(tile), storage, warpgroup, buffer);
     if (traces) trace.record(abi::kTraceTile, tile, begin);
   }
   if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();

@@ -4,6 +4,15 @@
 
 namespace mkernel {
 
+// A position in a ring of barriers.
+template <uint32_t Size>
+struct RingPosition {
+  uint32_t index = 0, parity = 0;
+  MK_DEVICE void advance() {
+    if (++index == Size) index = 0, parity ^= 1;
+  }
+};
+
 // What every role knows of the running call. Cheap to pass by value.
 struct Call {
   const abi::World& world;

@@ -120,6 +120,7 @@ CUTLASS = _declare(
 CUDA_INCLUDE = _declare(
     "MKERNEL_CUDA_INCLUDE", "a path", _optional(_path), None, "CUDA include folder (else packages, CUDA_HOME, /usr/local/cuda)"
 )
+KERNELS_SRC = _declare("MKERNEL_KERNELS_SRC", "a path", _optional(_path), None, "folder of the device code, in place of mkernel's own")
 
 # ---- bootstrap
 RENDEZVOUS = _declare("MKERNEL_RENDEZVOUS", "host:port", _optional(str), None, "where rank 0 listens: ranks meet over TCP instead of MPI")

@@ -9,6 +9,8 @@
 
 #include "fiber.hpp"
 #include "interface.h"
+#include "memory.hpp"
+#include "tsan.hpp"
 
 namespace mkcpu {
 
@@ -63,7 +65,7 @@ struct StoreGroups {
 
 struct Fiber {
   Context context;
-  Stack stack;
+  char* stack = nullptr;
   void* tsan = nullptr;
   Cta* cta = nullptr;
   uint32_t thread = 0;
@@ -137,6 +139,7 @@ struct Cta {
   Launch* launch = nullptr;
   uint32_t index = 0;
   uint32_t live = 0;
+  char* shared_block = nullptr;  // of the pool; what is left of it lies before `shared`, so that an overrun meets the guard
   char* shared = nullptr;
   uint32_t shared_bytes = 0;
   uint64_t stalled_until = 0;  // turn
@@ -158,7 +161,6 @@ struct Launch {
   uint32_t rank = 0, grid = 0, threads = 0;
   void (*entry)(const void*) = nullptr;
   void* parameters = nullptr;
-  size_t parameter_bytes = 0;
   std::vector<std::unique_ptr<Cta>> ctas;
   uint32_t live_ctas = 0;
   uint32_t stores_in_flight = 0;
@@ -253,10 +255,14 @@ struct Scheduler {
   uint64_t stall_check = 0;
   char published = 0;  // ThreadSanitizer: everything fibers released, for engines
   std::map<uint64_t, std::pair<uint64_t, std::string>> names;
-  std::unique_ptr<StackPool> stacks;
+  GuardedPool stacks;
+  std::map<uint32_t, GuardedPool> shared_pools;  // by bytes, a multiple of kSharedAlignment
+  bool shared_guards(const void* address) const;
   std::vector<float> scratch;  // wgmma
 
  private:
+  void create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes);
+  void give_back(Cta& cta);
   void run_fiber(Fiber* fiber);
   Fiber* pick();
   void not_ready(Cta& cta);
@@ -267,7 +273,8 @@ struct Scheduler {
 
 inline uint64_t writer_of(const Cta& cta) { return cta.launch->id << 16 | (cta.index + 1); }
 
-Scheduler& scheduler();  // of the calling fiber
+Scheduler* current_scheduler();  // that runs on this OS thread; null: none
+Scheduler& scheduler();          // of the calling fiber
 Fiber& self();
 
 // A call of a kernel's thread into the scheduler.

@@ -7,9 +7,9 @@
 #include <new>
 
 #include <sched.h>
-#include <sys/mman.h>
 #include <time.h>
 
+#include "crash.hpp"
 #include "model.hpp"
 
 namespace mkcpu {
@@ -27,7 +27,7 @@ constexpr uint64_t kShortSleepNs = 50'000, kLongSleepNs = 200'000;
 constexpr uint64_t kLookAgainNs = 1'000'000;   // process mode: abort words are looked at this often
 constexpr uint64_t kLongestIdleNs = 20'000'000;  // process mode: run returns, so that the host sees signals
 constexpr size_t kStackBytes = 64 * 1024, kTsanStackBytes = 512 * 1024;  // a race report is formatted on the fiber's stack
-constexpr size_t kLongestThreadList = 60;    // characters, in a report
+constexpr size_t kStacksPerSlab = 64, kSharedPerSlab = 4;
 constexpr int kPoison = 0xff;                // NaN in either 16-bit format
 
 thread_local Scheduler* t_scheduler = nullptr;
@@ -75,6 +75,7 @@ std::string format_list(const char* text, va_list arguments) {
 }
 }  // namespace
 
+Scheduler* current_scheduler() { return t_scheduler; }
 Scheduler& scheduler() { return *t_scheduler; }
 Fiber& self() { return *t_scheduler->current; }
 
@@ -87,7 +88,7 @@ std::string format(const char* text, ...) {
 }
 
 Scheduler::Scheduler(uint64_t seed, bool virtual_time_)
-    : virtual_time(virtual_time_), rng(mix(seed + 0x9e3779b97f4a7c15ull)), stacks(new StackPool(tsan::active() ? kTsanStackBytes : kStackBytes)) {}
+    : virtual_time(virtual_time_), rng(mix(seed + 0x9e3779b97f4a7c15ull)), stacks(tsan::active() ? kTsanStackBytes : kStackBytes, kStacksPerSlab) {}
 
 Scheduler::~Scheduler() {
   while (!launches.empty()) {
@@ -103,39 +104,70 @@ uint64_t Scheduler::now() const { return virtual_time ? clock : monotonic_ns(); 
 
 uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
                            uint32_t rank) {
-  auto owned = std::make_unique<Launch>();
-  Launch& l = *owned;
-  l.id = next_launch++, l.begin = turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.parameter_bytes = bytes;
-  l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
-  if (l.parameters == nullptr) throw std::bad_alloc();
-  memcpy(l.parameters, parameters, bytes);
-  l.live_ctas = grid;
-  for (uint32_t index = 0; index < grid; ++index) {
-    l.ctas.push_back(std::make_unique<Cta>());
-    Cta& cta = *l.ctas.back();
-    cta.launch = &l, cta.index = index, cta.live = threads, cta.shared_bytes = shared_bytes;
-    const size_t room = (shared_bytes / kSharedAlignment + 1) * kSharedAlignment;
-    cta.shared = static_cast<char*>(std::aligned_alloc(kSharedAlignment, room));
-    if (cta.shared == nullptr) throw std::bad_alloc();
-    memset(cta.shared, kPoison, room);
-    cta.dirty_owner.resize(shared_bytes / kChunkBytes + 1);
-    cta.warps.resize((threads + kLanes - 1) / kLanes);
-    cta.warpgroups.resize((threads + kWarpgroupThreads - 1) / kWarpgroupThreads);
-    cta.fibers = std::make_unique<Fiber[]>(threads);
-    for (uint32_t t = 0; t < threads; ++t) {
-      Fiber& fiber = cta.fibers[t];
-      fiber.cta = &cta, fiber.thread = t;
-      fiber.stack = stacks->take();
-      fiber.tsan = tsan::create_fiber();
-      prepare(fiber.context, fiber.stack, fiber_main);
-      make_runnable(&fiber);
-    }
+  const uint64_t id = next_launch++;
+  Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
+  l.id = id, l.begin = turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
+  ++running;
+  try {
+    l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
+    if (l.parameters == nullptr) throw std::bad_alloc();
+    memcpy(l.parameters, parameters, bytes);
+    for (uint32_t index = 0; index < grid; ++index) create_cta(l, index, shared_bytes);
+  } catch (...) {
+    remove(l);
+    launches.erase(id);
+    throw;
   }
   tsan::release(&l);
-  const uint64_t id = l.id;
-  launches.emplace(id, std::move(owned));
-  ++running;
   return id;
+}
+
+void Scheduler::create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes) {
+  launch.ctas.push_back(std::make_unique<Cta>());
+  Cta& cta = *launch.ctas.back();
+  const uint32_t threads = launch.threads, room = (shared_bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+  cta.launch = &launch, cta.index = index, cta.live = threads, cta.shared_bytes = shared_bytes;
+  GuardedPool& pool = shared_pools.try_emplace(room, room, kSharedPerSlab).first->second;
+  cta.shared_block = pool.take();
+  cta.shared = cta.shared_block + pool.block_bytes() - room;
+  memset(cta.shared_block, kPoison, pool.block_bytes());
+  cta.dirty_owner.resize(shared_bytes / kChunkBytes + 1);
+  cta.warps.resize((threads + kLanes - 1) / kLanes);
+  cta.warpgroups.resize((threads + kWarpgroupThreads - 1) / kWarpgroupThreads);
+  cta.fibers = std::make_unique<Fiber[]>(threads);
+  for (uint32_t t = 0; t < threads; ++t) {
+    Fiber& fiber = cta.fibers[t];
+    fiber.cta = &cta, fiber.thread = t;
+    fiber.stack = stacks.take();
+    fiber.tsan = tsan::create_fiber();
+    prepare(fiber.context, fiber.stack, stacks.block_bytes(), fiber_main);
+    make_runnable(&fiber);
+  }
+}
+
+void Scheduler::give_back(Cta& cta) {
+  runnable -= cta.runnable.size();
+  if (!cta.runnable.empty()) not_ready(cta);
+  void* here = tsan::current_fiber();
+  for (uint32_t t = 0; cta.fibers != nullptr && t < cta.launch->threads; ++t) {
+    Fiber& fiber = cta.fibers[t];
+    if (fiber.stack != nullptr) stacks.give(fiber.stack);  // not earlier: who gets it next must come after all that this launch did
+    if (fiber.finished || fiber.tsan == nullptr) continue;
+    tsan::switch_fiber(fiber.tsan);  // a context may not end while it ignores
+    while (fiber.calls-- > 0) tsan::ignore_end();
+    tsan::switch_fiber(here);
+    tsan::destroy_fiber(fiber.tsan);
+  }
+  if (cta.shared_block != nullptr) {
+    shared_pools.at((cta.shared_bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment).give(cta.shared_block);
+  }
+}
+
+bool Scheduler::shared_guards(const void* address) const {
+  for (const auto& [bytes, pool] : shared_pools) {
+    if (pool.guards(address)) return true;
+  }
+  return false;
 }
 
 Launch* Scheduler::find(uint64_t id) {
@@ -158,23 +190,7 @@ void Scheduler::remove(Launch& launch) {
   const auto copy_of_launch = [&](const std::unique_ptr<AsyncCopy>& copy) { return copy->cta->launch == &launch; };
   std::erase_if(eager, copy_of_launch);
   std::erase_if(lazy, copy_of_launch);
-  void* here = tsan::current_fiber();
-  for (auto& cta : launch.ctas) {
-    runnable -= cta->runnable.size();
-    if (!cta->runnable.empty()) not_ready(*cta);
-    for (uint32_t t = 0; t < launch.threads; ++t) {
-      Fiber& fiber = cta->fibers[t];
-      stacks->give(fiber.stack);  // not earlier: who gets it next must come after all that this launch did
-      if (fiber.finished) continue;
-      if (fiber.tsan != nullptr) {  // a context may not end while it ignores
-        tsan::switch_fiber(fiber.tsan);
-        while (fiber.calls-- > 0) tsan::ignore_end();
-        tsan::switch_fiber(here);
-        tsan::destroy_fiber(fiber.tsan);
-      }
-    }
-    std::free(cta->shared);
-  }
+  for (auto& cta : launch.ctas) give_back(*cta);
   tsan::acquire(&launch.state);
   launch.ctas.clear();
   std::free(launch.parameters);
@@ -317,6 +333,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     ~Use() { t_scheduler = before; }
   } use;
   t_scheduler = this;
+  const FaultHandler explained;
   const tsan::Ignored ignored;
   main_tsan = tsan::current_fiber();
   const uint64_t end = max_turns > kNever - turn ? kNever : turn + max_turns;
@@ -363,177 +380,4 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
   }
 }
 
-// ---- the report
-
-namespace {
-std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag) {
-  const auto object = static_cast<uint32_t>(w.object);
-  switch (w.kind) {
-    case Wait::kNone:
-      return "can run (polling)";
-    case Wait::kMbarrier: {
-      const Mbarrier& bar = cta.mbarriers.at(object);
-      return format("mbarrier at shared +0x%x, parity %u (in phase %u: %u of %u arrivals and %lld bytes missing)", object,
-                    static_cast<uint32_t>(w.value), bar.phase, bar.pending, bar.expected, static_cast<long long>(bar.transactions));
-    }
-    case Wait::kBarrier:
-      return format("named barrier %u (%u of %u threads there)", object, cta.barriers[object].arrived, cta.barriers[object].expected);
-    case Wait::kCta:
-      return format("sync_cta (%u of %u threads there)", cta.everyone.arrived, cta.live);
-    case Wait::kWarp:
-      return "the other lanes of its warp";
-    case Wait::kWarpgroup:
-      return "the other threads of its warpgroup, in wgmma_wait";
-    case Wait::kStores:
-      return "its bulk stores";
-    case Wait::kFlag:
-      return format("flag %s >= %llu (now %llu)", flag.c_str(), static_cast<unsigned long long>(w.value),
-                    static_cast<unsigned long long>(__atomic_load_n(reinterpret_cast<const uint64_t*>(w.object), __ATOMIC_RELAXED)));
-  }
-  return "?";
-}
-}  // namespace
-
-std::string Scheduler::flag_name(uint64_t address) const {
-  auto it = names.upper_bound(address);
-  if (it != names.begin() && (--it, address < it->second.first + it->first)) {
-    return format("%s +0x%llx", it->second.second.c_str(), static_cast<unsigned long long>(address - it->first));
-  }
-  return format("0x%llx", static_cast<unsigned long long>(address));
-}
-
-// One line per thing waited for, with the threads that wait for it.
-std::string Scheduler::describe(const Launch& launch) const {
-  std::string text;
-  for (const auto& cta : launch.ctas) {
-    std::vector<std::pair<const Fiber*, std::string>> groups;  // the first thread of each, and all of them
-    for (uint32_t t = 0; t < launch.threads; ++t) {
-      const Fiber& fiber = cta->fibers[t];
-      if (fiber.finished) continue;
-      uint32_t last = t;
-      while (last + 1 < launch.threads && !cta->fibers[last + 1].finished && cta->fibers[last + 1].waiting == fiber.waiting) ++last;
-      const std::string range = t == last ? format("%u", t) : format("%u-%u", t, last);
-      auto group = groups.begin();
-      while (group != groups.end() && !(group->first->waiting == fiber.waiting)) ++group;
-      if (group == groups.end()) {
-        groups.emplace_back(&fiber, range);
-      } else if (group->second.size() < kLongestThreadList) {
-        group->second += ", " + range;
-      } else if (group->second.back() != '.') {
-        group->second += ", ...";
-      }
-      t = last;
-    }
-    for (const auto& [fiber, threads] : groups) {
-      const std::string flag = fiber->waiting.kind == Wait::kFlag ? flag_name(fiber->waiting.object) : std::string();
-      text += format("rank %u, CTA %u, threads %s: %s\n", launch.rank, cta->index, threads.c_str(), wait_text(*cta, fiber->waiting, flag).c_str());
-    }
-  }
-  return text;
-}
-
-std::string Scheduler::report() const {
-  std::string text;
-  for (const auto& [id, launch] : launches) {
-    if (launch->state == kRunningLaunch) text += describe(*launch);
-  }
-  return text;
-}
-
 }  // namespace mkcpu
-
-// ---- for the host
-
-using mkcpu::Scheduler;
-
-namespace {
-Scheduler& as_scheduler(void* p) { return *static_cast<Scheduler*>(p); }
-size_t give_text(const std::string& text, char* out, size_t capacity) {
-  if (capacity > 0) {
-    const size_t bytes = std::min(text.size(), capacity - 1);
-    memcpy(out, text.data(), bytes);
-    out[bytes] = 0;
-  }
-  return text.size();
-}
-}  // namespace
-
-void* mkc_create(uint64_t seed, bool virtual_time) { return new (std::nothrow) Scheduler(seed, virtual_time); }
-void mkc_destroy(void* s) { delete static_cast<Scheduler*>(s); }
-uint64_t mkc_launch(void* s, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
-                    uint32_t rank) {
-  if (grid == 0 || threads == 0 || threads > 1024 || shared_bytes > mkcpu::kMaxShared) return 0;
-  try {
-    return as_scheduler(s).launch(entry, parameters, bytes, grid, threads, shared_bytes, rank);
-  } catch (const std::bad_alloc&) {
-    return 0;
-  }
-}
-int32_t mkc_run(void* s, uint64_t max_turns, uint64_t until_ns) { return as_scheduler(s).run(max_turns, until_ns); }
-int32_t mkc_finished(void* s, uint64_t launch) {
-  const mkcpu::Launch* l = as_scheduler(s).find(launch);
-  return l == nullptr ? mkcpu::kFailed : l->state;
-}
-void mkc_cancel(void* s, uint64_t launch) {
-  mkcpu::Launch* l = as_scheduler(s).find(launch);
-  if (l == nullptr || l->state != mkcpu::kRunningLaunch) return;
-  as_scheduler(s).fail_launch(*l, "cancelled");
-  as_scheduler(s).remove(*l);
-}
-void mkc_forget(void* s, uint64_t launch) {
-  mkc_cancel(s, launch);
-  as_scheduler(s).launches.erase(launch);
-}
-size_t mkc_error(void* s, uint64_t launch, char* text, size_t capacity) {
-  const mkcpu::Launch* l = as_scheduler(s).find(launch);
-  return give_text(l == nullptr ? std::string() : l->error, text, capacity);
-}
-size_t mkc_report(void* s, char* text, size_t capacity) { return give_text(as_scheduler(s).report(), text, capacity); }
-uint64_t mkc_now(void* s) { return as_scheduler(s).now(); }
-void mkc_advance_to(void* s, uint64_t ns) {
-  Scheduler& sched = as_scheduler(s);
-  if (sched.virtual_time && ns > sched.clock) sched.clock = ns;
-}
-uint64_t mkc_next_deadline(void* s) {
-  uint64_t first = mkcpu::kNever;
-  for (const mkcpu::Fiber* fiber : as_scheduler(s).flag_waiters) first = std::min(first, fiber->waiting.deadline);
-  return first;
-}
-void mkc_poke(void* s) { __atomic_store_n(&as_scheduler(s).poke, 1, __ATOMIC_RELEASE); }
-uint64_t mkc_turns(void* s) { return as_scheduler(s).turn; }
-uint64_t mkc_trace(void* s) { return as_scheduler(s).trace; }
-void mkc_name(void* s, uint64_t address, uint64_t bytes, const char* name) {
-  auto& names = as_scheduler(s).names;
-  if (bytes == 0) {
-    names.erase(address);
-  } else {
-    names[address] = {bytes, name};
-  }
-}
-
-// An engine's copy is not shown to ThreadSanitizer, whose interceptor of memcpy would report it: the order between an engine and a kernel is
-// the transport's business, and tested there.
-static void copy_bytes(void* dst, const void* src, size_t bytes) {
-#if defined(__x86_64__)
-  asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes)::"memory");
-#else
-  volatile char* d = static_cast<char*>(dst);  // volatile: must not become a call of memcpy
-  const volatile char* s = static_cast<const char*>(src);
-  while (bytes-- > 0) *d++ = *s++;
-#endif
-}
-void mkc_copy(void* s, void* dst, const void* src, size_t bytes) {
-  if (bytes == 0) return;
-  if (s != nullptr && as_scheduler(s).running != 0) as_scheduler(s).record_write(dst, bytes, 0);
-  copy_bytes(dst, src, bytes);
-}
-void mkc_signal(uint64_t* flag, uint64_t value) {
-  mkcpu::tsan::release(flag);
-  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-}
-uint64_t mkc_load(const uint64_t* flag) {
-  const uint64_t value = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
-  mkcpu::tsan::acquire(flag);
-  return value;
-}
-void mkc_engine_acquire(void* s) { mkcpu::tsan::acquire(&as_scheduler(s).published); }

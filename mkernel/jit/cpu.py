@@ -28,7 +28,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contrac
 _KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
 _CORE_FLAGS = ("-O3",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
-_CORE_SOURCES = ("fiber.cpp", "scheduler.cpp", "sync.cpp", "async.cpp", "wgmma.cpp")
+_CORE_SOURCES = tuple(f"{name}.cpp" for name in ("memory", "fiber", "tsan", "scheduler", "sync", "async", "wgmma", "report", "crash", "host"))
 _SECONDS = 600
 
 

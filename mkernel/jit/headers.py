@@ -40,7 +40,12 @@ class IncludePath:
 
 # ---- locations
 def kernels_src() -> Path:
-    """The device code: beside the package in a checkout, inside it when installed."""
+    """The device code: beside the package in a checkout, inside it when installed. ``MKERNEL_KERNELS_SRC`` names another one."""
+    other = env.KERNELS_SRC.get()
+    if other is not None:
+        if not (other / "ptx.cuh").is_file():
+            raise CompileError(f"MKERNEL_KERNELS_SRC = {other}: no ptx.cuh there; name a copy of mkernel's folder kernels_src")
+        return other.resolve()
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "kernels_src", package.parent / "kernels_src"):
         if (folder / "ptx.cuh").is_file():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from mkernel.errors import Error
@@ -78,12 +76,24 @@ def check(status: int, what: str) -> None:
         raise DriverError(what, status, driver().CUresult(status).name)
 
 
-@contextlib.contextmanager
-def current(context: Any) -> Iterator[None]:
-    """Make a context the calling thread's current one, and put the previous one back."""
-    cuda = driver()
-    call(cuda.cuCtxPushCurrent(context), "cuCtxPushCurrent")
-    try:
-        yield
-    finally:
+class current:  # noqa: N801: reads like contextlib.closing
+    """``with current(context)``: that context is the calling thread's current one, and another thread's graph capture does not matter.
+
+    In the default capture mode the driver refuses, and ends the capture, when any thread asks for events or memory meanwhile. Nothing done
+    here belongs to a capture by accident, so the thread opts out of that for the duration.
+    """
+
+    __slots__ = ("_context", "_mode")
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        cuda = driver()
+        call(cuda.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
+        self._mode = cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)[1]
+
+    def __exit__(self, *exc: object) -> None:
+        cuda = driver()
+        cuda.cuThreadExchangeStreamCaptureMode(self._mode)
         call(cuda.cuCtxPopCurrent(), "cuCtxPopCurrent")

@@ -178,7 +178,9 @@ def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Spli
         stage_send=int(staged),
     )
     _set(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
-    _set(parameters, "gather_map", tensor_map(gather, dtype, (k, extent, size), (k * ITEM, plane), a_box))
+    part_k = k // plan.parts
+    gather_strides = (part_k * ITEM, extent * part_k * ITEM)
+    _set(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
     _set(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
     _set(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
     return BoundCall(executable, parameters, executable.scratch_offset)

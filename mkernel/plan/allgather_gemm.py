@@ -9,16 +9,19 @@ import math
 from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_M, THREADS, GemmTile, choose_tile
+from mkernel.plan.gemm import BLOCK_K, BLOCK_M, THREADS, GemmTile, choose_tile
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
+from mkernel.plan.wait_graph import Step, WaitGraph
 
-__all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan"]
+__all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan", "wait_graph"]
 
 OP = "allgather_gemm"
 PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _PUT_BYTES = 512 * 1024  # the same for a put
+_PARTS = 4  # of K, where the tail counts: a tile begins when its first part is there
+_FEW_WAVES = 6  # tiles per SM up to which it does
 _GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 
 
@@ -50,8 +53,10 @@ class AllGatherGemmPlan:
     problem: AllGatherGemmProblem
     split: Split
     tile: GemmTile
-    chunk_rows: int
-    group_m: int = _GROUP_M
+    chunk_rows: int  # rows of a chunk
+    group_m: int = _GROUP_M  # tile rows that share columns of B
+    parts: int = 1  # K travels in this many parts
+    part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
 
     op = OP
 
@@ -71,13 +76,15 @@ class AllGatherGemmPlan:
             "kInterSend": self.split.inter_send or 0,
             "kChunkRows": self.chunk_rows,
             "kGroupM": self.group_m,
+            "kParts": self.parts,
+            "kPartBlocks": self.part_blocks,
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
 
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m))
+        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -95,9 +102,19 @@ class AllGatherGemmPlan:
         return size * self.plane_bytes if size > 1 else 0
 
     @property
+    def blocks(self) -> int:
+        """Blocks of ``chunk_rows`` rows per shard."""
+        return math.ceil(self.problem.rows / self.chunk_rows)
+
+    @property
     def chunks(self) -> int:
         """Per shard."""
-        return math.ceil(self.problem.rows / self.chunk_rows)
+        return self.blocks * self.parts
+
+    def chunk_index(self, block: int, part: int) -> int:
+        """The number of a chunk in the order in which the chunks of a shard travel."""
+        first = block // self.part_blocks * self.part_blocks
+        return first * self.parts + part * min(self.part_blocks, self.blocks - first) + block - first
 
     @property
     def flag_words(self) -> int:
@@ -111,7 +128,7 @@ class AllGatherGemmPlan:
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
-            f"{self.chunks} chunks of {self.chunk_rows} rows per shard\n"
+            f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"workspace {self.workspace_bytes} bytes"
         )
@@ -149,11 +166,12 @@ class AllGatherGemmPlan:
                     for row in range(group, group + in_group):
                         yield Tile(self.source(rank, first + row % shards), row // shards, n)
 
-    def tile_chunks(self, tile: Tile) -> range:
-        """The chunks of its source's shard that a tile reads."""
+    def tile_chunks(self, tile: Tile) -> list[int]:
+        """The chunks of its source's shard that a tile reads, part by part."""
         begin = tile.m * BLOCK_M
         end = min(begin + BLOCK_M, self.problem.rows)
-        return range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1)
+        blocks = range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1)
+        return [self.chunk_index(block, part) for part in range(self.parts) for block in blocks]
 
     def chunk_writer(self, reader: int, source: int) -> int:
         """The rank that raises ``reader``'s flags for ``source``'s chunks."""
@@ -172,12 +190,24 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
         ``split`` does not fit.
     """
     topology = problem.topology
-    chunk_bytes = _PUT_BYTES if topology.num_nodes > 1 else _CHUNK_BYTES
-    chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes // (problem.k * 2))))
     chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count)
+    tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
-        tile = choose_tile(max(1, math.ceil(problem.rows / BLOCK_M)) * topology.size, problem.n, sm_count)
-    return AllGatherGemmPlan(problem, chosen, tile, chunk_rows)
+        tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count)
+    tiles_n = math.ceil(problem.n / tile.block_n)
+    few_waves = tile_rows * topology.size * tiles_n <= _FEW_WAVES * sm_count
+    parts = _PARTS if few_waves and topology.num_nodes == 1 < topology.size and problem.k % (_PARTS * BLOCK_K) == 0 else 1
+    chunk_bytes = _PUT_BYTES if topology.num_nodes > 1 else _CHUNK_BYTES
+    chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
+    if parts == 1:
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows)
+    # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
+    at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
+    groups = math.ceil(max(1, tile_rows) / at_once)
+    group_rows = math.ceil(max(1, tile_rows) / groups)
+    return AllGatherGemmPlan(
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows)
+    )
 
 
 def default_split(topology: Topology, sm_count: int) -> Split:
@@ -185,6 +215,60 @@ def default_split(topology: Topology, sm_count: int) -> Split:
     intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
     send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
     return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
+
+
+def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
+    """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/allgather_gemm.cuh``).
+
+    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node, ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)`` to
+    the node, ``("tile", rank, index)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
+    """
+    graph, topology = WaitGraph(), plan.problem.topology
+    for rank in range(topology.size):
+        graph.add(("enter", rank))
+        entered: list[Step] = [("enter", other) for other in range(topology.size)]
+        neighbours: list[Step] = [("enter", peer) for peer in topology.node_ranks(topology.node(rank)) if peer != rank]
+        if neighbours:
+            _intra_comm_steps(graph, plan, rank, neighbours)
+        if topology.num_nodes > 1:
+            _inter_send_steps(graph, plan, rank)
+        tiles = list(plan.tiles(rank))
+        for i, tile in enumerate(tiles):
+            chunks = plan.tile_chunks(tile) if tile.source != rank else ()
+            graph.add(("tile", rank, i), [*entered, *(_arrival(plan, rank, tile.source, chunk) for chunk in chunks)])
+        graph.chain(("tile", rank, i) for i in range(len(tiles)))
+    return graph
+
+
+def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> Step:
+    """The step that raises ``reader``'s flag for a chunk."""
+    topology, writer = plan.problem.topology, plan.chunk_writer(reader, source)
+    if writer != source:
+        return ("forward", writer, source, chunk)
+    return ("push", source, chunk) if topology.node(reader) == topology.node(source) else ("put", source, chunk, reader)
+
+
+def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, neighbours: list[Step]) -> None:
+    ctas, peers = plan.split.intra_comm or 0, plan.problem.topology.rail_peers(rank)
+    for cta in range(ctas):
+        own: list[Step] = [("push", rank, chunk) for chunk in range(cta, plan.chunks, ctas)]
+        items = [divmod(item, len(peers)) for item in range(cta, plan.chunks * len(peers), ctas)] if peers else []
+        forwarded: list[Step] = [("forward", rank, peers[peer], chunk) for chunk, peer in items]
+        for step in own:
+            graph.add(step, neighbours)
+        for step, (chunk, peer) in zip(forwarded, items, strict=True):
+            graph.add(step, [*neighbours, ("put", peers[peer], chunk, rank)])
+        graph.chain([*own, *forwarded])
+
+
+def _inter_send_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int) -> None:
+    ctas = plan.split.inter_send or 0
+    for cta in range(ctas):
+        puts: list[Step] = []
+        for chunk in range(cta, plan.chunks, ctas):
+            for peer in plan.problem.topology.rail_peers(rank):
+                puts.append(graph.add(("put", rank, chunk, peer), [("enter", peer)]))
+        graph.chain(puts)
 
 
 def _ceil_power_of_two(value: int) -> int:

@@ -353,11 +353,11 @@ class CudaDevice(Device):
         assert isinstance(kernel, CudaKernel)
         if len(parameters) != kernel.spec.parameter_bytes:
             raise ArgumentError("parameters", f"{len(parameters)} bytes", f"{kernel.spec.name} takes {kernel.spec.parameter_bytes}")
+        if len(self._marks) >= _MARKS:
+            self._wait_for_room()
         with self._lock, self._current():
             status, capture = driver().cuStreamIsCapturing(stream)
             captured = not status and int(capture) != 0
-            if not captured:
-                self._bound_depth()
             kernel.parameters.raw = bytes(parameters)
             config = kernel.config
             config.grid[0] = grid
@@ -390,19 +390,18 @@ class CudaDevice(Device):
                 del self._ended[stream]
                 call(driver().cuEventDestroy(event), "destroying an event")
 
-    def _bound_depth(self) -> None:
-        """Wait, sleeping, while too many launches are pending: a full launch queue would block the engine's copies, and so everybody."""
-        while self._marks and (len(self._marks) > _MARKS or _happened(self._marks[0])):
-            mark = self._marks.popleft()
-            _wait(mark)
-            call(driver().cuEventDestroy(mark), "destroying an event")
+    def _wait_for_room(self) -> None:
+        """While too many launches are pending: a full launch queue would block the engine's copies, and so everybody."""
+        _sleep_until(self._has_room)
+
+    def _has_room(self) -> bool:
+        with self._lock, self._current():
+            while self._marks and _happened(self._marks[0]):
+                call(driver().cuEventDestroy(self._marks.popleft()), "destroying an event")
+            return len(self._marks) < _MARKS
 
     def synchronize(self) -> None:
-        shortest, longest = _POLL_SECONDS
-        pause = shortest
-        while not self._idle():  # the lock is free while this thread sleeps
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        _sleep_until(self._idle)
         if self._captured:  # replays of graphs leave no event here
             with self._current():
                 check(native("cuCtxSynchronize")(), f"waiting for GPU {self.ordinal}")
@@ -433,11 +432,11 @@ def _happened(event: Any) -> bool:
     raise DriverError("waiting for the GPU", int(status), status.name)
 
 
-def _wait(event: Any) -> None:
-    """Sleeps, without the GIL and interruptibly, until an event has happened."""
+def _sleep_until(condition: Callable[[], bool]) -> None:
+    """Sleeps, without the GIL or any lock and interruptibly, until a condition holds."""
     shortest, longest = _POLL_SECONDS
     pause = shortest
-    while not _happened(event):
+    while not condition():
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
@@ -545,8 +544,9 @@ class CudaCopier:
             return self._record(self._data)
 
     def done(self, token: Any) -> bool:
-        if not _happened(token):
-            return False
+        with current(self._context):
+            if not _happened(token):
+                return False
         self._idle.append(token)
         return True
 
@@ -555,7 +555,7 @@ class CudaCopier:
         half, first = divmod(slot, _SIGNAL_SLOTS // 2)
         with current(self._context):
             if first == 0 and self._halves[half] is not None:
-                _wait(self._halves[half])  # a whole lap ago: it has happened
+                _sleep_until(functools.partial(_happened, self._halves[half]))  # it has, a whole lap later
                 self._idle.append(self._halves[half])
                 self._halves[half] = None
             self._values[slot] = value

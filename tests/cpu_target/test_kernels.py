@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,6 +194,25 @@ def test_fault_is_found(fault: int) -> None:
         with pytest.raises(Error, match=FAULTS[fault]):
             run_fault(fault, 0, device)
     run_fault(0, 0, device)  # the device works on after a failed kernel
+
+
+CRASHES = {
+    24: r"rank 0, CTA 0, thread 5 touched shared \+0x4410, of 17408 bytes",
+    25: r"rank 0, CTA 0, thread 6 touched beyond the end of its stack \(\d+ bytes\)",
+    26: r"rank 0, CTA 0, thread 7 touched memory that it may not \(address 0x8\)",
+}
+
+
+@pytest.mark.parametrize("fault", CRASHES)
+@pytest.mark.parametrize("handler", [False, True], ids=["plain", "faulthandler"])
+def test_crash_is_explained(fault: int, handler: bool) -> None:
+    """The process dies as it would, but says which thread it was."""
+    script = f"from tests.cpu_target.test_kernels import run_fault; run_fault({fault}, 0)"
+    command = [sys.executable, *(["-X", "faulthandler"] if handler else []), "-c", script]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert re.search(CRASHES[fault], done.stderr), done.stderr
+    assert ("Fatal Python error: Segmentation fault" in done.stderr) == handler
 
 
 # ---- determinism

@@ -20,7 +20,13 @@ from mkernel.jit.spec import KernelSpec
 
 KERNELS = Path(__file__).parent / "kernels"
 PLAIN = KernelSpec("plain", (("kValue", 3), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=128)
-EVERY_PTX = KernelSpec("every_ptx", (("kLanes", 32), ("kWidth", 256), ("kFloat16", 0), ("kTransposed", 0)), threads=384, shared_bytes=70_000, parameter_bytes=256)
+EVERY_PTX = KernelSpec(
+    "every_ptx",
+    (("kLanes", 32), ("kWidth", 256), ("kFloat16", 0), ("kTransposed", 0)),
+    threads=384,
+    shared_bytes=70_000,
+    parameter_bytes=256,
+)
 
 COMPILE = """
 import sys, logging

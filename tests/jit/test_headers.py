@@ -34,7 +34,14 @@ def tree(tmp_path: Path) -> IncludePath:
 
 @pytest.mark.parametrize(
     "name",
-    ["src/kernel.cuh", "src/inner/deep.h", "src/conditional.h", "system/library/far.h", "system/library/near.h", "system/cuda_runtime_api.h"],
+    [
+        "src/kernel.cuh",
+        "src/inner/deep.h",
+        "src/conditional.h",
+        "system/library/far.h",
+        "system/library/near.h",
+        "system/cuda_runtime_api.h",
+    ],
 )
 def test_digest_changes_with_every_file_that_can_be_included(tree: IncludePath, tmp_path: Path, name: str) -> None:
     before = digest(tree, SOURCE)

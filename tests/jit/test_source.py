@@ -53,7 +53,7 @@ def test_a_constant_may_repeat_a_launch_figure() -> None:
     ],
 )
 def test_what_is_no_source_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must|both"):
+    with pytest.raises(ValueError, match=r"must|both"):
         render(dataclasses.replace(SPEC, **changes))  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ struct alignas(64) Parameters {
 enum Fault : uint32_t {
   kNone, kNoSharedFence, kNoStoreWait, kNoCommit, kNoArrive, kNoWgmmaWait, kNoInitFence, kTooManyArrivals, kBadParity, kOutside, kMisaligned,
   kLoadNotAwaited, kDiverged, kBarrierCounts, kNoWgmmaFence, kBarrierThreads, kOverwritten, kUninitialized, kNotSwizzled, kDifferentOperands,
-  kMisalignedFlag, kGenericWgmma, kNotATensorMap, kWrongBytes
+  kMisalignedFlag, kGenericWgmma, kNotATensorMap, kWrongBytes, kSharedOverrun, kStackOverrun, kNullPointer
 };
 constexpr uint32_t kFault = Config::kFault, kBytes = 2048;
 
@@ -23,6 +23,12 @@ struct Storage {
   uint64_t loaded;
   uint64_t never;
 };
+
+MK_DEVICE int deep(volatile int* up) {
+  volatile int here[1024];
+  here[0] = up == nullptr ? 0 : up[0] + 1;
+  return here[0] < 1000000 ? deep(here) + here[0] : 0;
+}
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& s = *reinterpret_cast<Storage*>(ptx::shared_memory());
@@ -44,6 +50,15 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
     if constexpr (kFault == kOverwritten) s.loaded = 1;
     if constexpr (kFault == kUninitialized) ptx::mbarrier_arrive(&s.never);
     if constexpr (kFault == kMisalignedFlag) ptx::store_release_sys(reinterpret_cast<uint64_t*>(p.flag + 4), uint64_t(1));
+  }
+  if constexpr (kFault == kSharedOverrun) {
+    if (t == 5) ptx::shared_memory()[Config::kSharedBytes + 16] = 1;
+  }
+  if constexpr (kFault == kStackOverrun) {
+    if (t == 6) s.never = deep(nullptr);
+  }
+  if constexpr (kFault == kNullPointer) {
+    if (t == 7) *reinterpret_cast<volatile int*>(p.reserved[0] + 8) = 1;
   }
   if constexpr (kFault == kLoadNotAwaited) return;
   ptx::mbarrier_wait(&s.loaded, kFault == kBadParity ? 2 : 0);

@@ -1,0 +1,437 @@
+"""runtime/cuda.py and memory/vmm.py on real GPUs: segments, arrays, launches, graphs, tensor maps, and copies beside spinning kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel import abi
+from mkernel.errors import ArgumentError
+from mkernel.jit.spec import KernelSpec
+from mkernel.memory.driver import DriverError
+from mkernel.runtime import cuda
+from mkernel.runtime.cuda import CudaDevice
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+THREADS = 64
+SECONDS = 5.0  # kernels that wait give up after this
+
+
+class WaitParameters(ctypes.Structure):
+    _fields_ = [
+        ("world", abi.World),
+        ("flag", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("data", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("padding", ctypes.c_char * 48),
+    ]
+
+
+class BoxParameters(ctypes.Structure):
+    _fields_ = [
+        ("world", abi.World),
+        ("from_", ctypes.c_int32 * 4),
+        ("to", ctypes.c_int32 * 4),
+        ("padding", ctypes.c_char * 48),
+        ("source", ctypes.c_char * 128),
+        ("target", ctypes.c_char * 128),
+    ]
+
+
+def wait_spec(wait: int) -> KernelSpec:
+    return KernelSpec("wait_then_add", (("kWait", wait),), THREADS, 0, ctypes.sizeof(WaitParameters))
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[Path(__file__).parent / "kernels"]))
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    device = CudaDevice(0)
+    yield device
+    device.synchronize()
+    device.close()
+
+
+def need_gpus(count: int) -> None:
+    if len(cuda.available()) < count:
+        pytest.skip(f"needs {count} GPUs")
+
+
+class Calls:
+    """Launches of wait_then_add on device memory; ``flag`` and ``data`` are in a segment, as in a world."""
+
+    def __init__(self, device: CudaDevice, wait: int, ctas: int = 4) -> None:
+        self.device, self.ctas = device, ctas
+        self.segment = device.segment(1 << 20, 0, 1)
+        self.flag, self.data = self.segment.address(), self.segment.address() + 4096
+        self.kernel = device.load(wait_spec(wait))
+        # Allocated now: allocating beside a kernel that waits may wait for it.
+        self.size = 4 * THREADS * ctas
+        self.out = device.allocate(self.size)
+        self.memory = device.allocate_host(4 * THREADS)
+        self.expected = np.zeros((ctas, THREADS), np.uint32)
+
+    def parameters(self, value: int = 1) -> bytes:
+        world = abi.World(timeout_ns=int(SECONDS * 1e9))
+        return bytes(WaitParameters(world, self.flag, value, self.data, self.out))
+
+    def launch(self, stream: Any, value: int = 1) -> None:
+        self.device.launch(self.kernel, stream, self.ctas, self.parameters(value))
+
+    def write(self, copier: Any, factor: int = 7) -> None:
+        """New data, from pinned memory."""
+        numbers = np.arange(THREADS, dtype=np.uint32) * factor
+        self.memory.view[:] = numbers.tobytes()
+        self.expected = numbers + np.arange(self.ctas, dtype=np.uint32)[:, None]
+        token = copier.start(self.data, self.memory.address, 4 * THREADS)
+        deadline = time.monotonic() + SECONDS / 2
+        while not copier.done(token):
+            assert time.monotonic() < deadline, "a copy does not run beside the kernel"
+
+    def check(self) -> None:
+        """The results are there; the next ones must come anew."""
+        result = np.frombuffer(self.device.read(self.out, self.size), np.uint32).reshape(self.ctas, THREADS)
+        assert (result == self.expected).all()
+        self.device.wrap(self.out, (self.size,), "uint8", self).fill(0xFF)
+        self.device.xp.cuda.get_current_stream().synchronize()
+
+    def close(self) -> None:
+        self.device.synchronize()
+        self.segment.close()
+
+
+# ---- the machine
+def test_available() -> None:
+    gpus = cuda.available()
+    assert [gpu.ordinal for gpu in gpus] == list(range(len(gpus)))
+    assert len({gpu.uuid for gpu in gpus}) == len(gpus)
+    assert all(gpu.ordinal not in gpu.peers and gpu.memory_bytes > 1 << 30 for gpu in gpus)
+
+
+def test_close_gives_everything_back(device: CudaDevice) -> None:
+    import cupy
+
+    device.allocate(1 << 20)
+    before = cupy.cuda.runtime.memGetInfo()[0]
+    with_more = CudaDevice(0)
+    with_more.allocate(256 << 20)
+    with_more.allocate_host(1 << 20)
+    with with_more.segment(512 << 20, 0, 1) as segment:
+        with_more.import_segment(segment.fd, segment.size)
+        assert cupy.cuda.runtime.memGetInfo()[0] <= before - (768 << 20)
+    with_more.close()
+    with_more.close()
+    assert cupy.cuda.runtime.memGetInfo()[0] >= before - (32 << 20)
+
+
+# ---- memory
+def test_segment_is_zeroed_and_shared_by_descriptor(device: CudaDevice) -> None:
+    with device.segment(5 << 20, 0, 1) as segment:
+        assert segment.size >= 5 << 20
+        assert device.read(segment.address(), segment.size) == bytes(segment.size)
+        alias = device.import_segment(segment.fd, segment.size)
+        device.wrap(segment.address() + 100, (3,), "uint8", segment)[...] = 7
+        assert device.read(alias + 99, 5) == b"\0\7\7\7\0"
+
+
+def test_peers_of_one_process() -> None:
+    need_gpus(2)
+    devices = [CudaDevice(ordinal) for ordinal in range(2)]
+    segments = [device.segment(4 << 20, rank, 2) for rank, device in enumerate(devices)]
+    for segment in segments:
+        segment.map_peers([other.fd for other in segments])
+    for rank, (device, segment) in enumerate(zip(devices, segments, strict=True)):
+        with device.xp.cuda.Device(rank):
+            device.wrap(segment.address(1 - rank) + 64 * rank, (64,), "uint8", segment)[...] = rank + 1
+            device.xp.cuda.Device(rank).synchronize()
+    for rank, (device, segment) in enumerate(zip(devices, segments, strict=True)):
+        other = 1 - rank
+        assert device.read(segment.address() + 64 * other, 64) == bytes([other + 1]) * 64
+    for device, segment in zip(devices, segments, strict=True):
+        segment.close()
+        device.close()
+
+
+CHILD = """
+import sys
+from mkernel.runtime.cuda import CudaDevice
+fd, size, ordinal = map(int, sys.argv[1:])
+device = CudaDevice(ordinal)
+with device.segment(size, 1, 2) as segment:
+    segment.map_peers([fd, -1])
+    assert device.read(segment.address(0), 4) == b"abcd"
+    device.wrap(segment.address(0) + 4, (4,), "uint8", segment)[...] = 9
+    device.xp.cuda.Device(ordinal).synchronize()
+device.close()
+"""
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_peers_of_two_processes(device: CudaDevice, ordinal: int) -> None:
+    need_gpus(ordinal + 1)
+    with device.segment(2 << 20, 0, 1) as segment:
+        device.wrap(segment.address(), (4,), "uint8", segment)[...] = device.xp.asarray(np.frombuffer(b"abcd", np.uint8))
+        device.xp.cuda.Device(0).synchronize()
+        command = [sys.executable, "-c", CHILD, str(segment.fd), str(segment.size), str(ordinal)]
+        subprocess.run(command, cwd=ROOT, pass_fds=[segment.fd], check=True, timeout=120)
+        assert device.read(segment.address(), 9) == b"abcd" + b"\x09" * 4 + b"\0"
+
+
+# ---- arrays
+def test_views(device: CudaDevice) -> None:
+    import ml_dtypes
+
+    xp = device.xp
+    for dtype, name in ((ml_dtypes.bfloat16, "bfloat16"), (np.float16, "float16"), (np.int64, "int64"), (np.float32, "float32")):
+        array = xp.empty((6, 8), dtype=dtype)
+        view = device.view(array[::2, 1:].T)
+        item = array.dtype.itemsize
+        assert (view.address, view.shape, view.strides, view.dtype) == (array.data.ptr + item, (7, 3), (item, 16 * item), name)
+    assert device.view(device.empty((0, 8), "bfloat16")).shape == (0, 8)
+    owner = object()
+    with device.segment(1 << 20, 0, 1) as segment:
+        wrapped = device.wrap(segment.address(), (2, 4), "bfloat16", owner)
+        assert device.view(wrapped) == cuda.TensorView(segment.address(), (2, 4), (8, 2), "bfloat16")
+        assert device.view(Foreign(wrapped)) == device.view(wrapped)  # by DLPack
+        halves = device.wrap(segment.address(), (2, 4), "float16", owner)
+        assert device.view(Interface(halves.__cuda_array_interface__)) == device.view(halves)
+
+
+class Foreign:
+    """Another library's array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+class Interface:
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def test_arrays_elsewhere_are_refused(device: CudaDevice) -> None:
+    for array in (np.ones(4), [1, 2], 3.0, None):
+        with pytest.raises(ArgumentError, match=r"cupy\.asarray"):
+            device.view(array)
+    need_gpus(2)
+    with device.xp.cuda.Device(1):
+        there = device.xp.ones(4, dtype=np.float16)
+    for array in (there, Foreign(there), Interface(there.__cuda_array_interface__)):
+        with pytest.raises(ArgumentError, match="is on GPU 1, this rank works on GPU 0"):
+            device.view(array)
+
+
+# ---- launches
+def test_launch_and_streams(device: CudaDevice) -> None:
+    xp = device.xp
+    calls = Calls(device, wait=0)
+    with contextlib.closing(device.copier()) as copier:
+        calls.write(copier)
+    own = xp.cuda.Stream(non_blocking=True)
+    for stream in (None, own, own.ptr, xp.cuda.Stream.null):
+        calls.launch(device.stream(stream))
+        calls.check()
+    with own:
+        assert device.stream(None) == own.ptr
+    assert device.stream(None) == device.stream(0) == device.stream(xp.cuda.Stream.null)
+    with pytest.raises(ArgumentError, match="stream"):
+        device.stream("default")
+    calls.close()
+
+
+def test_a_grid_that_cannot_be_resident_is_refused(device: CudaDevice) -> None:
+    calls = Calls(device, wait=0)
+    calls.out = device.allocate(4 * THREADS * (calls.kernel.max_ctas() + 1))
+    parameters = calls.parameters()
+    device.launch(calls.kernel, device.stream(None), calls.kernel.max_ctas(), parameters)
+    with pytest.raises(DriverError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        device.launch(calls.kernel, device.stream(None), calls.kernel.max_ctas() + 1, parameters)
+    with pytest.raises(ArgumentError, match="takes 192"):
+        device.launch(calls.kernel, device.stream(None), 1, parameters[:-1])
+    calls.close()
+
+
+def test_launching_is_cheap(device: CudaDevice) -> None:
+    calls = Calls(device, wait=0)
+    stream = device.stream(None)
+    parameters = calls.parameters()
+    costs = []
+    for _ in range(50):
+        device.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            device.launch(calls.kernel, stream, calls.ctas, parameters)
+        costs.append((time.perf_counter() - begin) / 20)
+    print(f"launch: {1e6 * np.median(costs):.1f} us")
+    assert np.median(costs) < 30e-6
+    calls.close()
+
+
+def test_order_between_streams(device: CudaDevice) -> None:
+    xp = device.xp
+    waiting, quick = Calls(device, wait=1), Calls(device, wait=0)
+    first, second = (xp.cuda.Stream(non_blocking=True) for _ in range(2))
+    with contextlib.closing(device.copier()) as copier:
+        quick.write(copier)
+        waiting.launch(first.ptr)
+        device.order(first.ptr, second.ptr)
+        quick.launch(second.ptr)
+        time.sleep(0.1)
+        assert not second.done
+        copier.signal(waiting.flag, 1)
+        quick.check()
+    assert second.done
+    waiting.close()
+    quick.close()
+
+
+def test_graphs(device: CudaDevice) -> None:
+    xp = device.xp
+    calls = Calls(device, wait=0)
+    stream = xp.cuda.Stream(non_blocking=True)
+    assert not device.capturing(stream.ptr)
+    with stream:
+        stream.begin_capture()
+        assert device.capturing(device.stream(None))
+        assert not device.capturing(device.stream(xp.cuda.Stream.null))
+        calls.launch(stream.ptr)
+        graph = stream.end_capture()
+    with contextlib.closing(device.copier()) as copier:
+        calls.write(copier)
+    graph.launch(stream)
+    device.synchronize()
+    calls.check()
+    calls.close()
+
+
+# ---- beside a kernel that spins
+def test_copies_and_signals_run_beside_a_spinning_kernel(device: CudaDevice) -> None:
+    calls = Calls(device, wait=1)
+    with contextlib.closing(device.copier()) as copier:
+        for value in range(1, 21):
+            calls.launch(device.stream(None), value)
+            time.sleep(0.002)
+            calls.write(copier, factor=value)
+            copier.signal(calls.flag, value)
+            calls.check()
+    calls.close()
+
+
+def test_an_engine_works_while_a_graph_is_captured(device: CudaDevice) -> None:
+    """Even in the strictest mode, where the driver refuses most calls of all threads."""
+    xp = device.xp
+    calls = Calls(device, wait=0)
+    stream = xp.cuda.Stream(non_blocking=True)
+    problems: list[BaseException] = []
+
+    def engine(copier: Any) -> None:
+        try:
+            calls.write(copier)
+            copier.signal(calls.flag, 1)
+        except BaseException as error:
+            problems.append(error)
+
+    with contextlib.closing(device.copier()) as copier:
+        with stream:
+            stream.begin_capture(xp.cuda.runtime.streamCaptureModeGlobal)
+            calls.launch(stream.ptr)
+            thread = threading.Thread(target=engine, args=(copier,))
+            thread.start()
+            thread.join()
+            graph = stream.end_capture()
+        assert problems == []
+        graph.launch(stream)
+        device.synchronize()
+        calls.check()
+    calls.close()
+
+
+def test_many_signals_in_order(device: CudaDevice) -> None:
+    with device.segment(1 << 20, 0, 1) as segment, contextlib.closing(device.copier()) as copier:
+        for value in range(1, 5001):
+            copier.signal(segment.address() + 8 * (value % 3), value)
+        copier.close()
+        assert np.frombuffer(device.read(segment.address(), 24), np.uint64).tolist() == [4998, 4999, 5000]
+
+
+def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> None:
+    """A thread launches far more than the queue holds behind a kernel that waits; the signal still comes through."""
+    calls = Calls(device, wait=1)
+    stream = device.stream(device.xp.cuda.Stream(non_blocking=True))
+    calls.launch(stream)
+
+    def flood() -> None:
+        for _ in range(3000):
+            calls.launch(stream)
+
+    thread = threading.Thread(target=flood, daemon=True)
+    with contextlib.closing(device.copier()) as copier:
+        thread.start()
+        time.sleep(0.5)
+        assert thread.is_alive()
+        begin = time.monotonic()
+        calls.write(copier)
+        copier.signal(calls.flag, 1)
+        thread.join(10 * SECONDS)
+        assert time.monotonic() - begin < SECONDS / 2
+    calls.check()
+    calls.close()
+
+
+# ---- tensor maps
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("start", [(0, 0, 0), (64, 8, 1), (128, 24, 2), (64, 28, 1)])
+def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int]) -> None:
+    """A box from a strided tensor to another, whose ends it crosses: zeros come in, nothing goes out."""
+    rows, columns, box = 30, 136, (64, 8, 1)
+    source = np.arange(3 * rows * 160, dtype=np.uint16).reshape(3, rows, 160)
+    a = device.xp.asarray(source)
+    c = device.xp.full((3, rows, columns), 0xFFFF, dtype=np.uint16)
+    shape = (columns, rows, 3)
+    parameters = BoxParameters(
+        abi.World(),
+        (*start, 0),
+        (*start, 0),
+        b"",
+        device.tensor_map(a.data.ptr, dtype, shape, (a.strides[1], a.strides[0]), box),
+        device.tensor_map(c.data.ptr, dtype, shape, (c.strides[1], c.strides[0]), box),
+    )
+    spec = KernelSpec("copy_box", (("kBoxBytes", 64 * 8 * 2),), 32, 2048, ctypes.sizeof(BoxParameters))
+    device.launch(device.load(spec), device.stream(None), 1, bytes(parameters))
+    device.synchronize()
+    expected = np.full((3, rows, columns), 0xFFFF, dtype=np.uint16)
+    x, y, z = start
+    expected[z, y : y + 8, x : x + 64] = source[z, y : y + 8, x : min(x + 64, columns)]
+    assert (c.get() == expected).all()
+
+
+def test_what_no_tensor_map_describes(device: CudaDevice) -> None:
+    box, address = (64, 8, 1), device.allocate(1 << 16)
+    for changes in ({"address": address + 8}, {"strides": (24, 4096)}, {"dtype": "float32"}, {"box": (32, 8, 1)}):
+        arguments = {"address": address, "dtype": "float16", "shape": (64, 8, 2), "strides": (128, 1024), "box": box} | changes
+        with pytest.raises(ArgumentError):
+            device.tensor_map(**arguments)
+    assert len(device.tensor_map(0, "float16", (64, 0, 2), (128, 0), box)) == 128

@@ -1,0 +1,66 @@
+"""The schedule in the kernel and the one in the plan are the same: the kernel's functions, compiled for the host, against Python's."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mkernel import abi
+from mkernel.jit import cpu
+from mkernel.jit.spec import KernelSpec
+from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.plan.gemm import GemmTile
+from mkernel.plan.split import Split
+from mkernel.plan.topology import Topology
+from mkernel.runtime.cpu import _library
+
+_KERNELS = Path(__file__).parent / "kernels"
+
+
+def mirror(spec: KernelSpec) -> ctypes.CDLL:
+    _library()  # kernels find the scheduler's functions there
+    library = ctypes.CDLL(str(cpu.compile(dataclasses.replace(spec, name="mirror"), include=[_KERNELS])))
+    library.mirror_plane_offset.restype = library.mirror_flag_offset.restype = ctypes.c_uint64
+    return library
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "n", "k", "block_n", "group_m", "split"),
+    [
+        (1, 1, 264, 64, 64, 16, Split(3, 0, 0, 0)),
+        (1, 4, 72, 136, 128, 2, Split(2, 3, 0, 0)),
+        (2, 2, 520, 8192, 192, 3, Split(1, 1, 1, 0)),
+        (4, 1, 136, 72, 64, 1, Split(2, 0, 3, 0)),
+        (3, 5, 1000, 8, 256, 4, Split(5, 2, 2, 0)),
+        (4, 8, 264, 4096, 128, 16, Split(4, 4, 2, 0)),
+    ],
+)
+def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split) -> None:
+    topology = Topology(nodes * per_node, per_node)
+
+    def plan_of(rows: int) -> AllGatherGemmPlan:
+        problem = AllGatherGemmProblem(topology, rows, n, k, "bfloat16", False)
+        return dataclasses.replace(make_plan(problem, split.total, split, GemmTile.deepest(block_n)), group_m=group_m)
+
+    library = mirror(plan_of(1).spec)
+    for rows in (0, 1, 7, 128, 129, 300, 1000):
+        plan = plan_of(rows)
+        assert library.mirror_num_chunks(rows) == plan.chunks
+        for source in range(topology.size):
+            assert library.mirror_plane_offset(rows, source) == source * plan.plane_bytes
+            offsets = [library.mirror_flag_offset(rows, source, chunk) // 8 for chunk in range(plan.chunks)]
+            assert offsets == list(range(source * plan.chunks, (source + 1) * plan.chunks))
+        assert plan.flag_words == topology.size * plan.chunks
+        for rank in range(topology.size):
+            assert library.mirror_num_tiles(rank, rows) == plan.num_tiles
+            words = np.full((plan.num_tiles, 3), -1, np.int32)
+            library.mirror_tiles(rank, rows, words.ctypes.data_as(ctypes.c_void_p))
+            assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n) for t in plan.tiles(rank)]
+    roles = collections.Counter(library.mirror_role(cta) for cta in range(split.total))
+    expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
+    assert roles == collections.Counter({role: number for role, number in expected.items() if number})

@@ -1,0 +1,288 @@
+"""The plan of allgather_gemm: pure Python, no compiler. The kernel's own copy of the schedule is compared in tests/ops/test_mirror.py."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, Tile, default_split, make_plan, wait_graph
+from mkernel.plan.gemm import BLOCK_M, SHARED_LIMIT, GemmTile
+from mkernel.plan.split import Split, SplitError
+from mkernel.plan.topology import Topology
+from mkernel.plan.wait_graph import Step, WaitGraph
+
+WORLDS = [Topology(nodes * per_node, per_node) for nodes in range(1, 5) for per_node in range(1, 9)]  # up to 4 x 8
+SIZES = [(0, 64, 64), (1, 8, 8), (7, 72, 520), (128, 256, 512), (129, 264, 136), (300, 520, 8192), (1000, 1000, 4096)]  # rows, N, K
+
+
+def plan_of(topology: Topology, rows: int, n: int, k: int, sms: int = 12, split: Split | None = None, **changes: Any) -> AllGatherGemmPlan:
+    plan = make_plan(AllGatherGemmProblem(topology, rows, n, k, "bfloat16", True), sms, split)
+    return dataclasses.replace(plan, **changes)
+
+
+def label(topology: Topology) -> str:
+    return f"{topology.num_nodes}x{topology.ranks_per_node}"
+
+
+each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
+
+
+# ---- tiles
+
+
+@each_world
+def test_tiles_cover_c_once(topology: Topology) -> None:
+    for rows, n, k in SIZES:
+        for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)):
+            everything = {Tile(*t) for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n))}
+            for rank in {0, topology.size // 2, topology.size - 1}:
+                tiles = list(plan.tiles(rank))
+                assert len(tiles) == plan.num_tiles == len(everything)
+                assert set(tiles) == everything
+            assert plan.tile_rows * BLOCK_M >= rows > (plan.tile_rows - 1) * BLOCK_M
+            assert plan.tiles_n * plan.tile.block_n >= n > (plan.tiles_n - 1) * plan.tile.block_n
+
+
+@each_world
+def test_tiles_come_in_the_order_of_arrival(topology: Topology) -> None:
+    plan = plan_of(topology, 300, 520, 136, tile=GemmTile.deepest(128))
+    for rank in range(topology.size):
+        distance = [0 if t.source == rank else 1 if topology.node(t.source) == topology.node(rank) else 2 for t in plan.tiles(rank)]
+        assert distance == sorted(distance), "own shard, then the node's, then the others'"
+        assert distance.count(0) == plan.tile_rows * plan.tiles_n
+    sources = [[plan.source(rank, d) for d in range(topology.size)] for rank in range(topology.size)]
+    for rank in range(topology.size):
+        assert sources[rank][0] == rank
+        assert sorted(sources[rank]) == list(range(topology.size))
+        per_node = topology.ranks_per_node
+        assert sources[rank][per_node::per_node] == topology.rail_peers(rank), "of another node, the own rail first"
+    for d in range(topology.size):
+        assert sorted(of_rank[d] for of_rank in sources) == list(range(topology.size)), "nobody is wanted by two ranks at once"
+
+
+def test_shards_advance_together() -> None:
+    """Their chunks arrive at about the same rate: of each shard row 0 comes before row 1 of any, as far as groups allow."""
+    plan = plan_of(Topology(4, 4), 600, 64, 64, group_m=2)
+    rows = [tile.m for tile in plan.tiles(1) if tile.source != 1]
+    assert rows == sorted(rows)
+    columns = [(tile.source, tile.n) for tile in plan_of(Topology(4, 4), 300, 512, 64, tile=GemmTile(128, 2), group_m=2).tiles(0)]
+    assert columns[:4] == [(0, 0), (0, 0), (0, 1), (0, 1)], "two rows of tiles share a column of B"
+
+
+# ---- chunks
+
+
+@each_world
+def test_chunks(topology: Topology) -> None:
+    for rows, n, k in SIZES:
+        plan = plan_of(topology, rows, n, k)
+        assert plan.chunk_rows & (plan.chunk_rows - 1) == 0
+        assert 1 <= plan.chunk_rows <= BLOCK_M, "a tile never waits for rows far beyond its own"
+        assert plan.chunks * plan.chunk_rows >= rows > (plan.chunks - 1) * plan.chunk_rows
+        assert plan.flag_words == topology.size * plan.chunks
+        assert plan.workspace_bytes == (topology.size * rows * k * 2 if topology.size > 1 else 0)
+        for tile in plan.tiles(0):
+            needed = {row // plan.chunk_rows for row in range(tile.m * BLOCK_M, min((tile.m + 1) * BLOCK_M, rows))}
+            assert set(plan.tile_chunks(tile)) == needed
+
+
+@each_world
+def test_chunk_writers(topology: Topology) -> None:
+    """A shard crosses the network once per destination node, and a flag's writer is a rank that has the chunk."""
+    plan = plan_of(topology, 7, 8, 8)
+    crossings: collections.Counter[tuple[int, int]] = collections.Counter()
+    for reader, source in itertools.product(range(topology.size), repeat=2):
+        writer = plan.chunk_writer(reader, source)
+        if writer != source:
+            assert topology.node(writer) == topology.node(reader), "only a node's own ranks forward to it"
+            assert plan.chunk_writer(writer, source) == source, "who forwards got it from the source"
+        if topology.node(writer) != topology.node(reader):
+            assert topology.local_rank(writer) == topology.local_rank(reader), "puts stay on their rail"
+            crossings[source, topology.node(reader)] += 1
+    assert set(crossings.values()) <= {1}
+    assert len(crossings) == topology.size * (topology.num_nodes - 1)
+
+
+# ---- the wait graph
+
+
+def splits(topology: Topology) -> list[Split]:
+    """One CTA per role; uneven numbers; more communication CTAs than chunks."""
+    local, remote = int(topology.ranks_per_node > 1), int(topology.num_nodes > 1)
+    return [Split(compute, intra * local, send * remote, 0) for compute, intra, send in ((1, 1, 1), (2, 3, 2), (5, 9, 7))]
+
+
+@each_world
+def test_nobody_waits_for_ever(topology: Topology) -> None:
+    for rows, n, k in ((1, 64, 64), (300, 264, 8192), (129, 8, 16384)):
+        for split in splits(topology):
+            plan = plan_of(topology, rows, n, k, 64, split)
+            graph = wait_graph(plan)
+            assert graph.find_cycle() is None
+            assert graph.missing() == set()
+            kinds = collections.Counter(step[0] for step in graph)
+            foreign, local = topology.num_nodes - 1, topology.ranks_per_node > 1
+            assert kinds["enter"] == topology.size
+            assert kinds["tile"] == topology.size * plan.num_tiles
+            assert kinds["push"] == local * topology.size * plan.chunks
+            assert kinds["put"] == topology.size * plan.chunks * foreign
+            assert kinds["forward"] == local * topology.size * plan.chunks * foreign
+
+
+def test_the_graph_knows_what_a_tile_needs() -> None:
+    """Rank 0 of 2 x 2 gets its neighbour's chunks pushed, its rail peer's by put, and those of rank 3 forwarded by rank 1."""
+    plan = plan_of(Topology(4, 2), 300, 64, 8192, split=Split(1, 1, 1))
+    assert plan.chunk_rows == 32
+    graph = wait_graph(plan)
+    tiles = list(plan.tiles(0))
+    expected: dict[int, Callable[[int], Step]] = {
+        1: lambda chunk: ("push", 1, chunk),
+        2: lambda chunk: ("put", 2, chunk, 0),
+        3: lambda chunk: ("forward", 1, 3, chunk),
+    }
+    for source, step in expected.items():
+        at = tiles.index(Tile(source, 1, 0))
+        waits = graph.before(("tile", 0, at))
+        assert set(waits) == {("enter", r) for r in range(4)} | {step(c) for c in range(4, 8)} | {("tile", 0, at - 1)}
+    assert set(graph.before(("tile", 0, 1))) == {("enter", r) for r in range(4)} | {("tile", 0, 0)}, "the own shard is there"
+    assert set(graph.before(("forward", 1, 3, 0))) == {("enter", 0), ("put", 3, 0, 1), ("push", 1, plan.chunks - 1)}
+    assert set(graph.before(("put", 3, 2, 1))) == {("enter", 1), ("put", 3, 1, 1)}
+
+
+def _forward_before_pushing(graph: WaitGraph, plan: AllGatherGemmPlan) -> None:
+    """The same CTA sends its own chunks to other nodes only after it has forwarded theirs."""
+    topology = plan.problem.topology
+    for rank in range(topology.size):
+        for peer in topology.rail_peers(rank):
+            graph.add(("put", rank, 0, peer), [("forward", rank, peer, 0)])
+
+
+def _push_after_computing(graph: WaitGraph, plan: AllGatherGemmPlan) -> None:
+    """Communication as the last tile's epilogue."""
+    for rank in range(plan.problem.topology.size):
+        graph.add(("push", rank, 0), [("tile", rank, plan.num_tiles - 1)])
+
+
+def _push_when_received(graph: WaitGraph, plan: AllGatherGemmPlan) -> None:
+    """Ranks that answer only those who have sent to them."""
+    ranks = plan.problem.topology.node_ranks(0)
+    for rank in ranks:
+        graph.add(("push", rank, 0), [("push", (rank + 1) % len(ranks), 0)])
+
+
+@pytest.mark.parametrize("plant", [_forward_before_pushing, _push_after_computing, _push_when_received])
+def test_a_schedule_that_deadlocks_is_found(plant: Callable[[WaitGraph, AllGatherGemmPlan], None]) -> None:
+    for topology in (Topology(4, 2), Topology(8, 2), Topology(32, 8)):
+        plan = plan_of(topology, 129, 64, 64, split=Split(1, 1, 1))
+        graph = wait_graph(plan)
+        assert graph.find_cycle() is None
+        plant(graph, plan)
+        cycle = graph.find_cycle()
+        assert cycle is not None
+        for step, waited_for in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+            assert waited_for in graph.before(step)
+
+
+def test_tiles_in_another_order_still_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of tiles is for speed alone: communication never waits for tiles."""
+    plan = plan_of(Topology(8, 4), 300, 264, 64)
+    backwards = dict.fromkeys(range(8))
+    for rank in backwards:
+        backwards[rank] = list(reversed(list(plan.tiles(rank))))
+    monkeypatch.setattr(AllGatherGemmPlan, "tiles", lambda self, rank: iter(backwards[rank]))
+    assert wait_graph(plan).find_cycle() is None
+
+
+# ---- splits
+
+
+def test_a_split_is_completed() -> None:
+    default = Split(intra_comm=8, inter_send=4, inter_reduce=0)
+    assert Split().complete(default, 132) == Split(120, 8, 4, 0)
+    assert Split(intra_comm=2).complete(default, 132) == Split(126, 2, 4, 0)
+    assert Split(compute=1).complete(default, 132) == Split(1, 8, 4, 0)
+    assert Split(compute=1).complete(default, 132).total == 13
+    assert Split(120, 8, 4, 0).complete(default, 132) == Split(120, 8, 4, 0)
+    assert Split().complete(Split(intra_comm=0, inter_send=0, inter_reduce=0), 1) == Split(1, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("split", "rule"),
+    [
+        (Split(compute=121), "asks for 133 SMs, the device has 132"),
+        (Split(compute=0), "compute gets 0 of 132 SMs"),
+        (Split(compute=-3), "compute gets -3 of 132 SMs"),
+        (Split(intra_comm=128), "compute gets 0 of 132 SMs"),
+        (Split(intra_comm=200), "compute gets -72 of 132 SMs"),
+        (Split(intra_comm=0), "intra_comm is needed here and gets no SM"),
+        (Split(inter_send=0), "inter_send is needed here and gets no SM"),
+        (Split(inter_reduce=1), "inter_reduce has nothing to do in this op and world"),
+        (Split(inter_send=-1), "inter_send must be a number of SMs >= 0"),
+        (Split(intra_comm="8"), "intra_comm must be a number of SMs >= 0"),  # type: ignore[arg-type]
+        (Split(compute=1.0), "compute gets 1.0 of 132 SMs"),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_a_split_that_does_not_fit(split: Split, rule: str) -> None:
+    with pytest.raises(SplitError) as caught:
+        split.complete(Split(intra_comm=8, inter_send=4, inter_reduce=0), 132)
+    assert caught.value.rule == rule
+    assert caught.value.split is split
+    assert caught.value.remedy
+    assert caught.value.remedy in str(caught.value)
+
+
+@each_world
+@pytest.mark.parametrize("sms", [3, 4, 8, 132])
+def test_the_default_split_always_fits(topology: Topology, sms: int) -> None:
+    split = plan_of(topology, 300, 64, 64, sms).split
+    assert split.total == sms
+    assert (split.intra_comm or 0) > 0 or topology.ranks_per_node == 1
+    assert (split.inter_send or 0) > 0 or topology.num_nodes == 1
+    assert split == default_split(topology, sms).complete(default_split(topology, sms), sms)
+
+
+# ---- what is compiled, and what ranks compare
+
+
+def test_the_number_of_rows_is_no_compile_time_constant() -> None:
+    topology = Topology(4, 4)
+    few, many = (plan_of(topology, rows, 512, 512, tile=GemmTile(128, 4)) for rows in (3, 3000))
+    assert few.spec == many.spec
+    assert few.digest != many.digest
+
+
+def test_plans_that_differ_have_other_digests() -> None:
+    """Also in the 24 bits that travel in the entry flags, for all that a user is likely to confuse."""
+    base = AllGatherGemmProblem(Topology(4, 2), 128, 256, 64, "bfloat16", True)
+    problems = [base] + [
+        dataclasses.replace(base, **change)
+        for change in ({"rows": 129}, {"n": 64}, {"k": 256}, {"dtype": "float16"}, {"b_row_major": False}, {"topology": Topology(4, 4)})
+    ]
+    plans = [make_plan(problem, 12) for problem in problems]
+    plans += [make_plan(base, 12, split) for split in (Split(compute=1), Split(intra_comm=1), Split(inter_send=2))]
+    plans += [make_plan(base, 12, None, GemmTile.deepest(64)), make_plan(base, 12, None, GemmTile(64, 2)), dataclasses.replace(plans[0], group_m=8)]
+    plans += [dataclasses.replace(plans[0], chunk_rows=8)]
+    assert len({plan.digest & 0xFFFFFF for plan in plans}) == len(plans)
+    assert make_plan(base, 12).digest == plans[0].digest
+    assert len({plan.spec for plan in plans}) == len(plans) - 1, "all but the number of rows is compiled in"
+
+
+@pytest.mark.parametrize("block_n", [64, 128, 192, 256])
+def test_tiles_fit_into_shared_memory(block_n: int) -> None:
+    tile = GemmTile.deepest(block_n)
+    assert tile.shared_bytes <= SHARED_LIMIT
+    assert tile.stages == 8 or GemmTile(block_n, tile.stages + 1).shared_bytes > SHARED_LIMIT
+
+
+def test_the_first_line_of_the_description_tells_plans_apart() -> None:
+    topology = Topology(4, 2)
+    plans = [plan_of(topology, 128, 256, 64), plan_of(topology, 129, 256, 64), plan_of(topology, 128, 256, 64, split=Split(compute=1))]
+    lines = {plan.describe().splitlines()[0] for plan in plans}
+    assert len(lines) == 3
+    assert "allgather_gemm: a (128, 64) per rank, b (64, 256) row-major, bfloat16, 2x2 ranks, 8/3/1 SMs" in lines
