@@ -207,10 +207,10 @@ MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& stora
   PushedChunks own{p, world.rank, index, Config::kIntraComm, num_chunks(p), storage.announce, at, trace, trace.now()};
   ring.copy(own);
   if constexpr (Config::kNumNodes > 1) {  // what the rail peers have put here
-    constexpr uint32_t kOthers = Config::kNumNodes - 1;
+    const uint32_t others = Config::kNumNodes - 1;  // no constant: on one node a division by it would draw a warning
 #pragma unroll 1
-    for (uint32_t item = index; item < num_chunks(p) * kOthers; item += Config::kIntraComm) {
-      const uint32_t chunk = item / kOthers, node = (world.node + 1 + item % kOthers) % Config::kNumNodes;
+    for (uint32_t item = index; item < num_chunks(p) * others; item += Config::kIntraComm) {
+      const uint32_t chunk = item / others, node = (world.node + 1 + item % others) % Config::kNumNodes;
       const uint32_t source = node * Config::kRanksPerNode + world.local_rank;
       if (!wait_chunk(call, p, source, chunk)) return;
       ptx::fence_proxy_async();

@@ -23,7 +23,7 @@ constexpr uint32_t kConsumerWarpgroups = 2;
 constexpr uint32_t kGemmThreads = (1 + kConsumerWarpgroups) * kWarpgroup;
 constexpr uint32_t kConsumerThreads = kConsumerWarpgroups * kWarpgroup;
 constexpr uint32_t kConsumerWarps = kConsumerThreads / 32;
-constexpr uint32_t kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr uint32_t kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kWarpgroup * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= 65536, "register file");
 
 constexpr uint32_t kSwizzleBytes = 128;                // one row of every tile in shared memory

@@ -1,5 +1,5 @@
-// TMA and bulk copies. A load reads and writes at some later turn. A store reads shared memory at one turn and writes at another. Copies are
-// independent of each other, so they happen in any order; half of them only when nothing else can run, which is the latest legal time.
+// TMA and bulk copies. A load reads and writes at some later turn. A store reads shared memory at one turn and writes at another. Copies
+// are independent of each other, so they happen in any order; half of them only when nothing else can run, which is the latest legal time.
 #include <algorithm>
 #include <cstring>
 
@@ -9,10 +9,11 @@ namespace mkcpu {
 
 namespace {
 
-constexpr uint32_t kSwizzleBytes = 16;   // unit of the 128-byte swizzle
+constexpr uint32_t kSwizzleBytes = 16;                 // unit of the 128-byte swizzle
 constexpr uint32_t kEagerOdds = 16, kLazyOdds = 1024;  // turns per copy
 
-// Calls f(shared row, first shared row's address bits, global address, first valid element, number of valid elements) for every row of the box.
+// Calls f(shared row, first shared row's address bits, global address, first valid element, number of valid elements) for every row of the
+// box.
 template <class F>
 void for_rows(const AsyncCopy& copy, F f) {
   const CpuTensorMap& map = copy.map;
@@ -26,8 +27,10 @@ void for_rows(const AsyncCopy& copy, F f) {
       const int64_t y = int64_t(copy.at[1]) + j;
       const bool inside = z >= 0 && z < static_cast<int64_t>(map.dims[2]) && y >= 0 && y < static_cast<int64_t>(map.dims[1]);
       const int64_t first = begin * map.element_bytes, bytes = inside ? (end - begin) * map.element_bytes : 0;
-      const uint64_t row = map.base + static_cast<uint64_t>(inside ? z : 0) * map.strides[1] + static_cast<uint64_t>(inside ? y : 0) * map.strides[0];
-      f(shared, reinterpret_cast<char*>(row + static_cast<uint64_t>(x * map.element_bytes + first)), static_cast<uint32_t>(first), static_cast<uint32_t>(bytes));
+      const uint64_t row =
+          map.base + static_cast<uint64_t>(inside ? z : 0) * map.strides[1] + static_cast<uint64_t>(inside ? y : 0) * map.strides[0];
+      f(shared, reinterpret_cast<char*>(row + static_cast<uint64_t>(x * map.element_bytes + first)), static_cast<uint32_t>(first),
+        static_cast<uint32_t>(bytes));
     }
   }
 }
@@ -101,13 +104,14 @@ void complete_load(Scheduler& s, AsyncCopy& copy) {
   const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(copy.bar) - cta.shared);
   Mbarrier& bar = cta.mbarriers[offset];
   if (*copy.bar != bar.word()) {
-    return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of thread %u completed on it",
-                                             cta.launch->rank, cta.index, offset, copy.issuer->thread));
+    return s.fail_launch(
+        *cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of thread %u completed on it",
+                            cta.launch->rank, cta.index, offset, copy.issuer->thread));
   }
   bar.transactions -= copy.bytes;
   if (bar.transactions < -int64_t(kMaxCount)) {
-    return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x received %lld bytes more than expected", cta.launch->rank,
-                                             cta.index, offset, static_cast<long long>(-bar.transactions)));
+    return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x received %lld bytes more than expected",
+                                             cta.launch->rank, cta.index, offset, static_cast<long long>(-bar.transactions)));
   }
   tsan::release(&bar.sync[bar.phase]);
   complete_phase_if_done(s, cta, offset, bar);
@@ -136,7 +140,8 @@ void Scheduler::issue(std::unique_ptr<AsyncCopy> copy) {
 }
 
 void Scheduler::record_write(const void* global, size_t bytes, uint64_t writer) {
-  const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes, last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
+  const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes,
+                 last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
   for (uint64_t line = first; line <= last; ++line) written[line] = Written{turn, writer};
 }
 
@@ -215,25 +220,29 @@ const CpuTensorMap& checked_map(const void* map, const char* what) {
 uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2]; }
 
 void check_load(uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
-  if (!mbarrier_at(*self().cta, bar, what).visible) scheduler().fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
+  if (!mbarrier_at(*self().cta, bar, what).visible)
+    scheduler().fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
   check_clean(offset, bytes, what);
 }
 
-// Data that another CTA or an engine has written while this kernel runs comes with a flag. Between the acquire of the flag and a TMA load of
-// the data there must be a fence.proxy.async: then the latest fence in this thread's past is younger than the write.
+// Data that another CTA or an engine has written while this kernel runs comes with a flag. Between the acquire of the flag and a TMA load
+// of the data there must be a fence.proxy.async: then the latest fence in this thread's past is younger than the write.
 void check_source(const void* global, size_t bytes, const char* what) {
   Scheduler& s = scheduler();
   if (s.written.empty() || bytes == 0) return;
   const Fiber& fiber = self();
-  const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes, last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
+  const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes,
+                 last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
   for (uint64_t line = first; line <= last; ++line) {
     const auto it = s.written.find(line);
     if (it == s.written.end() || it->second.turn < fiber.cta->launch->begin || it->second.turn <= fiber.clock.fenced) continue;
     if (it->second.writer == writer_of(*fiber.cta)) continue;
-    s.fail_fiber("missing fence.proxy.async: %s reads global memory at 0x%llx, which another CTA or the network has written later than the last "
-                 "fence_proxy_async before this load. After the acquire of the data's flag there must be one (or the flag was raised too early: by a thread "
-                 "that had not waited for its stores with store_wait)",
-                 what, static_cast<unsigned long long>(line * kLineBytes));
+    s.fail_fiber(
+        "missing fence.proxy.async: %s reads global memory at 0x%llx, which another CTA or the network has written later than the last "
+        "fence_proxy_async before this load. After the acquire of the data's flag there must be one (or the flag was raised too early: by "
+        "a thread "
+        "that had not waited for its stores with store_wait)",
+        what, static_cast<unsigned long long>(line * kLineBytes));
   }
 }
 

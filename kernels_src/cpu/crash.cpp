@@ -1,10 +1,10 @@
 #include "crash.hpp"
 
+#include <unistd.h>
+
 #include <csignal>
 #include <cstdio>
 #include <mutex>
-
-#include <unistd.h>
 
 #include "model.hpp"
 
@@ -27,7 +27,8 @@ thread_local stack_t alternate_before;
 thread_local int nested = 0;
 
 void explain(int, siginfo_t* info, void*) {
-  // The scheduler's state is sound: the fault is the kernel's. Formatting is not safe in a handler in general; this process is about to die.
+  // The scheduler's state is sound: the fault is the kernel's. Formatting is not safe in a handler in general; this process is about to
+  // die.
   const Scheduler* s = current_scheduler();
   if (s != nullptr && s->current != nullptr) {
     const Fiber& fiber = *s->current;
@@ -41,8 +42,8 @@ void explain(int, siginfo_t* info, void*) {
       snprintf(where, sizeof where, "shared +0x%llx, of %u bytes", static_cast<unsigned long long>(address - cta.shared), cta.shared_bytes);
     }
     char text[256];
-    const int bytes = snprintf(text, sizeof text, "mkernel, target cpu: rank %u, CTA %u, thread %u touched %s (address %p)\n", cta.launch->rank, cta.index,
-                               fiber.thread, where, info->si_addr);
+    const int bytes = snprintf(text, sizeof text, "mkernel, target cpu: rank %u, CTA %u, thread %u touched %s (address %p)\n",
+                               cta.launch->rank, cta.index, fiber.thread, where, info->si_addr);
     if (bytes > 0) (void)!write(STDERR_FILENO, text, static_cast<size_t>(bytes));
   }
   for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &before[i], nullptr);  // the faulting instruction runs again and meets these

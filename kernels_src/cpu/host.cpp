@@ -21,8 +21,8 @@ size_t give_text(const std::string& text, char* out, size_t capacity) {
 
 void* mkc_create(uint64_t seed, bool virtual_time) { return new (std::nothrow) Scheduler(seed, virtual_time); }
 void mkc_destroy(void* s) { delete static_cast<Scheduler*>(s); }
-uint64_t mkc_launch(void* s, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
-                    uint32_t rank) {
+uint64_t mkc_launch(void* s, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
+                    uint32_t shared_bytes, uint32_t rank) {
   if (grid == 0 || threads == 0 || threads > 1024 || shared_bytes > mkcpu::kMaxShared) return 0;
   try {
     return as_scheduler(s).launch(entry, parameters, bytes, grid, threads, shared_bytes, rank);
@@ -72,8 +72,8 @@ void mkc_name(void* s, uint64_t address, uint64_t bytes, const char* name) {
   }
 }
 
-// An engine's copy is not shown to ThreadSanitizer, whose interceptor of memcpy would report it: the order between an engine and a kernel is
-// the transport's business, and tested there.
+// An engine's copy is not shown to ThreadSanitizer, whose interceptor of memcpy would report it: the order between an engine and a kernel
+// is the transport's business, and tested there.
 static void copy_bytes(void* dst, const void* src, size_t bytes) {
 #if defined(__x86_64__)
   asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes)::"memory");

@@ -76,20 +76,20 @@ constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;
 
 MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
-MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
-                            uint32_t shared_bytes, uint32_t rank);
+MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
+                            uint32_t threads, uint32_t shared_bytes, uint32_t rank);
 MKC_API int32_t mkc_run(void* scheduler, uint64_t max_turns, uint64_t until_ns);
 MKC_API int32_t mkc_finished(void* scheduler, uint64_t launch);
 MKC_API void mkc_cancel(void* scheduler, uint64_t launch);
-MKC_API void mkc_forget(void* scheduler, uint64_t launch);                                   // a finished launch: frees its record
-MKC_API size_t mkc_error(void* scheduler, uint64_t launch, char* text, size_t capacity);     // of a failed launch
-MKC_API size_t mkc_report(void* scheduler, char* text, size_t capacity);                     // who waits for what, now
+MKC_API void mkc_forget(void* scheduler, uint64_t launch);                                // a finished launch: frees its record
+MKC_API size_t mkc_error(void* scheduler, uint64_t launch, char* text, size_t capacity);  // of a failed launch
+MKC_API size_t mkc_report(void* scheduler, char* text, size_t capacity);                  // who waits for what, now
 MKC_API uint64_t mkc_now(void* scheduler);
 MKC_API void mkc_advance_to(void* scheduler, uint64_t ns);
 MKC_API uint64_t mkc_next_deadline(void* scheduler);  // the earliest deadline of a waiting thread; UINT64_MAX: none
 MKC_API void mkc_poke(void* scheduler);               // every thread that waits for a system flag looks again. From any thread.
 MKC_API uint64_t mkc_turns(void* scheduler);
-MKC_API uint64_t mkc_trace(void* scheduler);  // hash of the interleaving so far
+MKC_API uint64_t mkc_trace(void* scheduler);                                                 // hash of the interleaving so far
 MKC_API void mkc_name(void* scheduler, uint64_t address, uint64_t bytes, const char* name);  // for reports; bytes = 0 removes
 
 // Memory operations for engines.

@@ -1,9 +1,9 @@
 #include "memory.hpp"
 
-#include <new>
-
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include <new>
 
 namespace mkcpu {
 
@@ -19,7 +19,8 @@ GuardedPool::~GuardedPool() {
 // A slab: guard, block, guard, block, ..., guard.
 void GuardedPool::grow() {
   const size_t pitch = block_bytes_ + page_bytes_;
-  void* slab = mmap(nullptr, blocks_per_slab_ * pitch + page_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* slab =
+      mmap(nullptr, blocks_per_slab_ * pitch + page_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (slab == MAP_FAILED) throw std::bad_alloc();
   char* base = static_cast<char*>(slab);
   slabs_.push_back(base);

@@ -17,12 +17,12 @@ namespace mkcpu {
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kWarpgroupThreads = 128;
 constexpr uint32_t kNamedBarriers = 16;
-constexpr uint32_t kSharedBase = 1024;         // shared addresses start here: the first KiB belongs to the system, as on sm_90
-constexpr uint32_t kMaxShared = 227 * 1024;    // dynamic shared memory of a CTA
+constexpr uint32_t kSharedBase = 1024;       // shared addresses start here: the first KiB belongs to the system, as on sm_90
+constexpr uint32_t kMaxShared = 227 * 1024;  // dynamic shared memory of a CTA
 constexpr uint32_t kSharedAlignment = 1024;
-constexpr uint32_t kChunkBytes = 16;           // granularity of the proxy-fence check
-constexpr uint32_t kRowBytes = 128;            // of a tile in shared memory: the reach of the 128-byte swizzle
-constexpr uint64_t kLineBytes = 16;             // granularity of the record of writes to global memory: that of bulk copies
+constexpr uint32_t kChunkBytes = 16;  // granularity of the proxy-fence check
+constexpr uint32_t kRowBytes = 128;   // of a tile in shared memory: the reach of the 128-byte swizzle
+constexpr uint64_t kLineBytes = 16;   // granularity of the record of writes to global memory: that of bulk copies
 constexpr uint64_t kNever = UINT64_MAX;
 
 struct Launch;
@@ -121,7 +121,8 @@ struct Wgmma {
   uint32_t threads = 0;  // that have issued it
   float* d[kWarpgroupThreads];
   bool same_operands(const Wgmma& o) const {
-    return n == o.n && element == o.element && a_major == o.a_major && b_major == o.b_major && a == o.a && b == o.b && accumulate == o.accumulate;
+    return n == o.n && element == o.element && a_major == o.a_major && b_major == o.b_major && a == o.a && b == o.b &&
+           accumulate == o.accumulate;
   }
 };
 
@@ -149,10 +150,10 @@ struct Cta {
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   NamedBarrier barriers[kNamedBarriers];
-  NamedBarrier everyone;  // sync_cta
+  NamedBarrier everyone;                             // sync_cta
   std::unordered_map<uint32_t, Mbarrier> mbarriers;  // by shared offset
   std::vector<uint16_t> dirty_owner;                 // by chunk: 1 + the thread that wrote it and has not fenced; 0: clean
-  std::unordered_map<const void*, uint64_t> seen;  // flags: what an acquiring load returned last
+  std::unordered_map<const void*, uint64_t> seen;    // flags: what an acquiring load returned last
 };
 
 struct Launch {
@@ -238,20 +239,20 @@ struct Scheduler {
   Fiber* current = nullptr;
   Context main;
   void* main_tsan = nullptr;
-  std::vector<Cta*> ready;  // CTAs with runnable threads
-  size_t runnable = 0;      // threads of all of them
-  Cta* focus = nullptr;     // the CTA whose threads run at present,
+  std::vector<Cta*> ready;   // CTAs with runnable threads
+  size_t runnable = 0;       // threads of all of them
+  Cta* focus = nullptr;      // the CTA whose threads run at present,
   uint64_t focus_until = 0;  // until this turn
   std::vector<Fiber*> flag_waiters;
   std::vector<std::unique_ptr<AsyncCopy>> eager, lazy;  // lazy ones run when nothing else can
   std::map<uint64_t, std::unique_ptr<Launch>> launches;
   uint64_t next_launch = 1;
   uint32_t running = 0;
-  bool ended = false;             // a launch ended since the last return of run
-  bool released = false;          // since the last look at the flags
+  bool ended = false;                // a launch ended since the last return of run
+  bool released = false;             // since the last look at the flags
   bool released_since_wake = false;  // since everyone who waits for a flag last looked again
-  uint64_t idle_polls = 0;        // turns that only polled since the last progress
-  uint32_t poke = 0;              // atomic: another thread asks for a look at the flags
+  uint64_t idle_polls = 0;           // turns that only polled since the last progress
+  uint32_t poke = 0;                 // atomic: another thread asks for a look at the flags
   uint64_t stall_check = 0;
   char published = 0;  // ThreadSanitizer: everything fibers released, for engines
   std::map<uint64_t, std::pair<uint64_t, std::string>> names;
@@ -297,10 +298,10 @@ struct Call {
 uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what);
 Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what);
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar);
-void finish_thread(Scheduler& s, Fiber& fiber);  // checks at a thread's end
-void finish_cta(Scheduler& s, Cta& cta);         // checks at a CTA's end
+void finish_thread(Scheduler& s, Fiber& fiber);                       // checks at a thread's end
+void finish_cta(Scheduler& s, Cta& cta);                              // checks at a CTA's end
 void check_clean(uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
-constexpr uint32_t kMaxCount = (1u << 20) - 1;   // of an mbarrier: arrivals, and bytes in flight
+constexpr uint32_t kMaxCount = (1u << 20) - 1;                        // of an mbarrier: arrivals, and bytes in flight
 
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 

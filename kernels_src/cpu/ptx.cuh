@@ -1,5 +1,5 @@
-// The cpu target's ptx.cuh: the names, signatures and meanings of kernels_src/ptx.cuh for a C++20 host compiler. Each CUDA thread is a fiber of
-// the scheduler library (interface.h); whatever may wait, or takes effect later, happens there.
+// The cpu target's ptx.cuh: the names, signatures and meanings of kernels_src/ptx.cuh for a C++20 host compiler. Each CUDA thread is a
+// fiber of the scheduler library (interface.h); whatever may wait, or takes effect later, happens there.
 #ifndef MK_PTX_CUH  // the guard of kernels_src/ptx.cuh, which kernel headers find beside them and which must then be empty
 #define MK_PTX_CUH
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 #define MK_DEVICE inline
 #define MK_GRID_CONSTANT const
-#define MK_KERNEL(launch_threads)                                     \
-  MKC_API uint32_t mkernel_threads() { return (launch_threads); }     \
+#define MK_KERNEL(launch_threads)                                 \
+  MKC_API uint32_t mkernel_threads() { return (launch_threads); } \
   extern "C" void mkernel_entry
 
 namespace ptx {

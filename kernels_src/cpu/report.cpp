@@ -68,7 +68,8 @@ std::string Scheduler::describe(const Launch& launch) const {
     }
     for (const auto& [fiber, threads] : groups) {
       const std::string flag = fiber->waiting.kind == Wait::kFlag ? flag_name(fiber->waiting.object) : std::string();
-      text += format("rank %u, CTA %u, threads %s: %s\n", launch.rank, cta->index, threads.c_str(), wait_text(*cta, fiber->waiting, flag).c_str());
+      text += format("rank %u, CTA %u, threads %s: %s\n", launch.rank, cta->index, threads.c_str(),
+                     wait_text(*cta, fiber->waiting, flag).c_str());
     }
   }
   return text;

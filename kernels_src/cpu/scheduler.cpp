@@ -1,4 +1,7 @@
 // The run: which thread goes on next, when asynchronous copies happen, when a launch ends, and who waits for what when nothing moves.
+#include <sched.h>
+#include <time.h>
+
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
@@ -6,29 +9,26 @@
 #include <cstring>
 #include <new>
 
-#include <sched.h>
-#include <time.h>
-
 #include "crash.hpp"
 #include "model.hpp"
 
 namespace mkcpu {
 
 namespace {
-constexpr uint64_t kTurnNs = 5;              // virtual time of one turn
-constexpr uint64_t kFlagPollTurns = 256;     // how often flags are looked at that others may have written
+constexpr uint64_t kTurnNs = 5;           // virtual time of one turn
+constexpr uint64_t kFlagPollTurns = 256;  // how often flags are looked at that others may have written
 constexpr uint64_t kTimeCheckTurns = 64;
 constexpr uint64_t kStallCheckTurns = 512;
-constexpr uint64_t kLongestStall = 4096;     // turns
-constexpr uint64_t kLongestFocus = 256;      // turns
-constexpr uint64_t kPollsPerFiber = 16;      // without progress, before the run counts as idle
-constexpr uint32_t kYieldRounds = 64;        // process mode: rounds of sched_yield before it sleeps
+constexpr uint64_t kLongestStall = 4096;  // turns
+constexpr uint64_t kLongestFocus = 256;   // turns
+constexpr uint64_t kPollsPerFiber = 16;   // without progress, before the run counts as idle
+constexpr uint32_t kYieldRounds = 64;     // process mode: rounds of sched_yield before it sleeps
 constexpr uint64_t kShortSleepNs = 50'000, kLongSleepNs = 200'000;
-constexpr uint64_t kLookAgainNs = 1'000'000;   // process mode: abort words are looked at this often
-constexpr uint64_t kLongestIdleNs = 20'000'000;  // process mode: run returns, so that the host sees signals
+constexpr uint64_t kLookAgainNs = 1'000'000;                             // process mode: abort words are looked at this often
+constexpr uint64_t kLongestIdleNs = 20'000'000;                          // process mode: run returns, so that the host sees signals
 constexpr size_t kStackBytes = 64 * 1024, kTsanStackBytes = 512 * 1024;  // a race report is formatted on the fiber's stack
 constexpr size_t kStacksPerSlab = 64, kSharedPerSlab = 4;
-constexpr int kPoison = 0xff;                // NaN in either 16-bit format
+constexpr int kPoison = 0xff;  // NaN in either 16-bit format
 
 thread_local Scheduler* t_scheduler = nullptr;
 
@@ -88,7 +88,9 @@ std::string format(const char* text, ...) {
 }
 
 Scheduler::Scheduler(uint64_t seed, bool virtual_time_)
-    : virtual_time(virtual_time_), rng(mix(seed + 0x9e3779b97f4a7c15ull)), stacks(tsan::active() ? kTsanStackBytes : kStackBytes, kStacksPerSlab) {}
+    : virtual_time(virtual_time_),
+      rng(mix(seed + 0x9e3779b97f4a7c15ull)),
+      stacks(tsan::active() ? kTsanStackBytes : kStackBytes, kStacksPerSlab) {}
 
 Scheduler::~Scheduler() {
   while (!launches.empty()) {
@@ -102,8 +104,8 @@ uint64_t Scheduler::now() const { return virtual_time ? clock : monotonic_ns(); 
 
 // ---- launches
 
-uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
-                           uint32_t rank) {
+uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
+                           uint32_t shared_bytes, uint32_t rank) {
   const uint64_t id = next_launch++;
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
   l.id = id, l.begin = turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
@@ -255,8 +257,8 @@ void Scheduler::not_ready(Cta& cta) {
   if (focus == &cta) focus = nullptr;
 }
 
-// Takes a random runnable thread of a random CTA, and stays with the CTA for a while: that is kind to the caches, and lets CTAs run far ahead
-// of each other. A stalled CTA is mostly passed over.
+// Takes a random runnable thread of a random CTA, and stays with the CTA for a while: that is kind to the caches, and lets CTAs run far
+// ahead of each other. A stalled CTA is mostly passed over.
 Fiber* Scheduler::pick() {
   if (focus == nullptr || turn >= focus_until) {
     size_t index = random() % ready.size();
@@ -293,7 +295,8 @@ void Scheduler::run_fiber(Fiber* fiber) {
   tsan::destroy_fiber(fiber->tsan);
   progress();
   if (--cta.live > 0) {
-    if (cta.everyone.arrived == cta.live) cta.everyone.arrived = 0, ++cta.everyone.generation, wake(cta.everyone.waiting);  // those who have left do not count
+    if (cta.everyone.arrived == cta.live)
+      cta.everyone.arrived = 0, ++cta.everyone.generation, wake(cta.everyone.waiting);  // those who have left do not count
     return;
   }
   finish_cta(*this, cta);

@@ -6,7 +6,8 @@ namespace mkcpu {
 uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what) {
   const Cta& cta = *self().cta;
   const char* address = static_cast<const char*>(p);
-  if (address < cta.shared || address > cta.shared + cta.shared_bytes || bytes > static_cast<size_t>(cta.shared + cta.shared_bytes - address)) {
+  if (address < cta.shared || address > cta.shared + cta.shared_bytes ||
+      bytes > static_cast<size_t>(cta.shared + cta.shared_bytes - address)) {
     scheduler().fail_fiber("%s: %u bytes at %p are outside shared memory (%u bytes at %p)", what, bytes, p, cta.shared_bytes, cta.shared);
   }
   const auto offset = static_cast<uint32_t>(address - cta.shared);
@@ -18,9 +19,10 @@ void check_clean(uint32_t offset, uint32_t bytes, const char* what) {
   const Cta& cta = *self().cta;
   for (uint32_t chunk = offset / kChunkBytes; chunk * kChunkBytes < offset + bytes; ++chunk) {
     if (cta.dirty_owner[chunk] == 0) continue;
-    scheduler().fail_fiber("missing fence.proxy.async: %s uses shared +0x%x (%u bytes), of which thread %u has written +0x%x with stmatrix_x4 and not "
-                           "fenced (fence_proxy_async_shared) before this",
-                           what, offset, bytes, cta.dirty_owner[chunk] - 1u, chunk * kChunkBytes);
+    scheduler().fail_fiber(
+        "missing fence.proxy.async: %s uses shared +0x%x (%u bytes), of which thread %u has written +0x%x with stmatrix_x4 and not "
+        "fenced (fence_proxy_async_shared) before this",
+        what, offset, bytes, cta.dirty_owner[chunk] - 1u, chunk * kChunkBytes);
   }
 }
 
@@ -58,7 +60,8 @@ const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t
   Warp& warp = cta.warps[fiber.thread / kLanes];
   const uint32_t lane = fiber.thread % kLanes, generation = warp.generation;
   if (warp.arrived != 0 && warp.meeting != meeting) {
-    s.fail_fiber("the warp has diverged: this lane is in %s, another one in %s", kMeetingNames[int(meeting)], kMeetingNames[int(warp.meeting)]);
+    s.fail_fiber("the warp has diverged: this lane is in %s, another one in %s", kMeetingNames[int(meeting)],
+                 kMeetingNames[int(warp.meeting)]);
   }
   Warp::Slots& slots = warp.slots[generation % 2];
   if (warp.arrived == 0) slots.clock = ProxyClock();
@@ -86,7 +89,8 @@ const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t
 // ---- mbarriers
 
 uint64_t Mbarrier::word() const {
-  return uint64_t(phase) | (uint64_t(pending) << 1) | (uint64_t(expected) << 21) | ((uint64_t(transactions) & 0x1fffff) << 41) | (uint64_t(2) << 62);
+  return uint64_t(phase) | (uint64_t(pending) << 1) | (uint64_t(expected) << 21) | ((uint64_t(transactions) & 0x1fffff) << 41) |
+         (uint64_t(2) << 62);
 }
 
 namespace {
@@ -117,7 +121,8 @@ void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& b
 void finish_thread(Scheduler& s, Fiber& fiber) {
   if (fiber.stores != nullptr) {
     if (fiber.stores->open_used) s.fail_fiber("ended with bulk stores that were never committed (store_commit missing)");
-    if (fiber.stores->waited < fiber.stores->open()) s.fail_fiber("ended with bulk stores in flight (store_wait or store_wait_read missing)");
+    if (fiber.stores->waited < fiber.stores->open())
+      s.fail_fiber("ended with bulk stores in flight (store_wait or store_wait_read missing)");
   }
   const Warpgroup& group = fiber.cta->warpgroups[fiber.thread / kWarpgroupThreads];
   if (fiber.wgmma_issued > group.first) s.fail_fiber("ended with wgmma in flight (wgmma_wait missing)");
@@ -129,7 +134,8 @@ void finish_cta(Scheduler& s, Cta& cta) {
   };
   for (const auto* list : {&s.eager, &s.lazy}) {
     for (const auto& copy : *list) {
-      if (copy->cta == &cta && copy->is_load()) complain("a TMA load into it is in flight", static_cast<uint32_t>(copy->shared - cta.shared));
+      if (copy->cta == &cta && copy->is_load())
+        complain("a TMA load into it is in flight", static_cast<uint32_t>(copy->shared - cta.shared));
     }
   }
   for (const auto& [offset, bar] : cta.mbarriers) {
@@ -277,9 +283,11 @@ void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
   Fiber& fiber = call.fiber;
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_arrive");
   const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
-  if (bar.pending == 0) s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
+  if (bar.pending == 0)
+    s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
   bar.transactions += expected_bytes;
-  if (bar.transactions > kMaxCount) s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
+  if (bar.transactions > kMaxCount)
+    s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
   bar.clock.join(fiber.clock);
   tsan::release(&bar.sync[bar.phase]);

@@ -17,7 +17,7 @@ void release(const void* sync);
 // a context runs scheduler code; what kernels do there is then reported by `read` and `write`.
 void ignore_begin();
 void ignore_end();
-void read(const void* p, size_t bytes);   // while exactly one ignore_begin is in force
+void read(const void* p, size_t bytes);  // while exactly one ignore_begin is in force
 void write(const void* p, size_t bytes);
 
 class Ignored {

@@ -18,8 +18,10 @@ struct Operand {
 };
 
 Operand decode(uint64_t descriptor, uint32_t major) {
-  if (descriptor >> 62 != 1) scheduler().fail_fiber("wgmma: descriptor 0x%llx does not say 128-byte swizzle", static_cast<unsigned long long>(descriptor));
-  if ((descriptor >> 49 & 7) != 0) scheduler().fail_fiber("wgmma: descriptor 0x%llx has a base offset", static_cast<unsigned long long>(descriptor));
+  if (descriptor >> 62 != 1)
+    scheduler().fail_fiber("wgmma: descriptor 0x%llx does not say 128-byte swizzle", static_cast<unsigned long long>(descriptor));
+  if ((descriptor >> 49 & 7) != 0)
+    scheduler().fail_fiber("wgmma: descriptor 0x%llx has a base offset", static_cast<unsigned long long>(descriptor));
   return Operand{static_cast<uint32_t>(descriptor & 0x3fff) << 4, static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4,
                  static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4, major == 0};
 }
@@ -64,8 +66,9 @@ void read_chunk(const Cta& cta, uint32_t address, uint32_t element, float* out, 
   const char* p = cta.shared + (at - kSharedBase);
   const uint16_t owner = cta.dirty_owner[(at - kSharedBase) / kChunkBytes];
   if (owner != 0) {
-    scheduler().fail_fiber("missing fence.proxy.async: wgmma reads shared +0x%x, which thread %u has written with stmatrix_x4 and not fenced", at - kSharedBase,
-                           owner - 1u);
+    scheduler().fail_fiber(
+        "missing fence.proxy.async: wgmma reads shared +0x%x, which thread %u has written with stmatrix_x4 and not fenced",
+        at - kSharedBase, owner - 1u);
   }
   tsan::read(p, 16);
   uint16_t bits[8];
@@ -77,11 +80,13 @@ void read_chunk(const Cta& cta, uint32_t address, uint32_t element, float* out, 
 void read_operand(const Cta& cta, const Operand& o, uint32_t extent, uint32_t element, float* out, uint32_t mn_stride, uint32_t k_stride) {
   if (o.k_major) {
     for (uint32_t mn = 0; mn < extent; ++mn) {
-      for (uint32_t k = 0; k < kDepth; k += 8) read_chunk(cta, unswizzled(o, mn, k), element, out + mn * mn_stride + k * k_stride, k_stride);
+      for (uint32_t k = 0; k < kDepth; k += 8)
+        read_chunk(cta, unswizzled(o, mn, k), element, out + mn * mn_stride + k * k_stride, k_stride);
     }
   } else {
     for (uint32_t k = 0; k < kDepth; ++k) {
-      for (uint32_t mn = 0; mn < extent; mn += 8) read_chunk(cta, unswizzled(o, mn, k), element, out + mn * mn_stride + k * k_stride, mn_stride);
+      for (uint32_t mn = 0; mn < extent; mn += 8)
+        read_chunk(cta, unswizzled(o, mn, k), element, out + mn * mn_stride + k * k_stride, mn_stride);
     }
   }
 }
@@ -163,7 +168,8 @@ void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_
   Wgmma op{n, element, a_major, b_major, a, b, accumulate, 0, {}};
   if (number == group.first + group.ops.size()) group.ops.push_back(op);
   Wgmma& shared = group.ops[number - group.first];
-  if (!shared.same_operands(op)) s.fail_fiber("wgmma: the threads of the warpgroup gave different operands (instruction %llu)", static_cast<unsigned long long>(number));
+  if (!shared.same_operands(op))
+    s.fail_fiber("wgmma: the threads of the warpgroup gave different operands (instruction %llu)", static_cast<unsigned long long>(number));
   shared.d[fiber.thread % kWarpgroupThreads] = d;
   ++shared.threads;
 }
@@ -175,7 +181,8 @@ void mkc_wgmma_commit() {
   Warpgroup& group = warpgroup_of(fiber);
   const uint64_t number = fiber.wgmma_committed++;
   if (number == group.group_ends.size()) group.group_ends.push_back(fiber.wgmma_issued);
-  if (group.group_ends[number] != fiber.wgmma_issued) s.fail_fiber("wgmma_commit: the threads of the warpgroup committed different instructions");
+  if (group.group_ends[number] != fiber.wgmma_issued)
+    s.fail_fiber("wgmma_commit: the threads of the warpgroup committed different instructions");
   tsan::release(&group.issued_sync);
 }
 

@@ -28,7 +28,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contrac
 _KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
 _CORE_FLAGS = ("-O3",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
-_CORE_SOURCES = tuple(f"{name}.cpp" for name in ("memory", "fiber", "tsan", "scheduler", "sync", "async", "wgmma", "report", "crash", "host"))
+_CORE_SOURCES = ("memory", "fiber", "tsan", "scheduler", "sync", "async", "wgmma", "report", "crash", "host")
 _SECONDS = 600
 
 
@@ -54,7 +54,7 @@ def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> Path:
 
 def core_library() -> Path:
     """The scheduler that runs the kernels (kernels_src/cpu), compiled once."""
-    text = "".join(f'#include "{name}"\n' for name in _CORE_SOURCES)
+    text = "".join(f'#include "{name}.cpp"\n' for name in _CORE_SOURCES)
     return _build("scheduler", text, [*_FLAGS, *_CORE_FLAGS], (kernels_src() / "cpu",))
 
 

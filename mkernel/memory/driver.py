@@ -76,7 +76,7 @@ def check(status: int, what: str) -> None:
         raise DriverError(what, status, driver().CUresult(status).name)
 
 
-class current:  # noqa: N801: reads like contextlib.closing
+class current:  # noqa: N801
     """``with current(context)``: that context is the calling thread's current one, and another thread's graph capture does not matter.
 
     In the default capture mode the driver refuses, and ends the capture, when any thread asks for events or memory meanwhile. Nothing done

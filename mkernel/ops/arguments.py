@@ -46,6 +46,8 @@ def check_writable(name: str, view: TensorView) -> None:
 def row_stride(name: str, view: TensorView) -> int:
     """Bytes between rows of a matrix whose rows are contiguous and 16-byte aligned."""
     rows, columns = view.shape
+    if rows == 0:
+        return columns * ITEM
     stride, item = view.strides
     if columns > 1 and item != ITEM:
         raise ArgumentError(f"{name}.strides", view.strides, "rows must be contiguous", f"use xp.ascontiguousarray({name})")

@@ -20,8 +20,8 @@ OP = "allgather_gemm"
 PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _PUT_BYTES = 512 * 1024  # the same for a put
-_PARTS = 4  # of K, where the tail counts: a tile begins when its first part is there
-_FEW_WAVES = 6  # tiles per SM up to which it does
+_PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
+_FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 
 
@@ -196,7 +196,7 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
         tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count)
     tiles_n = math.ceil(problem.n / tile.block_n)
     few_waves = tile_rows * topology.size * tiles_n <= _FEW_WAVES * sm_count
-    parts = _PARTS if few_waves and topology.num_nodes == 1 < topology.size and problem.k % (_PARTS * BLOCK_K) == 0 else 1
+    parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     chunk_bytes = _PUT_BYTES if topology.num_nodes > 1 else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     if parts == 1:
@@ -208,6 +208,11 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     return AllGatherGemmPlan(
         problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows)
     )
+
+
+def choose_parts(k: int) -> int:
+    """Parts of K: whole steps of the main loop each, and rows long enough to be copied piecemeal."""
+    return next(parts for parts in (4, 2, 1) if parts == 1 or (k % (parts * BLOCK_K) == 0 and k * 2 >= parts * _PART_BYTES))
 
 
 def default_split(topology: Topology, sm_count: int) -> Split:

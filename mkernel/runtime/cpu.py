@@ -39,7 +39,7 @@ _TURNS = 1 << 22  # between two looks at signals, in process mode
 _SLICE_NS = 50_000_000
 _COHORT_TURNS = 4096  # between two steps of the engines
 _IMPATIENT_SECONDS = 5.0  # a rank that stays in Python this long no longer holds up the others
-_WAKING_SECONDS = 0.2  # how long a rank whose wait has ended may take to wake up
+_WAKING_SECONDS = 1.0  # how long a rank whose wait has ended may take to wake up
 
 
 class _Library:
@@ -285,7 +285,7 @@ class Cohort:
             self._scheduler.library.poke(self._scheduler.handle)
 
     def name(self, address: int, size: int, name: str) -> None:
-        """Give memory a name for reports."""
+        """Give memory a name for reports; a size of 0 takes it away."""
         with self._condition:
             if self._scheduler.handle:
                 self._scheduler.library.name(self._scheduler.handle, address, size, name.encode())
@@ -444,8 +444,9 @@ class Cohort:
                 return
             if self._pending:
                 return
-        report = f"deadlock at {now} ns: nothing can run, and nothing is under way\n{self._scheduler.report()}"
-        self.report = self.report or report
+        with self._condition:  # names come from other threads
+            report = f"deadlock at {now} ns: nothing can run, and nothing is under way\n{self._scheduler.report()}"
+            self.report = self.report or report
         if deadline == _NEVER:
             self._fail_all(Error(f"target cpu: {report}"))
         else:
@@ -489,8 +490,9 @@ class _SegmentGroup:
 class CohortSegment(MemfdSegment):
     """A segment whose parts, once ``map_peers`` was called, are where the first rank of the node mapped them."""
 
-    def __init__(self, shared: _SharedSegments, size: int, local_rank: int, ranks_per_node: int) -> None:
-        self._shared = shared
+    def __init__(self, cohort: Cohort, name: str, size: int, local_rank: int, ranks_per_node: int) -> None:
+        self._cohort, self._name = cohort, name
+        self._shared = cohort._segments
         self._group: _SegmentGroup | None = None
         self._own_base = 0
         self._key: tuple[_File, ...] = ()
@@ -511,8 +513,11 @@ class CohortSegment(MemfdSegment):
                 group = self._shared.groups[key] = _SegmentGroup(self)
             group.members += 1
             self._group, self._key, self.base = group, key, group.owner.base
+        self._cohort.name(self.address(), self.size, self._name)
 
     def close(self) -> None:
+        if self._group is not None:
+            self._cohort.name(self.address(), 0, "")
         with self._shared.lock:
             group, self._group = self._group, None
             if group is not None:
@@ -565,6 +570,7 @@ class CpuDevice(Device):
         self._library = _library()
         self._seed = env.CPU_SEED.get() + rank if seed is None else seed
         self._own: _Scheduler | None = None
+        self._segments = 0
         self._lock = threading.Lock()
         self._memory: list[np.ndarray[Any, Any]] = []
         self._imported: list[tuple[Mapping, _File]] = []
@@ -572,7 +578,9 @@ class CpuDevice(Device):
     # ---- memory
     def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
         if self.cohort is not None:
-            return CohortSegment(self.cohort._segments, size, local_rank, ranks_per_node)
+            self._segments += 1
+            name = f"rank {self.rank}, segment {self._segments} ({size >> 10} KiB)"
+            return CohortSegment(self.cohort, name, size, local_rank, ranks_per_node)
         return MemfdSegment(size, local_rank, ranks_per_node)
 
     def import_segment(self, fd: int, size: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -157,12 +156,9 @@ def test_launch_rules() -> None:
 
 
 def test_wrong_figures_are_refused() -> None:
-    for threads, size in ((256, 64), (128, 128)):
-        spec = KernelSpec("faults", (("kFault", 0),), threads, 17408, size)
-        if threads == 256:
-            continue  # kThreads comes from the spec: the kernel agrees
-        with pytest.raises(CompileError, match="its plan says"):
-            CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), 2)
+    spec = KernelSpec("faults", (("kFault", 0),), 128, 17408, 128)
+    with pytest.raises(CompileError, match="128 threads and 64 bytes of parameters, its plan says 128 and 128"):
+        CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), 2)
 
 
 def test_launch_releases_the_gil() -> None:
@@ -237,13 +233,30 @@ def test_ranks_as_processes() -> None:
     try:
         os.ftruncate(fd, 65536)
         rounds = 300
-        processes = [
-            subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(fd), str(rounds)], cwd=ROOT, pass_fds=[fd], stdout=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
+        commands = [[sys.executable, "-c", PROCESS, str(rank), str(fd), str(rounds)] for rank in range(2)]
+        processes = [subprocess.Popen(command, cwd=ROOT, pass_fds=[fd], stdout=subprocess.PIPE, text=True) for command in commands]
         assert [process.communicate(timeout=120)[0] for process in processes] == [f"{rounds}\n"] * 2
     finally:
         os.close(fd)
+
+
+def test_portable_switch() -> None:
+    """Where there is no switch in assembly, ucontext does it: the same interleaving, the same result."""
+    script = """
+from mkernel.jit import cpu
+import sys
+cpu._CORE_FLAGS = ("-O1", *sys.argv[1:])
+from mkernel.runtime.cpu import CpuDevice
+from tests.cpu_target.test_kernels import run_fault
+device = CpuDevice(seed=5)
+print(run_fault(0, 0, device).tobytes().hex(), device.trace)
+"""
+    outputs = set()
+    for flags in ([], ["-DMKC_UCONTEXT=1"]):
+        done = subprocess.run([sys.executable, "-c", script, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
 
 
 # ---- compiling
@@ -251,9 +264,9 @@ def test_cold_compile_time(tmp_path: Path) -> None:
     """Under 3 s for a kernel with wgmma, when the machine is idle; the bound here allows for a busy one."""
     spec = KernelSpec("gemm_tile", (("kBlockN", 256), ("kAColumns", 0), ("kBRows", 1), ("kFloat16", 0)), 160, 190 * 1024, 512)
     with env.override(MKERNEL_CACHE_DIR=tmp_path):
-        begin = time.process_time(), os.times().children_user
+        begin = os.times().children_user
         path = compiler.compile(spec, include=(KERNELS,))
-        seconds = os.times().children_user - begin[1]
+        seconds = os.times().children_user - begin
         assert path.is_relative_to(tmp_path)
         assert seconds < 6
         stamp = path.stat().st_mtime_ns
@@ -269,8 +282,9 @@ def test_cold_compile_time(tmp_path: Path) -> None:
 def test_key_covers_headers_flags_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kernels"
     folder.mkdir()
-    kernel = '#include "ptx.cuh"\n#include "part.cuh"\nstruct P { uint64_t x; };\nMK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT P p) { part(p.x); }\n'
-    (folder / "tiny.cuh").write_text(kernel)
+    headers = '#include "ptx.cuh"\n#include "part.cuh"\n'
+    kernel = "struct P { uint64_t x; };\nMK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT P p) { part(p.x); }\n"
+    (folder / "tiny.cuh").write_text(headers + kernel)
     (folder / "part.cuh").write_text("MK_DEVICE void part(uint64_t) {}\n")
     spec = KernelSpec("tiny", (), 32, 0, 8)
     with env.override(MKERNEL_CACHE_DIR=tmp_path / "cache"):
@@ -312,8 +326,8 @@ from tests.cpu_target.harness import KERNELS
 print(cpu.compile(KernelSpec("ping", (), 32, 2048, 64), include=(KERNELS,)))
 """
     environment = os.environ | {"MKERNEL_CACHE_DIR": str(tmp_path)}
-    processes = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    command = [sys.executable, "-c", script]
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     paths = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert len(paths) == 1
-    ctypes.CDLL(str(load("ping", Ping, threads=32)._library._name))
     assert sorted(path.suffix for path in (tmp_path / "cpu").iterdir()) == [".cpp", ".lock", ".so"]

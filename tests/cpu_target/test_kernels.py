@@ -13,11 +13,26 @@ import numpy as np
 import pytest
 
 from mkernel.errors import Error
+from mkernel.jit.headers import kernels_src
 from mkernel.runtime.cpu import CpuDevice
 from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Primitives, Relay, aligned, load, map_of
 
 SEEDS = range(8)
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+# ---- the contract
+def test_the_two_ptx_headers_have_the_same_names() -> None:
+    def names(header: Path) -> set[str]:
+        text = re.sub(r"//.*", "", header.read_text())
+        text = text[text.index("namespace ptx {") :]
+        text = re.sub(r"namespace detail \{.*?\}  namespace detail|namespace detail \{.*?\n\}\s*\n", "", text, flags=re.DOTALL)
+        functions = re.findall(r"MK_DEVICE\s+[\w:<>*& ]+?[\s*&](\w+)\s*\(", text)
+        return {*functions, *re.findall(r"enum class (\w+)", text), *re.findall(r"\b(k[A-Z]\w+) =", text)}
+
+    cuda, cpu = (names(kernels_src() / folder / "ptx.cuh") for folder in ("", "cpu"))
+    assert len(cuda) > 50
+    assert cuda == cpu
 
 
 # ---- primitives
@@ -29,13 +44,12 @@ def test_primitives(seed: int) -> None:
     t = np.arange(64)
     lane, warp = t % 32, t // 32
     for cta in range(2):
-        index, votes, shuffle, barriers, atomics, packed = (out[cta, i : i + 64] for i in range(0, 384, 64))
+        index, votes, shuffle, barriers, _, packed = (out[cta, i : i + 64] for i in range(0, 384, 64))
         assert (index == (cta << 24 | 2 << 16 | warp << 8 | lane)).all()
         assert (votes == 0b0101).all()
         assert (shuffle == (warp * 32 + 5) * 3).all()
         assert (barriers == warp * 32 + (lane + 1) % 32 + (t + 33) % 64 * 100 + (warp == 1) * (lane + 7000)).all()
-        expected = (1.0 + t).astype(BFLOAT16).view(np.uint16).astype(np.uint32) | (-0.5 * t).astype(BFLOAT16).view(np.uint16).astype(np.uint32) << 16
-        assert (packed == expected).all()
+        assert (packed.view(BFLOAT16).reshape(64, 2) == np.stack([1.0 + t, -0.5 * t], axis=1).astype(BFLOAT16)).all()
         assert out[cta, 384] == 0xFFFFFFFF  # no check of the kernel's own failed
         assert out[cta, 385] == 0xFC003E00
         assert out[cta, 386] == 16
@@ -58,7 +72,11 @@ def reference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], unit: float) -> 
 
 
 @pytest.mark.cases(
-    block_n=(64, 128, 192, 256), a_columns=(0, 1), b_rows=(0, 1), dtype=("bfloat16", "float16"), shape=((64, 256, 64), (100, 264, 200), (8, 72, 1032))
+    block_n=(64, 128, 192, 256),
+    a_columns=(0, 1),
+    b_rows=(0, 1),
+    dtype=("bfloat16", "float16"),
+    shape=((64, 256, 64), (100, 264, 200), (8, 72, 1032)),
 )
 def test_gemm_tile(block_n: int, a_columns: int, b_rows: int, dtype: str, shape: tuple[int, int, int], rng: np.random.Generator) -> None:
     """Both layouts of both operands, against float64; edges that no tile divides are zero-filled and clipped."""
@@ -107,7 +125,7 @@ def test_float_rounding() -> None:
 
 # ---- the relay: bulk copies, flags, the async proxy
 def relay(fault: int, seed: int, rng: np.random.Generator) -> bool:
-    """Did the data arrive?"""
+    """Whether the data arrived."""
     kernel = load("relay", Relay, threads=32, shared=4096, kFault=fault)
     pieces = 5
     source, middle, out = aligned(pieces * 1024, np.uint8), aligned(pieces * 1024, np.uint8), aligned(pieces * 1024, np.uint8)

@@ -41,20 +41,49 @@ def library() -> str | None:
     return None
 
 
-@pytest.mark.tsan
-@pytest.mark.parametrize("fault", range(len(FAULTS)), ids=FAULTS)
-def test_races(fault: int) -> None:
+def run(script: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     preload = library()
     if preload is None:
         pytest.skip("ThreadSanitizer: the compiler has no libtsan (apt-get install -y libtsan2)")
-    environment = os.environ | {"LD_PRELOAD": preload, "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0"}
+    tsan = {"LD_PRELOAD": preload, "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0"}
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
-    prefix = [shutil.which("setarch") or "env", *((platform.machine(), "-R") if shutil.which("setarch") else ())]
-    command = [*prefix, sys.executable, "-c", SCRIPT, str(fault)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    setarch = shutil.which("setarch")
+    prefix = [setarch, platform.machine(), "-R"] if setarch else []
+    command = [*prefix, sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | tsan | variables, capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout == "ended\n", done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.tsan
+@pytest.mark.parametrize("fault", range(len(FAULTS)), ids=FAULTS)
+def test_races(fault: int) -> None:
+    done = run(SCRIPT, fault)
     if fault == 0:
         assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]
     else:
         assert "WARNING: ThreadSanitizer: data race" in done.stderr
         assert "race.cuh" in done.stderr  # the report names the kernel's line
+
+
+OP = """
+import sys
+import ml_dtypes
+import numpy as np
+import mkernel as mk
+def rank(world):
+    rng = np.random.default_rng(world.rank)
+    for _ in range(2):
+        a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((136, 72), (72, 64)))
+        assert np.isfinite(mk.allgather_gemm(a, b).astype(np.float32)).all()
+mk.launch(rank, ranks=2, ranks_per_node=int(sys.argv[1]), target="cpu")
+print("ended")
+"""
+
+
+@pytest.mark.tsan
+@pytest.mark.parametrize("ranks_per_node", [2, 1], ids=["one node", "two nodes"])
+def test_op_is_clean(ranks_per_node: int) -> None:
+    """A whole operation, over direct access and over the network."""
+    done = run(OP, ranks_per_node, MKERNEL_CPU_SMS="2")
+    assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]

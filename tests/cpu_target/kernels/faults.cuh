@@ -11,9 +11,33 @@ struct alignas(64) Parameters {
 };
 
 enum Fault : uint32_t {
-  kNone, kNoSharedFence, kNoStoreWait, kNoCommit, kNoArrive, kNoWgmmaWait, kNoInitFence, kTooManyArrivals, kBadParity, kOutside, kMisaligned,
-  kLoadNotAwaited, kDiverged, kBarrierCounts, kNoWgmmaFence, kBarrierThreads, kOverwritten, kUninitialized, kNotSwizzled, kDifferentOperands,
-  kMisalignedFlag, kGenericWgmma, kNotATensorMap, kWrongBytes, kSharedOverrun, kStackOverrun, kNullPointer
+  kNone,
+  kNoSharedFence,
+  kNoStoreWait,
+  kNoCommit,
+  kNoArrive,
+  kNoWgmmaWait,
+  kNoInitFence,
+  kTooManyArrivals,
+  kBadParity,
+  kOutside,
+  kMisaligned,
+  kLoadNotAwaited,
+  kDiverged,
+  kBarrierCounts,
+  kNoWgmmaFence,
+  kBarrierThreads,
+  kOverwritten,
+  kUninitialized,
+  kNotSwizzled,
+  kDifferentOperands,
+  kMisalignedFlag,
+  kGenericWgmma,
+  kNotATensorMap,
+  kWrongBytes,
+  kSharedOverrun,
+  kStackOverrun,
+  kNullPointer
 };
 constexpr uint32_t kFault = Config::kFault, kBytes = 2048;
 
@@ -41,7 +65,8 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   if (t == 0) {
     const char* in = reinterpret_cast<const char*>(p.in);
     ptx::mbarrier_arrive_expect(&s.loaded, kFault == kWrongBytes ? kBytes + 16 : kBytes);
-    ptx::bulk_load(kFault == kOutside ? ptx::shared_memory() + Config::kSharedBytes - 1024 : s.operand, in + (kFault == kMisaligned ? 8 : 0), kBytes, &s.loaded);
+    ptx::bulk_load(kFault == kOutside ? ptx::shared_memory() + Config::kSharedBytes - 1024 : s.operand,
+                   in + (kFault == kMisaligned ? 8 : 0), kBytes, &s.loaded);
     if constexpr (kFault == kNotATensorMap) ptx::tma_load_3d(s.tile, reinterpret_cast<const abi::TensorMap*>(&p), &s.loaded, 0, 0, 0);
     if constexpr (kFault == kTooManyArrivals) {
       ptx::mbarrier_arrive(&s.loaded);

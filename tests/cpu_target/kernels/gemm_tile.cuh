@@ -6,14 +6,15 @@ namespace mkernel {
 
 struct alignas(64) Parameters {
   abi::TensorMap a, b, c;
-  uint64_t steps;   // of 64 along K
+  uint64_t steps;  // of 64 along K
   uint64_t tiles_m;
   uint64_t reserved[6];
 };
 
 constexpr uint32_t kBlockN = Config::kBlockN, kStages = 3, kPanels = kBlockN / 64;
 constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-constexpr ptx::Major kMajorA = Config::kAColumns ? ptx::Major::kMN : ptx::Major::kK, kMajorB = Config::kBRows ? ptx::Major::kMN : ptx::Major::kK;
+constexpr ptx::Major kMajorA = Config::kAColumns ? ptx::Major::kMN : ptx::Major::kK,
+                     kMajorB = Config::kBRows ? ptx::Major::kMN : ptx::Major::kK;
 constexpr uint32_t kBytesA = 64 * 128, kBytesB = kBlockN * 128;
 
 struct Storage {
@@ -50,7 +51,8 @@ MK_DEVICE void consume(const Parameters& p, Storage& s, uint32_t m, uint32_t n) 
     ptx::wgmma_fence();
     for (uint32_t k = 0; k < 64; k += 16) {
       const uint64_t a = ptx::matrix_descriptor(s.a[stage] + (Config::kAColumns ? k * 128 : k * 2), 16, 1024);
-      const uint64_t b = Config::kBRows ? ptx::matrix_descriptor(s.b[stage] + k * 128, 64 * 128, 1024) : ptx::matrix_descriptor(s.b[stage] + k * 2, 16, 1024);
+      const uint64_t b = Config::kBRows ? ptx::matrix_descriptor(s.b[stage] + k * 128, 64 * 128, 1024)
+                                        : ptx::matrix_descriptor(s.b[stage] + k * 2, 16, 1024);
       ptx::wgmma<kBlockN, kElement, kMajorA, kMajorB>(d, a, b, step > 0 || k > 0);
     }
     ptx::wgmma_commit();
@@ -62,8 +64,8 @@ MK_DEVICE void consume(const Parameters& p, Storage& s, uint32_t m, uint32_t n) 
   for (uint32_t panel = 0; panel < kPanels; ++panel) {
     for (uint32_t j = 0; j < 4; ++j) {
       const float* e = &d[panel * 32 + j * 8];
-      ptx::stmatrix_x4(s.c[panel] + row * 128 + ((2 * j + lane / 16) ^ (row % 8)) * 16, ptx::pack<kElement>(e[0], e[1]), ptx::pack<kElement>(e[2], e[3]),
-                       ptx::pack<kElement>(e[4], e[5]), ptx::pack<kElement>(e[6], e[7]));
+      ptx::stmatrix_x4(s.c[panel] + row * 128 + ((2 * j + lane / 16) ^ (row % 8)) * 16, ptx::pack<kElement>(e[0], e[1]),
+                       ptx::pack<kElement>(e[2], e[3]), ptx::pack<kElement>(e[4], e[5]), ptx::pack<kElement>(e[6], e[7]));
     }
   }
   ptx::fence_proxy_async_shared();

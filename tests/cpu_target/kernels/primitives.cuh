@@ -5,9 +5,9 @@
 namespace mkernel {
 
 struct Parameters {
-  uint64_t out;      // uint32_t[kWords] per CTA
-  uint64_t words;    // uint32_t[4], zero
-  uint64_t flags;    // uint64_t[4], zero
+  uint64_t out;    // uint32_t[kWords] per CTA
+  uint64_t words;  // uint32_t[4], zero
+  uint64_t flags;  // uint64_t[4], zero
 };
 
 enum Out : uint32_t { kIndex = 0, kVotes = 64, kShuffle = 128, kBarriers = 192, kAtomics = 256, kPacked = 320, kMisc = 384, kWords = 448 };
@@ -23,7 +23,8 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   ptx::registers_increase<64>();
   out[kIndex + t] = cta << 24 | ptx::cta_count() << 16 | warp << 8 | lane;
 
-  const bool all = ptx::all_of_warp(lane < 32), not_all = ptx::all_of_warp(lane != 7), any = ptx::any_of_warp(lane == 31), none = ptx::any_of_warp(false);
+  const bool all = ptx::all_of_warp(lane < 32), not_all = ptx::all_of_warp(lane != 7), any = ptx::any_of_warp(lane == 31),
+             none = ptx::any_of_warp(false);
   out[kVotes + t] = all | not_all << 1 | any << 2 | none << 3;
   out[kShuffle + t] = ptx::broadcast(t * 3, 5);
 
@@ -83,7 +84,8 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   }
   if (t == 0 && cta == 1) {
     const uint64_t deadline = ptx::clock_ns() + 5'000'000'000ull;
-    while (ptx::load_acquire_sys(&flags[1]) < (uint64_t(1) << 40) && ptx::clock_ns() < deadline) ptx::pause(&flags[1], uint64_t(1) << 40, deadline);
+    while (ptx::load_acquire_sys(&flags[1]) < (uint64_t(1) << 40) && ptx::clock_ns() < deadline)
+      ptx::pause(&flags[1], uint64_t(1) << 40, deadline);
     out[kMisc + 4] = words[3];
     ptx::store_release_sys(&words[3], 4712u);
     out[kMisc + 5] = ptx::load_acquire_gpu(&words[3]);

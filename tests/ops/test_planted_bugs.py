@@ -1,0 +1,156 @@
+"""Each rule of docs/memory_model.md broken once: one line of the device code changed, and the checks must say so.
+
+The device code is copied, one line is replaced, and allgather_gemm runs on target cpu over a few seeds (planted.py). A wrong result, a
+complaint of the emulator, a deadlock or a data race counts as found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mkernel import env
+from mkernel.jit import cpu as compiler
+from mkernel.jit.headers import kernels_src
+from tests.ops import planted
+
+_ROOT = Path(__file__).parents[2]
+_SEEDS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bug:
+    """One line of ``file`` changed: ``before`` occurs there and becomes ``after``."""
+
+    name: str
+    file: str
+    before: str
+    after: str = ""
+    found_as: str = ""  # part of what must be reported; "": a wrong result
+    world: str = "1x2"
+    tsan: bool = False
+
+    def plant(self, folder: Path) -> None:
+        path = folder / self.file
+        text = path.read_text()
+        assert text.count(self.before) == 1, f"{self.file} has {text.count(self.before)} times: {self.before}"
+        path.write_text(text.replace(self.before, self.after))
+
+
+BUGS = [
+    # The chunk flag is raised for data that is not there yet, or seen too early.
+    Bug("flag before the last data", "copy.cuh", "    ptx::store_wait<0>();\n"),
+    Bug("flag before the data", "copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
+    Bug("tiles do not wait for chunks", "gemm.cuh", "        ok = op.wait_inputs(call, c, part);\n", found_as="missing fence.proxy.async"),
+    Bug("only the first part of a tile is waited for", "gemm.cuh", "if (needs_peers) {", "if (needs_peers && part == 0) {", world="1x4"),
+    Bug("forwarded before it has come", "allgather_gemm.cuh", "      if (!wait_chunk(call, p, source, chunk)) return;\n", world="2x2"),
+    Bug("no entry before a push", "allgather_gemm.cuh", "    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;\n"),
+    Bug("no entry before a put", "allgather_gemm.cuh", "        if (!wait_entered(call, peer)) return;\n", world="4x1"),
+    Bug("the call ends before its puts", "allgather_gemm.cuh", "    if (last_put != 0) wait_put(call, last_put, last_peer);", world="4x1"),
+    # Bulk stores.
+    Bug("the result's buffer is overwritten", "gemm.cuh", "    if (thread == 0) ptx::store_wait_read<1>();"),
+    Bug("a piece is overwritten", "copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
+    Bug("nobody waits for the result's stores", "gemm.cuh", "  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();\n", found_as="bulk stores in flight"),
+    Bug("one buffer for results", "gemm.cuh", "    buffer ^= 1;"),
+    # Barriers.
+    Bug("a stage is never given back", "gemm.cuh", "      if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n", found_as="deadlock"),
+    Bug("a stage is given back before it is read", "gemm.cuh", "      ptx::wgmma_wait<1>(d);\n"),
+    Bug("nobody waits for a stage", "gemm.cuh", "      ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);\n"),
+    Bug("a result is written while the last one is stored", "gemm.cuh", "    ptx::barrier_sync(barrier, kWarpgroup);\n#pragma unroll", "#pragma unroll"),
+    Bug("a result is stored before it is written", "gemm.cuh", "    ptx::barrier_sync(barrier, kWarpgroup);\n    if (thread", "    if (thread", found_as="missing fence.proxy.async"),
+    Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();"),
+    Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n"),
+    Bug("a CTA begins before its barriers are ready", "allgather_gemm.cuh", "  ptx::sync_cta();\n  compute_role", "  compute_role", found_as="not been initialized"),
+    # Proxies.
+    Bug("no proxy fence before tiles are loaded", "gemm.cuh", "    ptx::fence_proxy_async();", found_as="missing fence.proxy.async"),
+    Bug("no proxy fence before forwarding", "allgather_gemm.cuh", "      ptx::fence_proxy_async();\n", found_as="missing fence.proxy.async", world="2x2"),
+    Bug("no proxy fence before a result is stored", "gemm.cuh", "    ptx::fence_proxy_async_shared();\n", found_as="missing fence.proxy.async"),
+    # The end of a call.
+    Bug("the tile counter is not reset", "sync.cuh", "    control->tile_counter = 0;\n"),
+    Bug("the epoch does not advance", "sync.cuh", "    control->epoch = call.epoch;\n"),
+    # What only ThreadSanitizer sees: on this host's processor every store is a release.
+    Bug("a relaxed flag", "cpu/ptx.cuh", "  __atomic_store_n(p, v, __ATOMIC_RELEASE);\n", "  __atomic_store_n(p, v, __ATOMIC_RELAXED);\n", "data race", tsan=True),
+    Bug("a relaxed wait", "cpu/ptx.cuh", "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n", "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n", "data race", tsan=True),
+    Bug("acquired by another lane", "gemm.cuh", "  ptx::sync_warp();  // what any lane acquired is handed over\n", found_as="data race", tsan=True),
+]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the device code; at the same place for all bugs, so that only what has changed is compiled again."""
+    return tmp_path_factory.mktemp("planted") / "kernels_src"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(copy: Path) -> Iterator[None]:
+    shutil.copytree(kernels_src(), copy)
+    yield
+    shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("world", ["1x2", "1x4", "2x2", "4x1"])
+def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str) -> None:
+    with env.override(MKERNEL_KERNELS_SRC=copy):
+        assert planted.check(world, request.config.getoption("--seed")) is None
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.tsan], ids=lambda bug: bug.name)
+def test_found(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
+    bug.plant(copy)
+    first = request.config.getoption("--seed")
+    with env.override(MKERNEL_KERNELS_SRC=copy):
+        found = next((text for seed in range(first, first + _SEEDS) if (text := planted.check(bug.world, seed)) is not None), None)
+    assert found is not None, f"nothing is found over {_SEEDS} seeds"
+    assert (bug.found_as or "wrong: ") in found
+
+
+def _tsan(copy: Path, world: str, seed: int) -> str:
+    """What ThreadSanitizer reports: a process of its own, with its library preloaded."""
+    preload = _tsan_library()
+    if preload is None:
+        pytest.skip("ThreadSanitizer: the compiler has no libtsan (apt-get install -y libtsan2)")
+    environment = os.environ | {
+        "LD_PRELOAD": preload,
+        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
+        "MKERNEL_KERNELS_SRC": str(copy),
+        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
+    }
+    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
+    setarch = shutil.which("setarch")
+    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, planted.__file__, world, str(seed), "1"]
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["found"] is None, done.stdout
+    return done.stderr
+
+
+def _tsan_library() -> str | None:
+    for name in ("libtsan.so", "libtsan.so.2", "libtsan.so.0"):
+        result = subprocess.run([*compiler.find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        path = Path(result.stdout.strip())
+        if result.returncode == 0 and path.is_absolute() and path.exists():
+            return str(path.resolve())
+    return None
+
+
+@pytest.mark.tsan
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str) -> None:
+    errors = _tsan(copy, world, request.config.getoption("--seed"))
+    assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
+
+
+@pytest.mark.tsan
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.tsan], ids=lambda bug: bug.name)
+def test_found_by_thread_sanitizer(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
+    bug.plant(copy)
+    assert f"WARNING: ThreadSanitizer: {bug.found_as}" in _tsan(copy, bug.world, request.config.getoption("--seed"))
