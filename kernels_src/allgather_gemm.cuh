@@ -10,7 +10,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kPartBlocks,
-// kGroupM; kSharedBytes, kParameterBytes
+// kGroupM, kHalves; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
@@ -27,7 +27,8 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
   uint32_t rows;           // M / W
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
-  uint32_t reserved[10];   // the maps are 64-byte aligned
+  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are halved
+  uint32_t reserved[9];    // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
@@ -120,8 +121,16 @@ struct Tiles {
   const Parameters& p;
 
   MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
-  MK_DEVICE uint32_t num_tiles() const { return rows_per_shard() * kWorldSize * Shape::kTilesN; }
+  MK_DEVICE uint32_t num_tiles() const {
+    const uint32_t tiles = rows_per_shard() * kWorldSize * Shape::kTilesN;
+    return Config::kHalves ? 2 * tiles - p.whole_tiles : tiles;
+  }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+    uint32_t half = 0;
+    if (Config::kHalves && tile >= p.whole_tiles) {
+      half = 1 + (tile - p.whole_tiles) % 2;
+      tile = p.whole_tiles + (tile - p.whole_tiles) / 2;
+    }
     const uint32_t per_shard = rows_per_shard() * Shape::kTilesN;
     constexpr uint32_t kLocal = Config::kRanksPerNode - 1, kRemote = kWorldSize - Config::kRanksPerNode;
     uint32_t shards = 1, first = 0;  // of the tile's class: how many shards, and the first one's distance from this rank
@@ -134,7 +143,7 @@ struct Tiles {
     const uint32_t group = tile / (Config::kGroupM * Shape::kTilesN), in_group = tile % (Config::kGroupM * Shape::kTilesN);
     const uint32_t left = tile_rows - group * Config::kGroupM, group_rows = left < Config::kGroupM ? left : Config::kGroupM;
     const uint32_t tile_row = group * Config::kGroupM + in_group % group_rows;
-    return TileCoordinate{source(first + tile_row % shards), tile_row / shards, in_group / group_rows};
+    return TileCoordinate{source(first + tile_row % shards), tile_row / shards, in_group / group_rows, half};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
   MK_DEVICE uint32_t source(uint32_t distance) const {

@@ -40,6 +40,7 @@ struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank)
   uint32_t m;      // tile row inside the shard
   uint32_t n;      // tile column
+  uint32_t half;   // 0: the whole tile; 1, 2: its left or right half (Config::kHalves: the last tiles are halved to fill all SMs)
 };
 
 template <class Config>
@@ -48,10 +49,13 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
+  static constexpr uint32_t kHalfN = kBlockN / 2;
+  static constexpr uint32_t kBoxN = Config::kHalves ? kHalfN : kBlockN;  // columns of one TMA load of a K-major B
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
+  static_assert(!Config::kHalves || kHalfN % kPanel == 0, "a half tile is a whole number of panels");
   static_assert(Config::kK % 8 == 0 && Config::kN % 8 == 0, "16-byte rows");
 };
 
@@ -71,6 +75,15 @@ struct GemmStorage {
   uint32_t item[kTileQueue];
   uint32_t refused;
 };
+
+template <class Config>
+MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {
+  return Config::kHalves && c.half != 0 ? GemmShape<Config>::kHalfN : GemmShape<Config>::kBlockN;
+}
+template <class Config>
+MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
+  return c.n * GemmShape<Config>::kBlockN + (Config::kHalves && c.half == 2 ? GemmShape<Config>::kHalfN : 0);
+}
 
 template <class Config>
 MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta
@@ -170,30 +183,34 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     const TileCoordinate c = op.coordinate(item / Op::kParts);
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
-    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = c.n * Shape::kBlockN;
+    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
+    const uint32_t width = tile_width<Config>(c), bytes = Shape::kBytesA + width * Shape::kBlockK * 2;
     int32_t a_k = op.a_k(c, part), k = part * Shape::kStepsK / Op::kParts * Shape::kBlockK;
 #pragma unroll 1
     for (uint32_t step = 0; step < Shape::kStepsK / Op::kParts; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);
       uint64_t* filled = &storage.stage_filled[stage.index];
-      ptx::mbarrier_arrive_expect(filled, Shape::kBytesA + Shape::kBytesB);
+      ptx::mbarrier_arrive_expect(filled, bytes);
       ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
       char* smem_b = storage.pipeline.b[stage.index];
       if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
 #pragma unroll
         for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
-          ptx::tma_load_3d(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k, 0);
+          if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k, 0);
         }
       } else {
-        ptx::tma_load_3d(smem_b, b, filled, k, column, 0);
+#pragma unroll
+        for (uint32_t n = 0; n < Shape::kBlockN; n += Shape::kBoxN) {
+          if (n < width) ptx::tma_load_3d(smem_b + n * kSwizzleBytes, b, filled, k, column + n, 0);
+        }
       }
     }
   }
 }
 
 // ---- warpgroups 1 and 2
-// One k-step of kBlockK for 64 rows.
-template <class Config>
+// One k-step of kBlockK for 64 rows and N columns.
+template <uint32_t N, class Config>
 MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, const char* b, bool accumulate) {
   using Shape = GemmShape<Config>;
   ptx::wgmma_fence();
@@ -203,7 +220,7 @@ MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, co
     const uint64_t db = Config::kBRowMajor
                             ? ptx::matrix_descriptor(b + k * kSwizzleBytes, Shape::kBlockK * kSwizzleBytes, kSwizzleAtom)
                             : ptx::matrix_descriptor(b + k * 2, 16, kSwizzleAtom);
-    ptx::wgmma<Config::kBlockN, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, da, db, accumulate || k > 0);
+    ptx::wgmma<N, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, da, db, accumulate || k > 0);
   }
   ptx::wgmma_commit();
 }
@@ -215,9 +232,10 @@ MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op,
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index(), thread = ptx::thread_index() % kWarpgroup, barrier = kBarrierConsumer + warpgroup;
   const uint32_t row = thread / 32 * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
-  const int32_t column = c.n * Shape::kBlockN, c_row = op.c_row(c) + warpgroup * 64, plane = op.c_plane(c);
+  const int32_t column = first_column<Config>(c), c_row = op.c_row(c) + warpgroup * 64, plane = op.c_plane(c);
 #pragma unroll
   for (uint32_t panel = 0; panel < Shape::kBlockN / kPanel; ++panel) {
+    if (panel * kPanel >= tile_width<Config>(c)) break;
     char* smem = storage.result[warpgroup][buffer];
     buffer ^= 1;  // across tiles too: a tile may have an odd number of panels
     if (thread == 0) ptx::store_wait_read<1>();  // the store before last has read this buffer
@@ -238,11 +256,31 @@ MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op,
   }
 }
 
+// One part of K for 64 rows and N columns. Nothing is in flight afterwards.
+template <uint32_t N, class Config>
+MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage, uint32_t steps,
+                             uint32_t warpgroup, bool accumulate) {
+  const bool reports = ptx::lane_index() == 0;
+  uint64_t* previous = nullptr;
+#pragma unroll 1
+  for (uint32_t step = 0; step < steps; ++step, stage.advance()) {
+    ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);
+    const char* a = storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes;
+    multiply_stage<N, Config>(d, a, storage.pipeline.b[stage.index], accumulate || step > 0);
+    ptx::wgmma_wait<1>(d);
+    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
+    previous = &storage.stage_consumed[stage.index];
+  }
+  ptx::wgmma_wait<0>(d);
+  if (reports) ptx::mbarrier_arrive(previous);
+}
+
 template <class Config, class Op>
 MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
+  constexpr uint32_t kSteps = Shape::kStepsK / Op::kParts;
   const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
-  const bool reports = ptx::lane_index() == 0, traces = ptx::thread_index() == kWarpgroup;
+  const bool traces = ptx::thread_index() == kWarpgroup;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
   Trace trace(call.world, 1);
@@ -252,28 +290,22 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   bool first = true, refused = false;
 #pragma unroll 1
   while (true) {
-    const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts;
+    const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts, tile = item / Op::kParts;
     if (item == kStop) break;
     if (part == 0) begin = trace.now();
-    uint64_t* previous = nullptr;
-#pragma unroll 1
-    for (uint32_t step = 0; step < Shape::kStepsK / Op::kParts; ++step, stage.advance()) {
-      ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);
-      multiply_stage<Config>(d, storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes, storage.pipeline.b[stage.index], step + part > 0);
-      ptx::wgmma_wait<1>(d);
-      if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
-      previous = &storage.stage_consumed[stage.index];
+    const TileCoordinate c = op.coordinate(tile);
+    if (Config::kHalves && c.half != 0) {
+      multiply_part<Config::kHalves ? Shape::kHalfN : Shape::kBlockN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
+    } else {
+      multiply_part<Shape::kBlockN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
     }
-    ptx::wgmma_wait<0>(d);
-    if (reports) ptx::mbarrier_arrive(previous);
     if (part + 1 < Op::kParts) continue;
     if (first) {
       ptx::mbarrier_wait(&storage.entries_checked, 0);
       refused = storage.refused != 0;
       first = false;
     }
-    const uint32_t tile = item / Op::kParts;
-    if (!refused) store_result(d, op, op.coordinate(tile), storage, warpgroup, buffer);
+    if (!refused) store_result(d, op, c, storage, warpgroup, buffer);
     if (traces) trace.record(abi::kTraceTile, tile, begin);
   }
   if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();

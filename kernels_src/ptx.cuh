@@ -223,14 +223,14 @@ MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 template <uint32_t... I> struct Indices {};
 template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
-template <class Atom, uint32_t... I>
-MK_DEVICE void fma(float (&d)[sizeof...(I)], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
+template <class Atom, uint32_t Count, uint32_t... I>
+MK_DEVICE void fma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
   Atom::fma(a, b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 }  // namespace detail
 
-template <uint32_t N, Element E, Major A, Major B>
-MK_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+template <uint32_t N, Element E, Major A, Major B, uint32_t Count>  // D is in the first N / 2 registers of `d`
+MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, a, b, accumulate, typename detail::IndicesTo<N / 2>::Type{});
 }
 

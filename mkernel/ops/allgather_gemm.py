@@ -32,7 +32,8 @@ class Parameters(ctypes.Structure):
         ("flag_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 10),
+        ("whole_tiles", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 9),
         ("a_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
@@ -166,8 +167,8 @@ def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Spli
     extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
     a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
     gather = heap + executable.scratch_offset if size > 1 and rows else b.address
-    tensor_map, block_n = world.backend.tensor_map, plan.tile.block_n
-    inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, block_n)
+    tensor_map = world.backend.tensor_map
+    inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, plan.b_columns)
     a_box, plane = (BLOCK_K, BLOCK_M, 1), extent * k * ITEM
     parameters = Parameters(
         a=a.address,
@@ -176,6 +177,7 @@ def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Spli
         flag_offset=executable.flag_offset,
         rows=rows,
         stage_send=int(staged),
+        whole_tiles=plan.whole_tiles,
     )
     _set(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
     part_k = k // plan.parts

@@ -39,11 +39,15 @@ class AllGatherGemmProblem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile of C: rows from ``m * BLOCK_M`` of rank ``source``'s shard, columns from ``n * block_n``."""
+    """One tile of C: rows from ``m * BLOCK_M`` of rank ``source``'s shard, columns from ``n * block_n``.
+
+    ``half``: 0 for the whole tile, 1 and 2 for its left and right half.
+    """
 
     source: int
     m: int
     n: int
+    half: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,7 @@ class AllGatherGemmPlan:
     group_m: int = _GROUP_M  # tile rows that share columns of B
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
+    halves: bool = False  # the tiles that would not fill the SMs once more are halved
 
     op = OP
 
@@ -78,13 +83,14 @@ class AllGatherGemmPlan:
             "kGroupM": self.group_m,
             "kParts": self.parts,
             "kPartBlocks": self.part_blocks,
+            "kHalves": int(self.halves),
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
 
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks))
+        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks, self.halves))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -145,7 +151,18 @@ class AllGatherGemmPlan:
 
     @property
     def num_tiles(self) -> int:
+        """Whole tiles, before any is halved."""
         return self.problem.topology.size * self.tile_rows * self.tiles_n
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles up to here are whole; the others are halved."""
+        return self.num_tiles - _odd_tiles(self.num_tiles, self.split) if self.halves else self.num_tiles
+
+    @property
+    def b_columns(self) -> int:
+        """Columns of one TMA load of a transposed ``b``."""
+        return self.tile.block_n // 2 if self.halves else self.tile.block_n
 
     def source(self, rank: int, distance: int) -> int:
         """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes', own rail first."""
@@ -156,6 +173,13 @@ class AllGatherGemmPlan:
 
     def tiles(self, rank: int) -> Iterator[Tile]:
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
+        for index, tile in enumerate(self._whole(rank)):
+            if index < self.whole_tiles:
+                yield tile
+            else:
+                yield from (dataclasses.replace(tile, half=half) for half in (1, 2))
+
+    def _whole(self, rank: int) -> Iterator[Tile]:
         topology = self.problem.topology
         local, remote = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
         for shards, first in ((1, 0), (local, 1), (remote, topology.ranks_per_node)):
@@ -199,15 +223,23 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     chunk_bytes = _PUT_BYTES if topology.num_nodes > 1 else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
+    halves = few_waves and tile.block_n in (128, 256) and _odd_tiles(tile_rows * topology.size * tiles_n, chosen) > 0
     if parts == 1:
-        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows)
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, halves=halves)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
     group_rows = math.ceil(max(1, tile_rows) / groups)
     return AllGatherGemmPlan(
-        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows)
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), halves
     )
+
+
+def _odd_tiles(tiles: int, split: Split) -> int:
+    """Tiles left over when every compute CTA has had the same number, if their halves fit all SMs at once; else 0."""
+    compute = split.compute or 1
+    odd = tiles % compute
+    return odd if tiles > compute and 2 * odd <= split.total else 0
 
 
 def choose_parts(k: int) -> int:
