@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mkernel import env
-from mkernel.bench import launcher
+from mkernel.bench import launcher as started
 from mkernel.bench.cases import OPS, Case, Op
 from mkernel.bench.report import FUSED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
+from mkernel.cli import launcher
 from mkernel.errors import ArgumentError
 from mkernel.plan.topology import Topology
 
@@ -100,7 +101,7 @@ class _Plan:
         elif options.world:
             topology = parse_world(options.world)
         else:
-            ranks = launcher.launched_size() or _gpus() or 4
+            ranks = started.launched_size() or _gpus() or 4
             per_node = env.RANKS_PER_NODE.get() or ranks
             topology = Topology(ranks, per_node)
         sizes = tuple(options.shapes.split(",")) if options.shapes else op.sizes
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.sweep = [parse_split(text) for text in options.sweep]
     options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *_without_paths(words)])
     plan = _Plan.of(options)
-    if options.worker or launcher.under_launcher():
+    if options.worker or started.under_launcher():
         return _worker(plan)
     if not options.allow_cpu and not _gpus():
         raise ArgumentError("target", "cpu", "no GPU found: speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")

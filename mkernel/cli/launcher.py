@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from mkernel.errors import Error
@@ -49,7 +51,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
 ) -> int:
-    """``python ARGUMENTS`` on every rank; the exit status, the first that is not 0. Nothing started here survives the call.
+    """``python ARGUMENTS`` on every rank; the exit status, the first that is not 0. Nothing started here survives.
 
     Parameters
     ----------
@@ -85,8 +87,8 @@ def run(
 def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
     line = [str(mpirun), "-n", str(ranks)]
     if mpi_flavour(mpirun) == "openmpi":
-        # Open MPI counts cores and refuses root; neither matters for ranks that mostly wait.
-        line += ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+        # Open MPI counts cores and refuses root, which does not matter here, and binds a rank to one core, where its threads would queue.
+        line += ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     return line
 
 
@@ -103,28 +105,52 @@ def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[byte
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
+    """The first failure ends the others, after a time in which they report theirs."""
     deadline, failed_at = time.monotonic() + timeout, None
+    with _ended_by_signals():
+        try:
+            while any(process.poll() is None for process in processes):
+                now = time.monotonic()
+                if now > deadline:
+                    raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
+                if failed_at is None and any(process.poll() for process in processes):
+                    failed_at = now
+                if failed_at is not None and now > failed_at + _GRACE_SECONDS:
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                _end(process)
+    return next((abs(process.returncode) for process in processes if process.returncode), 0)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """The ranks are in sessions of their own: SIGTERM must not end this process and leave them behind."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        while any(process.poll() is None for process in processes):
-            now = time.monotonic()
-            if now > deadline:
-                raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
-            if failed_at is None and any(process.poll() for process in processes):
-                failed_at = now
-            if failed_at is not None and now > failed_at + _GRACE_SECONDS:
-                break
-            time.sleep(0.05)
-        return next((abs(process.returncode) for process in processes if process.returncode), 0)
+        yield
     finally:
-        for process in processes:
-            _end(process)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    """End a process and its session: politely, so that mpirun can end its ranks; then whatever is left of it."""
+    if process.poll() is None:
+        _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nobody is left
+        os.killpg(process.pid, number)

@@ -19,7 +19,9 @@ __all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan
 OP = "allgather_gemm"
 PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
-_PUT_BYTES = 512 * 1024  # the same for a put
+_PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
+_PUTS = 16  # per shard; every put costs the engine some microseconds
+_TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
@@ -217,11 +219,12 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count)
     tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
-        tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count)
+        tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
     tiles_n = math.ceil(problem.n / tile.block_n)
     few_waves = tile_rows * topology.size * tiles_n <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
-    chunk_bytes = _PUT_BYTES if topology.num_nodes > 1 else _CHUNK_BYTES
+    put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
+    chunk_bytes = put_bytes if topology.num_nodes > 1 else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     halves = few_waves and tile.block_n in (128, 256) and _odd_tiles(tile_rows * topology.size * tiles_n, chosen) > 0
     if parts == 1:

@@ -38,12 +38,15 @@ class GemmTile:
         return cls(block_n, min(8, (SHARED_LIMIT - _RESULT_BYTES - _BARRIER_BYTES) // stage))
 
 
-def choose_tile(tile_rows: int, n: int, sm_count: int) -> GemmTile:
-    """The tile width that finishes ``tile_rows`` rows of tiles over ``n`` columns soonest, by counting waves."""
+def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0) -> GemmTile:
+    """The tile width that finishes ``tile_rows`` rows of tiles over ``n`` columns soonest, by counting waves.
+
+    ``tail``: tiles' time that the end of a call costs, where tiles wait for data that comes until the end.
+    """
 
     def cost(block_n: int) -> tuple[float, int]:
         tiles = tile_rows * math.ceil(n / block_n)
         waves = tiles / sm_count if tiles > 4 * sm_count else math.ceil(tiles / sm_count)
-        return waves * block_n / _RELATIVE_SPEED[block_n], -block_n
+        return (waves + tail) * block_n / _RELATIVE_SPEED[block_n], -block_n
 
     return GemmTile.deepest(min(_RELATIVE_SPEED, key=cost))

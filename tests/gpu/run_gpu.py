@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 # The checkout is on the path only from here on.
-from mkernel.bench import launcher  # noqa: E402
 from mkernel.bench.check import worst_product  # noqa: E402
 from mkernel.bench.lab import CudaLab  # noqa: E402
 from mkernel.bench.peers import gather  # noqa: E402
+from mkernel.cli import launcher  # noqa: E402
 from mkernel.cli.table import format_table  # noqa: E402
 from mkernel.plan.topology import Topology  # noqa: E402
 

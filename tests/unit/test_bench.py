@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 
 import mkernel
-from mkernel.bench import command, launcher, main
+from mkernel.bench import command, main
+from mkernel.bench import launcher as started
 from mkernel.bench.cases import OPS
 from mkernel.bench.check import to_float64, worst_product
 from mkernel.bench.report import ALONE, FUSED, SOLO, Report, Row, render
@@ -324,7 +324,7 @@ def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
 def test_the_command_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
-    for name in (*launcher._MARKS, *launcher._SIZES):
+    for name in (*started._MARKS, *started._SIZES):
         monkeypatch.delenv(name, raising=False)
     out = tmp_path / "report.json"
     arguments = ["allgather_gemm", "--allow-cpu", "--world", "1x2", "--shapes", "130x72x72", "--samples", "2", "--launcher", "processes"]
@@ -398,7 +398,7 @@ def test_world_and_split_are_parsed() -> None:
 
 
 def test_without_a_gpu_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*launcher._MARKS, *launcher._SIZES):
+    for name in (*started._MARKS, *started._SIZES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command, "_gpus", lambda: 0)
     with pytest.raises(ArgumentError, match="speeds of target cpu mean nothing"):
@@ -410,95 +410,17 @@ def test_without_a_gpu_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*launcher._MARKS, *launcher._SIZES):
+    for name in (*started._MARKS, *started._SIZES):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_processes_learn_rank_size_and_meeting_point(tmp_path: Path) -> None:
-    code = "import os, pathlib, sys; e = os.environ; path = pathlib.Path(sys.argv[1], e['MKERNEL_RANK']); "
-    code += "path.write_text(e['MKERNEL_SIZE'] + ' ' + e['MKERNEL_RENDEZVOUS'])"
-    assert launcher.run(3, ["-c", code, str(tmp_path)], timeout=60, kind="processes") == 0
-    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert sorted(found) == ["0", "1", "2"]
-    assert len(set(found.values())) == 1
-    assert next(iter(found.values())).startswith("3 127.0.0.1:")
-
-
-@pytest.mark.usefixtures("no_launcher")
-def test_a_failing_rank_is_the_exit_status() -> None:
-    code = "import os, sys; sys.exit(7 if os.environ['MKERNEL_RANK'] == '1' else 0)"
-    assert launcher.run(2, ["-c", code], timeout=60, kind="processes") == 7
-
-
-@pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_that_hang_are_ended_with_their_children(tmp_path: Path, ranks: int) -> None:
-    code = "import subprocess, sys, pathlib; p = subprocess.Popen(['sleep', '600']); "
-    code += "pathlib.Path(sys.argv[1], str(p.pid)).touch(); p.wait()"
-    begin = time.monotonic()
-    with pytest.raises(launcher.LauncherError, match="did not end"):
-        launcher.run(ranks, ["-c", code, str(tmp_path)], timeout=3, kind="processes")
-    assert time.monotonic() - begin < 30
-    children = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(children) == ranks
-    assert not [pid for pid in children if _alive(pid)]
-
-
-def _alive(pid: int) -> bool:
-    """Still there a moment later; a zombie counts as ended: whoever adopted it has only not looked yet."""
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        if state == "Z":
-            return False
-        time.sleep(0.01)
-    return True
-
-
-@pytest.mark.usefixtures("no_launcher")
 def test_under_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not launcher.under_launcher()
-    assert launcher.launched_size() == 0
+    assert not started.under_launcher()
+    assert started.launched_size() == 0
     monkeypatch.setenv("PMI_SIZE", "4")
-    assert launcher.under_launcher()
-    assert launcher.launched_size() == 4
-
-
-@pytest.mark.usefixtures("no_launcher")
-def test_ending_the_command_ends_its_ranks(tmp_path: Path) -> None:
-    inner = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
-    outer = (
-        "import sys; from mkernel.bench import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
-    )
-    process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), inner])
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.terminate()
-    assert process.wait(60) == 143
-    ranks = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(ranks) == 2
-    assert not [pid for pid in ranks if _alive(pid)]
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("no_launcher")
-def test_mpirun_starts_and_ends_ranks(tmp_path: Path) -> None:
-    if launcher._mpirun() is None:
-        pytest.skip("no mpirun that mpi4py can use")
-    code = "from mpi4py import MPI; import pathlib, sys; pathlib.Path(sys.argv[1], str(MPI.COMM_WORLD.rank)).touch()"
-    assert launcher.run(2, ["-c", code, str(tmp_path)], timeout=60, kind="mpi") == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], f'pid{os.getpid()}').touch(); time.sleep(600)"
-    with pytest.raises(launcher.LauncherError, match="did not end"):
-        launcher.run(2, ["-c", code, str(tmp_path)], timeout=5, kind="mpi")
-    ranks = [int(path.name[3:]) for path in tmp_path.glob("pid*")]
-    assert len(ranks) == 2
-    assert not [pid for pid in ranks if _alive(pid)]
+    assert started.under_launcher()
+    assert started.launched_size() == 4
 
 
 def test_the_recorded_command_names_no_path() -> None:

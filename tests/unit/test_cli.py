@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -214,3 +215,63 @@ def test_mpirun_starts_every_rank(tmp_path: Path) -> None:
     code = "import sys, pathlib; from mpi4py import MPI; c = MPI.COMM_WORLD; pathlib.Path(sys.argv[1], str(c.rank)).write_text(str(c.size))"
     assert launcher.run(3, ["-c", code, str(tmp_path)], timeout=60, kind="mpi") == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
+
+
+def test_a_failing_rank_is_the_exit_status() -> None:
+    code = "import os, sys; sys.exit(7 if os.environ['MKERNEL_RANK'] == '1' else 0)"
+    assert launcher.run(2, ["-c", code], timeout=60, kind="processes") == 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_hang_are_ended_with_their_children(tmp_path: Path, ranks: int) -> None:
+    code = "import subprocess, sys, pathlib; p = subprocess.Popen(['sleep', '600']); "
+    code += "pathlib.Path(sys.argv[1], str(p.pid)).touch(); p.wait()"
+    begin = time.monotonic()
+    with pytest.raises(launcher.LauncherError, match="did not end"):
+        launcher.run(ranks, ["-c", code, str(tmp_path)], timeout=3, kind="processes")
+    assert time.monotonic() - begin < 30
+    children = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(children) == ranks
+    assert not [pid for pid in children if _alive(pid)]
+
+
+def _alive(pid: int) -> bool:
+    """Still there a moment later; a zombie counts as ended: whoever adopted it has only not looked yet."""
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_ending_the_command_ends_its_ranks(tmp_path: Path) -> None:
+    inner = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
+    outer = (
+        "import sys; from mkernel.cli import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), inner])
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(ranks) == 2
+    assert not [pid for pid in ranks if _alive(pid)]
+
+
+@pytest.mark.mpi
+def test_mpirun_ends_ranks(tmp_path: Path) -> None:
+    if launcher.find_mpirun() is None:
+        pytest.skip("no mpirun that mpi4py can use")
+    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], f'pid{os.getpid()}').touch(); time.sleep(600)"
+    with pytest.raises(launcher.LauncherError, match="did not end"):
+        launcher.run(2, ["-c", code, str(tmp_path)], timeout=5, kind="mpi")
+    ranks = [int(path.name[3:]) for path in tmp_path.glob("pid*")]
+    assert len(ranks) == 2
+    assert not [pid for pid in ranks if _alive(pid)]
