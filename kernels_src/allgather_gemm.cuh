@@ -9,8 +9,8 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kPartBlocks,
-// kGroupM, kHalves; kSharedBytes, kParameterBytes
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kHalves;
+// kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
@@ -28,7 +28,9 @@ struct alignas(64) Parameters {
   uint32_t rows;           // M / W
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
   uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are halved
-  uint32_t reserved[9];    // the maps are 64-byte aligned
+  uint32_t group_m;        // tile rows that share columns of B
+  uint32_t part_blocks;    // blocks of kChunkRows rows whose first parts travel before their second parts
+  uint32_t reserved[7];    // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
@@ -48,7 +50,7 @@ struct Storage {
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
 // ---- where things are
-// A chunk is kChunkRows rows (a block) of one part of K. Chunks travel, and are numbered, in groups of kPartBlocks blocks: the first part of
+// A chunk is kChunkRows rows (a block) of one part of K. Chunks travel, and are numbered, in groups of part_blocks blocks: the first part of
 // all blocks of a group, then the second ... so that the tiles of a group can begin before their last part has come.
 struct Chunk {
   uint32_t block, part;
@@ -57,16 +59,16 @@ MK_DEVICE uint32_t num_blocks(const Parameters& p) { return (p.rows + Config::kC
 MK_DEVICE uint32_t num_chunks(const Parameters& p) { return num_blocks(p) * Config::kParts; }
 MK_DEVICE uint32_t blocks_of_group(const Parameters& p, uint32_t first) {
   const uint32_t left = num_blocks(p) - first;
-  return left < Config::kPartBlocks ? left : Config::kPartBlocks;
+  return left < p.part_blocks ? left : p.part_blocks;
 }
 MK_DEVICE uint32_t chunk_index(const Parameters& p, uint32_t block, uint32_t part) {
   if constexpr (Config::kParts == 1) return block;
-  const uint32_t first = block / Config::kPartBlocks * Config::kPartBlocks;
+  const uint32_t first = block / p.part_blocks * p.part_blocks;
   return first * Config::kParts + part * blocks_of_group(p, first) + (block - first);
 }
 MK_DEVICE Chunk chunk_at(const Parameters& p, uint32_t index) {
   if constexpr (Config::kParts == 1) return Chunk{index, 0};
-  const uint32_t first = index / (Config::kPartBlocks * Config::kParts) * Config::kPartBlocks;
+  const uint32_t first = index / (p.part_blocks * Config::kParts) * p.part_blocks;
   const uint32_t in_group = index - first * Config::kParts, blocks = blocks_of_group(p, first);
   return Chunk{first + in_group % blocks, in_group / blocks};
 }
@@ -116,7 +118,7 @@ struct ChunkFlags {  // one part of one source, from block `first` on
 };
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
-// (their chunks arrive together), in groups of kGroupM tile rows that share B.
+// (their chunks arrive together), in groups of group_m tile rows that share B.
 struct Tiles {
   const Parameters& p;
 
@@ -140,9 +142,9 @@ struct Tiles {
       tile -= per_shard, shards = kLocal, first = 1;
     }
     const uint32_t tile_rows = rows_per_shard() * shards;  // of the class
-    const uint32_t group = tile / (Config::kGroupM * Shape::kTilesN), in_group = tile % (Config::kGroupM * Shape::kTilesN);
-    const uint32_t left = tile_rows - group * Config::kGroupM, group_rows = left < Config::kGroupM ? left : Config::kGroupM;
-    const uint32_t tile_row = group * Config::kGroupM + in_group % group_rows;
+    const uint32_t group = tile / (p.group_m * Shape::kTilesN), in_group = tile % (p.group_m * Shape::kTilesN);
+    const uint32_t left = tile_rows - group * p.group_m, group_rows = left < p.group_m ? left : p.group_m;
+    const uint32_t tile_row = group * p.group_m + in_group % group_rows;
     return TileCoordinate{source(first + tile_row % shards), tile_row / shards, in_group / group_rows, half};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.

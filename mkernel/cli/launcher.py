@@ -118,10 +118,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
                 if failed_at is not None and now > failed_at + _GRACE_SECONDS:
                     break
                 time.sleep(0.05)
+            return next((abs(process.returncode) for process in processes if process.returncode), 0)
         finally:
             for process in processes:
                 _end(process)
-    return next((abs(process.returncode) for process in processes if process.returncode), 0)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_aligned, check_matrix, check_multiple, check_split, check_writable, layout_of, row_stride, split_error
-from mkernel.ops.call import BoundCall, cached
+from mkernel.ops.arguments import (
+    ITEM,
+    check_aligned,
+    check_matrix,
+    check_multiple,
+    check_split,
+    check_writable,
+    layout_of,
+    row_stride,
+    split_error,
+)
+from mkernel.ops.call import BoundCall, cached, remember
 from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import BLOCK_K, BLOCK_M
 from mkernel.plan.split import Split, SplitError
@@ -33,7 +43,9 @@ class Parameters(ctypes.Structure):
         ("rows", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
         ("whole_tiles", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 9),
+        ("group_m", ctypes.c_uint32),
+        ("part_blocks", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 7),
         ("a_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
@@ -44,9 +56,7 @@ class Parameters(ctypes.Structure):
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
 
 
-def allgather_gemm(
-    a: Any, b: Any, *, world: World | None = None, out: Any = None, split: Split | None = None, stream: Any = None
-) -> Any:
+def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = None, split: Split | None = None, stream: Any = None) -> Any:
     """Gather the row shards of A from all ranks and multiply: ``c = concatenate(a of rank 0, 1, ...) @ b``, in one kernel.
 
     Parameters
@@ -85,29 +95,28 @@ def allgather_gemm(
     tiles of other shards follow as their chunks arrive (kernels_src/allgather_gemm.cuh).
     """
     w = current.current(world)
-    view = w.backend.view
-    va, vb = view(a), view(b)
-    if out is None:
-        c, vc = _result(w, va, vb)
-    else:
-        c, vc = out, view(out)
-    key = (OP, va, vb, vc, split)
+    key = w.backend.key
+    ka, kb = key(a), key(b)
+    c = _result(w, a, b, (OP, ka, kb)) if out is None else out
+    call = (OP, ka, kb, key(c), split)
     try:
-        bound = w.bound_calls.get(key)
+        bound = w.bound_calls.get(call)
     except TypeError:  # a split that cannot be hashed
         check_split(split)
         raise
     if bound is None or not bound.valid():
-        bound = cached(w, key, lambda: _bind(w, va, vb, vc, split, stream))
+        bound = cached(w, call, lambda: _bind(w, a, b, c, split, stream))
     w.launch(bound.executable, bound.parameters, stream)
     return c
 
 
-def _result(world: World, a: TensorView, b: TensorView) -> tuple[Any, TensorView]:
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        _problem(world, a, b)  # raises
-    c = world.backend.empty((a.shape[0] * world.size, b.shape[1]), a.dtype)
-    return c, world.backend.view(c)
+def _result(world: World, a: Any, b: Any, key: tuple[Any, ...]) -> Any:
+    """A new array for the result of these operands."""
+    known = world.bound_calls.get(key)
+    if known is None:
+        problem, _ = _problem(world, world.backend.view(a), world.backend.view(b))
+        known = remember(world, key, ((problem.rows * world.size, problem.n), problem.dtype))
+    return world.backend.empty(*known)
 
 
 def _problem(world: World, a: TensorView, b: TensorView) -> tuple[AllGatherGemmProblem, int]:
@@ -149,7 +158,8 @@ def prepare(world: World, a: Any, b: Any, *, split: Split | None = None, out: An
     return _executable(world, problem, split, stream)
 
 
-def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any) -> BoundCall:
+def _bind(world: World, a_array: Any, b_array: Any, out: Any, split: Split | None, stream: Any) -> BoundCall:
+    a, b, c = map(world.backend.view, (a_array, b_array, out))
     problem, b_stride = _problem(world, a, b)
     rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
     if check_matrix("out", c, dtype) != (rows * size, n):
@@ -178,6 +188,8 @@ def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Spli
         rows=rows,
         stage_send=int(staged),
         whole_tiles=plan.whole_tiles,
+        group_m=plan.group_m,
+        part_blocks=plan.part_blocks,
     )
     _set(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
     part_k = k // plan.parts
@@ -190,4 +202,3 @@ def _bind(world: World, a: TensorView, b: TensorView, c: TensorView, split: Spli
 
 def _set(parameters: Parameters, name: str, value: bytes) -> None:
     ctypes.memmove(ctypes.addressof(parameters) + getattr(Parameters, name).offset, value, len(value))
-

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel.errors import ArgumentError
 from mkernel.runtime import current
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from mkernel.plan.split import Split
     from mkernel.runtime.world import Executable, World
 
-__all__ = ["OPS", "BoundCall", "PreparedPlan", "cached", "plan"]
+__all__ = ["OPS", "BoundCall", "PreparedPlan", "cached", "plan", "remember"]
+
+T = TypeVar("T")
 
 _MAX_BOUND = 512  # argument combinations remembered per world
 
@@ -34,13 +36,19 @@ class BoundCall:
 
 def cached(world: World, key: tuple[Any, ...], bind: Callable[[], BoundCall]) -> BoundCall:
     """The bound call for ``key`` (arrays by address, shape, strides, dtype; options), made by ``bind`` the first time."""
-    bound = world.bound_calls
-    found: BoundCall | None = bound.get(key)
+    found: BoundCall | None = world.bound_calls.get(key)
     if found is None or not found.valid():
-        if len(bound) >= _MAX_BOUND:
-            bound.clear()
-        found = bound[key] = bind()
+        found = remember(world, key, bind())
     return found
+
+
+def remember(world: World, key: tuple[Any, ...], value: T) -> T:
+    """Keep what was worked out for ``key``, for the next call."""
+    bound = world.bound_calls
+    if len(bound) >= _MAX_BOUND:
+        bound.clear()
+    bound[key] = value
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,9 +82,7 @@ class AllGatherGemmPlan:
             "kIntraComm": self.split.intra_comm or 0,
             "kInterSend": self.split.inter_send or 0,
             "kChunkRows": self.chunk_rows,
-            "kGroupM": self.group_m,
             "kParts": self.parts,
-            "kPartBlocks": self.part_blocks,
             "kHalves": int(self.halves),
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)

@@ -655,7 +655,7 @@ class CpuDevice(Device):
     def order(self, before: Any, after: Any) -> None:
         """Calls are synchronous: nothing to order."""
 
-    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview) -> None:
+    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CpuKernel)
         if not 0 < grid <= kernel.max_ctas():
             raise ArgumentError("grid", grid, f"must be 1 to {kernel.max_ctas()}: that many CTAs run at once", "raise MKERNEL_CPU_SMS")

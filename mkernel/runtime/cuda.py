@@ -7,10 +7,11 @@ import ctypes
 import dataclasses
 import functools
 import math
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from mkernel.errors import ArgumentError, CompileError, Error
@@ -18,7 +19,7 @@ from mkernel.jit import cuda as compiler
 from mkernel.jit.source import ENTRY
 from mkernel.jit.spec import KernelSpec
 from mkernel.memory import vmm
-from mkernel.memory.driver import DriverError, call, check, current, driver, native
+from mkernel.memory.driver import DriverError, call, check, current, driver, native, prompt
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
 from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
@@ -34,6 +35,8 @@ _STREAMS_REMEMBERED = 64
 _BOX_BYTES = 128  # the swizzle's row
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _NAMES = {"<f2": "float16", "<f4": "float32", "<f8": "float64", "<i4": "int32", "<i8": "int64"}  # of __cuda_array_interface__
+
+_CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the legacy stream, while another one is being captured
 
 _NOTHING = contextlib.nullcontext()
 _pointer, _size, _u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
@@ -124,9 +127,7 @@ class CudaKernel(Kernel):
             raise CompileError(f"{spec.name}: {spec.threads} threads with {spec.shared_bytes} bytes of shared memory do not fit an SM")
         self._max_ctas = int(per_sm) * sm_count
         self.function = int(function)
-        # The struct travels by value: the driver copies it during the launch, from here.
-        self.parameters = ctypes.create_string_buffer(spec.parameter_bytes)
-        self.argument_list = (_pointer * 1)(ctypes.addressof(self.parameters))
+        self.argument_list = (_pointer * 1)()  # the struct travels by value: the driver copies it during the launch
         self._cooperative = _Attribute(id=_COOPERATIVE, value=1)  # all CTAs are resident at once, or the launch fails
         self.config = _Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, ctypes.pointer(self._cooperative), 1)
 
@@ -165,11 +166,21 @@ class CudaDevice(Device):
         self._lock = threading.RLock()
         self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuDevicePrimaryCtxRelease(ordinal), f"closing GPU {ordinal}")]
         self._ended: dict[int, Any] = {}  # stream -> event after the last launch there
+        self._ended_handles: dict[int, int] = {}  # the same as numbers
         self._marks: deque[Any] = deque()
         self._launches = 0
         self._captured = False  # graphs may replay launches that leave no event here
         self._names = {cupy.dtype(dlpack.numpy_dtype(name)): name for name in ("bfloat16", "float16", "float32", "int32", "int64")}
         self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(_Config), _pointer, _pointer, _pointer)
+        self._record = prompt("cuEventRecord", _pointer, _pointer)
+        self._get_context = prompt("cuCtxGetCurrent", _pointer)
+        self._is_capturing = prompt("cuStreamIsCapturing", _pointer, _pointer)
+        self._answer = ctypes.c_uint64()  # of the two above; used under the lock
+        self._answer_at = ctypes.addressof(self._answer)
+        self._context_handle = int(self._context)
+        self._current_stream = cupy.cuda.get_current_stream
+        self._array_type = cupy.ndarray
+        self._tensor_type: Any = None  # torch.Tensor, once one has come
         with self._current():
             self._stream = self._new_stream()
         self._encode = functools.lru_cache(maxsize=4096)(_encode)
@@ -233,14 +244,26 @@ class CudaDevice(Device):
         check(native("cuStreamSynchronize", _pointer)(stream), what)
 
     # ---- arrays
+    def key(self, array: Any) -> Hashable:
+        kind = type(array)
+        if kind is self._array_type:
+            memory = array.data
+            return memory.ptr, array.shape, array.strides, array.dtype, memory.device_id
+        if kind is self._tensor_type:
+            with contextlib.suppress(RuntimeError):  # no ordinary memory: the view says so
+                return array.data_ptr(), array.shape, array.stride(), array.dtype, array.get_device(), array.requires_grad
+        return self.view(array)
+
     def view(self, array: Any) -> TensorView:
-        if type(array) is self.xp.ndarray:
+        if type(array) is self._array_type:
             memory = array.data
             if memory.device_id != self.ordinal:
                 raise self._elsewhere(array, memory.device_id)
             dtype = array.dtype
             return TensorView(memory.ptr, array.shape, array.strides, self._names.get(dtype) or dtype.name)
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+            if self._tensor_type is None:
+                self._tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
             return self._from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
             return self._from_interface(array)
@@ -319,7 +342,7 @@ class CudaDevice(Device):
     def stream(self, stream: Any) -> int:
         """A CUstream as an integer."""
         if stream is None:
-            handle: int = self.xp.cuda.get_current_stream(self.ordinal).ptr
+            handle: int = self._current_stream(self.ordinal).ptr
         elif hasattr(stream, "__cuda_stream__"):
             handle = int(stream.__cuda_stream__()[1])
         elif isinstance(stream, int) and not isinstance(stream, bool):
@@ -330,12 +353,18 @@ class CudaDevice(Device):
         return handle or _LEGACY_STREAM
 
     def capturing(self, stream: int) -> bool:
-        cuda = driver()
-        with self._current():
-            status, capture = cuda.cuStreamIsCapturing(stream)
-        if int(status) == 906:  # STREAM_CAPTURE_IMPLICIT: the legacy stream, while another one is being captured
+        with self._lock, self._current():
+            return self._captures(stream)
+
+    def _captures(self, stream: int) -> bool:
+        """The same, under the lock and with the context current."""
+        self._answer.value = 0  # only the lower half is written
+        status = self._is_capturing(stream, self._answer_at)
+        if status == _CAPTURE_IMPLICIT:
             return False
-        return bool(int(call((status, capture), "asking whether a stream is being captured")))
+        if status:
+            check(status, "asking whether a stream is being captured")
+        return self._answer.value != 0
 
     def order(self, before: int, after: int) -> None:
         cuda = driver()
@@ -351,51 +380,61 @@ class CudaDevice(Device):
             if captured:
                 call(cuda.cuEventDestroy(event), "destroying an event")  # the graph has what it needs
 
-    def launch(self, kernel: Kernel, stream: int, grid: int, parameters: bytes | bytearray | memoryview) -> None:
+    def launch(self, kernel: Kernel, stream: int, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CudaKernel)
-        if len(parameters) != kernel.spec.parameter_bytes:
-            raise ArgumentError("parameters", f"{len(parameters)} bytes", f"{kernel.spec.name} takes {kernel.spec.parameter_bytes}")
+        struct = parameters if isinstance(parameters, ctypes.Structure) else (ctypes.c_char * len(parameters)).from_buffer_copy(parameters)
+        if ctypes.sizeof(struct) != kernel.spec.parameter_bytes:
+            rule = f"{kernel.spec.name} takes {kernel.spec.parameter_bytes}"
+            raise ArgumentError("parameters", f"{ctypes.sizeof(struct)} bytes", rule)
         if len(self._marks) >= _MARKS:
             self._wait_for_room()
-        cuda = driver()
         with self._lock:
             # Not self._current(): its opting out of other threads' captures costs a microsecond and nothing here needs it.
+            if self._get_context(self._answer_at) == 0 and self._answer.value == self._context_handle:
+                self._launch(kernel, stream, grid, ctypes.addressof(struct))
+                return
+            cuda = driver()
             call(cuda.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
             try:
-                status, capture = cuda.cuStreamIsCapturing(stream)
-                kernel.parameters.raw = bytes(parameters)
-                config = kernel.config
-                config.grid[0] = grid
-                config.stream = stream
-                launched = self._launch_kernel(config, kernel.function, kernel.argument_list, None)
-                if launched:
-                    check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
-                if status or not capture:
-                    self._remember(stream)
-                else:
-                    self._captured = True
+                self._launch(kernel, stream, grid, ctypes.addressof(struct))
             finally:
                 cuda.cuCtxPopCurrent()
 
+    def _launch(self, kernel: CudaKernel, stream: int, grid: int, address: int) -> None:
+        captures = self._captures(stream)
+        kernel.argument_list[0] = address
+        config = kernel.config
+        config.grid[0] = grid
+        config.stream = stream
+        launched = self._launch_kernel(config, kernel.function, kernel.argument_list, None)
+        if launched:
+            check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
+        if captures:
+            self._captured = True
+        else:
+            self._remember(stream)
+
     def _remember(self, stream: int) -> None:
         """Leave an event after a launch."""
-        cuda = driver()
-        event = self._ended.get(stream)
-        if event is None:
+        handle = self._ended_handles.get(stream)
+        if handle is None:
             if len(self._ended) >= _STREAMS_REMEMBERED:
                 self._forget_ended()
             event = self._ended[stream] = self._new_event()
-        call(cuda.cuEventRecord(event, stream), "recording an event")
+            handle = self._ended_handles[stream] = int(event)
+        status = self._record(handle, stream)
+        if status:
+            check(status, "recording an event")
         self._launches += 1
         if self._launches % _MARK_EVERY == 0:
             mark = self._new_event()
-            call(cuda.cuEventRecord(mark, stream), "recording an event")
+            check(self._record(int(mark), stream), "recording an event")
             self._marks.append(mark)
 
     def _forget_ended(self) -> None:
         for stream, event in list(self._ended.items()):
             if _happened(event):
-                del self._ended[stream]
+                del self._ended[stream], self._ended_handles[stream]
                 call(driver().cuEventDestroy(event), "destroying an event")
 
     def _wait_for_room(self) -> None:
@@ -426,6 +465,7 @@ class CudaDevice(Device):
             self.__dict__.pop("_some_address", None)
             self._frees += [_destroyer(event) for event in (*self._ended.values(), *self._marks)]
             self._ended.clear()
+            self._ended_handles.clear()
             self._marks.clear()
             _free_all(self._frees, self._context)
 

@@ -7,7 +7,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import ctypes
+    from collections.abc import Hashable, Sequence
 
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
@@ -98,6 +99,10 @@ class Device(abc.ABC):
         Raises ArgumentError when the array is not on this device (or not an array at all).
         """
 
+    def key(self, array: Any) -> Hashable:
+        """Arrays of equal keys have equal views. Cheaper than a view, for calls that are repeated; raises what ``view`` raises."""
+        return self.view(array)
+
     @abc.abstractmethod
     def wrap(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> Any:
         """An ``xp`` array over existing memory, keeping ``owner`` alive."""
@@ -134,8 +139,11 @@ class Device(abc.ABC):
         """Work launched on ``after`` from now on runs after all work launched on ``before`` so far (an event)."""
 
     @abc.abstractmethod
-    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview) -> None:
-        """Launch ``grid`` CTAs with one parameter struct. cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL)."""
+    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
+        """Launch ``grid`` CTAs with one parameter struct, which may be changed afterwards.
+
+        cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL).
+        """
 
     @abc.abstractmethod
     def synchronize(self) -> None:

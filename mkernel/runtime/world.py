@@ -341,7 +341,7 @@ class World:
             if resolved != self._stream:
                 self._change_stream(call, resolved, stream)
             try:
-                backend.launch(executable.kernel, resolved, executable.grid, bytes(parameters))
+                backend.launch(executable.kernel, resolved, executable.grid, parameters)
             except BaseException as error:
                 # The others may already wait for this rank inside the call.
                 self._fail(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,8 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
     [
         (1, 1, 264, 64, 64, 16, Split(3, 0, 0, 0)),
         (1, 4, 72, 136, 128, 2, Split(2, 3, 0, 0)),
+        (1, 4, 520, 8192, 128, 6, Split(6, 3, 0, 0)),
+        (1, 2, 264, 4096, 256, 6, Split(5, 1, 0, 0)),
         (2, 2, 520, 8192, 192, 3, Split(1, 1, 1, 0)),
         (4, 1, 136, 72, 64, 1, Split(2, 0, 3, 0)),
         (3, 5, 1000, 8, 256, 4, Split(5, 2, 2, 0)),
@@ -47,20 +50,24 @@ def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_
         problem = AllGatherGemmProblem(topology, rows, n, k, "bfloat16", False)
         return dataclasses.replace(make_plan(problem, split.total, split, GemmTile.deepest(block_n)), group_m=group_m)
 
-    library = mirror(plan_of(1).spec)
-    for rows in (0, 1, 7, 128, 129, 300, 1000):
+    for rows in (0, 1, 129, 300, 1000):
         plan = plan_of(rows)
-        assert library.mirror_num_chunks(rows) == plan.chunks
+        library = mirror(plan.spec)
+        shape = (ctypes.c_uint32 * 4)(rows, plan.whole_tiles, plan.group_m, plan.part_blocks)
+        assert library.mirror_num_chunks(shape) == plan.chunks
         for source in range(topology.size):
-            assert library.mirror_plane_offset(rows, source) == source * plan.plane_bytes
-            offsets = [library.mirror_flag_offset(rows, source, chunk) // 8 for chunk in range(plan.chunks)]
+            assert library.mirror_plane_offset(shape, source) == source * plan.plane_bytes
+            offsets = [library.mirror_flag_offset(shape, source, chunk) // 8 for chunk in range(plan.chunks)]
             assert offsets == list(range(source * plan.chunks, (source + 1) * plan.chunks))
         assert plan.flag_words == topology.size * plan.chunks
+        for block, part in itertools.product(range(plan.blocks), range(plan.parts)):
+            assert library.mirror_chunk_index(shape, block, part) == plan.chunk_index(block, part)
         for rank in range(topology.size):
-            assert library.mirror_num_tiles(rank, rows) == plan.num_tiles
-            words = np.full((plan.num_tiles, 3), -1, np.int32)
-            library.mirror_tiles(rank, rows, words.ctypes.data_as(ctypes.c_void_p))
-            assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n) for t in plan.tiles(rank)]
+            tiles = list(plan.tiles(rank))
+            assert library.mirror_num_tiles(rank, shape) == len(tiles)
+            words = np.full((len(tiles), 4), -1, np.int32)
+            library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
+            assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n, t.half) for t in tiles]
     roles = collections.Counter(library.mirror_role(cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
     assert roles == collections.Counter({role: number for role, number in expected.items() if number})

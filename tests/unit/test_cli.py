@@ -251,9 +251,7 @@ def _alive(pid: int) -> bool:
 
 def test_ending_the_command_ends_its_ranks(tmp_path: Path) -> None:
     inner = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
-    outer = (
-        "import sys; from mkernel.cli import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
-    )
+    outer = "import sys; from mkernel.cli import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
     process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), inner])
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:

@@ -39,11 +39,13 @@ each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
 def test_tiles_cover_c_once(topology: Topology) -> None:
     for rows, n, k in SIZES:
         for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)):
-            everything = {Tile(*t) for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n))}
+            everything = {Tile(*t) for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), (1, 2))}
             for rank in {0, topology.size // 2, topology.size - 1}:
                 tiles = list(plan.tiles(rank))
-                assert len(tiles) == plan.num_tiles == len(everything)
-                assert set(tiles) == everything
+                halves = [dataclasses.replace(t, half=side) for t in tiles for side in ((t.half,) if t.half else (1, 2))]
+                assert len(halves) == 2 * plan.num_tiles == len(everything)
+                assert set(halves) == everything
+                assert [t.half == 0 for t in tiles] == [True] * plan.whole_tiles + [False] * (len(tiles) - plan.whole_tiles)
             assert plan.tile_rows * BLOCK_M >= rows > (plan.tile_rows - 1) * BLOCK_M
             assert plan.tiles_n * plan.tile.block_n >= n > (plan.tiles_n - 1) * plan.tile.block_n
 
@@ -83,12 +85,15 @@ def test_chunks(topology: Topology) -> None:
         plan = plan_of(topology, rows, n, k)
         assert plan.chunk_rows & (plan.chunk_rows - 1) == 0
         assert 1 <= plan.chunk_rows <= BLOCK_M, "a tile never waits for rows far beyond its own"
-        assert plan.chunks * plan.chunk_rows >= rows > (plan.chunks - 1) * plan.chunk_rows
+        assert plan.blocks * plan.chunk_rows >= rows > (plan.blocks - 1) * plan.chunk_rows
+        assert plan.parts == 1 or (topology.num_nodes == 1 and k % (plan.parts * 64) == 0), "puts are contiguous, parts are whole steps"
+        numbers = [plan.chunk_index(block, part) for block in range(plan.blocks) for part in range(plan.parts)]
+        assert sorted(numbers) == list(range(plan.chunks))
         assert plan.flag_words == topology.size * plan.chunks
         assert plan.workspace_bytes == (topology.size * rows * k * 2 if topology.size > 1 else 0)
         for tile in plan.tiles(0):
             needed = {row // plan.chunk_rows for row in range(tile.m * BLOCK_M, min((tile.m + 1) * BLOCK_M, rows))}
-            assert set(plan.tile_chunks(tile)) == needed
+            assert plan.tile_chunks(tile) == [plan.chunk_index(block, part) for part in range(plan.parts) for block in sorted(needed)]
 
 
 @each_world
@@ -128,7 +133,7 @@ def test_nobody_waits_for_ever(topology: Topology) -> None:
             kinds = collections.Counter(step[0] for step in graph)
             foreign, local = topology.num_nodes - 1, topology.ranks_per_node > 1
             assert kinds["enter"] == topology.size
-            assert kinds["tile"] == topology.size * plan.num_tiles
+            assert kinds["tile"] == topology.size * (2 * plan.num_tiles - plan.whole_tiles)
             assert kinds["push"] == local * topology.size * plan.chunks
             assert kinds["put"] == topology.size * plan.chunks * foreign
             assert kinds["forward"] == local * topology.size * plan.chunks * foreign
@@ -270,7 +275,7 @@ def test_plans_that_differ_have_other_digests() -> None:
     plans += [dataclasses.replace(plans[0], chunk_rows=8)]
     assert len({plan.digest & 0xFFFFFF for plan in plans}) == len(plans)
     assert make_plan(base, 12).digest == plans[0].digest
-    assert len({plan.spec for plan in plans}) == len(plans) - 1, "all but the number of rows is compiled in"
+    assert len({plan.spec for plan in plans}) == len(plans) - 3, "all but rows, compute CTAs and order of tiles is compiled in"
 
 
 @pytest.mark.parametrize("block_n", [64, 128, 192, 256])

@@ -3,7 +3,10 @@
 #include "allgather_gemm.cuh"
 
 namespace mirror {
-inline mkernel::Parameters parameters(uint32_t rank, uint32_t rows) {
+struct Shape {  // what a plan decides at run time
+  uint32_t rows, whole_tiles, group_m, part_blocks;
+};
+inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
   mkernel::Parameters p{};
   p.world.rank = rank;
   p.world.size = mkernel::kWorldSize;
@@ -11,31 +14,45 @@ inline mkernel::Parameters parameters(uint32_t rank, uint32_t rows) {
   p.world.ranks_per_node = Config::kRanksPerNode;
   p.world.node = rank / Config::kRanksPerNode;
   p.world.local_rank = rank % Config::kRanksPerNode;
-  p.rows = rows;
+  p.rows = shape.rows;
+  p.whole_tiles = shape.whole_tiles;
+  p.group_m = shape.group_m;
+  p.part_blocks = shape.part_blocks;
   return p;
 }
 }  // namespace mirror
 
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, uint32_t rows) {
-  const mkernel::Parameters p = mirror::parameters(rank, rows);
+MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
+  const mkernel::Parameters p = mirror::parameters(rank, *shape);
   return mkernel::Tiles{p}.num_tiles();
 }
 
-// Three words per tile: source rank, row of tiles in its shard, column of tiles.
-MKC_API void mirror_tiles(uint32_t rank, uint32_t rows, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, rows);
+// Four words per tile: source rank, row of tiles in its shard, column of tiles, half.
+MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, *shape);
   const mkernel::Tiles tiles{p};
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
     const mkernel::TileCoordinate c = tiles.coordinate(tile);
-    *out++ = c.plane, *out++ = c.m, *out++ = c.n;
+    *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.half;
   }
 }
 
-MKC_API uint32_t mirror_num_chunks(uint32_t rows) { return mkernel::num_chunks(mirror::parameters(0, rows)); }
+MKC_API uint32_t mirror_num_chunks(const mirror::Shape* shape) { return mkernel::num_chunks(mirror::parameters(0, *shape)); }
 
 // Bytes from the start of the workspace, and of the flags.
-MKC_API uint64_t mirror_plane_offset(uint32_t rows, uint32_t source) { return mkernel::plane_offset(mirror::parameters(0, rows), source); }
-MKC_API uint64_t mirror_flag_offset(uint32_t rows, uint32_t source, uint32_t chunk) {
-  return mkernel::flag_offset(mirror::parameters(0, rows), source, chunk);
+MKC_API uint64_t mirror_plane_offset(const mirror::Shape* shape, uint32_t source) {
+  return mkernel::plane_offset(mirror::parameters(0, *shape), source);
+}
+MKC_API uint64_t mirror_flag_offset(const mirror::Shape* shape, uint32_t source, uint32_t chunk) {
+  const mkernel::Parameters p = mirror::parameters(0, *shape);
+  return mkernel::flag_offset(p, mkernel::flag_index(p, source, chunk));
+}
+
+// The number of a chunk; all ones if the way back leads elsewhere.
+MKC_API uint32_t mirror_chunk_index(const mirror::Shape* shape, uint32_t block, uint32_t part) {
+  const mkernel::Parameters p = mirror::parameters(0, *shape);
+  const uint32_t index = mkernel::chunk_index(p, block, part);
+  const mkernel::Chunk back = mkernel::chunk_at(p, index);
+  return back.block == block && back.part == part ? index : 0xffffffffu;
 }
 MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta); }
