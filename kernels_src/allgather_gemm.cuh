@@ -21,16 +21,16 @@ static_assert(Config::kParts == 1 || Config::kNumNodes == 1, "puts are contiguou
 // ---- arguments
 struct alignas(64) Parameters {
   abi::World world;
-  uint64_t a;              // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;  // data heap: (world size, parts, rows, K / parts); the own plane is the staging copy of network sends
-  uint64_t send_offset;    // data heap: where network sends read the shard
-  uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
-  uint32_t rows;           // M / W
-  uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
-  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are halved
-  uint32_t group_m;        // tile rows that share columns of B
-  uint32_t part_blocks;    // blocks of kChunkRows rows whose first parts travel before their second parts
-  uint32_t reserved[7];    // the maps are 64-byte aligned
+  uint64_t a;                 // this rank's shard (rows, K), contiguous
+  uint64_t gather_offset;     // data heap: (world size, parts, rows, K / parts); the own plane is the staging copy of network sends
+  uint64_t send_offset;       // data heap: where network sends read the shard
+  uint64_t flag_offset;       // signal segment: one flag per (source rank, chunk)
+  uint32_t rows;              // M / W
+  uint32_t stage_send;        // 1: inter_send first copies the shard to send_offset
+  uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are halved
+  uint32_t group_m;           // tile rows that share columns of B
+  uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
+  uint32_t reserved[7];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
@@ -104,8 +104,10 @@ MK_DEVICE const uint64_t* chunk_flag(const Parameters& p, uint32_t source, uint3
 MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
   const abi::World& world = call.world;
   const uint32_t local = source % Config::kRanksPerNode;  // its rail peer in this node forwards what comes from another node
-  const uint32_t writer = source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
-  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, flag_index(p, source, chunk), writer}, world.timeout_ns);
+  const uint32_t writer =
+      source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
+  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, flag_index(p, source, chunk), writer},
+                 world.timeout_ns);
 }
 
 struct ChunkFlags {  // one part of one source, from block `first` on
@@ -175,7 +177,7 @@ struct Tiles {
 // ---- intra_comm: one shard's chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags.
 struct PushedChunks {
   const Parameters& p;
-  uint32_t source;              // whose shard
+  uint32_t source;               // whose shard
   uint32_t begin, stride, last;  // chunks begin, begin + stride, ... < last
   AnnounceQueue& queue;
   RingPosition<kAnnounceQueue>& at;
@@ -217,7 +219,7 @@ MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& stora
   CopyRing ring(storage.pieces, storage.copy_barriers);
   PushedChunks own{p, world.rank, index, Config::kIntraComm, num_chunks(p), storage.announce, at, trace, trace.now()};
   ring.copy(own);
-  if constexpr (Config::kNumNodes > 1) {  // what the rail peers have put here
+  if constexpr (Config::kNumNodes > 1) {            // what the rail peers have put here
     const uint32_t others = Config::kNumNodes - 1;  // no constant: on one node a division by it would draw a warning
 #pragma unroll 1
     for (uint32_t item = index; item < num_chunks(p) * others; item += Config::kIntraComm) {
@@ -255,7 +257,9 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
   MK_DEVICE uint32_t end() const { return chunk + 1; }
   MK_DEVICE uint32_t bytes(uint32_t c) const { return chunk_bytes(p, c); }
-  MK_DEVICE void load(uint32_t c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const { load_own(p, c, offset, smem, bytes, bar); }
+  MK_DEVICE void load(uint32_t c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    load_own(p, c, offset, smem, bytes, bar);
+  }
   MK_DEVICE void store(uint32_t c, uint32_t offset, const char* smem, uint32_t bytes) const {
     ptx::bulk_store(heap(p.world, p.world.local_rank) + p.send_offset + chunk_offset(p, c) + offset, smem, bytes);
   }
@@ -280,8 +284,13 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& s
       for (uint32_t i = 1; i < Config::kNumNodes; ++i) {
         const uint32_t peer = (world.node + i) % Config::kNumNodes * Config::kRanksPerNode + world.local_rank;
         if (!wait_entered(call, peer)) return;
-        const Put put{1 + index, peer, p.send_offset + chunk_offset(p, chunk), plane_offset(p, world.rank) + chunk_offset(p, chunk),
-                      chunk_bytes(p, chunk), flag_offset(p, flag_index(p, world.rank, chunk)), call.epoch};
+        const Put put{1 + index,
+                      peer,
+                      p.send_offset + chunk_offset(p, chunk),
+                      plane_offset(p, world.rank) + chunk_offset(p, chunk),
+                      chunk_bytes(p, chunk),
+                      flag_offset(p, flag_index(p, world.rank, chunk)),
+                      call.epoch};
         last_put = issue_put(call, put);
         last_peer = peer;
         if (last_put == 0) return;

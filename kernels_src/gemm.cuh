@@ -26,15 +26,19 @@ constexpr uint32_t kConsumerWarps = kConsumerThreads / 32;
 constexpr uint32_t kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kWarpgroup * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= 65536, "register file");
 
-constexpr uint32_t kSwizzleBytes = 128;                // one row of every tile in shared memory
-constexpr uint32_t kPanel = kSwizzleBytes / 2;         // 16-bit elements of such a row
-constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;   // 8 rows: the pattern repeats
-constexpr uint32_t kInstructionK = 16;                 // k of one wgmma
-constexpr uint32_t kTileQueue = 2;                     // items (a tile and a part of K: tile * kParts + part) handed over ahead
-constexpr uint32_t kStop = 0xffffffffu;                // in the tile queue: no more tiles
+constexpr uint32_t kSwizzleBytes = 128;               // one row of every tile in shared memory
+constexpr uint32_t kPanel = kSwizzleBytes / 2;        // 16-bit elements of such a row
+constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;  // 8 rows: the pattern repeats
+constexpr uint32_t kInstructionK = 16;                // k of one wgmma
+constexpr uint32_t kTileQueue = 2;                    // items (a tile and a part of K: tile * kParts + part) handed over ahead
+constexpr uint32_t kStop = 0xffffffffu;               // in the tile queue: no more tiles
 
 // Named barriers; 0 is sync_cta.
-enum NamedBarrier : uint32_t { kBarrierCta = 0, kBarrierConsumer = 1 /* + warpgroup */, kBarrierConsumers = kBarrierConsumer + kConsumerWarpgroups };
+enum NamedBarrier : uint32_t {
+  kBarrierCta = 0,
+  kBarrierConsumer = 1 /* + warpgroup */,
+  kBarrierConsumers = kBarrierConsumer + kConsumerWarpgroups
+};
 
 struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank)
@@ -217,9 +221,8 @@ MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, co
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kBlockK; k += kInstructionK) {
     const uint64_t da = ptx::matrix_descriptor(a + k * 2, 16, kSwizzleAtom);
-    const uint64_t db = Config::kBRowMajor
-                            ? ptx::matrix_descriptor(b + k * kSwizzleBytes, Shape::kBlockK * kSwizzleBytes, kSwizzleAtom)
-                            : ptx::matrix_descriptor(b + k * 2, 16, kSwizzleAtom);
+    const uint64_t db = Config::kBRowMajor ? ptx::matrix_descriptor(b + k * kSwizzleBytes, Shape::kBlockK * kSwizzleBytes, kSwizzleAtom)
+                                           : ptx::matrix_descriptor(b + k * 2, 16, kSwizzleAtom);
     ptx::wgmma<N, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, da, db, accumulate || k > 0);
   }
   ptx::wgmma_commit();
@@ -237,15 +240,16 @@ MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op,
   for (uint32_t panel = 0; panel < Shape::kBlockN / kPanel; ++panel) {
     if (panel * kPanel >= tile_width<Config>(c)) break;
     char* smem = storage.result[warpgroup][buffer];
-    buffer ^= 1;  // across tiles too: a tile may have an odd number of panels
+    buffer ^= 1;                                 // across tiles too: a tile may have an odd number of panels
     if (thread == 0) ptx::store_wait_read<1>();  // the store before last has read this buffer
     ptx::barrier_sync(barrier, kWarpgroup);
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
       const float* e = &d[panel * (kPanel / 2) + j * 8];
       const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
-      ptx::stmatrix_x4(smem + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]), ptx::pack<Shape::kElement>(e[2], e[3]),
-                       ptx::pack<Shape::kElement>(e[4], e[5]), ptx::pack<Shape::kElement>(e[6], e[7]));
+      ptx::stmatrix_x4(smem + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
+                       ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
+                       ptx::pack<Shape::kElement>(e[6], e[7]));
     }
     ptx::fence_proxy_async_shared();
     ptx::barrier_sync(barrier, kWarpgroup);
@@ -258,8 +262,8 @@ MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op,
 
 // One part of K for 64 rows and N columns. Nothing is in flight afterwards.
 template <uint32_t N, class Config>
-MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage, uint32_t steps,
-                             uint32_t warpgroup, bool accumulate) {
+MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+                             uint32_t steps, uint32_t warpgroup, bool accumulate) {
   const bool reports = ptx::lane_index() == 0;
   uint64_t* previous = nullptr;
 #pragma unroll 1

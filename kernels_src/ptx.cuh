@@ -80,11 +80,10 @@ MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
 }
 MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(done)
-      : "r"(shared_address(bar)), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(shared_address(bar)), "r"(parity)
+               : "memory");
   return done != 0;
 }
 MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once the phase of this parity has completed
@@ -97,19 +96,16 @@ MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memo
 MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- TMA: tensor copies (128-byte swizzle is a property of the map)
-MK_DEVICE void prefetch_tensor_map(const abi::TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+MK_DEVICE void prefetch_tensor_map(const abi::TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          shared_address(smem)),
-      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+                   shared_address(smem)),
+               "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
 }
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared_address(smem)), "r"(c0), "r"(c1), "r"(c2)
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(shared_address(smem)),
+               "r"(c0), "r"(c1), "r"(c2)
                : "memory");
 }
 
@@ -139,8 +135,12 @@ MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -218,11 +218,11 @@ template <uint32_t N, Element E, Major A, Major B> struct Atom;
   template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 #undef MK_ATOM
-// clang-format on
 // 0 .. N-1 as a pack. Not <cuda/std/utility>: that header costs NVRTC 1.4 s, everything else here together 0.15 s.
 template <uint32_t... I> struct Indices {};
 template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
+// clang-format on
 template <class Atom, uint32_t Count, uint32_t... I>
 MK_DEVICE void fma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
   Atom::fma(a, b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);

@@ -101,7 +101,8 @@ MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {
     bool missing = i < count && ptx::load_acquire_sys(flags.word(i)) < flags.value();
 #pragma unroll 1
     for (uint32_t mask = ptx::ballot(missing); mask != 0; mask = ptx::ballot(missing)) {
-      const uint32_t last = ptx::highest_bit(mask);  // flags are raised about in order: behind the last one there is little left to wait for
+      const uint32_t last =
+          ptx::highest_bit(mask);  // flags are raised about in order: behind the last one there is little left to wait for
       const bool ok = lane != last || flags.wait(call, i);
       if (!ptx::all_of_warp(ok)) return false;
       missing = missing && lane != last && ptx::load_acquire_sys(flags.word(i)) < flags.value();
