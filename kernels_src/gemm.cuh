@@ -152,7 +152,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
     uint32_t tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
     tile = ptx::broadcast(tile, 0);
     const bool last = tile >= num_tiles;
-    const TileCoordinate c = op.coordinate(last ? 0 : tile);
+    const TileCoordinate c = last ? TileCoordinate{} : op.coordinate(tile);
     const bool needs_peers = !last && op.needs_peers(c);
     if (!checked && (!first || last || needs_peers)) {  // not before a first local tile: it is computed meanwhile
       ok = check_entries(call, storage);

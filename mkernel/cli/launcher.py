@@ -22,7 +22,7 @@ from mkernel.errors import Error
 __all__ = ["LauncherError", "find_mpirun", "mpi_flavour", "run"]
 
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
-_GRACE_SECONDS = 10.0  # after the first failing rank: the others' time to say what they saw
+GRACE_SECONDS = 10.0
 
 
 class LauncherError(Error):
@@ -50,6 +50,7 @@ def run(
     kind: str = "auto",
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
+    grace: float = GRACE_SECONDS,
 ) -> int:
     """``python ARGUMENTS`` on every rank; the exit status, the first that is not 0. Nothing started here survives.
 
@@ -65,6 +66,8 @@ def run(
         Variables added to this process's.
     output
         Takes what the ranks print (default: this process's own output).
+    grace
+        Seconds that the other ranks have after the first has failed, to say what they saw.
 
     Raises
     ------
@@ -74,14 +77,14 @@ def run(
     command = [sys.executable, *arguments]
     variables = {**os.environ, **(environment or {})}
     if ranks == 1:
-        return _wait([_start(command, variables, output)], timeout)
+        return _wait([_start(command, variables, output)], timeout, grace)
     mpirun = None if kind == "processes" or importlib.util.find_spec("mpi4py") is None else find_mpirun()
     if mpirun is not None:
-        return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout)
+        return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout, grace)
     if kind == "mpi":
         raise LauncherError("no mpirun with mpi4py found (pip install 'mkernel[demo]' brings both)")
     variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{_free_port()}", "MKERNEL_SIZE": str(ranks)}
-    return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout)
+    return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout, grace)
 
 
 def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
@@ -104,7 +107,7 @@ def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[byte
     return subprocess.Popen(command, env=dict(variables), stdout=output, stderr=errors, start_new_session=True)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: float) -> int:
     """The first failure ends the others, after a time in which they report theirs."""
     deadline, failed_at = time.monotonic() + timeout, None
     with _ended_by_signals():
@@ -115,7 +118,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
                     raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
                 if failed_at is None and any(process.poll() for process in processes):
                     failed_at = now
-                if failed_at is not None and now > failed_at + _GRACE_SECONDS:
+                if failed_at is not None and now > failed_at + grace:
                     break
                 time.sleep(0.05)
             return next((abs(process.returncode) for process in processes if process.returncode), 0)

@@ -182,15 +182,14 @@ def test_flavours_of_mpirun(version: str, flavour: str, tmp_path: Path) -> None:
 def test_a_hanging_world_is_ended() -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     with pytest.raises(launcher.LauncherError, match="did not end"):
-        launcher._wait([process], 0.1)
+        launcher._wait([process], 0.1, 1.0)
     assert process.poll() is not None
 
 
-def test_one_failing_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_GRACE_SECONDS", 0.1)
+def test_one_failing_rank_ends_the_others() -> None:
     slow = subprocess.Popen(["sleep", "60"], start_new_session=True)
     failing = subprocess.Popen(["sh", "-c", "exit 3"], start_new_session=True)
-    assert launcher._wait([slow, failing], 30) == 3
+    assert launcher._wait([slow, failing], 30, 0.1) == 3
     assert slow.poll() is not None
 
 
@@ -206,6 +205,13 @@ def test_plain_processes_are_told_where_to_meet(tmp_path: Path) -> None:
     (told,) = {path.read_text() for path in tmp_path.iterdir()}
     assert told.startswith("127.0.0.1:")
     assert told.endswith("!")
+
+
+def test_open_mpi_gets_the_options_it_needs(tmp_path: Path) -> None:
+    line = launcher._mpirun_line(_fake_mpirun(tmp_path, "mpirun (Open MPI) 4.1.4"), 4)
+    assert line[1:6] == ["-n", "4", "--oversubscribe", "--bind-to", "none"]
+    assert ("--allow-run-as-root" in line) == (os.geteuid() == 0)
+    assert launcher._mpirun_line(_fake_mpirun(tmp_path, "HYDRA build details:"), 4)[1:] == ["-n", "4"]
 
 
 @pytest.mark.mpi
