@@ -9,7 +9,7 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kHalves;
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kSlices;
 // kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
@@ -27,7 +27,7 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;       // signal segment: one flag per (source rank, chunk)
   uint32_t rows;              // M / W
   uint32_t stage_send;        // 1: inter_send first copies the shard to send_offset
-  uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are halved
+  uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;           // tile rows that share columns of B
   uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
   uint32_t reserved[7];       // the maps are 64-byte aligned
@@ -127,13 +127,13 @@ struct Tiles {
   MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE uint32_t num_tiles() const {
     const uint32_t tiles = rows_per_shard() * kWorldSize * Shape::kTilesN;
-    return Config::kHalves ? 2 * tiles - p.whole_tiles : tiles;
+    return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
-    uint32_t half = 0;
-    if (Config::kHalves && tile >= p.whole_tiles) {
-      half = 1 + (tile - p.whole_tiles) % 2;
-      tile = p.whole_tiles + (tile - p.whole_tiles) / 2;
+    uint32_t slice = 0;
+    if (Config::kSlices > 1 && tile >= p.whole_tiles) {
+      slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
+      tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
     const uint32_t per_shard = rows_per_shard() * Shape::kTilesN;
     constexpr uint32_t kLocal = Config::kRanksPerNode - 1, kRemote = kWorldSize - Config::kRanksPerNode;
@@ -147,7 +147,7 @@ struct Tiles {
     const uint32_t group = tile / (p.group_m * Shape::kTilesN), in_group = tile % (p.group_m * Shape::kTilesN);
     const uint32_t left = tile_rows - group * p.group_m, group_rows = left < p.group_m ? left : p.group_m;
     const uint32_t tile_row = group * p.group_m + in_group % group_rows;
-    return TileCoordinate{source(first + tile_row % shards), tile_row / shards, in_group / group_rows, half};
+    return TileCoordinate{source(first + tile_row % shards), tile_row / shards, in_group / group_rows, slice};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
   MK_DEVICE uint32_t source(uint32_t distance) const {

@@ -44,7 +44,7 @@ struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank)
   uint32_t m;      // tile row inside the shard
   uint32_t n;      // tile column
-  uint32_t half;   // 0: the whole tile; 1, 2: its left or right half (Config::kHalves: the last tiles are halved to fill all SMs)
+  uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
 };
 
 template <class Config>
@@ -53,13 +53,12 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
-  static constexpr uint32_t kHalfN = kBlockN / 2;
-  static constexpr uint32_t kBoxN = Config::kHalves ? kHalfN : kBlockN;  // columns of one TMA load of a K-major B
+  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
-  static_assert(!Config::kHalves || kHalfN % kPanel == 0, "a half tile is a whole number of panels");
+  static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
   static_assert(Config::kK % 8 == 0 && Config::kN % 8 == 0, "16-byte rows");
 };
 
@@ -82,11 +81,11 @@ struct GemmStorage {
 
 template <class Config>
 MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {
-  return Config::kHalves && c.half != 0 ? GemmShape<Config>::kHalfN : GemmShape<Config>::kBlockN;
+  return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kBlockN;
 }
 template <class Config>
 MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
-  return c.n * GemmShape<Config>::kBlockN + (Config::kHalves && c.half == 2 ? GemmShape<Config>::kHalfN : 0);
+  return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
 }
 
 template <class Config>
@@ -204,7 +203,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
         }
       } else {
 #pragma unroll
-        for (uint32_t n = 0; n < Shape::kBlockN; n += Shape::kBoxN) {
+        for (uint32_t n = 0; n < Shape::kBlockN; n += Shape::kSliceN) {
           if (n < width) ptx::tma_load_3d(smem_b + n * kSwizzleBytes, b, filled, k, column + n, 0);
         }
       }
@@ -298,8 +297,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (item == kStop) break;
     if (part == 0) begin = trace.now();
     const TileCoordinate c = op.coordinate(tile);
-    if (Config::kHalves && c.half != 0) {
-      multiply_part<Config::kHalves ? Shape::kHalfN : Shape::kBlockN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
+    if (Config::kSlices > 1 && c.slice != 0) {
+      multiply_part<Shape::kSliceN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
     } else {
       multiply_part<Shape::kBlockN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
     }

@@ -11,7 +11,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mkernel.errors import (  # noqa: A004: TimeoutError is also the builtin one
+    from mkernel.errors import (  # noqa: A004
         AbortedError,
         ArgumentError,
         CompileError,

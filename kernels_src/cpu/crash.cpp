@@ -12,12 +12,13 @@ namespace mkcpu {
 
 namespace {
 
-constexpr int kSignals[] = {SIGSEGV, SIGBUS};
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE};
+constexpr int kNumSignals = sizeof(kSignals) / sizeof(kSignals[0]);
 constexpr size_t kAlternateBytes = 64 * 1024;  // the fiber's own stack may be what has run out
 
 std::mutex mutex;
 int users = 0;
-struct sigaction before[2];
+struct sigaction before[kNumSignals];
 
 struct AlternateStack {
   alignas(16) char bytes[kAlternateBytes];
@@ -26,7 +27,7 @@ thread_local std::unique_ptr<AlternateStack> alternate;
 thread_local stack_t alternate_before;
 thread_local int nested = 0;
 
-void explain(int, siginfo_t* info, void*) {
+void explain(int signal, siginfo_t* info, void*) {
   // The scheduler's state is sound: the fault is the kernel's. Formatting is not safe in a handler in general; this process is about to
   // die.
   const Scheduler* s = current_scheduler();
@@ -35,18 +36,21 @@ void explain(int, siginfo_t* info, void*) {
     const Cta& cta = *fiber.cta;
     const char* address = static_cast<const char*>(info->si_addr);
     const bool overrun = s->stacks.guards(address) && address < fiber.stack;
-    char where[96] = "memory that it may not";
-    if (overrun) {
-      snprintf(where, sizeof where, "beyond the end of its stack (%zu bytes)", s->stacks.block_bytes());
+    char what[96] = "touched memory that it may not";
+    if (signal == SIGFPE) {
+      snprintf(what, sizeof what, "divided an integer by zero");
+    } else if (overrun) {
+      snprintf(what, sizeof what, "touched memory beyond the end of its stack (%zu bytes)", s->stacks.block_bytes());
     } else if (s->shared_guards(address)) {
-      snprintf(where, sizeof where, "shared +0x%llx, of %u bytes", static_cast<unsigned long long>(address - cta.shared), cta.shared_bytes);
+      snprintf(what, sizeof what, "touched shared +0x%llx, of %u bytes", static_cast<unsigned long long>(address - cta.shared),
+               cta.shared_bytes);
     }
     char text[256];
-    const int bytes = snprintf(text, sizeof text, "mkernel, target cpu: rank %u, CTA %u, thread %u touched %s (address %p)\n",
-                               cta.launch->rank, cta.index, fiber.thread, where, info->si_addr);
+    const int bytes = snprintf(text, sizeof text, "mkernel, target cpu: rank %u, CTA %u, thread %u %s (address %p)\n", cta.launch->rank,
+                               cta.index, fiber.thread, what, info->si_addr);
     if (bytes > 0) (void)!write(STDERR_FILENO, text, static_cast<size_t>(bytes));
   }
-  for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &before[i], nullptr);  // the faulting instruction runs again and meets these
+  for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &before[i], nullptr);  // the faulting instruction runs again and meets these
 }
 
 }  // namespace
@@ -63,7 +67,7 @@ FaultHandler::FaultHandler() {
   struct sigaction action = {};
   action.sa_sigaction = explain;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &action, &before[i]);
+  for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &action, &before[i]);
 }
 
 FaultHandler::~FaultHandler() {
@@ -71,7 +75,7 @@ FaultHandler::~FaultHandler() {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (--users == 0) {
-      for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &before[i], nullptr);
+      for (int i = 0; i < kNumSignals; ++i) sigaction(kSignals[i], &before[i], nullptr);
     }
   }
   sigaltstack(&alternate_before, nullptr);

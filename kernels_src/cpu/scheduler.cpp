@@ -20,6 +20,7 @@ constexpr uint64_t kFlagPollTurns = 256;  // how often flags are looked at that 
 constexpr uint64_t kTimeCheckTurns = 64;
 constexpr uint64_t kStallCheckTurns = 512;
 constexpr uint64_t kLongestStall = 4096;  // turns
+constexpr uint64_t kLagOdds = 8, kLongestLag = 65536;  // a rank with some of its CTAs far behind: the others get a call ahead of it
 constexpr uint64_t kLongestFocus = 256;   // turns
 constexpr uint64_t kPollsPerFiber = 16;   // without progress, before the run counts as idle
 constexpr uint32_t kYieldRounds = 64;     // process mode: rounds of sched_yield before it sleeps
@@ -258,11 +259,11 @@ void Scheduler::not_ready(Cta& cta) {
 }
 
 // Takes a random runnable thread of a random CTA, and stays with the CTA for a while: that is kind to the caches, and lets CTAs run far
-// ahead of each other. A stalled CTA is mostly passed over.
+// ahead of each other. A stalled CTA is passed over while others can run.
 Fiber* Scheduler::pick() {
   if (focus == nullptr || turn >= focus_until) {
     size_t index = random() % ready.size();
-    for (int tries = 0; tries < 4 && ready[index]->stalled_until > turn; ++tries) index = random() % ready.size();
+    for (size_t tries = 0; tries < ready.size() && ready[index]->stalled_until > turn; ++tries) index = (index + 1) % ready.size();
     focus = ready[index];
     focus_until = turn + random() % kLongestFocus;
   }
@@ -280,6 +281,11 @@ void Scheduler::stall_someone() {
   if (turn < stall_check || ready.empty()) return;
   stall_check = turn + kStallCheckTurns;
   if (chance(2)) ready[random() % ready.size()]->stalled_until = turn + random() % kLongestStall;
+  if (!chance(kLagOdds)) return;
+  const uint64_t until = turn + random() % kLongestLag;
+  for (const auto& cta : ready[random() % ready.size()]->launch->ctas) {
+    if (chance(2)) cta->stalled_until = until;
+  }
 }
 
 void Scheduler::run_fiber(Fiber* fiber) {

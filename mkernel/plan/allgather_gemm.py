@@ -21,6 +21,7 @@ PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the s
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
 _PUTS = 16  # per shard; every put costs the engine some microseconds
+_SLICE_N = 64  # columns of the narrowest slice of a tile
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
@@ -43,13 +44,13 @@ class AllGatherGemmProblem:
 class Tile:
     """One tile of C: rows from ``m * BLOCK_M`` of rank ``source``'s shard, columns from ``n * block_n``.
 
-    ``half``: 0 for the whole tile, 1 and 2 for its left and right half.
+    ``slice``: 0 for the whole tile, 1, 2 ... for that slice of its columns.
     """
 
     source: int
     m: int
     n: int
-    half: int = 0
+    slice: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AllGatherGemmPlan:
     group_m: int = _GROUP_M  # tile rows that share columns of B
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
-    halves: bool = False  # the tiles that would not fill the SMs once more are halved
+    slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
 
     op = OP
 
@@ -83,14 +84,14 @@ class AllGatherGemmPlan:
             "kInterSend": self.split.inter_send or 0,
             "kChunkRows": self.chunk_rows,
             "kParts": self.parts,
-            "kHalves": int(self.halves),
+            "kSlices": self.slices,
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
 
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks, self.halves))
+        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks, self.slices))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -156,13 +157,13 @@ class AllGatherGemmPlan:
 
     @property
     def whole_tiles(self) -> int:
-        """Tiles up to here are whole; the others are halved."""
-        return self.num_tiles - _odd_tiles(self.num_tiles, self.split) if self.halves else self.num_tiles
+        """Tiles up to here are whole; the others are sliced."""
+        return self.num_tiles - self.num_tiles % (self.split.compute or 1) if self.slices > 1 else self.num_tiles
 
     @property
     def b_columns(self) -> int:
         """Columns of one TMA load of a transposed ``b``."""
-        return self.tile.block_n // 2 if self.halves else self.tile.block_n
+        return self.tile.block_n // self.slices
 
     def source(self, rank: int, distance: int) -> int:
         """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes', own rail first."""
@@ -177,7 +178,7 @@ class AllGatherGemmPlan:
             if index < self.whole_tiles:
                 yield tile
             else:
-                yield from (dataclasses.replace(tile, half=half) for half in (1, 2))
+                yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
 
     def _whole(self, rank: int) -> Iterator[Tile]:
         topology = self.problem.topology
@@ -224,23 +225,27 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
     chunk_bytes = put_bytes if topology.num_nodes > 1 else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    halves = few_waves and tile.block_n in (128, 256) and _odd_tiles(tile_rows * topology.size * tiles_n, chosen) > 0
+    slices = choose_slices(tile_rows * topology.size * tiles_n, tile, chosen) if few_waves else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, halves=halves)
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
     group_rows = math.ceil(max(1, tile_rows) / groups)
     return AllGatherGemmPlan(
-        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), halves
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices
     )
 
 
-def _odd_tiles(tiles: int, split: Split) -> int:
-    """Tiles left over when every compute CTA has had the same number, if their halves fit all SMs at once; else 0."""
+def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
+    """Into how many slices to cut the tiles that are left over when every compute CTA has had the same number.
+
+    As many as all SMs can take at once, the communication CTAs (which are done by then) included; 1 where nothing is left over.
+    """
     compute = split.compute or 1
     odd = tiles % compute
-    return odd if tiles > compute and 2 * odd <= split.total else 0
+    wanted = (slices for slices in (4, 2) if tile.block_n % (slices * _SLICE_N) == 0 and slices * odd <= split.total)
+    return next(wanted, 1) if odd and tiles > compute else 1
 
 
 def choose_parts(k: int) -> int:

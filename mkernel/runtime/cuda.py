@@ -170,7 +170,8 @@ class CudaDevice(Device):
         self._marks: deque[Any] = deque()
         self._launches = 0
         self._captured = False  # graphs may replay launches that leave no event here
-        self._names = {cupy.dtype(dlpack.numpy_dtype(name)): name for name in ("bfloat16", "float16", "float32", "int32", "int64")}
+        self._dtypes = {name: cupy.dtype(dlpack.numpy_dtype(name)) for name in ("bfloat16", "float16", "float32", "int32", "int64")}
+        self._names = {dtype: name for name, dtype in self._dtypes.items()}
         self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(_Config), _pointer, _pointer, _pointer)
         self._record = prompt("cuEventRecord", _pointer, _pointer)
         self._get_context = prompt("cuCtxGetCurrent", _pointer)
@@ -319,8 +320,11 @@ class CudaDevice(Device):
         return cupy.ndarray(extents, dtype=kind, memptr=cupy.cuda.MemoryPointer(memory, 0))
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        kind = self._dtypes[dtype]
+        if self.xp.cuda.runtime.getDevice() == self.ordinal:
+            return self.xp.empty(tuple(shape), dtype=kind)
         with self.xp.cuda.Device(self.ordinal):
-            return self.xp.empty(tuple(shape), dtype=dlpack.numpy_dtype(dtype))
+            return self.xp.empty(tuple(shape), dtype=kind)
 
     # ---- kernels
     def load(self, spec: KernelSpec) -> CudaKernel:

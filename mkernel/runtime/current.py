@@ -44,9 +44,11 @@ def current(world: World | None = None) -> World:
     if own is not None:
         return own
     with _lock:
-        healthy = [w for w in _open if w.failure is None]
-        if healthy or _open:
-            return (healthy or _open)[0]  # only failed ones left: the call reports the failure
+        for w in _open:
+            if w.failure is None:
+                return w
+        if _open:
+            return _open[0]  # only failed ones left: the call reports the failure
     raise ArgumentError("world", None, "there is no world in this process", "call mk.init() first, or run inside mk.launch")
 
 

@@ -26,13 +26,14 @@ sys.path.insert(0, str(ROOT))
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
 from mkernel.cli import launcher  # noqa: E402
-from mkernel.errors import AbortedError, Error, MismatchError, PeerLostError, TimeoutError  # noqa: E402
+from mkernel.errors import AbortedError, Error, MismatchError, PeerLostError, TimeoutError  # noqa: A004, E402
 from mkernel.plan.topology import Topology  # noqa: E402
 
 ROWS, N, K, OTHER_K = 200, 136, 64, 128  # all sums are small integers: results are exact
 SECONDS = 5.0  # timeout of the worlds
 MARGIN = 5.0  # a rank may take that long over the timeout to raise
 ENTRY_SECONDS = 2.0  # where a rank stays away
+GRACE = 20.0  # from the first rank's end to the last one's
 MPI_SECONDS = 10.0  # from a rank's death to the end of mpirun
 HEAP, LEAK = 256 << 20, 64 << 20  # a world's heap, and what may be missing at the end
 MARKER = "MKERNEL_TEST_RUN"  # in the environment of every process started here
@@ -88,6 +89,14 @@ class Rank:
         defaults = {"target": self.target, "ranks_per_node": self.per_node, "heap_bytes": HEAP, "timeout": SECONDS, "entry_timeout": 20.0}
         return mk.init(**{**defaults, **options})
 
+    def open_right(self, *ks: int, **options: Any) -> Any:
+        """A world whose ranks have all seen right results with these K."""
+        world = self.open(**options)
+        for k in ks or (K,):
+            right(world, k)
+        world.barrier()
+        return world
+
     def healthy(self) -> str:
         with self.open() as world:
             assert (world.size, world.target, world.ranks_per_node) == (self.size, self.target, self.per_node), world
@@ -97,22 +106,17 @@ class Rank:
         return f"{self.size} ranks"
 
     def mismatch_uncached(self) -> str:
-        world = self.open()
-        right(world)
+        world = self.open_right()
         other = world.rank == 1
         return expect(world, lambda: call(world, OTHER_K if other else 3 * OTHER_K), MismatchError, "disagree")
 
     def mismatch_cached(self) -> str:
-        world = self.open()
-        right(world)
-        right(world, OTHER_K)
+        world = self.open_right(K, OTHER_K)
         other = world.rank == 1
         return expect(world, lambda: call(world, OTHER_K if other else K), MismatchError)
 
     def absent(self) -> str:
-        world = self.open(entry_timeout=ENTRY_SECONDS)
-        right(world)
-        world.barrier()
+        world = self.open_right(entry_timeout=ENTRY_SECONDS)
 
         def stay_away() -> None:
             time.sleep(ENTRY_SECONDS + 1.0)
@@ -120,20 +124,18 @@ class Rank:
         return expect(world, stay_away if world.rank == 1 else lambda: call(world), TimeoutError, "rank 1", seconds=ENTRY_SECONDS + MARGIN)
 
     def raises(self) -> str:
-        world = self.open()
-        right(world)
+        world = self.open_right()
         if world.rank != 1:
             return expect(world, lambda: call(world), AbortedError, "rank 1 aborted: ValueError: planned")
         try:
             with world:
+                time.sleep(0.3)  # the others are inside their kernels by then
                 raise ValueError("planned")
         except ValueError as error:
             return str(error)
 
     def killed(self) -> str:
-        world = self.open()
-        right(world)
-        world.barrier()
+        world = self.open_right()
         if world.rank == self.size - 1:
             time.sleep(1.0)  # the others are inside their kernels by then
             os.kill(os.getpid(), signal.SIGKILL)
@@ -169,7 +171,12 @@ def right(world: Any, k: int = K) -> None:
 
 
 def expect(
-    world: Any, action: Callable[[], Any], kinds: type[Error] | tuple[type[Error], ...], words: str = "", *, seconds: float = SECONDS + MARGIN
+    world: Any,
+    action: Callable[[], Any],
+    kinds: type[Error] | tuple[type[Error], ...],
+    words: str = "",
+    *,
+    seconds: float = SECONDS + MARGIN,
 ) -> str:
     """An action after which this rank's world fails in this way and in time; then the world closes at once."""
     begin = time.monotonic()
@@ -240,9 +247,9 @@ def _run_processes(options: argparse.Namespace, environment: dict[str, str]) -> 
     size = Topology(nodes * per_node, per_node).size
     with tempfile.TemporaryFile() as output:
         try:
-            status = launcher.run(
-                size, _arguments(options), timeout=options.limit, kind="processes", environment=environment, output=output, grace=options.limit
-            )
+            # The others have more to do after the death of the one.
+            limits = {"timeout": options.limit, "grace": GRACE}
+            status = launcher.run(size, _arguments(options), kind="processes", environment=environment, output=output, **limits)
         finally:
             output.seek(0)
             text = output.read().decode(errors="replace")

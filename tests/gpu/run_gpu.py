@@ -1,8 +1,11 @@
 """The GPU machine's driver: ``python tests/gpu/run_gpu.py gemm world bench``. Every job under a deadline, a short table last.
 
-gemm   one GPU: a world of one against float64 over many shapes, dtypes and layouts; then its speed beside cuBLAS
-world  worlds 1x1 1x2 1x4 2x2: covering shapes, 200 calls back to back, 1000 graph replays, late ranks, host calls beside spinning kernels
-bench  ``python -m mkernel bench allgather_gemm`` (options after --)
+gemm       one GPU: a world of one against float64 over many shapes, dtypes and layouts; then its speed beside cuBLAS
+world      worlds 1x1 1x2 1x4 2x2: covering shapes, 200 calls back to back, 1000 graph replays, late ranks, host calls beside kernels
+faults     1x4, 2x2 and under mpirun: ranks that disagree, stay away, raise or are killed (faults.py)
+sanitizer  one rank, and two: small calls under compute-sanitizer (sanitize.py)
+host       one GPU: what a call of a cached plan costs the host, with CuPy's and torch's arrays; how long ``import mkernel`` takes
+bench      ``python -m mkernel bench allgather_gemm`` (options after --)
 
 Logs and JSON go to $OUT, else ./out.
 """
@@ -12,6 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +35,9 @@ from mkernel.cli import launcher  # noqa: E402
 from mkernel.cli.table import format_table  # noqa: E402
 from mkernel.plan.topology import Topology  # noqa: E402
 
-STAGES = ("gemm", "world", "bench")
+STAGES = ("gemm", "world", "faults", "sanitizer", "host", "bench")
+FAULTS = ("1x4", "2x2", "mpirun")
+SANITIZED = ("1x1", "1x2")
 WORLDS = ("1x1", "1x2", "1x4", "2x2")
 Result = tuple[str, str, str]  # job, outcome, detail
 
@@ -72,14 +79,16 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", help="some of " + ", ".join(STAGES) + " (default: all)")
-    parser.add_argument("--worlds", nargs="+", default=list(WORLDS))
+    parser.add_argument(
+        "--worlds", nargs="+", help=f"of stage world (default {' '.join(WORLDS)}), faults ({' '.join(FAULTS)}) and sanitizer"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="checks of stage world to run, e.g. covering graph")
     parser.add_argument("--cases", type=int, default=60, help="random shapes of stage gemm")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds per job")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--tail", type=int, default=40, help="lines shown of the log of a job that failed")
     parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto")
-    parser.add_argument("--rank", choices=("gemm", "world"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", choices=("gemm", "world", "host"), help=argparse.SUPPRESS)
     parser.add_argument("--world", default="1x1", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     options.stages = options.stages or list(STAGES)
@@ -98,11 +107,19 @@ def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple
         jobs.append(("bench gemm", 1, speed, options.limit))
     if "world" in options.stages:
         only = ["--only", *options.only] if options.only else []
-        for world in options.worlds:
+        for world in options.worlds or WORLDS:
             arguments = [__file__, "--rank", "world", "--world", world, *common, *only]
             jobs.append((f"world {world}", _topology(world).size, arguments, options.limit))
+    # These start their own ranks: from here they are one plain process each.
+    here = Path(__file__).parent
+    for stage, script, worlds in (("faults", "faults.py", FAULTS), ("sanitizer", "sanitize.py", SANITIZED)):
+        if stage in options.stages:
+            for world in options.worlds or worlds:
+                limit = str(options.limit - 10)
+                jobs.append((f"{stage} {world}", 1, [str(here / script), world, "--limit", limit], options.limit))
+    if "host" in options.stages:
+        jobs.append(("host", 1, [__file__, "--rank", "host", *common], options.limit))
     if "bench" in options.stages:
-        # The bench starts its own ranks: from here it is one plain process.
         arguments = ["-m", "mkernel", "bench", *(rest or ["allgather_gemm"]), "--out", str(out / "bench.json")]
         arguments += ["--timeout", str(options.limit - 10), "--launcher", options.launcher]
         jobs.append(("bench", 1, arguments, options.limit))
@@ -121,7 +138,7 @@ def _rank(options: argparse.Namespace) -> int:
     import mkernel as mk
 
     topology = _topology(options.world)
-    checks: dict[str, Callable[[Bench], str]] = {"shapes": shapes} if options.rank == "gemm" else WORLD_CHECKS
+    checks = CHECKS[options.rank]
     with mk.init(ranks_per_node=topology.ranks_per_node, heap_bytes=512 << 20) as world:
         if (world.size, world.target) != (topology.size, "cuda"):
             raise SystemExit(f"expected {topology.size} ranks on cuda, got {world.size} on {world.target}")
@@ -307,6 +324,7 @@ def beside(bench: Bench) -> str:
     problems, expected = _family(bench)
     xp, world = bench.lab.xp, bench.world
     runtime = xp.cuda.runtime
+    later: list[int] = []
     for sleeper in range(world.size):
         output = problems[0].output()
         bench.lab.synchronize()
@@ -324,18 +342,93 @@ def beside(bench: Bench) -> str:
                 for _ in range(1500):
                     kernel((1,), (1,), (xp.uint64(address),))
                 other.synchronize()
-                runtime.free(address)
+                if world.num_nodes == 1:
+                    runtime.free(address)
+                else:  # it waits for the kernel, and holds up the copies of the emulated network that the kernel waits for: docs/transports.md
+                    later.append(address)
         bench.same([output], [expected[0]], f"rank {sleeper} asleep")
+        while later:
+            runtime.free(later.pop())
         bench.lab.stream.use()  # leaving the block above made the null stream current
     return f"{world.size} ranks asleep in turn"
 
 
-WORLD_CHECKS: dict[str, Callable[[Bench], str]] = {
-    "covering": covering,
-    "back-to-back": back_to_back,
-    "graph": graph,
-    "late": late,
-    "beside": beside,
+def host_cupy(bench: Bench) -> str:
+    """Into an array that is given, into a new one, and what the runtime's part of it is."""
+    import mkernel as mk
+
+    problem = bench.problem(256, 256, 256)
+    world = bench.world
+    prepared = mk.plan("allgather_gemm", problem.a, problem.b, world=world)
+    view, key = world.backend.view, world.backend.key
+    found = {
+        "out given": _host_us(bench, problem.call),
+        "out new": _host_us(bench, lambda: mk.allgather_gemm(problem.a, problem.b, world=world)),
+        "plan.run": _host_us(bench, lambda: prepared.run(problem.a, problem.b, out=problem.c)),
+        "a view": _host_us(bench, lambda: view(problem.a)),
+        "a key": _host_us(bench, lambda: key(problem.a)),
+    }
+    bound = next(bound for bound in world.bound_calls.values() if hasattr(bound, "executable"))
+    found["the launch in it"] = _host_us(bench, lambda: world.launch(bound.executable, bound.parameters))
+    return _medians(found)
+
+
+def host_torch(bench: Bench) -> str:
+    """The same with torch's tensors, on torch's stream."""
+    import importlib
+
+    import mkernel as mk
+
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        return f"torch is not installed: {error}"
+    a, b, c = (torch.ones((256, 256), dtype=torch.bfloat16, device=f"cuda:{bench.world.device}") for _ in range(3))
+    stream = torch.cuda.ExternalStream(bench.lab.stream.ptr, device=bench.world.device)
+    found = {
+        "out given": _host_us(bench, lambda: mk.allgather_gemm(a, b, out=c, world=bench.world)),
+        "stream given": _host_us(bench, lambda: mk.allgather_gemm(a, b, out=c, world=bench.world, stream=stream.cuda_stream)),
+        "out new": _host_us(bench, lambda: mk.allgather_gemm(a, b, world=bench.world)),
+        "torch.matmul": _host_us(bench, lambda: torch.matmul(a, b, out=c)),
+        "a view": _host_us(bench, lambda: bench.world.backend.view(a)),
+        "a key": _host_us(bench, lambda: bench.world.backend.key(a)),
+    }
+    if not bool((c.float() == 256).all()):
+        raise AssertionError("a wrong result from torch's tensors")
+    return _medians(found)
+
+
+def host_import(bench: Bench) -> str:
+    """In processes of their own."""
+    program = "import sys, time; t = time.perf_counter(); import mkernel; print(time.perf_counter() - t, len(sys.modules))"
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split() for _ in range(5)]
+    best = min(float(seconds) for seconds, _ in runs)
+    if best > 0.3:
+        raise AssertionError(f"import mkernel takes {best:.2f} s")
+    return f"import mkernel takes {best:.3f} s, {runs[0][1]} modules in all"
+
+
+def _host_us(bench: Bench, call: Callable[[], Any], samples: int = 200) -> float:
+    """Median microseconds; the queue never holds more than ten calls."""
+    times = []
+    for i in range(samples + 20):
+        if i % 10 == 0:
+            bench.lab.synchronize()
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    bench.lab.synchronize()
+    return statistics.median(times[20:])
+
+
+def _medians(found: dict[str, float]) -> str:
+    return "us per call, median of 200: " + "; ".join(f"{name} {us:.1f}" for name, us in found.items())
+
+
+CHECKS: dict[str, dict[str, Callable[[Bench], str]]] = {
+    "gemm": {"shapes": shapes},
+    "world": {"covering": covering, "back-to-back": back_to_back, "graph": graph, "late": late, "beside": beside},
+    "host": {"CuPy": host_cupy, "torch": host_torch, "import": host_import},
 }
 
 

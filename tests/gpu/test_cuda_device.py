@@ -19,7 +19,7 @@ import pytest
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.jit.spec import KernelSpec
-from mkernel.memory.driver import DriverError
+from mkernel.memory.driver import DriverError, driver
 from mkernel.runtime import cuda
 from mkernel.runtime.cuda import CudaDevice
 
@@ -244,7 +244,54 @@ def test_arrays_elsewhere_are_refused(device: CudaDevice) -> None:
             device.view(array)
 
 
+def test_equal_keys_mean_equal_views(device: CudaDevice) -> None:
+    """Of CuPy's arrays and torch's tensors; whatever a view tells apart, a key does."""
+    xp = device.xp
+    memory = xp.zeros(64, dtype=np.uint16)
+    half = memory.view(np.float16)
+    arrays = [half[:32], half[8:40], half[:16], half[:32].reshape(4, 8), half[:32].reshape(8, 4), half[:32].reshape(4, 8).T, half[:32:2]]
+    arrays += [memory.view(np.int32)[:32], memory[:32].view(device._dtypes["bfloat16"])]
+    assert len({device.key(array) for array in arrays}) == len({device.view(array) for array in arrays}) == len(arrays)
+    assert device.key(half[:32]) == device.key(arrays[0])
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(64, dtype=torch.float16, device="cuda:0")
+    tensors = [tensor[:32], tensor[8:40], tensor[:32].reshape(4, 8), tensor[:32].reshape(4, 8).T, tensor[:32].view(torch.bfloat16)]
+    views = [device.view(tensor) for tensor in tensors]
+    assert [view.shape for view in views] == [tuple(tensor.shape) for tensor in tensors]
+    assert len({device.key(tensor) for tensor in tensors}) == len(set(views)) == len(tensors)
+    assert device.key(tensor[:32]) == device.key(tensors[0])
+    assert type(device.key(tensor)) is tuple, "the cheap way"
+    assert device.key(tensor.clone().requires_grad_()) not in {device.key(tensor)}
+    for bad in (torch.zeros(4), torch.zeros(4, device="cuda:0", requires_grad=True)):
+        with pytest.raises(ArgumentError):
+            device.view(bad)
+
+
 # ---- launches
+def test_a_launch_needs_no_current_context_and_leaves_none(device: CudaDevice) -> None:
+    calls = Calls(device, wait=0)
+    with contextlib.closing(device.copier()) as copier:
+        calls.write(copier)
+    problems: list[object] = []
+
+    def launch() -> None:
+        try:
+            before = driver().cuCtxGetCurrent()
+            calls.launch(device.stream(device.xp.cuda.Stream.null))
+            problems.extend([] if int(before[1]) == int(driver().cuCtxGetCurrent()[1]) == 0 else ["a context was left behind"])
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert problems == []
+    calls.check()
+    calls.launch(device.stream(None))  # and from here, where it is current
+    calls.check()
+    calls.close()
+
+
 def test_launch_and_streams(device: CudaDevice) -> None:
     xp = device.xp
     calls = Calls(device, wait=0)

@@ -9,32 +9,38 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel.errors import CompileError, Error
+from mkernel.transport import emulated
 from tests.ops.body import USES, Case, Rank, problems, topology
 
-# Kernel, number of calls, rows of these calls in turn.
+# Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
 WORKLOADS = {
-    "tiles": (Case("bfloat16", 256, 264), 3, (300, 129)),  # several steps of k, several tiles, an odd number of panels in a tile, parts of K
-    "chunks": (Case("bfloat16", 256, 8), 2, (1000,)),  # more chunks than the queues between threads are long
-    "short": (Case("bfloat16", 64, 8), 12, (7, 130)),  # calls so short that ranks are often in different ones
+    "tiles": (Case("bfloat16", 256, 264), 3, (300, 129), 20.0),  # several steps of k, several tiles
+    "parts": (Case("bfloat16", 4096, 8), 2, (129, 7), 20.0),  # K travels in parts
+    "chunks": (Case("bfloat16", 64, 8), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
+    "short": (Case("bfloat16", 64, 8), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
+    "slow": (Case("bfloat16", 64, 8), 12, (7, 130), 400.0),  # their puts are under way for as long as a call takes
 }
 
 
 def _calls(world: Any, workload: str, seed: int) -> list[str]:
-    case, count, rows = WORKLOADS[workload]
+    case, count, rows, _ = WORKLOADS[workload]
     rank = Rank(world, case, seed, rows)
     return problems([rank.call(number, rows[number % len(rows)], USES[(7 * number + 2) % len(USES)]) for number in range(count)])
 
 
 def check(world: str, workload: str, seed: int) -> str | None:
     """What is wrong: a result, a complaint of the emulator, a deadlock."""
-    shape = topology(world)
+    shape, network_us = topology(world), WORKLOADS[workload][-1]
+    faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us)  # bytes of a put travel at the latest legal time
     try:
-        found = mk.launch(_calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed), seed=seed, heap_bytes=16 << 20, timeout=5.0)
+        with mock.patch.object(emulated, "Faults", lambda: faults):
+            found = mk.launch(_calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed), seed=seed, heap_bytes=16 << 20, timeout=5.0)
     except CompileError:
         raise
     except Error as error:

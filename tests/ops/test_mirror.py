@@ -67,7 +67,7 @@ def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_
             assert library.mirror_num_tiles(rank, shape) == len(tiles)
             words = np.full((len(tiles), 4), -1, np.int32)
             library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
-            assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n, t.half) for t in tiles]
+            assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n, t.slice) for t in tiles]
     roles = collections.Counter(library.mirror_role(cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
     assert roles == collections.Counter({role: number for role, number in expected.items() if number})

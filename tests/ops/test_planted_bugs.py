@@ -52,24 +52,23 @@ BUGS = [
     Bug("flag before the last data", "copy.cuh", "    ptx::store_wait<0>();\n"),
     Bug("flag before the data", "copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
     Bug("tiles do not wait for chunks", "gemm.cuh", "        ok = op.wait_inputs(call, c, part);\n", found_as="missing fence.proxy.async"),
-    Bug("only the first part of a tile is waited for", "gemm.cuh", "if (needs_peers) {", "if (needs_peers && part == 0) {", world="1x4"),
+    Bug("only the first part of a tile is waited for", "gemm.cuh", "      if (needs_peers) {", "      if (needs_peers && part == 0) {", workload="parts"),
     Bug("forwarded before it has come", "allgather_gemm.cuh", "      if (!wait_chunk(call, p, source, chunk)) return;\n", world="2x2"),
     Bug("no entry before a push", "allgather_gemm.cuh", "    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;\n", workload="short"),
     Bug("no entry before a put", "allgather_gemm.cuh", "        if (!wait_entered(call, peer)) return;\n", world="4x1", workload="short"),
-    Bug("the call ends before its puts", "allgather_gemm.cuh", "    if (last_put != 0) wait_put(call, last_put, last_peer);", world="4x1", workload="short"),
+    Bug("the call ends before its puts", "allgather_gemm.cuh", "    if (last_put != 0) wait_put(call, last_put, last_peer);", world="4x1", workload="slow"),
     # Bulk stores.
     Bug("the result's buffer is overwritten", "gemm.cuh", "    if (thread == 0) ptx::store_wait_read<1>();"),
     Bug("a piece is overwritten", "copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
     Bug("nobody waits for the result's stores", "gemm.cuh", "  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();\n", found_as="bulk stores in flight"),
     Bug("one buffer for results", "gemm.cuh", "    buffer ^= 1;"),
     # Barriers.
-    Bug("a stage is never given back", "gemm.cuh", "      if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n", found_as="deadlock"),
-    Bug("a stage is given back before it is read", "gemm.cuh", "      ptx::wgmma_wait<1>(d);\n"),
-    Bug("nobody waits for a stage", "gemm.cuh", "      ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);\n"),
+    Bug("a stage is never given back", "gemm.cuh", "    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n", found_as="deadlock"),
+    Bug("a stage is given back before it is read", "gemm.cuh", "    ptx::wgmma_wait<1>(d);\n"),
+    Bug("nobody waits for a stage", "gemm.cuh", "    ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);\n"),
     Bug("a result is written while the last one is stored", "gemm.cuh", "    ptx::barrier_sync(barrier, kWarpgroup);\n#pragma unroll", "#pragma unroll"),
     Bug("a result is stored before it is written", "gemm.cuh", "    ptx::barrier_sync(barrier, kWarpgroup);\n    if (thread", "    if (thread", found_as="missing fence.proxy.async"),
     Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();"),
-    Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n", workload="chunks"),
     Bug("a CTA begins before its barriers are ready", "allgather_gemm.cuh", "  ptx::sync_cta();\n  compute_role", "  compute_role", found_as="not been initialized"),
     # Proxies.
     Bug("no proxy fence before tiles are loaded", "gemm.cuh", "    ptx::fence_proxy_async();", found_as="missing fence.proxy.async"),
@@ -81,6 +80,7 @@ BUGS = [
     # What only ThreadSanitizer sees: on this host's processor every store is a release.
     Bug("a relaxed flag", "cpu/ptx.cuh", "  __atomic_store_n(p, v, __ATOMIC_RELEASE);\n", "  __atomic_store_n(p, v, __ATOMIC_RELAXED);\n", "data race", tsan=True),
     Bug("a relaxed wait", "cpu/ptx.cuh", "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n", "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n", "data race", tsan=True),
+    Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
 ]
 
 

@@ -39,13 +39,13 @@ each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
 def test_tiles_cover_c_once(topology: Topology) -> None:
     for rows, n, k in SIZES:
         for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)):
-            everything = {Tile(*t) for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), (1, 2))}
+            everything = {Tile(*t) for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), range(1, plan.slices + 1))}
             for rank in {0, topology.size // 2, topology.size - 1}:
                 tiles = list(plan.tiles(rank))
-                halves = [dataclasses.replace(t, half=side) for t in tiles for side in ((t.half,) if t.half else (1, 2))]
-                assert len(halves) == 2 * plan.num_tiles == len(everything)
-                assert set(halves) == everything
-                assert [t.half == 0 for t in tiles] == [True] * plan.whole_tiles + [False] * (len(tiles) - plan.whole_tiles)
+                slices = [dataclasses.replace(t, slice=s) for t in tiles for s in ((t.slice,) if t.slice else range(1, plan.slices + 1))]
+                assert len(slices) == plan.slices * plan.num_tiles == len(everything)
+                assert set(slices) == everything
+                assert [t.slice == 0 for t in tiles] == [True] * plan.whole_tiles + [False] * (len(tiles) - plan.whole_tiles)
             assert plan.tile_rows * BLOCK_M >= rows > (plan.tile_rows - 1) * BLOCK_M
             assert plan.tiles_n * plan.tile.block_n >= n > (plan.tiles_n - 1) * plan.tile.block_n
 
@@ -133,7 +133,7 @@ def test_nobody_waits_for_ever(topology: Topology) -> None:
             kinds = collections.Counter(step[0] for step in graph)
             foreign, local = topology.num_nodes - 1, topology.ranks_per_node > 1
             assert kinds["enter"] == topology.size
-            assert kinds["tile"] == topology.size * (2 * plan.num_tiles - plan.whole_tiles)
+            assert kinds["tile"] == topology.size * (plan.whole_tiles + plan.slices * (plan.num_tiles - plan.whole_tiles))
             assert kinds["push"] == local * topology.size * plan.chunks
             assert kinds["put"] == topology.size * plan.chunks * foreign
             assert kinds["forward"] == local * topology.size * plan.chunks * foreign

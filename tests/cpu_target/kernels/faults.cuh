@@ -37,7 +37,8 @@ enum Fault : uint32_t {
   kWrongBytes,
   kSharedOverrun,
   kStackOverrun,
-  kNullPointer
+  kNullPointer,
+  kDividedByZero
 };
 constexpr uint32_t kFault = Config::kFault, kBytes = 2048;
 
@@ -65,13 +66,10 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   if (t == 0) {
     const char* in = reinterpret_cast<const char*>(p.in);
     ptx::mbarrier_arrive_expect(&s.loaded, kFault == kWrongBytes ? kBytes + 16 : kBytes);
+    if constexpr (kFault == kTooManyArrivals) ptx::mbarrier_arrive(&s.loaded);
     ptx::bulk_load(kFault == kOutside ? ptx::shared_memory() + Config::kSharedBytes - 1024 : s.operand,
                    in + (kFault == kMisaligned ? 8 : 0), kBytes, &s.loaded);
     if constexpr (kFault == kNotATensorMap) ptx::tma_load_3d(s.tile, reinterpret_cast<const abi::TensorMap*>(&p), &s.loaded, 0, 0, 0);
-    if constexpr (kFault == kTooManyArrivals) {
-      ptx::mbarrier_arrive(&s.loaded);
-      ptx::mbarrier_arrive(&s.loaded);
-    }
     if constexpr (kFault == kOverwritten) s.loaded = 1;
     if constexpr (kFault == kUninitialized) ptx::mbarrier_arrive(&s.never);
     if constexpr (kFault == kMisalignedFlag) ptx::store_release_sys(reinterpret_cast<uint64_t*>(p.flag + 4), uint64_t(1));
@@ -84,6 +82,9 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   }
   if constexpr (kFault == kNullPointer) {
     if (t == 7) *reinterpret_cast<volatile int*>(p.reserved[0] + 8) = 1;
+  }
+  if constexpr (kFault == kDividedByZero) {
+    if (t == 8) s.never = 7 / p.reserved[0];
   }
   if constexpr (kFault == kLoadNotAwaited) return;
   ptx::mbarrier_wait(&s.loaded, kFault == kBadParity ? 2 : 0);
