@@ -59,7 +59,7 @@ class TorchLibraries:
             init_method=f"tcp://{address}",
             rank=self._world.rank,
             world_size=self._world.size,
-            timeout=datetime.timedelta(seconds=120),
+            timeout=datetime.timedelta(seconds=60),  # less than the ranks wait for each other: a baseline that hangs is left out
             device_id=self._torch.device("cuda", self._world.device),
         )
         self._dist = dist

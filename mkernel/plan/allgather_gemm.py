@@ -21,7 +21,8 @@ PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the s
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
 _PUTS = 16  # per shard; every put costs the engine some microseconds
-_SLICE_N = 64  # columns of the narrowest slice of a tile
+_SLICES = 2  # of a left-over tile
+_SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
@@ -240,12 +241,13 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
 def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
     """Into how many slices to cut the tiles that are left over when every compute CTA has had the same number.
 
-    As many as all SMs can take at once, the communication CTAs (which are done by then) included; 1 where nothing is left over.
+    2 where all SMs can take the halves at once, the communication CTAs (which are done by then) included; else 1. Four slices were measured:
+    so narrow, they are slower than two (docs/benchmarks.md).
     """
     compute = split.compute or 1
     odd = tiles % compute
-    wanted = (slices for slices in (4, 2) if tile.block_n % (slices * _SLICE_N) == 0 and slices * odd <= split.total)
-    return next(wanted, 1) if odd and tiles > compute else 1
+    fits = tiles > compute and 0 < _SLICES * odd <= split.total
+    return _SLICES if fits and tile.block_n % (_SLICES * _SLICE_N) == 0 else 1
 
 
 def choose_parts(k: int) -> int:

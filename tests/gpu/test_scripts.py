@@ -1,0 +1,53 @@
+"""The scripts for the GPU machine, here on target cpu: time there is too short to find their own mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import sanitize
+
+HERE = Path(__file__).parent
+
+
+def _results(*command: str) -> tuple[int, dict[str, str], str]:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, check=False)
+    lines = [line.removeprefix("RESULT ").split("\t") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return done.returncode, {name: outcome for name, outcome, _ in lines}, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("world", ["1x4", "2x2", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_faults(world: str) -> None:
+    status, outcomes, text = _results(str(HERE / "faults.py"), world, "--target", "cpu", "--limit", "200")
+    assert status == 0, text
+    assert set(outcomes.values()) == {"ok"}, text
+    assert len(outcomes) == (2 if world == "mpirun" else 9), text
+
+
+@pytest.mark.parametrize(("errors", "status"), [("0", 0), ("2", 1)])
+def test_sanitizer(errors: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that reports what it is told to."""
+    stand_in = tmp_path / "compute-sanitizer"
+    stand_in.write_text(f'#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift 2; done\n"$@"\necho "========= ERROR SUMMARY: {errors} errors"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found, outcomes, text = _results(str(HERE / "sanitize.py"), "1x2", "--target", "cpu", "--limit", "200")
+    assert found == status, text
+    assert outcomes == {"memcheck 1x2": "FAILED" if status else "ok"}, text
+
+
+def test_what_the_sanitizers_say() -> None:
+    clean = "CALLS RIGHT\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitize.verdict(clean * 2, 2) == ""
+    assert "1 summaries of 2" in sanitize.verdict(clean, 2)
+    assert "[0, 1]" in sanitize.verdict(clean + clean.replace("0 errors", "1 error"), 2)
+    assert "wrong" in sanitize.verdict(clean.replace("CALLS RIGHT", ""), 1)
+
+
+def test_the_driver_knows_its_stages() -> None:
+    done = subprocess.run([sys.executable, str(HERE / "run_gpu.py"), "nothing"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "gemm, world, faults, sanitizer, host, bench" in done.stderr
