@@ -1,0 +1,91 @@
+"""Ranks that die, hang, stay away or raise in the middle of allgather_gemm: the others hear of it in time and nothing is left behind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ops.body import topology
+from tests.runtime.processes import Result, free_port, start, start_mpi
+from tests.runtime.test_processes import _nothing_left  # noqa: F401 - a fixture for every test here
+
+_WORKER = Path(__file__).with_name("worker.py")
+_SECONDS = 120.0
+_TIMEOUT = 5.0  # of the worlds in worker.py
+
+
+def ranks(scenario: str, world: str, **environment: str) -> list[Result]:
+    shape = topology(world)
+    return start(scenario, shape.size, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=str(shape.ranks_per_node), **environment)
+
+
+def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, Any]]:
+    for rank, result in enumerate(results):
+        assert rank == but or len(result.lines) == 1, (rank, result)
+    return [result.lines[0] for rank, result in enumerate(results) if rank != but]
+
+
+@pytest.mark.parametrize("world", ["1x3", "2x2", "3x1"])
+def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str) -> None:
+    results = ranks("killed", world, TEST_DEATH=str(tmp_path / "death"), SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
+    assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results
+    inside = float((tmp_path / "death").read_text().split()[1])
+    for line in lines(results, but=1):
+        assert line["first"]["error"] in ("PeerLostError", "TimeoutError"), line
+        assert inside < line["first"]["seconds"] < inside + _TIMEOUT + 5.0
+        assert line["again"]["error"] == line["first"]["error"], "a failed world stays failed"
+        assert line["again"]["seconds"] < 1.0
+        assert line["closing"]["error"] is None, "the failure has been seen"
+        assert line["closing"]["seconds"] < 5.0
+        assert line["left"] == {"sockets": 0, "memfds": 0, "maps": 0, "threads": 0}
+        assert line["second"] == len(results) - 1
+    for line in lines(results, but=1):
+        if line["first"]["error"] == "PeerLostError":
+            assert line["first"]["peer"] == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("per_node", [4, 2])
+def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, per_node: int) -> None:
+    death = tmp_path / "death"
+    result = start_mpi("killed_uncaught", 4, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=str(per_node), TEST_DEATH=str(death))
+    assert time.time() - float(death.read_text().split()[0]) < 10.0
+    assert result.code != 0
+    assert not any(line.get("ended") == "well" for line in result.lines)
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_a_rank_that_never_calls(world: str) -> None:
+    results = ranks("stays_away", world)
+    assert [result.code for result in results] == [0] * len(results), results
+    for line in lines(results):
+        assert line["first"]["error"] == "TimeoutError", line
+        assert "waited 1.5 s for rank 1, which never entered call 2" in line["first"]["message"]
+        assert line["first"]["record_rank"] != 1
+        assert line["first"]["seconds"] < 1.5 + 5.0
+        assert line["closing"]["error"] is None
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_a_rank_that_hangs_inside_a_kernel(world: str) -> None:
+    results = ranks("slow_inside", world)
+    assert [result.code for result in results] == [0] * len(results), results
+    for rank, line in enumerate(lines(results)):
+        heard = line["closing"] if rank == 1 and line["first"]["error"] is None else line["first"]  # it may have all it needs
+        assert heard["error"] == "TimeoutError", line
+        assert "waited 1.5 s for" in heard["message"]
+        assert rank == 1 or heard["seconds"] < 1.5 + 5.0
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_a_rank_that_raises(world: str) -> None:
+    results = ranks("raises", world)
+    assert "ValueError: the input file is gone" in results[1].errors
+    assert results[1].code == 1
+    for line in lines(results, but=1):
+        assert line["first"]["error"] == "AbortedError", line
+        assert "ValueError: the input file is gone" in line["first"]["message"]
+        assert line["first"]["seconds"] < 5.0
