@@ -17,7 +17,7 @@ from mkernel.cli.check import worst_over_bound
 from mkernel.plan.topology import Topology
 
 ROWS = (0, 1, 7, 64, 129, 300)  # M / W: nothing, less than a tile, a chunk's edge, several tiles
-SHAPES = ((64, 64), (136, 264), (8, 8), (200, 72), (72, 520))  # (K, N)
+SHAPES = ((64, 64), (136, 264), (8, 8), (200, 72), (72, 520), (4096, 8))  # (K, N); of the last, K travels in parts
 WORLDS = ("1x1", "1x2", "1x4", "2x2", "4x1")  # nodes x ranks per node
 SPLITS = ("default", "narrow", "wide")
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -156,6 +156,11 @@ class Result:
 
     def __str__(self) -> str:
         return f"call {self.number} of {self.rows} rows, {self.case}, seed {self.seed}"
+
+
+def rows_of(k: int) -> tuple[int, ...]:
+    """Fewer of them where a tile is much work."""
+    return ROWS if k < 1024 else (0, 1, 64, 129)
 
 
 def schedule(seed: int, rows: tuple[int, ...] = ROWS) -> list[tuple[int, Use]]:

@@ -9,7 +9,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.cli.check import worst_over_bound
-from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, topology
+from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -30,7 +30,7 @@ def test_every_element(
 ) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):
-        for rank, results in enumerate(ranks(back_to_back, world, case, seed, seed=seed)):
+        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
             assert problems(results) == [], f"rank {rank}"
 
 
