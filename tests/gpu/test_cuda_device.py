@@ -47,8 +47,8 @@ class BoxParameters(ctypes.Structure):
         ("from_", ctypes.c_int32 * 4),
         ("to", ctypes.c_int32 * 4),
         ("padding", ctypes.c_char * 48),
-        ("source", ctypes.c_char * 128),
-        ("target", ctypes.c_char * 128),
+        ("source", ctypes.c_ubyte * 128),  # not c_char: ctypes would copy up to the first zero byte only
+        ("target", ctypes.c_ubyte * 128),
     ]
 
 
@@ -463,8 +463,8 @@ def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int]
         (*start, 0),
         (*start, 0),
         b"",
-        device.tensor_map(a.data.ptr, dtype, shape, (a.strides[1], a.strides[0]), box),
-        device.tensor_map(c.data.ptr, dtype, shape, (c.strides[1], c.strides[0]), box),
+        tuple(device.tensor_map(a.data.ptr, dtype, shape, (a.strides[1], a.strides[0]), box)),
+        tuple(device.tensor_map(c.data.ptr, dtype, shape, (c.strides[1], c.strides[0]), box)),
     )
     spec = KernelSpec("copy_box", (("kBoxBytes", 64 * 8 * 2),), 32, 2048, ctypes.sizeof(BoxParameters))
     device.launch(device.load(spec), device.stream(None), 1, bytes(parameters))

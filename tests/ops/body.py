@@ -17,9 +17,10 @@ from mkernel.cli.check import worst_over_bound
 from mkernel.plan.topology import Topology
 
 ROWS = (0, 1, 7, 64, 129, 300)  # M / W: nothing, less than a tile, a chunk's edge, several tiles
-SHAPES = ((64, 64), (136, 264), (8, 8), (200, 72), (72, 520), (4096, 8))  # (K, N); of the last, K travels in parts
+SHAPES = ((64, 256), (136, 264), (8, 8), (200, 72), (72, 520), (4096, 8))  # (K, N); of the last, K travels in parts
 WORLDS = ("1x1", "1x2", "1x4", "2x2", "4x1")  # nodes x ranks per node
 SPLITS = ("default", "narrow", "wide")
+CALLS = 8  # of one run
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _PADDING = 8  # elements between rows of a strided array
 
@@ -164,17 +165,17 @@ def rows_of(k: int) -> tuple[int, ...]:
 
 
 def schedule(seed: int, rows: tuple[int, ...] = ROWS) -> list[tuple[int, Use]]:
-    """Every way to lay arrays out once, every number of rows about equally often, in an order of the seed's."""
+    """Different ways to lay arrays out, every number of rows about equally often, in an order of the seed's."""
     rng = np.random.default_rng([seed, 7])
-    uses = [USES[i] for i in rng.permutation(len(USES))]
-    order = [rows[i % len(rows)] for i in rng.permutation(len(USES))]
+    uses = [USES[i] for i in rng.permutation(len(USES))[:CALLS]]
+    order = [rows[i % len(rows)] for i in rng.permutation(CALLS)]
     return list(zip(order, uses, strict=True))
 
 
 def back_to_back(world: Any, case: Case, seed: int, longest_delay: float = 0.0, rows: tuple[int, ...] = ROWS) -> list[Result]:
     """Calls of alternating plans without a barrier; the results are looked at afterwards, so that nothing holds up a rank that is fast."""
     rank = Rank(world, case, seed, rows)
-    delays = np.random.default_rng([seed, 8, world.rank]).random(len(USES)) * longest_delay
+    delays = np.random.default_rng([seed, 8, world.rank]).random(CALLS) * longest_delay
     return [rank.call(i, m, use, delays[i]) for i, (m, use) in enumerate(schedule(seed, rows))]
 
 

@@ -39,6 +39,7 @@ class Bug:
     workload: str = "tiles"
     seeds: int = 8
     tsan: bool = False
+    slow: bool = False
 
     def plant(self, folder: Path) -> None:
         path = folder / self.file
@@ -79,7 +80,7 @@ BUGS = [
     Bug("the epoch does not advance", "sync.cuh", "    control->epoch = call.epoch;\n"),
     # What only ThreadSanitizer sees: on this host's processor every store is a release.
     Bug("a relaxed flag", "cpu/ptx.cuh", "  __atomic_store_n(p, v, __ATOMIC_RELEASE);\n", "  __atomic_store_n(p, v, __ATOMIC_RELAXED);\n", "data race", tsan=True),
-    Bug("a relaxed wait", "cpu/ptx.cuh", "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n", "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n", "data race", tsan=True),
+    Bug("a relaxed wait", "cpu/ptx.cuh", "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n", "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n", "data race", tsan=True, slow=True),
     Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
 ]
 
@@ -152,7 +153,7 @@ def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, cop
 
 
 @pytest.mark.tsan
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.tsan], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] if bug.slow else [], id=bug.name) for bug in BUGS if bug.tsan])
 def test_found_by_thread_sanitizer(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     found, errors = _tsan(copy, bug.world, request.config.getoption("--seed"))

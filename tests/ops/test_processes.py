@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.body import USES, topology
+from tests.ops.body import CALLS, topology
+from tests.ops.worker import CASES
 from tests.runtime.processes import start, start_mpi
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -20,7 +21,7 @@ def test_plain_processes(request: pytest.FixtureRequest, world: str) -> None:
     results = start("calls", shape.size, _SECONDS, _WORKER, **environment)
     assert [result.code for result in results] == [0] * shape.size, results
     for rank, result in enumerate(results):
-        assert result.lines == [{"rank": rank, "shape": world, "calls": 3 * len(USES), "problems": []}], result.errors
+        assert result.lines == [{"rank": rank, "shape": world, "calls": len(CASES) * CALLS, "problems": []}], result.errors
 
 
 @pytest.mark.mpi
@@ -30,4 +31,4 @@ def test_mpirun(request: pytest.FixtureRequest, world: str) -> None:
     environment = {"TEST_SEED": str(request.config.getoption("--seed")), "MKERNEL_RANKS_PER_NODE": str(shape.ranks_per_node)}
     result = start_mpi("calls", shape.size, _SECONDS, _WORKER, **environment)
     assert result.code == 0, result
-    assert result.lines == [{"rank": rank, "shape": world, "calls": 3 * len(USES), "problems": []} for rank in range(shape.size)], result.errors
+    assert result.lines == [{"rank": rank, "shape": world, "calls": len(CASES) * CALLS, "problems": []} for rank in range(shape.size)], result.errors
