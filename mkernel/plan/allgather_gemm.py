@@ -241,8 +241,8 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
 def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
     """Into how many slices to cut the tiles that are left over when every compute CTA has had the same number.
 
-    2 where all SMs can take the halves at once, the communication CTAs (which are done by then) included; else 1. Four slices were measured:
-    so narrow, they are slower than two (docs/benchmarks.md).
+    2 where all SMs can take the halves at once, the communication CTAs (which are done by then) included; else 1. Four slices were
+    measured: so narrow, they are slower than two (docs/benchmarks.md).
     """
     compute = split.compute or 1
     odd = tiles % compute
@@ -265,8 +265,9 @@ def default_split(topology: Topology, sm_count: int) -> Split:
 def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/allgather_gemm.cuh``).
 
-    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node, ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)`` to
-    the node, ``("tile", rank, index)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
+    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node, ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)``
+    to the node, ``("tile", rank, index)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for
+    fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     for rank in range(topology.size):

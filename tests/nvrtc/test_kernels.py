@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ _SMS = 132
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiled anew by every run of the tests."""
     patch = pytest.MonkeyPatch()
     patch.setenv("MKERNEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
@@ -54,9 +55,7 @@ def possible(world: str, block_n: int, cut: str, **other: object) -> bool:
     cut=("nothing", "tiles", "K"),
     valid=possible,
 )
-def test_allgather_gemm(
-    caplog: pytest.LogCaptureFixture, world: str, block_n: int, row_major: bool, dtype: str, cut: str
-) -> None:
+def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: int, row_major: bool, dtype: str, cut: str) -> None:
     plan = plan_of(world, block_n, dtype, row_major, cut)
     begin = time.thread_time()
     cubin = cuda.compile(plan.spec)
@@ -108,7 +107,7 @@ print(cuda.resources(cuda.compile(plan_of("1x2", 64, "float16", False, "nothing"
 
 
 def test_a_second_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def again() -> "subprocess.CompletedProcess[str]":
+    def again() -> subprocess.CompletedProcess[str]:
         root = Path(__file__).parents[2]
         return subprocess.run([sys.executable, "-c", _AGAIN], cwd=root, capture_output=True, text=True, timeout=120, check=False)
 

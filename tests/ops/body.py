@@ -120,7 +120,7 @@ class Rank:
 
 
 def _spilled(out: NDArray[Any] | None) -> bool:
-    """Was anything written between the rows of a strided result?"""
+    """Whether anything was written between the rows of a strided result."""
     if out is None or out.base is None or out.shape[0] == 0 or out.strides[0] == out.shape[1] * 2:
         return False
     whole = np.lib.stride_tricks.as_strided(out, (out.shape[0], out.strides[0] // 2), out.strides)

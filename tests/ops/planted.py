@@ -40,7 +40,9 @@ def check(world: str, workload: str, seed: int) -> str | None:
     faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us)  # bytes of a put travel at the latest legal time
     try:
         with mock.patch.object(emulated, "Faults", lambda: faults):
-            found = mk.launch(_calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed), seed=seed, heap_bytes=16 << 20, timeout=5.0)
+            found = mk.launch(
+                _calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed), seed=seed, heap_bytes=16 << 20, timeout=5.0
+            )
     except CompileError:
         raise
     except Error as error:

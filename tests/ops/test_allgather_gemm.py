@@ -17,6 +17,7 @@ from mkernel.cli.check import worst_over_bound
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.transport import emulated
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 from tests.ops.body import split as split_of
 
@@ -65,19 +66,23 @@ def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_the_cases_reach_all_of_the_kernel() -> None:
     """What the planner decides for the cases below; not every choice is made in every case."""
-    covered = [plan for case in pairwise(_AXES) for plan in plans(Case(case["dtype"], *case["shape"], case["row_major"], case["split"]), case["world"])]
+    covered = [
+        plan
+        for case in pairwise(_AXES)
+        for plan in plans(Case(case["dtype"], *case["shape"], case["row_major"], case["split"]), case["world"])
+    ]
     assert {plan.tile.block_n for plan in covered} == {64, 128, 192, 256}
     assert {plan.parts > 1 for plan in covered} == {True, False}
-    assert {(plan.whole_tiles < plan.num_tiles, plan.problem.b_row_major) for plan in covered} == set(itertools.product((True, False), repeat=2))
+    assert {(plan.whole_tiles < plan.num_tiles, plan.problem.b_row_major) for plan in covered} == set(
+        itertools.product((True, False), repeat=2)
+    )
     assert max(plan.chunks for plan in covered if plan.parts > 1) > max(plan.parts for plan in covered), "several blocks in parts"
     assert {plan.num_tiles % plan.grid == 0 for plan in covered} == {True, False}
 
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("_compiling")
-def test_every_element(
-    request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool
-) -> None:
+def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):
         for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
@@ -113,6 +118,19 @@ def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest
     case = Case("float16", 200, 72)
     seed = request.config.getoption("--seed")
     for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.05, (0, 7, 129), seed=seed)):
+        assert problems(results) == [], f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", ["2x2", "4x1"])
+@pytest.mark.parametrize("window_us", [5.0, 100.0, 2000.0])
+def test_a_network_that_delays_and_reorders(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, window_us: float
+) -> None:
+    """As SRD may: the bytes of a put land in any order before its signal, as late as is legal."""
+    seed, case = request.config.getoption("--seed"), Case("bfloat16", 200, 72)
+    faults = emulated.Faults(seed=seed, delay_us=window_us, reorder_us=window_us)
+    monkeypatch.setattr(emulated, "Faults", lambda: faults)
+    for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, (0, 7, 300), seed=seed)):
         assert problems(results) == [], f"rank {rank}"
 
 

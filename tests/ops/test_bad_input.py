@@ -30,10 +30,11 @@ class Good:
     def __init__(self, world: Any, n: int = N, k: int = K) -> None:
         self.world = world
         self.a, self.b = (random(shape, "float16", np.random.default_rng([world.rank, i])) for i, shape in enumerate(((ROWS, k), (k, n))))
+        self.out: Any = None
         self.whole = np.concatenate([random((ROWS, k), "float16", np.random.default_rng([rank, 0])) for rank in range(world.size)])
 
     def call(self) -> None:
-        out = self.empty()
+        out = self.out = self.empty()
         mk.allgather_gemm(self.a, self.b, world=self.world, out=out)
         assert worst_over_bound(out, self.whole, self.b, "float16") <= 1.0
 
@@ -194,19 +195,25 @@ def test_a_closed_world_says_so() -> None:
 # ---- ranks that disagree
 
 
-def _disagree(world: Any, calls: Callable[[Good, Good], tuple[Callable[[], object], Callable[[], object]]], plan_first: bool) -> tuple[str, float]:
+def _disagree(
+    world: Any, calls: Callable[[Good, Good], tuple[Callable[[], object], Callable[[], object]]], plan_first: bool
+) -> tuple[str, float]:
     """The last rank does something else than the others. Comes back with what it got to hear, and when."""
     good, other = Good(world), Good(world, 8)
     if plan_first:
         for g in (good, other):
             g.call()
             mk.allgather_gemm(g.a, g.b, split=mk.Split(compute=1))
+        good.out = other.out = None
     usual, different = calls(good, other)
     begin = time.monotonic()
     try:
         (different if world.rank == world.size - 1 else usual)()
         world.barrier()
     except MismatchError as error:
+        for g in (good, other):
+            if "entered call 5" in str(error) and g.out is not None:
+                assert np.isnan(g.out).all(), "the kernel has written to the result although the ranks disagree"
         return str(error), time.monotonic() - begin
     except Error as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
@@ -219,7 +226,9 @@ DISAGREEMENTS: dict[str, Callable[[Good, Good], Any]] = {
     "split": lambda good, other: (good.call, lambda: mk.allgather_gemm(good.a, good.b, split=mk.Split(compute=1))),
     "dtype": lambda good, other: (
         good.call,
-        lambda: mk.allgather_gemm(random((ROWS, K), "bfloat16", np.random.default_rng(0)), random((K, N), "bfloat16", np.random.default_rng(1))),
+        lambda: mk.allgather_gemm(
+            random((ROWS, K), "bfloat16", np.random.default_rng(0)), random((K, N), "bfloat16", np.random.default_rng(1))
+        ),
     ),
     "layout": lambda good, other: (good.call, lambda: mk.allgather_gemm(good.a, np.asfortranarray(good.b))),
     "barrier": lambda good, other: (good.call, good.world.barrier),
@@ -235,7 +244,11 @@ DISAGREEMENTS: dict[str, Callable[[Good, Good], Any]] = {
 def test_ranks_that_disagree_all_hear_of_it(what: str, plan_first: bool) -> None:
     for world in ("1x2", "2x2"):
         for rank, (text, seconds) in enumerate(ranks(_disagree, world, DISAGREEMENTS[what], plan_first)):
-            assert re.match(r"the ranks disagree: |rank \d, \w+ CTA \d: rank \d entered call \d with another plan: ", text), (world, rank, text)
+            assert re.match(r"the ranks disagree: |rank \d, \w+ CTA \d: rank \d entered call \d with another plan: ", text), (
+                world,
+                rank,
+                text,
+            )
             named = re.findall(r"allgather_gemm: .*? [\d/]+ SMs|an? array .*? float16|a barrier", text)
             assert len(set(named)) == 2, f"{text}: does not name two different operations"
             assert seconds < 10.0

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from mkernel import env
 from mkernel.jit import cpu as compiler
@@ -40,6 +41,7 @@ class Bug:
     seeds: int = 8
     tsan: bool = False
     slow: bool = False
+    missed: str = ""  # why it is not found
 
     def plant(self, folder: Path) -> None:
         path = folder / self.file
@@ -53,34 +55,118 @@ BUGS = [
     Bug("flag before the last data", "copy.cuh", "    ptx::store_wait<0>();\n"),
     Bug("flag before the data", "copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
     Bug("tiles do not wait for chunks", "gemm.cuh", "        ok = op.wait_inputs(call, c, part);\n", found_as="missing fence.proxy.async"),
-    Bug("only the first part of a tile is waited for", "gemm.cuh", "      if (needs_peers) {", "      if (needs_peers && part == 0) {", workload="parts"),
+    Bug(
+        "only the first part of a tile is waited for",
+        "gemm.cuh",
+        "      if (needs_peers) {",
+        "      if (needs_peers && part == 0) {",
+        workload="parts",
+    ),
     Bug("forwarded before it has come", "allgather_gemm.cuh", "      if (!wait_chunk(call, p, source, chunk)) return;\n", world="2x2"),
-    Bug("no entry before a push", "allgather_gemm.cuh", "    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;\n", workload="short", seeds=40),
-    Bug("no entry before a put", "allgather_gemm.cuh", "        if (!wait_entered(call, peer)) return;\n", world="4x1", workload="short", seeds=40),
-    Bug("the call ends before its puts", "allgather_gemm.cuh", "    if (last_put != 0) wait_put(call, last_put, last_peer);", world="4x1", workload="slow"),
+    Bug(
+        "no entry before a push",
+        "allgather_gemm.cuh",
+        "    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;\n",
+        workload="short",
+        seeds=40,
+    ),
+    Bug(
+        "no entry before a put",
+        "allgather_gemm.cuh",
+        "        if (!wait_entered(call, peer)) return;\n",
+        world="4x1",
+        workload="short",
+        seeds=40,
+    ),
+    Bug(
+        "the call ends before its puts",
+        "allgather_gemm.cuh",
+        "    if (last_put != 0) wait_put(call, last_put, last_peer);",
+        world="4x1",
+        workload="slow",
+    ),
     # Bulk stores.
     Bug("the result's buffer is overwritten", "gemm.cuh", "    if (thread == 0) ptx::store_wait_read<1>();"),
     Bug("a piece is overwritten", "copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
-    Bug("nobody waits for the result's stores", "gemm.cuh", "  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();\n", found_as="bulk stores in flight"),
+    Bug(
+        "nobody waits for the result's stores",
+        "gemm.cuh",
+        "  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();\n",
+        found_as="bulk stores in flight",
+    ),
     Bug("one buffer for results", "gemm.cuh", "    buffer ^= 1;"),
     # Barriers.
-    Bug("a stage is never given back", "gemm.cuh", "    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n", found_as="deadlock"),
+    Bug(
+        "a stage is never given back",
+        "gemm.cuh",
+        "    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n",
+        found_as="deadlock",
+    ),
     Bug("a stage is given back before it is read", "gemm.cuh", "    ptx::wgmma_wait<1>(d);\n"),
     Bug("nobody waits for a stage", "gemm.cuh", "    ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);\n"),
-    Bug("a result is written while the last one is stored", "gemm.cuh", "    ptx::barrier_sync(barrier, kWarpgroup);\n#pragma unroll", "#pragma unroll"),
-    Bug("a result is stored before it is written", "gemm.cuh", "    ptx::barrier_sync(barrier, kWarpgroup);\n    if (thread", "    if (thread", found_as="missing fence.proxy.async"),
+    Bug(
+        "a result is written while the last one is stored",
+        "gemm.cuh",
+        "    ptx::barrier_sync(barrier, kWarpgroup);\n#pragma unroll",
+        "#pragma unroll",
+    ),
+    Bug(
+        "a result is stored before it is written",
+        "gemm.cuh",
+        "    ptx::barrier_sync(barrier, kWarpgroup);\n    if (thread",
+        "    if (thread",
+        found_as="missing fence.proxy.async",
+    ),
     Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();"),
-    Bug("a CTA begins before its barriers are ready", "allgather_gemm.cuh", "  ptx::sync_cta();\n  compute_role", "  compute_role", found_as="not been initialized"),
+    Bug(
+        "a CTA begins before its barriers are ready",
+        "allgather_gemm.cuh",
+        "  ptx::sync_cta();\n  compute_role",
+        "  compute_role",
+        found_as="not been initialized",
+    ),
     # Proxies.
     Bug("no proxy fence before tiles are loaded", "gemm.cuh", "    ptx::fence_proxy_async();", found_as="missing fence.proxy.async"),
-    Bug("no proxy fence before forwarding", "allgather_gemm.cuh", "      ptx::fence_proxy_async();\n", found_as="missing fence.proxy.async", world="2x2"),
-    Bug("no proxy fence before a result is stored", "gemm.cuh", "    ptx::fence_proxy_async_shared();\n", found_as="missing fence.proxy.async"),
+    Bug(
+        "no proxy fence before forwarding",
+        "allgather_gemm.cuh",
+        "      ptx::fence_proxy_async();\n",
+        found_as="missing fence.proxy.async",
+        world="2x2",
+    ),
+    Bug(
+        "no proxy fence before a result is stored",
+        "gemm.cuh",
+        "    ptx::fence_proxy_async_shared();\n",
+        found_as="missing fence.proxy.async",
+    ),
+    Bug(
+        "no proxy fence when a communication CTA joins compute",
+        "allgather_gemm.cuh",
+        "    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles\n",
+        missed="the emulator tracks ordinary writes that bulk copies read, not writes of bulk copies that ordinary ones replace",
+    ),
     # The end of a call.
     Bug("the tile counter is not reset", "sync.cuh", "    control->tile_counter = 0;\n"),
     Bug("the epoch does not advance", "sync.cuh", "    control->epoch = call.epoch;\n"),
     # What only ThreadSanitizer sees: on this host's processor every store is a release.
-    Bug("a relaxed flag", "cpu/ptx.cuh", "  __atomic_store_n(p, v, __ATOMIC_RELEASE);\n", "  __atomic_store_n(p, v, __ATOMIC_RELAXED);\n", "data race", tsan=True),
-    Bug("a relaxed wait", "cpu/ptx.cuh", "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n", "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n", "data race", tsan=True, slow=True),
+    Bug(
+        "a relaxed flag",
+        "cpu/ptx.cuh",
+        "  __atomic_store_n(p, v, __ATOMIC_RELEASE);\n",
+        "  __atomic_store_n(p, v, __ATOMIC_RELAXED);\n",
+        "data race",
+        tsan=True,
+    ),
+    Bug(
+        "a relaxed wait",
+        "cpu/ptx.cuh",
+        "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n",
+        "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n",
+        "data race",
+        tsan=True,
+        slow=True,
+    ),
     Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
 ]
 
@@ -104,12 +190,19 @@ def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureReq
         assert planted.check(world, workload, request.config.getoption("--seed")) is None
 
 
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.tsan], ids=lambda bug: bug.name)
+def _parameter(bug: Bug) -> ParameterSet:
+    marks = [pytest.mark.slow] if bug.slow else [pytest.mark.xfail(strict=True, reason=bug.missed)] if bug.missed else []
+    return pytest.param(bug, marks=marks, id=bug.name)
+
+
+@pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if not bug.tsan])
 def test_found(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     first = request.config.getoption("--seed")
     with env.override(MKERNEL_KERNELS_SRC=copy):
-        found = next((text for seed in range(first, first + bug.seeds) if (text := planted.check(bug.world, bug.workload, seed)) is not None), None)
+        found = next(
+            (text for seed in range(first, first + bug.seeds) if (text := planted.check(bug.world, bug.workload, seed)) is not None), None
+        )
     assert found is not None, f"nothing is found over {bug.seeds} seeds"
     assert found.startswith(("wrong: ", "Error: target cpu: ", "MismatchError: ")) or "\ndeadlock at " in found
     assert bug.found_as in found
@@ -153,7 +246,7 @@ def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, cop
 
 
 @pytest.mark.tsan
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] if bug.slow else [], id=bug.name) for bug in BUGS if bug.tsan])
+@pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if bug.tsan])
 def test_found_by_thread_sanitizer(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     found, errors = _tsan(copy, bug.world, request.config.getoption("--seed"))

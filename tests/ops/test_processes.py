@@ -31,4 +31,6 @@ def test_mpirun(request: pytest.FixtureRequest, world: str) -> None:
     environment = {"TEST_SEED": str(request.config.getoption("--seed")), "MKERNEL_RANKS_PER_NODE": str(shape.ranks_per_node)}
     result = start_mpi("calls", shape.size, _SECONDS, _WORKER, **environment)
     assert result.code == 0, result
-    assert result.lines == [{"rank": rank, "shape": world, "calls": len(CASES) * CALLS, "problems": []} for rank in range(shape.size)], result.errors
+    assert result.lines == [{"rank": rank, "shape": world, "calls": len(CASES) * CALLS, "problems": []} for rank in range(shape.size)], (
+        result.errors
+    )

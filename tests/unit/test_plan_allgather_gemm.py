@@ -39,7 +39,10 @@ each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
 def test_tiles_cover_c_once(topology: Topology) -> None:
     for rows, n, k in SIZES:
         for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)):
-            everything = {Tile(*t) for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), range(1, plan.slices + 1))}
+            everything = {
+                Tile(*t)
+                for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), range(1, plan.slices + 1))
+            }
             for rank in {0, topology.size // 2, topology.size - 1}:
                 tiles = list(plan.tiles(rank))
                 slices = [dataclasses.replace(t, slice=s) for t in tiles for s in ((t.slice,) if t.slice else range(1, plan.slices + 1))]
@@ -271,7 +274,11 @@ def test_plans_that_differ_have_other_digests() -> None:
     ]
     plans = [make_plan(problem, 12) for problem in problems]
     plans += [make_plan(base, 12, split) for split in (Split(compute=1), Split(intra_comm=1), Split(inter_send=2))]
-    plans += [make_plan(base, 12, None, GemmTile.deepest(64)), make_plan(base, 12, None, GemmTile(64, 2)), dataclasses.replace(plans[0], group_m=8)]
+    plans += [
+        make_plan(base, 12, None, GemmTile.deepest(64)),
+        make_plan(base, 12, None, GemmTile(64, 2)),
+        dataclasses.replace(plans[0], group_m=8),
+    ]
     plans += [dataclasses.replace(plans[0], chunk_rows=8)]
     assert len({plan.digest & 0xFFFFFF for plan in plans}) == len(plans)
     assert make_plan(base, 12).digest == plans[0].digest

@@ -1,4 +1,4 @@
-"""The wait graph itself: does it find the cycles there are, and no others?"""
+"""The wait graph itself: it finds the cycles there are, and no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def test_no_cycle(edges: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize(
     ("edges", "length"),
-    [([(0, 0)], 1), ([(1, 0), (0, 1)], 2), ([(9, 8), (8, 7), (0, 1), (1, 2), (2, 0), (3, 0)], 3), ([(i, (i + 1) % 5000) for i in range(5000)], 5000)],
+    [
+        ([(0, 0)], 1),
+        ([(1, 0), (0, 1)], 2),
+        ([(9, 8), (8, 7), (0, 1), (1, 2), (2, 0), (3, 0)], 3),
+        ([(i, (i + 1) % 5000) for i in range(5000)], 5000),
+    ],
     ids=["itself", "pair", "beside others", "long"],
 )
 def test_a_cycle(edges: list[tuple[int, int]], length: int) -> None:
