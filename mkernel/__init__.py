@@ -11,14 +11,14 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mkernel.errors import (  # noqa: A004
+    from mkernel.errors import (
         AbortedError,
         ArgumentError,
         CompileError,
         Error,
         MismatchError,
         PeerLostError,
-        TimeoutError,
+        TimeoutError,  # noqa: A004
         TransportError,
     )
     from mkernel.ops.allgather_gemm import allgather_gemm

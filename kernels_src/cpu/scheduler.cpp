@@ -19,11 +19,11 @@ constexpr uint64_t kTurnNs = 5;           // virtual time of one turn
 constexpr uint64_t kFlagPollTurns = 256;  // how often flags are looked at that others may have written
 constexpr uint64_t kTimeCheckTurns = 64;
 constexpr uint64_t kStallCheckTurns = 512;
-constexpr uint64_t kLongestStall = 4096;  // turns
+constexpr uint64_t kLongestStall = 4096;               // turns
 constexpr uint64_t kLagOdds = 8, kLongestLag = 65536;  // a rank with some of its CTAs far behind: the others get a call ahead of it
-constexpr uint64_t kLongestFocus = 256;   // turns
-constexpr uint64_t kPollsPerFiber = 16;   // without progress, before the run counts as idle
-constexpr uint32_t kYieldRounds = 64;     // process mode: rounds of sched_yield before it sleeps
+constexpr uint64_t kLongestFocus = 256;                // turns
+constexpr uint64_t kPollsPerFiber = 16;                // without progress, before the run counts as idle
+constexpr uint32_t kYieldRounds = 64;                  // process mode: rounds of sched_yield before it sleeps
 constexpr uint64_t kShortSleepNs = 50'000, kLongSleepNs = 200'000;
 constexpr uint64_t kLookAgainNs = 1'000'000;                             // process mode: abort words are looked at this often
 constexpr uint64_t kLongestIdleNs = 20'000'000;                          // process mode: run returns, so that the host sees signals

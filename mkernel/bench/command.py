@@ -190,7 +190,7 @@ def _worker(plan: _Plan) -> int:
         command=options.command,
         solo=_solo(options.solo),
     )
-    heap = sum(case.heap_bytes for case in plan.cases)  # a workspace that grows leaves the old one behind: a captured graph may still use it
+    heap = sum(case.heap_bytes for case in plan.cases)  # a workspace that grows leaves the old one behind, for captured graphs
     with mk.init(ranks_per_node=plan.topology.ranks_per_node, heap_bytes=heap) as world:
         if world.size != plan.topology.size:
             raise ArgumentError("--world", f"{plan.topology.size} ranks", f"must be the {world.size} that were started")
