@@ -232,16 +232,20 @@ class Interface:
         self.__cuda_array_interface__ = interface
 
 
-def test_arrays_elsewhere_are_refused(device: CudaDevice) -> None:
+def test_arrays_of_the_host_are_refused(device: CudaDevice) -> None:
     for array in (np.ones(4), [1, 2], 3.0, None):
         with pytest.raises(ArgumentError, match=r"cupy\.asarray"):
             device.view(array)
+
+
+@pytest.mark.parametrize("form", ["CuPy", "DLPack", "array interface"])
+def test_arrays_of_another_gpu_are_refused(device: CudaDevice, form: str) -> None:
     need_gpus(2)
     with device.xp.cuda.Device(1):
         there = device.xp.ones(4, dtype=np.float16)
-    for array in (there, Foreign(there), Interface(there.__cuda_array_interface__)):
-        with pytest.raises(ArgumentError, match="is on GPU 1, this rank works on GPU 0"):
-            device.view(array)
+    array = {"CuPy": there, "DLPack": Foreign(there), "array interface": Interface(there.__cuda_array_interface__)}[form]
+    with pytest.raises(ArgumentError, match="is on GPU 1, this rank works on GPU 0"):
+        device.view(array)
 
 
 def test_equal_keys_mean_equal_views(device: CudaDevice) -> None:
@@ -427,7 +431,8 @@ def test_many_signals_in_order(device: CudaDevice) -> None:
 def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> None:
     """A thread launches far more than the queue holds behind a kernel that waits; the signal still comes through."""
     calls = Calls(device, wait=1)
-    stream = device.stream(device.xp.cuda.Stream(non_blocking=True))
+    owner = device.xp.cuda.Stream(non_blocking=True)  # CuPy destroys a stream that nobody holds
+    stream = device.stream(owner)
     calls.launch(stream)
 
     def flood() -> None:
