@@ -36,9 +36,11 @@ def current(world: World | None = None) -> World:
     Raises
     ------
     ArgumentError
-        There is none.
+        There is none, or ``world`` is something else.
     """
     if world is not None:
+        if not hasattr(world, "topology"):  # what every call asks it for first
+            raise ArgumentError("world", world, "must be a World", "pass what mk.init() or mk.launch gave")
         return world
     own: World | None = getattr(_thread, "world", None)
     if own is not None:

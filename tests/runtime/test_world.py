@@ -677,3 +677,9 @@ def test_worlds_side_by_side() -> None:
 def test_plans_need_only_what_the_protocol_says() -> None:
     fields = {field.name for field in dataclasses.fields(FakePlan)}
     assert {"op", "digest", "grid", "workspace_bytes", "flag_words"} <= fields
+
+
+@pytest.mark.parametrize("something", [4, "world", object()])
+def test_something_else_is_no_world(something: object) -> None:
+    with pytest.raises(ArgumentError, match="must be a World"):
+        current.current(something)  # type: ignore[arg-type]
