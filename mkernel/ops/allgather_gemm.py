@@ -18,7 +18,7 @@ from mkernel.ops.arguments import (
     row_stride,
     split_error,
 )
-from mkernel.ops.call import BoundCall, cached, remember
+from mkernel.ops.call import BoundCall, remember
 from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import BLOCK_K, BLOCK_M
 from mkernel.plan.split import Split, SplitError
@@ -105,7 +105,7 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
         check_split(split)
         raise
     if bound is None or not bound.valid():
-        bound = cached(w, call, lambda: _bind(w, a, b, c, split, stream))
+        bound = remember(w, call, _bind(w, a, b, c, split, stream))
     w.launch(bound.executable, bound.parameters, stream)
     return c
 

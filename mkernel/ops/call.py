@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mkernel.plan.split import Split
     from mkernel.runtime.world import Executable, World
 
-__all__ = ["OPS", "BoundCall", "PreparedPlan", "cached", "plan", "remember"]
+__all__ = ["OPS", "BoundCall", "PreparedPlan", "plan", "remember"]
 
 T = TypeVar("T")
 
@@ -32,14 +32,6 @@ class BoundCall:
 
     def valid(self) -> bool:
         return self.executable.scratch_offset == self.scratch_offset
-
-
-def cached(world: World, key: tuple[Any, ...], bind: Callable[[], BoundCall]) -> BoundCall:
-    """The bound call for ``key`` (arrays by address, shape, strides, dtype; options), made by ``bind`` the first time."""
-    found: BoundCall | None = world.bound_calls.get(key)
-    if found is None or not found.valid():
-        found = remember(world, key, bind())
-    return found
 
 
 def remember(world: World, key: tuple[Any, ...], value: T) -> T:

@@ -221,12 +221,13 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     if tile is None:
         tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
     tiles_n = math.ceil(problem.n / tile.block_n)
-    few_waves = tile_rows * topology.size * tiles_n <= _FEW_WAVES * sm_count
+    tiles = tile_rows * topology.size * tiles_n
+    few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
     chunk_bytes = put_bytes if topology.num_nodes > 1 else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    slices = choose_slices(tile_rows * topology.size * tiles_n, tile, chosen) if few_waves else 1
+    slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
         return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.

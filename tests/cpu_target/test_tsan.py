@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.jit import cpu as compiler
+from tests.sanitizer import libtsan
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -31,20 +31,8 @@ print("ended")
 FAULTS = ["none", "barrier", "vote is no barrier", "relaxed flag", "mbarrier", "store not awaited", "stage reused"]
 
 
-def library() -> str | None:
-    """The libtsan that belongs to the compiler."""
-    for name in ("libtsan.so", "libtsan.so.2", "libtsan.so.0"):
-        result = subprocess.run([*compiler.find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=False)
-        path = Path(result.stdout.strip())
-        if result.returncode == 0 and path.is_absolute() and path.exists():
-            return str(path.resolve())
-    return None
-
-
 def run(script: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    preload = library()
-    if preload is None:
-        pytest.skip("ThreadSanitizer: the compiler has no libtsan (apt-get install -y libtsan2)")
+    preload = libtsan()
     tsan = {"LD_PRELOAD": preload, "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0"}
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
     setarch = shutil.which("setarch")

@@ -20,9 +20,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from mkernel import env
-from mkernel.jit import cpu as compiler
 from mkernel.jit.headers import kernels_src
 from tests.ops import planted
+from tests.sanitizer import libtsan
 
 _ROOT = Path(__file__).parents[2]
 
@@ -210,9 +210,7 @@ def test_found(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
 
 def _tsan(copy: Path, world: str, seed: int) -> tuple[str | None, str]:
     """What is found, and what ThreadSanitizer reports: a process of its own, with its library preloaded."""
-    preload = _tsan_library()
-    if preload is None:
-        pytest.skip("ThreadSanitizer: the compiler has no libtsan (apt-get install -y libtsan2)")
+    preload = libtsan()
     environment = os.environ | {
         "LD_PRELOAD": preload,
         "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
@@ -226,15 +224,6 @@ def _tsan(copy: Path, world: str, seed: int) -> tuple[str | None, str]:
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)["found"], done.stderr
-
-
-def _tsan_library() -> str | None:
-    for name in ("libtsan.so", "libtsan.so.2", "libtsan.so.0"):
-        result = subprocess.run([*compiler.find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=False)
-        path = Path(result.stdout.strip())
-        if result.returncode == 0 and path.is_absolute() and path.exists():
-            return str(path.resolve())
-    return None
 
 
 @pytest.mark.tsan
