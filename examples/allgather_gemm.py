@@ -27,7 +27,8 @@ def main() -> None:
 
         c = mk.allgather_gemm(a, b)  # (M, N): the rows of all ranks, this rank's columns
 
-        print(f"rank {world.rank} of {world.size} on {world.device}: c is {c.shape}, c[0, :3] = {c[0, :3].tolist()}", flush=True)
+        line = f"rank {world.rank} of {world.size} on {world.device}: c is {c.shape}, c[0, :3] = {c[0, :3].tolist()}"
+        print(line + "\n", end="", flush=True)  # in one write: the ranks share an output
 
 
 if __name__ == "__main__":
