@@ -17,43 +17,6 @@ struct CopyBarriers {
   uint64_t piece_arrived[kPieceStages];
 };
 
-// From the copying thread to the warp that raises the flags: a release to a peer waits for the link, and must not hold up the copies.
-constexpr uint32_t kAnnounceQueue = 4;
-constexpr uint32_t kNoMoreChunks = 0xffffffffu;
-struct AnnounceQueue {
-  uint64_t chunk_sent[kAnnounceQueue], chunk_announced[kAnnounceQueue];
-  uint32_t flag[kAnnounceQueue];  // index of the flag to raise, or kNoMoreChunks
-
-  MK_DEVICE void init() {  // one thread, before a sync_cta
-    for (uint32_t i = 0; i < kAnnounceQueue; ++i) {
-      ptx::mbarrier_init(&chunk_sent[i], 1);
-      ptx::mbarrier_init(&chunk_announced[i], 1);
-    }
-    ptx::mbarrier_init_fence();
-  }
-  MK_DEVICE void push(RingPosition<kAnnounceQueue>& at, uint32_t index) {
-    ptx::mbarrier_wait(&chunk_announced[at.index], at.parity ^ 1);
-    flag[at.index] = index;
-    ptx::mbarrier_arrive(&chunk_sent[at.index]);
-    at.advance();
-  }
-  // Calls raise(flag index) in all lanes, until kNoMoreChunks. Warp function.
-  template <class Raise>
-  MK_DEVICE void serve(const Raise& raise) {
-    RingPosition<kAnnounceQueue> at;
-#pragma unroll 1
-    while (true) {
-      ptx::mbarrier_wait(&chunk_sent[at.index], at.parity);
-      const uint32_t index = flag[at.index];
-      ptx::sync_warp();
-      if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&chunk_announced[at.index]);
-      if (index == kNoMoreChunks) return;
-      raise(index);
-      at.advance();
-    }
-  }
-};
-
 // Where one thread stands in a ring of pieces; lives across several copies. Once per kernel: it initializes the barriers.
 class CopyRing {
  public:
@@ -64,8 +27,9 @@ class CopyRing {
 
   // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
   // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);
-  //         void load(chunk, offset, smem, bytes, bar) issues the bulk loads of one piece, store(chunk, offset, smem, bytes) its bulk
-  //         stores; void announce(chunk).
+  //         bool ready(chunk, wait): whether its source is there; if asked to wait, false means that the call has failed;
+  //         void load(chunk, offset, smem, bytes, bar) issues the loads of one piece, store(chunk, offset, smem, bytes) its stores;
+  //         void announce(chunk).
   // Nothing is in flight afterwards.
   template <class Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
@@ -74,11 +38,17 @@ class CopyRing {
 #pragma unroll 1
     while (storing.chunk < chunks.end()) {
 #pragma unroll 1
-      while (ahead < kPiecesAhead && loading.chunk < chunks.end()) {
+      while (ahead < kPiecesAhead && loading.chunk < chunks.end() && (loading.offset != 0 || chunks.ready(loading.chunk, false))) {
         ptx::store_wait_read<kPieceStages - kPiecesAhead>();
         load(chunks, loading, (stage_ + ahead) % kPieceStages);
         advance(chunks, loading);
         ++ahead;
+      }
+      if (ahead == 0) {  // nothing to do but wait; first what is done is told
+        ptx::store_wait<0>();
+        for (; behind > 0; --behind) announce(chunks, announcing);
+        if (!chunks.ready(loading.chunk, true)) return;
+        continue;
       }
       store(chunks, storing);
       advance(chunks, storing);

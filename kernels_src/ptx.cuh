@@ -180,6 +180,35 @@ MK_DEVICE uint32_t pack(float low, float high) {
   return v;
 }
 
+template <Element E>
+MK_DEVICE void unpack(uint32_t v, float& low, float& high) {  // exact
+  if constexpr (E == Element::kBFloat16) {
+    low = __uint_as_float(v << 16), high = __uint_as_float(v & 0xffff0000u);
+  } else {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(low), "=f"(high) : "r"(v));
+  }
+}
+MK_DEVICE uint32_t bits(float v) { return __float_as_uint(v); }
+MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
+
+// ---- shared memory, 16 bytes at a time
+struct Words {
+  uint32_t word[4];
+};
+MK_DEVICE Words load_shared(const void* p) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "r"(shared_address(p))
+               : "memory");
+  return v;
+}
+MK_DEVICE void store_shared(void* p, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+               "r"(v.word[3])
+               : "memory");
+}
+
 // Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(m0), "r"(m1), "r"(m2),
