@@ -40,6 +40,10 @@ class AllGatherGemmProblem:
     dtype: str
     b_row_major: bool
 
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        return self.rows * self.topology.size, self.n
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
