@@ -37,14 +37,14 @@ constexpr uint32_t kConsumerWarps = kConsumerThreads / 32;
 constexpr uint32_t kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kWarpgroup * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= 65536, "register file");
 
-constexpr uint32_t kSwizzleBytes = 128;               // one row of every tile in shared memory
-constexpr uint32_t kPanel = kSwizzleBytes / 2;        // 16-bit elements of such a row
-constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;  // 8 rows: the pattern repeats
-constexpr uint32_t kInstructionK = 16;                // k of one wgmma
-constexpr uint32_t kTileQueue = 2;                    // items (tile * kParts + part) handed over ahead
+constexpr uint32_t kSwizzleBytes = 128;                 // one row of every tile in shared memory
+constexpr uint32_t kPanel = kSwizzleBytes / 2;          // 16-bit elements of such a row
+constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;    // 8 rows: the pattern repeats
+constexpr uint32_t kInstructionK = 16;                  // k of one wgmma
+constexpr uint32_t kTileQueue = 2;                      // items (tile * kParts + part) handed over ahead
 constexpr uint32_t kQueueReaders = kConsumerWarps + 2;  // and the loading and the storing thread
-constexpr uint32_t kStop = 0xffffffffu;               // in the tile queue: no more tiles
-constexpr uint32_t kResultBuffers = 2;                // blocks per consumer warpgroup on their way out
+constexpr uint32_t kStop = 0xffffffffu;                 // in the tile queue: no more tiles
+constexpr uint32_t kResultBuffers = 2;                  // blocks per consumer warpgroup on their way out
 
 struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)

@@ -93,8 +93,8 @@ struct PulledTiles {
   MK_DEVICE bool ready(uint32_t item, bool wait) {
     const Unit u = unit(item);
     const uint32_t writer = u.distance == 0 || !is_forwarded(u) ? p().world.node * kR + u.local_rank : owner(u);
-    const bool here = wait ? wait_flag(call, p(), flag(u), writer)
-                           : ptx::load_acquire_sys(flag_word(p(), p().world.local_rank, flag(u))) >= call.epoch;
+    const bool here =
+        wait ? wait_flag(call, p(), flag(u), writer) : ptx::load_acquire_sys(flag_word(p(), p().world.local_rank, flag(u))) >= call.epoch;
     ptx::fence_proxy_async();
     if (here && !wait && kR > 1 && is_forwarded(u)) queue.push(at, flag(u));
     return here;

@@ -68,16 +68,15 @@ struct Tiles : BasicOp {
       return;
     }
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
-    const uint64_t offset =
-        partial_offset(p, slot(p, p.world.rank, c.index)) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
+    const uint64_t offset = partial_offset(p, slot(p, p.world.rank, c.index)) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
 #pragma unroll
     for (uint32_t i = 0; i < kR; ++i) {
       if (bytes != 0) ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % kR) + offset, smem, bytes);
     }
   }
   MK_DEVICE bool announces(const TileCoordinate& c) const { return !c.is_sum; }
-  MK_DEVICE void raise(const Call& call, uint32_t tile) const {                // warp function
-    for (uint32_t i = ptx::lane_index(); i < kR; i += 32) {  // a lane per rank of the node
+  MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
+    for (uint32_t i = ptx::lane_index(); i < kR; i += 32) {      // a lane per rank of the node
       const uint32_t flag = slot(p, p.world.rank, coordinate(tile).index);
       ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
     }

@@ -9,7 +9,7 @@
 namespace mkernel {
 
 constexpr uint32_t kBlockRows = 64, kBlockBytes = kBlockRows * 128;
-constexpr uint32_t kBlockUnits = 4;                                       // of 16 bytes, per thread and block
+constexpr uint32_t kBlockUnits = 4;                                     // of 16 bytes, per thread and block
 constexpr uint32_t kWarpRows = 16, kWarpBytes = kBlockUnits * 32 * 16;  // of a block
 static_assert(kBlockBytes == kBlockRows / kWarpRows * kWarpBytes, "a block is one warpgroup's");
 
@@ -43,8 +43,9 @@ template <class Config>
 struct Partial {
   static constexpr bool kFloat32 = detail::PartialFloat32<Config>::kValue;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-  static constexpr uint32_t kUnit = kFloat32 ? 4 : 8;                                  // values in 16 bytes
-  static constexpr uint32_t kPanels = Config::kBlockN / 2 / (kUnit * kBlockUnits);    // a thread holds half as many values as there are columns
+  static constexpr uint32_t kUnit = kFloat32 ? 4 : 8;  // values in 16 bytes
+  static constexpr uint32_t kPanels =
+      Config::kBlockN / 2 / (kUnit * kBlockUnits);  // a thread holds half as many values as there are columns
   static constexpr uint32_t kTileBytes = kPanels * 2 * kBlockBytes;
 
   MK_DEVICE static ptx::Words round(const float* e) {  // kUnit values, each rounded once

@@ -188,7 +188,11 @@ MK_DEVICE void unpack(uint32_t v, float& low, float& high) {  // exact
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(low), "=f"(high) : "r"(v));
   }
 }
-MK_DEVICE uint32_t bits(float v) { return __float_as_uint(v); }
+MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumulators where they lie, and serializes wgmma
+  uint32_t b;
+  asm volatile("mov.b32 %0, %1;" : "=r"(b) : "f"(v));
+  return b;
+}
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
 
 // ---- shared memory, 16 bytes at a time

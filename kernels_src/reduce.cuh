@@ -129,9 +129,7 @@ struct OwnedTiles : BasicOp {
     }
     return at(p.world.rank, (group - 1) * p.group_tiles + rest, false);
   }
-  MK_DEVICE uint32_t group_size(uint32_t begin) const {
-    return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles;
-  }
+  MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles; }
 
   // ---- for the GEMM
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
@@ -248,9 +246,7 @@ MK_DEVICE uint32_t chunk_count(const Op& op, uint32_t owner, uint32_t first) {
 template <class Op>
 struct SumsToSend {
   const Op& op;
-  MK_DEVICE uint32_t owner(uint32_t distance) const {
-    return (op.p.world.node + distance) % kNodes * kR + op.p.world.local_rank;
-  }
+  MK_DEVICE uint32_t owner(uint32_t distance) const { return (op.p.world.node + distance) % kNodes * kR + op.p.world.local_rank; }
   MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const { return chunk_count(op, owner(distance), first); }
   MK_DEVICE uint32_t flag(uint32_t distance, uint32_t index) const { return sum_flag(op.p, distance, index); }
   MK_DEVICE uint64_t src(uint32_t distance, uint32_t index) const { return sum_offset(op.p, distance, index); }

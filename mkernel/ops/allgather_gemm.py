@@ -167,4 +167,3 @@ def _bind(
     set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
     return BoundCall(executable, parameters, executable.scratch_offset)
-

@@ -67,8 +67,11 @@ def matmul_call(
     problem: Callable[..., MatmulProblem],
     bind: Callable[..., BoundCall],
 ) -> Any:
-    """One call of an op that makes a matrix of two: ``problem(world, a view, b view, *options)`` checks and describes it, ``bind(world,
-    problem, views of a, b and the result, split, stream)`` prepares its launch; both only for arguments not seen before."""
+    """One call of an op that makes a matrix of two.
+
+    ``problem(world, a view, b view, *options)`` checks and describes it; ``bind(world, problem, views of a, b and the result, split, stream)``
+    prepares its launch. Both are called only for arguments not seen before.
+    """
     w = current.current(world)
     key = w.backend.key
     ka, kb = key(a), key(b)
@@ -149,7 +152,8 @@ class PreparedPlan:
         return self._run(*arrays, world=self.world, out=out, stream=stream, **self._options)
 
 
-OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")  # each a module of this package with a function of its name and ``prepare(world, *arrays, stream=, **options)``
+# Each a module of this package with a function of its name and ``prepare(world, *arrays, stream=, **options)``.
+OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 
 
 def plan(op: str, *arrays: Any, world: World | None = None, stream: Any = None, **options: Any) -> PreparedPlan:

@@ -45,10 +45,11 @@ def gemm_allreduce(
     stream
         Anything with ``__cuda_stream__``; None: CuPy's current stream.
     partials
-        What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact and twice the bytes.
+        What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact, twice the
+        bytes.
     algorithm
-        ``"one_shot"``: everyone sends to everyone and adds up everything; ``"two_shot"``: every tile has an owner that adds it up, and from which
-        the others fetch it. None: by size.
+        ``"one_shot"``: everyone sends to everyone and adds up everything; ``"two_shot"``: every tile has an owner that adds it up, and
+        from which the others fetch it. None: by size.
 
     Returns
     -------
@@ -69,9 +70,9 @@ def gemm_allreduce(
     MismatchError, TimeoutError, PeerLostError, TransportError
         On this or a later call: the ranks disagree, or one does not answer.
 
-    The algorithm: two-shot is a reduce-scatter by direct exchange, tile by tile, after which the node's other ranks pull each finished tile from
-    its owner; across nodes each node sends one sum, and an owner sends the finished tile once per node (kernels_src/reduce.cuh,
-    gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
+    The algorithm: two-shot is a reduce-scatter by direct exchange, tile by tile, after which the node's other ranks pull each finished
+    tile from its owner; across nodes each node sends one sum, and an owner sends the finished tile once per node
+    (kernels_src/reduce.cuh, gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
     """
     return matmul_call(ALLREDUCE, a, b, (partials, algorithm), world, out, split, stream, _problem, reduce.bind)
 

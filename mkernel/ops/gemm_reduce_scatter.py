@@ -44,13 +44,14 @@ def gemm_reduce_scatter(
     stream
         Anything with ``__cuda_stream__``; None: CuPy's current stream.
     partials
-        What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact and twice the bytes.
+        What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact, twice the
+        bytes.
 
     Returns
     -------
     c
-        (M/W, N), rows ``rank * M/W`` and on of the sum. Added in float32, in a fixed order of the ranks, and rounded once: bitwise the same on
-        every run. docs/architecture.md states the error.
+        (M/W, N), rows ``rank * M/W`` and on of the sum. Added in float32, in a fixed order of the ranks, and rounded once: bitwise the
+        same on every run. docs/architecture.md states the error.
 
     Notes
     -----
@@ -65,8 +66,9 @@ def gemm_reduce_scatter(
     MismatchError, TimeoutError, PeerLostError, TransportError
         On this or a later call: the ranks disagree, or one does not answer.
 
-    The algorithm: a reduce-scatter by direct exchange, tile by tile. A rank computes the tiles of others first and stores each straight into its
-    owner's heap; the owner adds them to its own product, a group of tiles later. Across nodes each node sends one sum (kernels_src/reduce.cuh).
+    The algorithm: a reduce-scatter by direct exchange, tile by tile. A rank computes the tiles of others first and stores each straight
+    into its owner's heap; the owner adds them to its own product, a group of tiles later. Across nodes each node sends one sum
+    (kernels_src/reduce.cuh).
     """
     return matmul_call(REDUCE_SCATTER, a, b, (partials,), world, out, split, stream, _problem, reduce.bind)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import (
-    ITEM,
     check_aligned,
     check_matrix,
     check_multiple,
@@ -55,7 +54,7 @@ assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
 
 def check_partials(partials: Any) -> str:
     if partials not in PARTIALS:
-        raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}", "'output' sends partial sums in the output dtype")
+        raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
     return str(partials)
 
 
@@ -88,9 +87,7 @@ def executable(world: World, problem: ReduceProblem, split: Split | None, stream
     return world.executable((problem, split), build, stream)
 
 
-def bind(
-    world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any
-) -> BoundCall:
+def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any) -> BoundCall:
     """The parameters of one call over views of a, b and the result."""
     rows, n, k, dtype = problem.rows, problem.n, problem.k, problem.dtype
     c_stride = check_result(problem, c, "(M/W, N)" if problem.op == REDUCE_SCATTER else "(M, N)")
@@ -117,5 +114,3 @@ def bind(
     set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1)))
     return BoundCall(chosen, parameters, chosen.scratch_offset)
-
-

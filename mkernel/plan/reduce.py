@@ -41,7 +41,7 @@ _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReduceProblem:
-    """What the ranks must agree on. ``rows``: of one rank's result (M / W for the reduce-scatter, M for the all-reduce); ``k``: of one rank."""
+    """What the ranks must agree on. ``rows``: of a rank's result (M / W for the reduce-scatter, M for the all-reduce); ``k``: of a rank."""
 
     op: str
     topology: Topology
@@ -134,8 +134,8 @@ class ReducePlan:
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in groups of {self.group_tiles}, "
             f"puts of {self.chunk_tiles} tiles\n"
-            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, inter_reduce {split.inter_reduce}; "
-            f"workspace {self.workspace_bytes} bytes"
+            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
+            f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
         )
 
     # ---- sizes
@@ -297,9 +297,9 @@ def default_split(problem: ReduceProblem, sm_count: int) -> Split:
 def wait_graph(plan: ReducePlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/reduce.cuh``).
 
-    Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of sums,
-    ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``. A rank's tiles are one chain, as if
-    a single CTA computed: with more CTAs a tile waits for fewer.
+    Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
+    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``. A rank's tiles are one
+    chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     steps = _Steps(plan)
@@ -310,7 +310,7 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
             graph.add(("tile", rank, i), [*entered, *steps.inputs(rank, tile)])
         graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
         for cta in range(plan.split.inter_reduce or 0):
-            sums = [tile for tile in plan.sums_of(rank)][cta :: plan.split.inter_reduce]
+            sums = list(plan.sums_of(rank))[cta :: plan.split.inter_reduce]
             for tile in (tile for tile in sums if plan.exists(tile.owner, tile.index)):
                 graph.add(("sum", rank, tile.owner, tile.index), [*entered, *steps.inputs(rank, tile)])
             graph.chain(("sum", rank, tile.owner, tile.index) for tile in sums if plan.exists(tile.owner, tile.index))
