@@ -17,6 +17,7 @@
 //   const TensorMap* a_map(c); a_row(c), a_plane(c, part), a_k(c, part);   where the tile's rows of A are
 //   const TensorMap* b_map(c);
 //   kAdds, uint32_t addends(c, part); const char* addend(c, i);   partial tiles (partial.cuh) that the part adds, in this order
+//   kExchanges, void exchange(call, d, c);              each consumer thread makes of its values those to store
 //   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
 //   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
 //   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
@@ -97,7 +98,7 @@ struct GemmStorage {
 
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
 struct BasicOp {
-  static constexpr bool kAdds = false, kAnnounces = false;
+  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
@@ -439,6 +440,10 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       for (uint32_t i = 0; i < addends; ++i) add_partial<0, Config>(d, storage, stage, warpgroup);
     }
     if (part + 1 < op.parts(c)) continue;
+    if constexpr (Op::kExchanges) {
+      ptx::mbarrier_wait(&storage.entries_checked, 0);
+      if (storage.refused == 0) op.exchange(call, d, c);
+    }
     write_blocks(d, op, c, storage, warpgroup, block);
     if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
   }
