@@ -94,16 +94,14 @@ struct PulledTiles {
     return item;
   }
   MK_DEVICE uint32_t end() const { return num_local() + num_chunks(p()) * (kNodes - 1) * kR; }
-  MK_DEVICE const Known& known(Known& cache, uint32_t item) const {
-    if (cache.item != item) {
-      const Unit u = unit(item);
-      cache = Known{item, u, static_cast<uint32_t>((u.distance == 0 ? 1 : chunk_count(tiles, owner(u), u.first)) * kResultBytes)};
-    }
-    return cache;
+  MK_DEVICE Known known(uint32_t item) const {
+    const Unit u = unit(item);
+    return Known{item, u, static_cast<uint32_t>((u.distance == 0 ? 1 : chunk_count(tiles, owner(u), u.first)) * kResultBytes)};
   }
-  MK_DEVICE uint32_t bytes(uint32_t item) {
+  MK_DEVICE uint32_t bytes(uint32_t item) const {
     if constexpr (kNodes == 1) return static_cast<uint32_t>(kResultBytes);
-    return known(loading.item == item ? loading : storing, item).bytes;
+    if (loading.item == item) return loading.bytes;
+    return storing.item == item ? storing.bytes : known(item).bytes;
   }
   MK_DEVICE bool ready(uint32_t item, bool wait) {
     const Unit u = unit(item);
@@ -115,11 +113,13 @@ struct PulledTiles {
     return here;
   }
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
-    const Unit& u = known(loading, item).unit;
+    if (loading.item != item) loading = known(item);
+    const Unit& u = loading.unit;
     ptx::bulk_load(smem, heap(p().world, u.local_rank) + result_offset(p(), u.distance, u.first) + offset, bytes, bar);
   }
   MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t) {
-    const Unit& u = known(storing, item).unit;
+    if (storing.item != item) storing = known(item);
+    const Unit& u = storing.unit;
     const uint32_t tile = owner(u) * p().tiles + u.first + static_cast<uint32_t>(offset / kResultBytes);
     if (stored_tile != tile) {
       stored_tile = tile;

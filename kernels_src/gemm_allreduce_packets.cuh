@@ -78,28 +78,21 @@ struct Tiles : BasicOp {
   MK_DEVICE void receive(const Call& call, float (&d)[Config::kBlockN / 2], const TileCoordinate& c, uint32_t warp, uint32_t w,
                          uint64_t stamp) const {
     uint64_t packet[kWorldSize][kBatch];
-    bool here = true;
-#pragma unroll
-    for (uint32_t s = 0; s < kWorldSize; ++s) {
-      const uint64_t* from = packets(p.world.rank, s, c, warp);
-#pragma unroll
-      for (uint32_t b = 0; b < kBatch; ++b) {
-        const uint32_t e = element(w + b);
-        packet[s][b] = s == p.world.rank ? stamp | ptx::pack<Shape::kElement>(d[e], d[e + 1]) : ptx::load_relaxed_sys(from + (w + b) * 32);
-        here = here && packet[s][b] >= stamp;
-      }
-    }
-    if (!here) {  // one by one
+    while (true) {
+      const uint64_t* missing = nullptr;
+      uint32_t source = 0;
 #pragma unroll
       for (uint32_t s = 0; s < kWorldSize; ++s) {
-        const uint64_t* from = packets(p.world.rank, s, c, warp);
+        const uint64_t* from = packets(p.world.rank, s, c, warp) + w * 32;
 #pragma unroll
         for (uint32_t b = 0; b < kBatch; ++b) {
-          if (packet[s][b] >= stamp) continue;
-          if (!wait_ge(call, from + (w + b) * 32, stamp, Awaited{abi::kFlagChunk, c.index, s}, p.world.timeout_ns)) return;
-          packet[s][b] = ptx::load_relaxed_sys(from + (w + b) * 32);
+          const uint32_t e = element(w + b);
+          packet[s][b] = s == p.world.rank ? stamp | ptx::pack<Shape::kElement>(d[e], d[e + 1]) : ptx::load_relaxed_sys(from + b * 32);
+          if (packet[s][b] < stamp) missing = from + b * 32, source = s;
         }
       }
+      if (missing == nullptr) break;
+      if (!wait_ge(call, missing, stamp, Awaited{abi::kFlagChunk, c.index, source}, p.world.timeout_ns)) return;
     }
 #pragma unroll
     for (uint32_t b = 0; b < kBatch; ++b) {
