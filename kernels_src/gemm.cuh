@@ -58,6 +58,18 @@ struct TileCoordinate {
   bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
 };
 
+// Config::kLoadRows: how many rows of a tile of A are loaded where M is smaller than a tile. Kernels of many rows leave it out.
+namespace detail {
+template <class Config, class = void>
+struct LoadRows {
+  static constexpr uint32_t kValue = 64 * kConsumerWarpgroups;
+};
+template <class Config>
+struct LoadRows<Config, Void<Config::kLoadRows>> {
+  static constexpr uint32_t kValue = Config::kLoadRows;
+};
+}  // namespace detail
+
 template <class Config>
 struct GemmShape {
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
@@ -65,6 +77,7 @@ struct GemmShape {
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
+  static constexpr uint32_t kLoadRows = detail::LoadRows<Config>::kValue;  // of A; what the others hold does not matter
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kStageBlocks / kConsumerWarpgroups);
@@ -268,7 +281,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
-    const uint32_t width = tile_width<Config>(c), bytes = Shape::kBytesA + width * Shape::kBlockK * 2;
+    const uint32_t width = tile_width<Config>(c), bytes = (Shape::kLoadRows + width) * Shape::kBlockK * 2;
     const uint32_t steps = op.steps(c, part);
     int32_t a_k = op.a_k(c, part), k = part * steps * Shape::kBlockK;
 #pragma unroll 1
