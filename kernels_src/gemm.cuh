@@ -24,7 +24,7 @@
 //   kAnnounces, bool announces(c);                      whether others wait for the tile
 //   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
 #pragma once
-#include "announce.cuh"
+#include "handover.cuh"
 #include "partial.cuh"
 #include "ring.cuh"
 #include "sync.cuh"
@@ -106,7 +106,7 @@ struct GemmStorage {
   uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
   uint32_t item[kTileQueue];
   uint32_t refused;
-  AnnounceQueue announce;
+  Handover announce;
 };
 
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
@@ -469,7 +469,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
   RingPosition<kResultBuffers> at, stored;
-  RingPosition<kAnnounceQueue> announce;
+  Handover::Position announce;
   bool first = true, refused = false;
   const auto give_back = [&] {
     for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);
@@ -510,7 +510,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
     give_back();
   }
   ptx::store_wait<0>();
-  if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMoreFlags);
+  if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
 }
 
 // All threads of the CTA, after gemm_init and a sync_cta; computes until the tile counter runs out, then leaves the call. Nothing may
