@@ -115,8 +115,6 @@ struct ChunkFlags {  // one part of one source, from block `first` on
   const Parameters& p;
   uint64_t epoch;
   uint32_t source, first, part;
-  MK_DEVICE const uint64_t* word(uint32_t i) const { return chunk_flag(p, source, chunk_index(p, first + i, part)); }
-  MK_DEVICE uint64_t value() const { return epoch; }
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
 };
 

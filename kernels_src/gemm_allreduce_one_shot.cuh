@@ -54,24 +54,26 @@ struct Tiles : BasicOp {
       const bool remote = source / kR != p.world.node;
       return slot(p, source, remote ? index / Config::kChunkTiles * Config::kChunkTiles : index);
     }
-    MK_DEVICE const uint64_t* word(uint32_t source) const { return flag_word(p, p.world.local_rank, flag(source)); }
-    MK_DEVICE uint64_t value() const { return epoch; }
     MK_DEVICE bool wait(const Call& call, uint32_t source) const { return wait_flag(call, p, flag(source), source); }
   };
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t) const {  // warp function
     return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);
   }
   MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
+  static constexpr bool kDirect = Config::kDirect != 0;
+  MK_DEVICE uint32_t destinations() const { return kR; }
+  MK_DEVICE char* destination(const TileCoordinate& c, uint32_t i) const {
+    return heap(p.world, (p.world.local_rank + i) % kR) + partial_offset(p, slot(p, p.world.rank, c.index));
+  }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (c.is_sum) {
       ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
       return;
     }
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
-    const uint64_t offset = partial_offset(p, slot(p, p.world.rank, c.index)) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
 #pragma unroll
     for (uint32_t i = 0; i < kR; ++i) {
-      if (bytes != 0) ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % kR) + offset, smem, bytes);
+      if (bytes != 0) ptx::bulk_store(destination(c, i) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
     }
   }
   MK_DEVICE bool announces(const TileCoordinate& c) const { return !c.is_sum; }

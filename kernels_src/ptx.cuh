@@ -203,7 +203,7 @@ MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumula
 }
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
 
-// ---- shared memory, 16 bytes at a time
+// ---- 16 bytes at a time
 struct Words {
   uint32_t word[4];
 };
@@ -214,6 +214,10 @@ MK_DEVICE Words load_shared(const void* p) {
                : "r"(shared_address(p))
                : "memory");
   return v;
+}
+MK_DEVICE void store_global(void* p, const Words& v) {  // ordinary memory, this rank's or a peer's
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
 }
 MK_DEVICE void store_shared(void* p, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),

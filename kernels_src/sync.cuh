@@ -90,26 +90,16 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
   }
 }
 
-// Waits for flags 0 .. count-1 of an array; a warp function. One lane polls at a time.
-// Flags: const uint64_t* word(i); uint64_t value(); bool wait(call, i).
+// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. Flags: bool wait(call, i).
 template <class Flags>
 MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {
-  const uint32_t lane = ptx::lane_index();
+  bool ok = true;
 #pragma unroll 1
-  for (uint32_t base = 0; base < count; base += 32) {
-    const uint32_t i = base + lane;
-    bool missing = i < count && ptx::load_acquire_sys(flags.word(i)) < flags.value();
-#pragma unroll 1
-    for (uint32_t mask = ptx::ballot(missing); mask != 0; mask = ptx::ballot(missing)) {
-      const uint32_t last =
-          ptx::highest_bit(mask);  // flags are raised about in order: behind the last one there is little left to wait for
-      const bool ok = lane != last || flags.wait(call, i);
-      if (!ptx::all_of_warp(ok)) return false;
-      missing = missing && lane != last && ptx::load_acquire_sys(flags.word(i)) < flags.value();
-    }
+  for (uint32_t base = 0; ok && base < count; base += 32) {
+    const uint32_t i = base + ptx::lane_index();
+    ok = ptx::all_of_warp(i >= count || flags.wait(call, i));  // every lane's acquire is in the past of all lanes
   }
-  ptx::sync_warp();  // every lane's acquire is in the past of all lanes
-  return true;
+  return ok;
 }
 
 // ---- entry: a rank tells everyone that call `epoch` has begun, so its buffers may be written and its digest compared
@@ -136,21 +126,9 @@ MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
 
 // The same for every other rank of the world. Warp function.
 struct EntryFlags {
-  const Call& call;
-  MK_DEVICE uint32_t peer(uint32_t i) const { return (call.world.rank + 1 + i) % call.world.size; }
-  MK_DEVICE const uint64_t* word(uint32_t i) const { return entry_flag(call, peer(i)); }
-  MK_DEVICE uint64_t value() const { return call.epoch << abi::kDigestBits; }
-  MK_DEVICE bool wait(const Call& c, uint32_t i) const { return wait_entered(c, peer(i)); }
+  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }
 };
-MK_DEVICE bool wait_all_entered(const Call& call) {
-  const EntryFlags flags{call};
-  const uint32_t peers = call.world.size - 1;
-  if (!wait_all(call, flags, peers)) return false;
-  bool same = true;
-#pragma unroll 1
-  for (uint32_t i = ptx::lane_index(); i < peers; i += 32) same = same && flags.wait(call, i);  // they are there: compares the plans
-  return ptx::all_of_warp(same);
-}
+MK_DEVICE bool wait_all_entered(const Call& call) { return wait_all(call, EntryFlags{}, call.world.size - 1); }
 
 // The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, after all of the CTA's work.
 MK_DEVICE void leave_call(const Call& call) {

@@ -175,7 +175,7 @@ MK_DEVICE void unpack(uint32_t v, float& low, float& high) {
 MK_DEVICE uint32_t bits(float v) { return __builtin_bit_cast(uint32_t, v); }
 MK_DEVICE float from_bits(uint32_t v) { return __builtin_bit_cast(float, v); }
 
-// ---- shared memory, 16 bytes at a time
+// ---- 16 bytes at a time
 struct alignas(16) Words {
   uint32_t word[4];
 };
@@ -183,6 +183,7 @@ MK_DEVICE Words load_shared(const void* p) {
   mkc_check_shared(p, sizeof(Words));
   return *static_cast<const Words*>(p);
 }
+MK_DEVICE void store_global(void* p, const Words& v) { *static_cast<Words*>(p) = v; }
 MK_DEVICE void store_shared(void* p, const Words& v) {
   mkc_wrote_shared(p, sizeof(Words));
   *static_cast<Words*>(p) = v;
