@@ -65,7 +65,7 @@ class ReduceCase(Case):
 
     def rounds(self, rank: int) -> bool:
         """Whether what ``rank`` has computed is rounded on its way into this rank's result."""
-        return self.problem.topology.size > 1 or self.problem.one_shot
+        return self.problem.topology.size > 1
 
     def rounds_sum(self, node: int) -> bool:
         """Whether the sum of ``node`` is."""
