@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mkernel.cli.check import UNIT_ROUNDOFF
+from mkernel.plan.reduce import REDUCE_SCATTER, ReduceProblem
 
-__all__ = ["NodeSum", "Product", "to_float64", "worst_product", "worst_sum"]
+__all__ = ["NodeSum", "Product", "node_sums", "to_float64", "worst_product", "worst_sum"]
 
 _BLOCK_ROWS = 2048  # a block of float64 rows at K = 32768 is 512 MiB
 _TILE = 128
@@ -36,6 +37,22 @@ class NodeSum:
 
     products: Sequence[Product]
     rounded: bool = False  # to the output's dtype, before it is added to those of other nodes
+
+
+def node_sums(problem: ReduceProblem, rank: int, operands: Callable[[int], tuple[Any, Any]]) -> list[NodeSum]:
+    """What the ranks add to the result of ``rank``, and which of it is rounded on its way. ``operands``: rank -> its a and b."""
+    topology, rounds = problem.topology, problem.partials == "output" and problem.topology.size > 1
+    scatters, sums = problem.op == REDUCE_SCATTER, topology.num_nodes > 1 and not problem.one_shot
+    own = rank if scatters else None  # whose part stays exact; tiles of an all-reduce differ in that
+    rows = slice(rank * problem.rows, (rank + 1) * problem.rows) if scatters else slice(None)
+    nodes = []
+    for node in range(topology.num_nodes):
+        products = []
+        for source in topology.node_ranks(node):
+            a, b = operands(source)
+            products.append(Product(a[rows], b, rounds and source != own))
+        nodes.append(NodeSum(products, rounds and sums and not (scatters and node == topology.node(rank))))
+    return nodes
 
 
 def worst_product(xp: Any, out: Any, a: Any, b: Any) -> float:

@@ -23,16 +23,6 @@ class _GemmReduceScatter(ReduceCase):
 
         return self._calls(mk.gemm_reduce_scatter, split)
 
-    def own_rows(self) -> slice:
-        rows = self.problem.rows
-        return slice(self._lab.world.rank * rows, (self._lab.world.rank + 1) * rows)
-
-    def rounds(self, rank: int) -> bool:
-        return bool(rank != self._lab.world.rank)
-
-    def rounds_sum(self, node: int) -> bool:
-        return node != self.problem.topology.node(self._lab.world.rank)
-
     def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
         calls: dict[str, Sequence[Call]] = libraries.gemm_reduce_scatter(*self._sets(self._c))
         return calls

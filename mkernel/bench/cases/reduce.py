@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.base import Case, LocalGemm
-from mkernel.bench.check import NodeSum, Product, worst_sum
+from mkernel.bench.check import node_sums, worst_sum
 from mkernel.errors import ArgumentError
 from mkernel.plan.reduce import ReduceProblem, make_plan
 from mkernel.plan.topology import Topology
@@ -59,27 +59,8 @@ class ReduceCase(Case):
     def outputs(self) -> list[Any]:
         return self._c
 
-    def own_rows(self) -> slice:
-        """The rows of the sum that this rank gets."""
-        return slice(None)
-
-    def rounds(self, rank: int) -> bool:
-        """Whether what ``rank`` has computed is rounded on its way into this rank's result."""
-        return self.problem.topology.size > 1
-
-    def rounds_sum(self, node: int) -> bool:
-        """Whether the sum of ``node`` is."""
-        return self.problem.topology.num_nodes > 1 and not self.problem.one_shot
-
     def worst(self, index: int) -> float:
-        topology, exact = self.problem.topology, self.problem.partials == "float32"
-        nodes, rows = [], self.own_rows()
-        for node in range(topology.num_nodes):
-            products = []
-            for rank in topology.node_ranks(node):
-                a, b = self._operands(index, rank)
-                products.append(Product(a[rows], b, self.rounds(rank) and not exact))
-            nodes.append(NodeSum(products, self.rounds_sum(node) and not exact))
+        nodes = node_sums(self.problem, self._lab.world.rank, lambda rank: self._operands(index, rank))
         return worst_sum(self._lab.xp, self._c[index], nodes)
 
     def _sets(self, outputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
