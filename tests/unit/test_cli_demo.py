@@ -37,18 +37,54 @@ def test_demo_runs_two_nodes_of_two(kind: str, tmp_path: Path) -> None:
     assert {"intra_comm × 1", "inter_send × 1"} <= set(texts)
 
 
-@pytest.mark.mpi
-def test_example_runs(tmp_path: Path) -> None:
+def _example(name: str, tmp_path: Path) -> tuple[int, list[str]]:
+    """Exit status and lines of an example on 2 nodes of 2 ranks."""
     if launcher.find_mpirun() is None:
         pytest.skip("no mpirun")
     root = Path(__file__).parents[2]
-    command = [str(root / "examples" / "allgather_gemm.py"), "--ranks-per-node", "2"]
+    command = [str(root / "examples" / name), "--ranks-per-node", "2"]
     printed = tmp_path / "printed"
     with printed.open("wb") as output:
-        assert launcher.run(4, command, timeout=120, kind="mpi", environment={"PYTHONPATH": str(root)}, output=output) == 0
-    lines = printed.read_text().splitlines()
-    assert sorted(line.split(" on ")[0] for line in lines) == [f"rank {rank} of 4" for rank in range(4)]
+        status = launcher.run(4, command, timeout=120, kind="mpi", environment={"PYTHONPATH": str(root)}, output=output)
+    return status, sorted(printed.read_text().splitlines())
+
+
+@pytest.mark.mpi
+def test_example_runs(tmp_path: Path) -> None:
+    status, lines = _example("allgather_gemm.py", tmp_path)
+    assert status == 0
+    assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
     assert all("c is (512, 256)" in line for line in lines)
+
+
+@pytest.mark.mpi
+def test_example_of_a_tensor_parallel_block_is_right(tmp_path: Path) -> None:
+    status, lines = _example("tensor_parallel_mlp.py", tmp_path)
+    assert status == 0, lines
+    assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all("y is (128, 256)" in line and line.endswith("right") for line in lines)
+
+
+_SPOILED = """
+import runpy, sys
+import mkernel as mk
+real = mk.gemm_reduce_scatter
+def spoiled(*arrays):
+    y = real(*arrays)
+    y[-1, -1] += 0.25
+    return y
+mk.gemm_reduce_scatter = spoiled
+sys.argv[1:] = ["--tokens", "64", "--hidden", "64", "--inner", "64"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_example_of_a_tensor_parallel_block_sees_a_wrong_element() -> None:
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.argv[0] = {str(root / 'examples' / 'tensor_parallel_mlp.py')!r}" + _SPOILED
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.endswith("WRONG\n")
 
 
 def test_every_op_is_shown_in_all_its_ways() -> None:
