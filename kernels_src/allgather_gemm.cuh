@@ -156,7 +156,7 @@ struct Tiles : BasicOp {
   }
 
   // ---- for the GEMM
-  static constexpr uint32_t kParts = Config::kParts;
+  static constexpr uint32_t kParts = Config::kParts, kCommCtas = Config::kIntraComm + Config::kInterSend;
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return kParts; }
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK / kParts; }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
@@ -320,7 +320,6 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index(), role = role_of(cta);
   const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
-    if (cta == 0) announce_entry<Config>(call);
     if (role == abi::kIntraComm) storage.announce.init();
     if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
   }

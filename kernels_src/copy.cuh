@@ -68,25 +68,25 @@ class CopyRing {
     uint32_t chunk, offset;
   };
   template <class Chunks>
-  MK_DEVICE static uint32_t piece_bytes(const Chunks& chunks, const Cursor& at) {
+  MK_DEVICE static uint32_t piece_bytes(Chunks& chunks, const Cursor& at) {
     const uint32_t left = chunks.bytes(at.chunk) - at.offset;
     return left < kPieceBytes ? left : kPieceBytes;
   }
   template <class Chunks>
-  MK_DEVICE static bool advance(const Chunks& chunks, Cursor& at) {  // true: that was the chunk's last piece
+  MK_DEVICE static bool advance(Chunks& chunks, Cursor& at) {  // true: that was the chunk's last piece
     at.offset += kPieceBytes;
     if (at.offset < chunks.bytes(at.chunk)) return false;
     at = Cursor{chunks.next(at.chunk), 0};
     return true;
   }
   template <class Chunks>
-  MK_DEVICE void load(const Chunks& chunks, const Cursor& at, uint32_t stage) {
+  MK_DEVICE void load(Chunks& chunks, const Cursor& at, uint32_t stage) {
     const uint32_t bytes = piece_bytes(chunks, at);
     ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], bytes);
     chunks.load(at.chunk, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
   }
   template <class Chunks>
-  MK_DEVICE void store(const Chunks& chunks, const Cursor& at) {
+  MK_DEVICE void store(Chunks& chunks, const Cursor& at) {
     ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
     chunks.store(at.chunk, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
     ptx::store_commit();

@@ -7,6 +7,7 @@
 // A tile is done in parts: an item of the tile queue is one part of one tile, and is handed over when the inputs of that part are there.
 // A kernel provides an Op (BasicOp has what most do not need):
 //   uint32_t num_tiles();                               tiles that the CTAs of this rank share
+//   kCommCtas                                           CTAs that do something else first; those that compute have the last indices
 //   uint32_t assigned(i);                               the i-th tile that only this CTA does, before all others; kStop: no more
 //   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
 //   kParts, uint32_t parts(c);                          parts of a tile at most, and of this one (0: there is no such tile)
@@ -16,6 +17,7 @@
 //   const TensorMap* a_map(c); a_row(c), a_plane(c, part), a_k(c, part);   where the tile's rows of A are
 //   const TensorMap* b_map(c);
 //   kAdds, uint32_t addends(c, part); const char* addend(c, i);   partial tiles (partial.cuh) that the part adds, in this order
+//   kExchanges, void exchange(call, d, c);              each consumer thread makes of its values those to store
 //   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
 //   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
 //   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
@@ -24,6 +26,7 @@
 #pragma once
 #include "announce.cuh"
 #include "partial.cuh"
+#include "ring.cuh"
 #include "sync.cuh"
 #include "trace.cuh"
 
@@ -95,7 +98,7 @@ struct GemmStorage {
 
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
 struct BasicOp {
-  static constexpr bool kAdds = false, kAnnounces = false;
+  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
@@ -188,7 +191,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   Trace trace(call.world, 0);
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
-  uint32_t num_assigned = 0;
+  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - Op::kCommCtas : kStop;
   bool first = true, checked = false, ok = true;
 #pragma unroll 1
   while (ok) {
@@ -197,8 +200,12 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (tile != kStop) {
       ++num_assigned;
     } else {
-      tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
-      tile = ptx::broadcast(tile, 0);
+      if (given != kStop) {  // the first tile of a CTA that computes from the start, without asking
+        tile = given, given = kStop;
+      } else {
+        tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
+        tile = ptx::broadcast(tile, 0) + ptx::cta_count() - Op::kCommCtas;
+      }
       last = tile >= num_tiles;
     }
     if (!checked && (!first || last)) {  // not before a first tile of own inputs: it is computed meanwhile
@@ -433,6 +440,10 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       for (uint32_t i = 0; i < addends; ++i) add_partial<0, Config>(d, storage, stage, warpgroup);
     }
     if (part + 1 < op.parts(c)) continue;
+    if constexpr (Op::kExchanges) {
+      ptx::mbarrier_wait(&storage.entries_checked, 0);
+      if (storage.refused == 0) op.exchange(call, d, c);
+    }
     write_blocks(d, op, c, storage, warpgroup, block);
     if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
   }
@@ -505,8 +516,9 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
         store_tiles(op, storage);
         leave_call(call);  // the other warps have done their part, but for flags that are being raised
       }
-    } else if constexpr (Op::kAnnounces) {
-      storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
+    } else {
+      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry<Config>(call);  // of a CTA that computes from the start
+      if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();

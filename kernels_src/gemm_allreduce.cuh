@@ -60,6 +60,14 @@ struct PulledTiles {
   struct Unit {  // consecutive tiles of one owner
     uint32_t distance, local_rank, first;
   };
+  struct Known {  // worked out once for all pieces of an item
+    uint32_t item = kStop;
+    Unit unit{};
+    uint32_t bytes = 0;
+  };
+  Known loading, storing;
+  uint32_t stored_tile = kStop;
+  TileCoordinate stored_at{};
   MK_DEVICE const Parameters& p() const { return tiles.p; }
   MK_DEVICE uint32_t num_local() const { return p().tiles * (kR - 1); }
   MK_DEVICE Unit unit(uint32_t item) const {
@@ -86,9 +94,14 @@ struct PulledTiles {
     return item;
   }
   MK_DEVICE uint32_t end() const { return num_local() + num_chunks(p()) * (kNodes - 1) * kR; }
-  MK_DEVICE uint32_t bytes(uint32_t item) const {
+  MK_DEVICE Known known(uint32_t item) const {
     const Unit u = unit(item);
-    return static_cast<uint32_t>((u.distance == 0 ? 1 : chunk_count(tiles, owner(u), u.first)) * kResultBytes);
+    return Known{item, u, static_cast<uint32_t>((u.distance == 0 ? 1 : chunk_count(tiles, owner(u), u.first)) * kResultBytes)};
+  }
+  MK_DEVICE uint32_t bytes(uint32_t item) const {
+    if constexpr (kNodes == 1) return static_cast<uint32_t>(kResultBytes);
+    if (loading.item == item) return loading.bytes;
+    return storing.item == item ? storing.bytes : known(item).bytes;
   }
   MK_DEVICE bool ready(uint32_t item, bool wait) {
     const Unit u = unit(item);
@@ -99,16 +112,22 @@ struct PulledTiles {
     if (here && !wait && kR > 1 && is_forwarded(u)) queue.push(at, flag(u));
     return here;
   }
-  MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    const Unit u = unit(item);
+  MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+    if (loading.item != item) loading = known(item);
+    const Unit& u = loading.unit;
     ptx::bulk_load(smem, heap(p().world, u.local_rank) + result_offset(p(), u.distance, u.first) + offset, bytes, bar);
   }
-  MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t) const {
-    const Unit u = unit(item);
-    const TileCoordinate c = tiles.at(owner(u), u.first + static_cast<uint32_t>(offset / kResultBytes), false);
+  MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t) {
+    if (storing.item != item) storing = known(item);
+    const Unit& u = storing.unit;
+    const uint32_t tile = owner(u) * p().tiles + u.first + static_cast<uint32_t>(offset / kResultBytes);
+    if (stored_tile != tile) {
+      stored_tile = tile;
+      stored_at = tiles.at(owner(u), tile - owner(u) * p().tiles, false);
+    }
     const uint32_t panel = static_cast<uint32_t>(offset % kResultBytes) / kPieceBytes;
 #pragma unroll
-    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) tiles.store_result(c, panel, w, smem + w * kBlockBytes);
+    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) tiles.store_result(stored_at, panel, w, smem + w * kBlockBytes);
   }
   MK_DEVICE void announce(uint32_t item) {
     trace.record(abi::kTraceForward, item, since);
@@ -124,7 +143,7 @@ MK_DEVICE void pull_tiles(const Call& call, const Parameters& p, Storage& storag
   Trace trace(p.world, 2);
   CopyRing ring(storage.pieces, storage.copy_barriers);
   const Tiles tiles(p, 0, 0);
-  PulledTiles pulled{call, tiles, storage.forward, at, index, trace, trace.now()};
+  PulledTiles pulled{call, tiles, storage.forward, at, index, trace, trace.now(), {}, {}};
   ring.copy(pulled);
 }
 
@@ -174,7 +193,6 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const RoleIndex at = role_of(ptx::cta_index());
   const Call call = begin_call(p.world, at.role);
-  if (ptx::thread_index() == 0 && ptx::cta_index() == 0) announce_entry<Config>(call);
   if constexpr (Config::kIntraComm > 0) {
     if (at.role == abi::kIntraComm) {
       if (ptx::thread_index() == 0) storage.forward.init();

@@ -20,7 +20,7 @@ MK_DEVICE uint32_t slot(const Parameters& p, uint32_t source, uint32_t tile) { r
 struct Tiles : BasicOp {
   const Parameters& p;
   MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
-  static constexpr uint32_t kParts = 1;
+  static constexpr uint32_t kParts = 1, kCommCtas = kCommunicating;
   static constexpr bool kAdds = true, kAnnounces = true;
 
   MK_DEVICE uint32_t num_tiles() const { return 2 * p.tiles; }
@@ -119,7 +119,6 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const RoleIndex at = role_of(ptx::cta_index());
   const Call call = begin_call(p.world, at.role);
   if (ptx::thread_index() == 0) {
-    if (ptx::cta_index() == 0) announce_entry<Config>(call);
     if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
     gemm_init(storage.gemm);
   }

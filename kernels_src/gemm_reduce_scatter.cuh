@@ -42,7 +42,6 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const RoleIndex at = role_of(ptx::cta_index());
   const Call call = begin_call(p.world, at.role);
   if (ptx::thread_index() == 0) {
-    if (ptx::cta_index() == 0) announce_entry<Config>(call);
     if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
     gemm_init(storage.gemm);
   }

@@ -15,6 +15,7 @@ namespace mkernel {
 using Shape = GemmShape<Config>;
 constexpr uint32_t kR = Config::kRanksPerNode, kNodes = Config::kNumNodes, kWorldSize = kNodes * kR;
 constexpr uint32_t kOtherNodes = kNodes > 1 ? kNodes - 1 : 1;  // no 0: a division by it would draw a warning
+constexpr uint32_t kCommunicating = Config::kIntraComm + Config::kInterSend + Config::kInterReduce;  // CTAs that do not compute at first
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
 
@@ -88,7 +89,7 @@ struct OwnedTiles : BasicOp {
       : p(parameters), sums_begin(begin), sums_stride(stride) {}
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
-  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
+  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1, kCommCtas = kCommunicating;
   static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }

@@ -107,6 +107,15 @@ inline T atomic_add(T* p, T v, int order) {
 }
 }  // namespace detail
 MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) { return detail::load_acquire(p); }
+MK_DEVICE uint64_t load_relaxed_sys(const uint64_t* p) {
+  mkc_check_word(p, sizeof(uint64_t));
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+MK_DEVICE void store_relaxed_sys(uint64_t* p, uint64_t v) {
+  mkc_check_word(p, sizeof(uint64_t));
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+  mkc_released();
+}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }

@@ -101,6 +101,8 @@ def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: 
     tensor_map = world.backend.tensor_map
     inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, plan.tile.block_n)
     offsets = {f"{area}_offset": chosen.scratch_offset + offset for area, offset in plan.offsets.items()}
+    if plan.packets:
+        offsets["partial_offset"] = chosen.packet_offset
     parameters = Parameters(
         flag_offset=chosen.flag_offset,
         rows=rows,

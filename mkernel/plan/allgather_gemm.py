@@ -128,6 +128,8 @@ class AllGatherGemmPlan:
         first = block // self.part_blocks * self.part_blocks
         return first * self.parts + part * min(self.part_blocks, self.blocks - first) + block - first
 
+    packet_bytes = 0  # no packets in the signal segment
+
     @property
     def flag_words(self) -> int:
         return self.problem.topology.size * self.chunks

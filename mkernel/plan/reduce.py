@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 
+from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.plan.gemm import BLOCK_M, THREADS, GemmTile, choose_tile
 from mkernel.plan.split import Split
@@ -86,6 +87,7 @@ class ReducePlan:
     group_tiles: int  # of an owner, that are computed one after the other
     chunk_tiles: int  # of one put
     group_m: int = _GROUP_M  # tile rows that share columns of B
+    packets: bool = False  # one-shot: values travel in words that are their own flags
 
     @property
     def op(self) -> str:
@@ -110,13 +112,13 @@ class ReducePlan:
             "kChunkTiles": self.chunk_tiles,
             "kSlices": 1,
         }
-        name = f"{self.op}_one_shot" if problem.one_shot else self.op
+        name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
         return KernelSpec(name, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
 
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m))
+        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.packets))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -175,6 +177,8 @@ class ReducePlan:
         topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
         if topology.size == 1 and not self.problem.one_shot:
             return dict.fromkeys(("partial", "sum", "arrived", "result"), 0)
+        if self.packets:
+            return dict.fromkeys(("partial", "sum", "arrived", "result"), 0)
         if self.problem.one_shot:
             return {"partial": topology.size * self.tiles * self.partial_bytes, "sum": 0, "arrived": 0, "result": 0}
         return {
@@ -199,8 +203,18 @@ class ReducePlan:
         return sum(self.areas.values())
 
     @property
+    def packet_bytes(self) -> int:
+        """Of the range of packets in the signal segment: of every rank, for whole warps of 16 rows."""
+        if not self.packets:
+            return 0
+        warps = math.ceil(min(self.problem.rows, BLOCK_M) / 16)
+        return self.problem.topology.size * self.tiles * warps * 16 * self.tile.block_n // 2 * 8
+
+    @property
     def flag_words(self) -> int:
         topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
+        if self.packets:
+            return 0
         if self.problem.one_shot:
             return topology.size * self.tiles
         finished = topology.size * self.tiles if self.op == ALLREDUCE else 0
@@ -235,7 +249,7 @@ class ReducePlan:
     def tiles_of(self, rank: int) -> Iterator[Tile]:
         """What ``rank`` computes, in the order in which its CTAs take it; tiles that do not exist included."""
         if self.problem.one_shot:
-            for is_sum in (False, True):
+            for is_sum in (False,) if self.packets else (False, True):
                 yield from (self.at(rank, index, is_sum) for index in range(self.tiles))
             return
         own: range | None = None
@@ -279,7 +293,16 @@ def make_plan(
         rows = min(_GROUP_M, tile_rows)
         group_tiles = max(1, sm_count // rows) * rows
     plan = ReducePlan(problem, chosen, tile, group_tiles, 1)
-    return dataclasses.replace(plan, chunk_tiles=max(1, _PUT_BYTES // plan.partial_bytes))
+    plan = dataclasses.replace(plan, chunk_tiles=max(1, _PUT_BYTES // plan.partial_bytes))
+    return choose_packets(plan)
+
+
+def choose_packets(plan: ReducePlan) -> ReducePlan:
+    """Packets where the one step of an all-reduce is inside a node, in the output dtype, and they fit."""
+    problem = plan.problem
+    packed = dataclasses.replace(plan, packets=problem.one_shot and problem.topology.num_nodes == 1 and problem.partials == "output")
+    power_of_two = problem.topology.size & (problem.topology.size - 1) == 0
+    return packed if power_of_two and 1 < problem.topology.size <= 16 and packed.packet_bytes <= abi.PACKET_BYTES else plan
 
 
 def default_split(problem: ReduceProblem, sm_count: int) -> Split:
@@ -351,6 +374,8 @@ class _Steps:
         """What a tile of ``rank`` adds."""
         topology, chunk = self.topology, tile.index // self.plan.chunk_tiles
         node = topology.node(rank)
+        if self.plan.packets:  # it is complete once the others have sent theirs, before they wait
+            return []
         if self.plan.problem.one_shot:
             if not tile.is_sum:
                 return []
