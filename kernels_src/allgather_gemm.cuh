@@ -3,7 +3,7 @@
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
 // nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
 #pragma once
-#include "announce.cuh"
+#include "handover.cuh"
 #include "copy.cuh"
 #include "gemm.cuh"
 #include "ring.cuh"
@@ -46,7 +46,7 @@ struct Storage {
     CopyPieces pieces;
   };
   CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
-  AnnounceQueue announce;
+  Handover announce, arrived;
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
@@ -176,24 +176,28 @@ struct Tiles : BasicOp {
   }
 };
 
-// ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags.
-struct PushedChunks {  // of this rank's shard first, then those that the rail peers have put here
-  const Call& call;
+// ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags, warp 2 waits for what is to be forwarded.
+// Items: the chunks of this rank's shard, then those that the rail peers have put here.
+constexpr uint32_t kOthers = Config::kNumNodes > 1 ? Config::kNumNodes - 1 : 1;  // no 0: a division by it would draw a warning
+MK_DEVICE uint32_t pushed_source(const Parameters& p, uint32_t item) {
+  if (item < num_chunks(p)) return p.world.rank;
+  const uint32_t distance = 1 + (item - num_chunks(p)) % kOthers;
+  return (p.world.node + distance) % Config::kNumNodes * Config::kRanksPerNode + p.world.local_rank;
+}
+MK_DEVICE uint32_t pushed_chunk(const Parameters& p, uint32_t item) {
+  return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOthers;
+}
+struct PushedChunks {
   const Parameters& p;
   uint32_t begin;
-  AnnounceQueue& queue;
-  RingPosition<kAnnounceQueue>& at;
+  Handover &queue, &arrived;
+  Handover::Position at, arrival;
   Trace& trace;
   uint64_t since;
 
-  static constexpr uint32_t kOthers = Config::kNumNodes > 1 ? Config::kNumNodes - 1 : 1;  // no 0: a division by it would draw a warning
   MK_DEVICE bool is_own(uint32_t item) const { return item < num_chunks(p); }
-  MK_DEVICE uint32_t source(uint32_t item) const {
-    if (is_own(item)) return p.world.rank;
-    const uint32_t distance = 1 + (item - num_chunks(p)) % kOthers;
-    return (p.world.node + distance) % Config::kNumNodes * Config::kRanksPerNode + p.world.local_rank;
-  }
-  MK_DEVICE uint32_t chunk(uint32_t item) const { return is_own(item) ? item : (item - num_chunks(p)) / kOthers; }
+  MK_DEVICE uint32_t source(uint32_t item) const { return pushed_source(p, item); }
+  MK_DEVICE uint32_t chunk(uint32_t item) const { return pushed_chunk(p, item); }
   MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, source(item), chunk(item)); }
   MK_DEVICE uint64_t plane(uint32_t item) const { return plane_offset(p, source(item)) + chunk_offset(p, chunk(item)); }
 
@@ -201,13 +205,13 @@ struct PushedChunks {  // of this rank's shard first, then those that the rail p
   MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
   MK_DEVICE uint32_t end() const { return num_chunks(p) * Config::kNumNodes; }
   MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, chunk(item)); }
-  MK_DEVICE bool ready(uint32_t item, bool wait) const {
+  MK_DEVICE bool ready(uint32_t item) {
     if (is_own(item)) return true;
-    const bool here = wait ? wait_chunk(call, p, source(item), chunk(item))
-                           : ptx::load_acquire_sys(chunk_flag(p, source(item), chunk(item))) >= call.epoch;
-    ptx::fence_proxy_async();
-    return here;
+    if (!arrived.is_filled(arrival) || arrived.front(arrival) == kNoMore) return false;
+    arrived.take(arrival);
+    return true;
   }
+  MK_DEVICE bool wait(uint32_t) { return arrived.front(arrival) != kNoMore; }  // own chunks are ready
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     if (is_own(item)) {
       load_own(p, item, offset, smem, bytes, bar);
@@ -228,7 +232,7 @@ struct PushedChunks {  // of this rank's shard first, then those that the rail p
   }
 };
 
-MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index, RingPosition<kAnnounceQueue>& at) {
+MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index, Handover::Position& at) {
   const abi::World& world = p.world;
 #pragma unroll 1
   for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
@@ -236,16 +240,33 @@ MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& stora
   }
   Trace trace(world, 2);
   CopyRing ring(storage.pieces, storage.copy_barriers);
-  PushedChunks chunks{call, p, index, storage.announce, at, trace, trace.now()};
+  PushedChunks chunks{p, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
   ring.copy(chunks);
+  at = chunks.at;
+}
+
+// Hands over what the rail peers have put here for this CTA to forward. One thread.
+MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+  Handover::Position at;
+  uint32_t item = index;
+  while (item < num_chunks(p)) item += Config::kIntraComm;
+#pragma unroll 1
+  for (; item < num_chunks(p) * Config::kNumNodes; item += Config::kIntraComm) {
+    if (!wait_chunk(call, p, pushed_source(p, item), pushed_chunk(p, item))) break;
+    ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
+    storage.arrived.push(at, item);
+  }
+  storage.arrived.push(at, kNoMore);
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   const uint32_t warp = ptx::warp_index();
   if (warp == 0 && ptx::lane_index() == 0) {
-    RingPosition<kAnnounceQueue> at;
+    Handover::Position at;
     push_chunks(call, p, storage, index, at);
-    storage.announce.push(at, kNoMoreFlags);
+    storage.announce.push(at, kNoMore);
+  } else if (Config::kNumNodes > 1 && warp == 2 && ptx::lane_index() == 0) {
+    wait_for_chunks(call, p, storage, index);
   } else if (warp == 1) {
     storage.announce.serve([&](uint32_t flag) {
       for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {  // a lane per peer
@@ -264,7 +285,8 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
   MK_DEVICE uint32_t end() const { return chunk + 1; }
   MK_DEVICE uint32_t bytes(uint32_t c) const { return chunk_bytes(p, c); }
-  MK_DEVICE bool ready(uint32_t, bool) const { return true; }
+  MK_DEVICE bool ready(uint32_t) const { return true; }
+  MK_DEVICE bool wait(uint32_t) const { return true; }
   MK_DEVICE void load(uint32_t c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     load_own(p, c, offset, smem, bytes, bar);
   }
@@ -320,7 +342,10 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index(), role = role_of(cta);
   const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
-    if (role == abi::kIntraComm) storage.announce.init();
+    if (role == abi::kIntraComm) {
+      storage.announce.init();
+      storage.arrived.init();
+    }
     if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
   }
   if constexpr (Config::kIntraComm > 0) {

@@ -27,7 +27,7 @@ class CopyRing {
 
   // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
   // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);
-  //         bool ready(chunk, wait): whether its source is there; if asked to wait, false means that the call has failed;
+  //         bool ready(chunk): whether its source is there, true once for each; bool wait(chunk): until it is (false: the call has failed);
   //         void load(chunk, offset, smem, bytes, bar) issues the loads of one piece, store(chunk, offset, smem, bytes) its stores;
   //         void announce(chunk).
   // Nothing is in flight afterwards.
@@ -38,7 +38,7 @@ class CopyRing {
 #pragma unroll 1
     while (storing.chunk < chunks.end()) {
 #pragma unroll 1
-      while (ahead < kPiecesAhead && loading.chunk < chunks.end() && (loading.offset != 0 || chunks.ready(loading.chunk, false))) {
+      while (ahead < kPiecesAhead && loading.chunk < chunks.end() && (loading.offset != 0 || chunks.ready(loading.chunk))) {
         ptx::store_wait_read<kPieceStages - kPiecesAhead>();
         load(chunks, loading, (stage_ + ahead) % kPieceStages);
         advance(chunks, loading);
@@ -47,7 +47,7 @@ class CopyRing {
       if (ahead == 0) {  // nothing to do but wait; first what is done is told
         ptx::store_wait<0>();
         for (; behind > 0; --behind) announce(chunks, announcing);
-        if (!chunks.ready(loading.chunk, true)) return;
+        if (!chunks.wait(loading.chunk)) return;
         continue;
       }
       store(chunks, storing);

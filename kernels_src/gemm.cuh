@@ -24,7 +24,7 @@
 //   kAnnounces, bool announces(c);                      whether others wait for the tile
 //   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
 #pragma once
-#include "announce.cuh"
+#include "handover.cuh"
 #include "partial.cuh"
 #include "ring.cuh"
 #include "sync.cuh"
@@ -58,6 +58,18 @@ struct TileCoordinate {
   bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
 };
 
+// Config::kLoadRows: how many rows of a tile of A are loaded where M is smaller than a tile. Kernels of many rows leave it out.
+namespace detail {
+template <class Config, class = void>
+struct LoadRows {
+  static constexpr uint32_t kValue = 64 * kConsumerWarpgroups;
+};
+template <class Config>
+struct LoadRows<Config, Void<Config::kLoadRows>> {
+  static constexpr uint32_t kValue = Config::kLoadRows;
+};
+}  // namespace detail
+
 template <class Config>
 struct GemmShape {
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
@@ -65,6 +77,7 @@ struct GemmShape {
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
+  static constexpr uint32_t kLoadRows = detail::LoadRows<Config>::kValue;  // of A; what the others hold does not matter
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kStageBlocks / kConsumerWarpgroups);
@@ -93,7 +106,7 @@ struct GemmStorage {
   uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
   uint32_t item[kTileQueue];
   uint32_t refused;
-  AnnounceQueue announce;
+  Handover announce;
 };
 
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
@@ -268,7 +281,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
-    const uint32_t width = tile_width<Config>(c), bytes = Shape::kBytesA + width * Shape::kBlockK * 2;
+    const uint32_t width = tile_width<Config>(c), bytes = (Shape::kLoadRows + width) * Shape::kBlockK * 2;
     const uint32_t steps = op.steps(c, part);
     int32_t a_k = op.a_k(c, part), k = part * steps * Shape::kBlockK;
 #pragma unroll 1
@@ -456,7 +469,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
   RingPosition<kResultBuffers> at, stored;
-  RingPosition<kAnnounceQueue> announce;
+  Handover::Position announce;
   bool first = true, refused = false;
   const auto give_back = [&] {
     for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);
@@ -497,7 +510,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
     give_back();
   }
   ptx::store_wait<0>();
-  if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMoreFlags);
+  if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
 }
 
 // All threads of the CTA, after gemm_init and a sync_cta; computes until the tile counter runs out, then leaves the call. Nothing may

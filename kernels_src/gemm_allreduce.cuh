@@ -13,7 +13,7 @@ struct Storage {
     CopyPieces pieces;
   };
   CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
-  AnnounceQueue forward;
+  Handover arrived, forward;
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a finished tile is one panel");
@@ -47,19 +47,21 @@ struct Tiles : OwnedTiles<Tiles> {
 };
 
 // ---- intra_comm: pulls the tiles that others own into C. Those of the node's ranks one by one; those of other nodes' by chunks, from the node's
-// rank on the owner's rail, which tells the node's others (warp 1) when a chunk has come.
+// rank on the owner's rail, which tells the node's others when a chunk has come. Warp 2 waits for flags, warp 1 raises them, thread 0 copies.
 struct PulledTiles {
-  const Call& call;
   const Tiles& tiles;
-  AnnounceQueue& queue;
-  RingPosition<kAnnounceQueue>& at;
+  Handover& arrived;
   uint32_t begin;
   Trace& trace;
   uint64_t since;
+  Handover::Position at;
 
   struct Unit {  // consecutive tiles of one owner
     uint32_t distance, local_rank, first;
   };
+  MK_DEVICE bool wait(const Call& call, const Unit& u) const {
+    return wait_flag(call, p(), flag(u), is_forwarded(u) ? owner(u) : p().world.node * kR + u.local_rank);
+  }
   struct Known {  // worked out once for all pieces of an item
     uint32_t item = kStop;
     Unit unit{};
@@ -103,15 +105,12 @@ struct PulledTiles {
     if (loading.item == item) return loading.bytes;
     return storing.item == item ? storing.bytes : known(item).bytes;
   }
-  MK_DEVICE bool ready(uint32_t item, bool wait) {
-    const Unit u = unit(item);
-    const uint32_t writer = u.distance == 0 || !is_forwarded(u) ? p().world.node * kR + u.local_rank : owner(u);
-    const bool here =
-        wait ? wait_flag(call, p(), flag(u), writer) : ptx::load_acquire_sys(flag_word(p(), p().world.local_rank, flag(u))) >= call.epoch;
-    ptx::fence_proxy_async();
-    if (here && !wait && kR > 1 && is_forwarded(u)) queue.push(at, flag(u));
-    return here;
+  MK_DEVICE bool ready(uint32_t) {
+    if (!arrived.is_filled(at) || arrived.front(at) == kNoMore) return false;
+    arrived.take(at);
+    return true;
   }
+  MK_DEVICE bool wait(uint32_t) { return arrived.front(at) != kNoMore; }
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
     if (loading.item != item) loading = known(item);
     const Unit& u = loading.unit;
@@ -135,24 +134,39 @@ struct PulledTiles {
   }
 };
 
-MK_DEVICE void pull_tiles(const Call& call, const Parameters& p, Storage& storage, uint32_t index, RingPosition<kAnnounceQueue>& at) {
+// Hands over every item of this CTA that has come, and tells warp 1 what to forward. One thread.
+MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Handover& arrived, Handover& forward) {
+  Handover::Position arrival, forwarding;
+  bool ok = true;
 #pragma unroll 1
-  for (uint32_t i = 1; i < kWorldSize; ++i) {  // C is written only if all ranks agree
-    if (!wait_entered(call, (p.world.rank + i) % kWorldSize)) return;
+  for (uint32_t i = 1; ok && i < kWorldSize; ++i) {  // C is written only if all ranks agree
+    ok = wait_entered(call, (call.world.rank + i) % kWorldSize);
   }
-  Trace trace(p.world, 2);
-  CopyRing ring(storage.pieces, storage.copy_barriers);
-  const Tiles tiles(p, 0, 0);
-  PulledTiles pulled{call, tiles, storage.forward, at, index, trace, trace.now(), {}, {}};
-  ring.copy(pulled);
+#pragma unroll 1
+  for (uint32_t item = pulled.first(); ok && item < pulled.end(); item = pulled.next(item)) {
+    const PulledTiles::Unit u = pulled.unit(item);
+    ok = pulled.wait(call, u);
+    if (!ok) break;
+    ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
+    if (kR > 1 && pulled.is_forwarded(u)) forward.push(forwarding, pulled.flag(u));
+    arrived.push(arrival, item);
+  }
+  arrived.push(arrival, kNoMore);
+  forward.push(forwarding, kNoMore);
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   const uint32_t warp = ptx::warp_index();
-  if (warp == 0 && ptx::lane_index() == 0) {
-    RingPosition<kAnnounceQueue> at;
-    pull_tiles(call, p, storage, index, at);
-    storage.forward.push(at, kNoMoreFlags);
+  if (ptx::lane_index() == 0 && (warp == 0 || warp == 2)) {
+    Trace trace(p.world, 2);
+    const Tiles tiles(p, 0, 0);
+    PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
+    if (warp == 2) {
+      wait_for_tiles(call, pulled, storage.arrived, storage.forward);
+    } else {
+      CopyRing ring(storage.pieces, storage.copy_barriers);
+      ring.copy(pulled);
+    }
   } else if (warp == 1) {
     storage.forward.serve([&](uint32_t flag) {
       for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer
@@ -195,7 +209,10 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const Call call = begin_call(p.world, at.role);
   if constexpr (Config::kIntraComm > 0) {
     if (at.role == abi::kIntraComm) {
-      if (ptx::thread_index() == 0) storage.forward.init();
+      if (ptx::thread_index() == 0) {
+        storage.arrived.init();
+        storage.forward.init();
+      }
       ptx::sync_cta();
       intra_comm_role(call, p, storage, at.index);
       ptx::sync_cta();

@@ -17,7 +17,7 @@ from mkernel.ops.arguments import (
     split_error,
 )
 from mkernel.ops.call import BoundCall, check_result, set_map
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M
+from mkernel.plan.gemm import BLOCK_K
 from mkernel.plan.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.plan.split import Split, SplitError
 
@@ -112,7 +112,7 @@ def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: 
         **offsets,
     )
     a_strides, c_strides = (a_stride, extent * a_stride), (c_stride, extent * c_stride)
-    set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, BLOCK_M, 1)))
+    set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, plan.load_rows, 1)))
     set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1)))
     return BoundCall(chosen, parameters, chosen.scratch_offset)

@@ -36,6 +36,7 @@ PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUP_M = 16  # tile rows that share their columns of B in L2
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
+_LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
@@ -87,6 +88,7 @@ class ReducePlan:
     group_tiles: int  # of an owner, that are computed one after the other
     chunk_tiles: int  # of one put
     group_m: int = _GROUP_M  # tile rows that share columns of B
+    load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
     packets: bool = False  # one-shot: values travel in words that are their own flags
 
     @property
@@ -110,6 +112,7 @@ class ReducePlan:
             "kInterSend": self.split.inter_send or 0,
             "kInterReduce": self.split.inter_reduce or 0,
             "kChunkTiles": self.chunk_tiles,
+            "kLoadRows": self.load_rows,
             "kSlices": 1,
         }
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
@@ -118,7 +121,7 @@ class ReducePlan:
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.packets))
+        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -292,7 +295,8 @@ def make_plan(
     if group_tiles is None:
         rows = min(_GROUP_M, tile_rows)
         group_tiles = max(1, sm_count // rows) * rows
-    plan = ReducePlan(problem, chosen, tile, group_tiles, 1)
+    load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
+    plan = ReducePlan(problem, chosen, tile, group_tiles, 1, load_rows=load_rows)
     plan = dataclasses.replace(plan, chunk_tiles=max(1, _PUT_BYTES // plan.partial_bytes))
     return choose_packets(plan)
 
