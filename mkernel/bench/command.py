@@ -23,6 +23,7 @@ from mkernel.bench.report import FUSED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.cli import launcher
 from mkernel.errors import ArgumentError
+from mkernel.plan.reduce import ALGORITHMS, PARTIALS
 from mkernel.plan.topology import Topology
 
 __all__ = ["main", "parse_split", "parse_world"]
@@ -30,6 +31,7 @@ __all__ = ["main", "parse_split", "parse_world"]
 _ROLES = ("compute", "intra_comm", "inter_send", "inter_reduce")
 _RESULTS = Path("docs") / "benchmarks"
 _DTYPES = ("bfloat16", "float16")
+_OP_OPTIONS = ("partials", "algorithm")
 
 
 def parse_split(text: str) -> dict[str, int]:
@@ -62,10 +64,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure an op beside its baselines, in one run on the same inputs (docs/benchmarks.md says how). One rank per GPU.",
     )
     parser.add_argument("op", nargs="?", choices=OPS, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(OPS))
-    parser.add_argument("--shapes", help="comma-separated: S, or MxNxK with N the columns of one rank (default: all of the op's)")
+    shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
+    shapes += "for gemm_allreduce also large, small (default: all of the op's)"
+    parser.add_argument("--shapes", help=shapes)
     parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")
     parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by size)")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
     parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
@@ -90,6 +96,7 @@ class _Plan:
     topology: Topology
     sizes: tuple[str, ...]
     cases: tuple[Case, ...]
+    op_options: dict[str, str]  # keyword arguments of the op
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> _Plan:
@@ -104,8 +111,13 @@ class _Plan:
             ranks = started.launched_size() or _gpus() or 4
             per_node = env.RANKS_PER_NODE.get() or ranks
             topology = Topology(ranks, per_node)
-        sizes = tuple(options.shapes.split(",")) if options.shapes else op.sizes
-        return cls(options, op, topology, sizes, tuple(op.case(size, topology, options.dtype) for size in sizes))
+        asked = options.shapes.split(",") if options.shapes else op.sizes
+        sizes = tuple(size for name in asked for size in op.groups.get(name, (name,)))
+        given = {name: getattr(options, name) for name in _OP_OPTIONS if getattr(options, name)}
+        for name in given:
+            if name not in op.options:
+                raise ArgumentError(f"--{name}", given[name], f"{op.name} has no such option")
+        return cls(options, op, topology, sizes, tuple(op.case(size, topology, options.dtype, **given) for size in sizes), given)
 
 
 def _gpus() -> int:
@@ -152,6 +164,7 @@ def _parent(plan: _Plan) -> int:
         arguments = [plan.op.name, "--shapes", ",".join(plan.sizes), "--world", world]
         if solo.exists():
             arguments += ["--solo", str(solo)]
+        arguments += [word for name, value in plan.op_options.items() for word in (f"--{name}", value)]
         arguments += ["--split", _split_text(options.split)] if options.split else []
         arguments += ["--sweep", *map(_split_text, options.sweep)] if options.sweep else []
         if options.out:
@@ -189,6 +202,7 @@ def _worker(plan: _Plan) -> int:
         network_gb_per_s=env.EMULATED_GBPS.get() or NETWORK_GB_PER_S,
         command=options.command,
         solo=_solo(options.solo),
+        options=plan.op_options,
     )
     heap = sum(case.heap_bytes for case in plan.cases)  # a workspace that grows leaves the old one behind, for captured graphs
     with mk.init(ranks_per_node=plan.topology.ranks_per_node, heap_bytes=heap) as world:

@@ -22,7 +22,8 @@ __all__ = ["CupyLibraries", "NoLibraries", "TorchLibraries", "open_libraries"]
 
 Triple = tuple[Any, Any, Any]  # a, b, c
 
-ASYNC_TP = "torch async-TP"
+NCCL, ASYNC_TP = "NCCL+cuBLAS", "torch async-TP"
+_NCCL_BFLOAT16 = 9  # ncclBfloat16 of nccl.h, which CuPy's constants do not name in every version
 
 
 class NoLibraries:
@@ -33,6 +34,8 @@ class NoLibraries:
 
     def allgather_gemm(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> dict[str, Sequence[Call]]:
         return {}
+
+    gemm_reduce_scatter = gemm_allreduce = allgather_gemm
 
     def matmul(self, sets: Sequence[Triple]) -> Sequence[Call]:
         return []
@@ -81,7 +84,7 @@ class TorchLibraries:
     def allgather_gemm(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> dict[str, Sequence[Call]]:
         if self._dist is None:
             return {}
-        sets = [tuple(map(self.tensor, triple)) for triple in zip(a, b, c, strict=True)]
+        sets = self._tensors(a, b, c)
         rows, k = sets[0][0].shape
         gathered = self._torch.empty((rows * self._world.size, k), dtype=sets[0][0].dtype, device=sets[0][0].device)
 
@@ -89,11 +92,55 @@ class TorchLibraries:
             self._dist.all_gather_into_tensor(gathered, a)
             self._torch.matmul(gathered, b, out=c)
 
-        found: dict[str, Sequence[Call]] = {"NCCL+cuBLAS": [functools.partial(nccl, *triple) for triple in sets]}
+        group = self._dist.group.WORLD.group_name
+
+        def async_tp(a: Any, b: Any) -> Any:
+            return self._torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, group)[1][0]
+
+        return self._with_async_tp([functools.partial(nccl, *triple) for triple in sets], async_tp, sets)
+
+    def gemm_reduce_scatter(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> dict[str, Sequence[Call]]:
+        if self._dist is None:
+            return {}
+        sets = self._tensors(a, b, c)
+        product = self._product(sets[0])
+
+        def nccl(a: Any, b: Any, c: Any) -> None:
+            self._torch.matmul(a, b, out=product)
+            self._dist.reduce_scatter_tensor(c, product)
+
+        group = self._dist.group.WORLD.group_name
+
+        def async_tp(a: Any, b: Any) -> Any:
+            return self._torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, group)
+
+        return self._with_async_tp([functools.partial(nccl, *triple) for triple in sets], async_tp, sets)
+
+    def gemm_allreduce(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> dict[str, Sequence[Call]]:
+        if self._dist is None:
+            return {}
+
+        def nccl(a: Any, b: Any, c: Any) -> None:
+            self._torch.matmul(a, b, out=c)
+            self._dist.all_reduce(c)
+
+        return {NCCL: [functools.partial(nccl, *triple) for triple in self._tensors(a, b, c)]}
+
+    def _tensors(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Triple]:
+        return [(self.tensor(x), self.tensor(y), self.tensor(z)) for x, y, z in zip(a, b, c, strict=True)]
+
+    def _product(self, operands: Triple) -> Any:
+        """Room for the local product."""
+        a, b, _ = operands
+        return self._torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+
+    def _with_async_tp(
+        self, nccl: Sequence[Call], async_tp: Callable[[Any, Any], Any], sets: Sequence[Triple]
+    ) -> dict[str, Sequence[Call]]:
+        found = {NCCL: nccl}
         if ASYNC_TP not in self.missing:
-            calls = [functools.partial(self._async_tp, a, b) for a, b, _ in sets]
-            first = functools.partial(self._first_async_tp, found["NCCL+cuBLAS"][0], calls[0], sets[0][2])
-            self.missing.update(self._try(ASYNC_TP, first))
+            calls = [functools.partial(async_tp, a, b) for a, b, _ in sets]
+            self.missing.update(self._try(ASYNC_TP, functools.partial(self._first_async_tp, nccl[0], calls[0], sets[0][2])))
             if ASYNC_TP not in self.missing:
                 found[ASYNC_TP] = calls
         return found
@@ -109,9 +156,6 @@ class TorchLibraries:
         error = float(norm(result.float() - c.float()) / norm(c.float()))
         if not error < 0.01:
             raise RuntimeError(f"its result is off by {error:.3g} of the norm")
-
-    def _async_tp(self, a: Any, b: Any) -> Any:
-        return self._torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, self._dist.group.WORLD.group_name)[1][0]
 
     def close(self) -> None:
         if self._dist is not None:
@@ -155,7 +199,32 @@ class CupyLibraries:
             self._communicator.allGather(a.data.ptr, gathered.data.ptr, a.nbytes, self._nccl.NCCL_INT8, self._stream.ptr)
             self._xp.matmul(gathered, b, out=c)
 
-        return {"NCCL+cuBLAS": [functools.partial(nccl, *triple) for triple in zip(a, b, c, strict=True)]}
+        return {NCCL: [functools.partial(nccl, *triple) for triple in zip(a, b, c, strict=True)]}
+
+    def gemm_reduce_scatter(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> dict[str, Sequence[Call]]:
+        if self._communicator is None:
+            return {}
+        product, kind = self._xp.empty((a[0].shape[0], b[0].shape[1]), dtype=a[0].dtype), self._type(a[0])
+
+        def nccl(a: Any, b: Any, c: Any) -> None:
+            self._xp.matmul(a, b, out=product)
+            self._communicator.reduceScatter(product.data.ptr, c.data.ptr, c.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
+
+        return {NCCL: [functools.partial(nccl, *triple) for triple in zip(a, b, c, strict=True)]}
+
+    def gemm_allreduce(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> dict[str, Sequence[Call]]:
+        if self._communicator is None:
+            return {}
+        kind = self._type(a[0])
+
+        def nccl(a: Any, b: Any, c: Any) -> None:
+            self._xp.matmul(a, b, out=c)
+            self._communicator.allReduce(c.data.ptr, c.data.ptr, c.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
+
+        return {NCCL: [functools.partial(nccl, *triple) for triple in zip(a, b, c, strict=True)]}
+
+    def _type(self, array: Any) -> int:
+        return _NCCL_BFLOAT16 if str(array.dtype) == "bfloat16" else int(self._nccl.NCCL_FLOAT16)
 
     def close(self) -> None:
         if self._communicator is not None:

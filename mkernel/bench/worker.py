@@ -38,6 +38,7 @@ class Settings:
     network_gb_per_s: float
     command: str
     solo: Mapping[str, Mapping[str, Any]]  # local GEMM "MxNxK" -> mode -> measurement in a world of one
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keyword arguments of the op
 
 
 def measure(world: Any, settings: Settings) -> Report:
@@ -50,7 +51,7 @@ def measure(world: Any, settings: Settings) -> Report:
     libraries.missing.update(dict.fromkeys(settings.without, "left out by --without"))
     report = Report(
         op=op.name,
-        title=op.title,
+        title=", ".join([op.title, *(f"{name} {value}" for name, value in settings.options.items())]),
         world={"ranks": world.size, "nodes": world.num_nodes, "ranks_per_node": world.ranks_per_node},
         target=world.target,
         dtype=settings.dtype,
@@ -60,6 +61,7 @@ def measure(world: Any, settings: Settings) -> Report:
         settings={
             "samples": settings.samples,
             "splits": {name: dict(split) if split else None for name, split in settings.splits.items()},
+            "options": dict(settings.options),
             "link_gb_per_s": LINK_GB_PER_S,
             "network_gb_per_s": settings.network_gb_per_s,
         },
@@ -68,7 +70,7 @@ def measure(world: Any, settings: Settings) -> Report:
     # Fresh inputs in every run: one seed, drawn by rank 0.
     seed = int(gather(world, secrets.randbits(40))[0])
     for i, size in enumerate(settings.sizes):
-        case = op.case(size, _topology(world), settings.dtype)
+        case = op.case(size, _topology(world), settings.dtype, **settings.options)
         _progress(world, f"{op.name} {size} ...")
         report.rows.append(_Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9))
     # Not after a failure: closing is collective, and the peers may be gone.

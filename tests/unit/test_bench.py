@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ import mkernel
 from mkernel.bench import command, main
 from mkernel.bench import launcher as started
 from mkernel.bench.cases import OPS
-from mkernel.bench.check import to_float64, worst_product
+from mkernel.bench.check import NodeSum, Product, to_float64, worst_product, worst_sum
+from mkernel.bench.lab import CpuLab
+from mkernel.bench.libraries import ASYNC_TP, NCCL, CupyLibraries, TorchLibraries
 from mkernel.bench.report import ALONE, FUSED, SOLO, Report, Row, render
 from mkernel.bench.stats import Measurement, milliseconds, quantile, slowest, tera
 from mkernel.bench.worker import Settings, measure
 from mkernel.errors import ArgumentError
+from mkernel.plan.reduce import PARTIALS, make_plan
 from mkernel.plan.topology import Topology
 
 # ---- arithmetic
@@ -86,10 +90,70 @@ def test_every_shard_but_ones_own_arrives_once() -> None:
         assert case.link_bytes + case.network_bytes == (topology.size - 1) * 768 * (768 * topology.size) * 2
 
 
+@pytest.mark.parametrize(("size", "link_ms"), [("2048", 0.019), ("4096", 0.077), ("8192", 0.310), ("16384", 1.24), ("32768", 4.96)])
+def test_link_time_of_the_reductions_on_four_ranks(size: str, link_ms: float) -> None:
+    for op, times in (("gemm_reduce_scatter", 1), ("gemm_allreduce", 2)):
+        case = OPS[op].case(size, Topology(4, 4), "bfloat16")
+        assert case.network_bytes == 0
+        assert milliseconds(case.link_bytes, 325.0) == pytest.approx(times * link_ms, rel=0.03)
+        assert case.shape == {"M": int(size), "N": int(size), "K": int(size)}
+        assert case.flops == 2.0 * int(size) ** 3 / 4
+
+
+@pytest.mark.parametrize(("size", "network_ms"), [("8192", 0.67), ("16384", 2.68), ("32768", 10.7)])
+def test_network_time_of_the_reductions_on_two_nodes_of_two(size: str, network_ms: float) -> None:
+    shard = int(size) ** 2 // 4 * 2
+    for op, times in (("gemm_reduce_scatter", 1), ("gemm_allreduce", 2)):
+        case = OPS[op].case(size, Topology(4, 2), "bfloat16")
+        assert milliseconds(case.network_bytes, 50.0) == pytest.approx(times * network_ms, rel=0.01)
+        assert (case.link_bytes, case.network_bytes) == (times * 2 * shard, times * shard)
+
+
+def test_small_shapes_are_a_table_of_their_own() -> None:
+    op = OPS["gemm_allreduce"]
+    assert set(op.sizes) == set(op.groups["large"]) | set(op.groups["small"])
+    options = command._parser().parse_args(["gemm_allreduce", "--world", "1x4", "--shapes", "small"])
+    assert command._Plan.of(options).sizes == tuple(f"{m}x8192x8192" for m in (1, 8, 32, 128, 256))
+    case = op.case("32x8192x8192", Topology(4, 4), "bfloat16")
+    assert case.solo is not None
+    assert (case.solo.m, case.solo.n, case.solo.k) == (32, 8192, 2048)
+    assert case.link_bytes == 2 * 3 * 32 * 8192 * 2 // 4
+
+
+def test_options_go_to_the_op_that_has_them() -> None:
+    def plan(*words: str) -> command._Plan:
+        return command._Plan.of(command._parser().parse_args([*words, "--world", "1x4", "--shapes", "512"]))
+
+    assert plan("gemm_allreduce", "--partials", "float32", "--algorithm", "one_shot").op_options == {
+        "partials": "float32",
+        "algorithm": "one_shot",
+    }
+    assert plan("gemm_reduce_scatter").op_options == {}
+    for words in (["gemm_reduce_scatter", "--algorithm", "one_shot"], ["allgather_gemm", "--partials", "float32"]):
+        with pytest.raises(ArgumentError, match="has no such option"):
+            plan(*words)
+
+
+def test_the_heap_holds_what_the_plan_needs() -> None:
+    for op, size in (("gemm_reduce_scatter", "8192"), ("gemm_allreduce", "8192"), ("gemm_allreduce", "256x8192x8192")):
+        for topology in (Topology(4, 4), Topology(4, 2), Topology(4, 1)):
+            for partials in PARTIALS:
+                case: Any = OPS[op].case(size, topology, "bfloat16", partials=partials)
+                for sms in (4, 114, 132, 148):
+                    assert case.heap_bytes >= make_plan(case.problem, sms).workspace_bytes
+
+
 def test_bad_shapes_say_what_they_must_be() -> None:
     for size in ("x", "10", "4096x100x4096", "0", "8x8", "-8"):
         with pytest.raises(ArgumentError, match="--shapes"):
             OPS["allgather_gemm"].case(size, Topology(4, 4), "bfloat16")
+    for size in ("x", "40", "4096x100x4096", "8x8x40", "0", "8x8", "-32", "0x8x32"):
+        for op in ("gemm_reduce_scatter", "gemm_allreduce"):
+            with pytest.raises(ArgumentError, match="--shapes"):
+                OPS[op].case(size, Topology(4, 4), "bfloat16")
+    with pytest.raises(ArgumentError, match="multiple of 4"):
+        OPS["gemm_reduce_scatter"].case("1x8x32", Topology(4, 4), "bfloat16")
+    assert OPS["gemm_allreduce"].case("1x8x32", Topology(4, 4), "bfloat16").shape == {"M": 1, "N": 8, "K": 32}
     with pytest.raises(ArgumentError, match="MxNxK"):
         OPS["gemm"].case("8192", Topology(1, 1), "bfloat16")
     with pytest.raises(ArgumentError, match="world of one"):
@@ -271,6 +335,90 @@ def test_an_empty_result_is_right() -> None:
     assert worst_product(np, empty, np.empty((0, 8), dtype=np.float16), np.ones((8, 8), dtype=np.float16)) == 0.0
 
 
+def _partial(product: Product, dtype: Any) -> Any:
+    """As a kernel would: accumulated in float32, rounded once if it is to be sent."""
+    value = product.a.astype(np.float32) @ product.b.astype(np.float32)
+    return value.astype(dtype).astype(np.float32) if product.rounded else value
+
+
+def _reduced(nodes: list[NodeSum], dtype: Any, times: dict[int, float] | None = None) -> Any:
+    """The sum of all products. ``times``: product -> how often it is added, for mistakes."""
+    total: Any = 0.0
+    position = 0
+    for node in nodes:
+        subtotal: Any = 0.0
+        for product in node.products:
+            subtotal = subtotal + (times or {}).get(position, 1.0) * _partial(product, dtype)
+            position += 1
+        total = total + (subtotal.astype(dtype).astype(np.float32) if node.rounded else subtotal)
+    return total.astype(dtype)
+
+
+def _nodes(rng: np.random.Generator, dtype: Any, m: int, n: int, k: int, rounded: bool, num_nodes: int = 2) -> list[NodeSum]:
+    def product(own: bool) -> Product:
+        return Product(*_product(rng, m, n, k, dtype)[:2], rounded and not own)
+
+    return [NodeSum([product(node == rank == 0) for rank in range(2)], rounded and node > 0) for node in range(num_nodes)]
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (130, 264, 136), (64, 128, 2048)])
+def test_right_sums_pass_and_roundings_must_be_allowed(rng: np.random.Generator, dtype: Any, shape: tuple[int, int, int]) -> None:
+    exact, rounded = (_nodes(rng, dtype, *shape, rounded) for rounded in (False, True))
+    assert 0 < worst_sum(np, _reduced(exact, dtype), exact) <= 1
+    assert 0 < worst_sum(np, _reduced(rounded, dtype), rounded) <= 1
+    if shape[2] == 136:  # enough elements for the worst of them, and K small enough for one rounding to be seen beside float32's
+        pretended = [NodeSum([Product(product.a, product.b) for product in node.products]) for node in rounded]
+        assert worst_sum(np, _reduced(rounded, dtype), pretended) > 1
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+def test_a_partial_that_is_lost_or_added_twice_fails(rng: np.random.Generator, dtype: Any, factor: float) -> None:
+    nodes = _nodes(rng, dtype, 128, 136, 512, True, num_nodes=4)
+    for position in (0, 1, 7):
+        assert worst_sum(np, _reduced(nodes, dtype, {position: factor}), nodes) > 10
+
+
+class _FourRanks:
+    """Rank 2 of two nodes of two, as far as a case looks."""
+
+    rank, size, num_nodes, ranks_per_node, target, xp = 2, 4, 2, 2, "cpu", np
+
+
+@pytest.mark.parametrize("partials", PARTIALS)
+@pytest.mark.parametrize(
+    ("op", "algorithm"), [("gemm_reduce_scatter", None), ("gemm_allreduce", "one_shot"), ("gemm_allreduce", "two_shot")]
+)
+def test_the_reference_of_a_reduction(op: str, algorithm: str | None, partials: str) -> None:
+    """Right results of rank 2 pass; those of another rank, or without one rank's contribution, do not."""
+    options = {"partials": partials} | ({"algorithm": algorithm} if algorithm else {})
+    case: Any = OPS[op].case("136x72x96", Topology(4, 2), "bfloat16", **options)
+    case.setup(CpuLab(_FourRanks(), "bfloat16"), 7)
+    assert case.worst(0) == float("inf")  # poisoned
+    operands = [case._operands(1, rank) for rank in range(4)]
+    assert all(any(a is x for x, _ in case._inputs) is False for a, _ in operands)  # written again
+    np.testing.assert_array_equal(operands[2][0], case._inputs[1][0])
+    values = [a.astype(np.float32) @ b.astype(np.float32) for a, b in operands]
+
+    def result(contributions: list[Any], rank: int = 2) -> Any:
+        rows = case.problem.rows
+        total = sum(contributions).astype(ml_dtypes.bfloat16)
+        return total[rank * rows : (rank + 1) * rows] if op == "gemm_reduce_scatter" else total
+
+    case.outputs()[1][...] = result(values)
+    assert case.worst(1) <= 1
+    case.outputs()[1][...] = result(values[:3])
+    assert case.worst(1) > 10
+    if op == "gemm_reduce_scatter":
+        case.outputs()[1][...] = result(values, rank=1)
+        assert case.worst(1) > 10
+    own = 2 if op == "gemm_reduce_scatter" else None  # what stays is not rounded
+    sent = [value if rank == own else value.astype(ml_dtypes.bfloat16).astype(np.float32) for rank, value in enumerate(values)]
+    case.outputs()[1][...] = result(sent)
+    assert (case.worst(1) <= 1) == (partials == "output")
+
+
 # ---- a whole run, with a stand-in for the op
 
 
@@ -322,16 +470,20 @@ def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
-def test_the_command_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
+def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
     for name in (*started._MARKS, *started._SIZES):
         monkeypatch.delenv(name, raising=False)
     out = tmp_path / "report.json"
-    arguments = ["allgather_gemm", "--allow-cpu", "--world", "1x2", "--shapes", "130x72x72", "--samples", "2", "--launcher", "processes"]
+    arguments = [op, "--allow-cpu", "--world", "1x2", "--shapes", "130x72x80", "--samples", "2", "--launcher", "processes"]
+    arguments += [] if op == "allgather_gemm" else ["--partials", "float32"]
     assert main([*arguments, "--out", str(out), "--timeout", "240"]) == 0
     report = Report.from_json(out.read_text())
     (row,) = report.rows
     assert report.correct
+    assert report.op == op
+    assert report.settings["options"] == ({} if op == "allgather_gemm" else {"partials": "float32"})
     assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
     assert report.command.endswith("--timeout 240")
     assert str(tmp_path) not in report.command
@@ -380,6 +532,130 @@ def test_a_failure_of_the_op_is_never_caught(monkeypatch: pytest.MonkeyPatch) ->
 def test_target_cpu_is_refused_unless_asked_for() -> None:
     with pytest.raises(ArgumentError, match="mean nothing"):
         measure(_World(), _settings(allow_cpu=False))
+
+
+# ---- the baselines, with stand-ins for their libraries: four ranks that all hold the same
+
+
+class _FourAlike:
+    rank, size = 1, 4
+
+    def __init__(self) -> None:
+        self.xp = types.SimpleNamespace(matmul=np.matmul, empty=np.empty)
+
+    def _collective(self, op: str, what: str, data: bytes, timeout: float) -> list[bytes]:
+        return [data] * self.size
+
+
+def _own_rows(array: Any) -> Any:
+    rows = len(array) // _FourAlike.size
+    return array[_FourAlike.rank * rows : (_FourAlike.rank + 1) * rows]
+
+
+class _Tensor(np.ndarray[Any, Any]):
+    def float(self) -> Any:
+        return np.asarray(self).astype(np.float32)
+
+
+class _Torch(types.SimpleNamespace):
+    matmul = staticmethod(np.matmul)
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+        return np.full(shape, np.nan, dtype)
+
+
+def _torch_libraries(monkeypatch: pytest.MonkeyPatch, spoil: float = 0.0) -> TorchLibraries:
+    """``spoil``: what the symmetric-memory op adds to its result."""
+
+    def reduce_scatter_tensor(c: Any, product: Any) -> None:
+        c[...] = 4 * _own_rows(product)
+
+    def all_reduce(c: Any) -> None:
+        c *= 4
+
+    def fused_matmul_reduce_scatter(a: Any, b: Any, reduce_op: str, scatter_dim: int, group: str) -> Any:
+        assert (reduce_op, scatter_dim, group) == ("sum", 0, "the group")
+        return (4 * _own_rows(a @ b) + np.float16(spoil)).view(_Tensor)
+
+    libraries = TorchLibraries.__new__(TorchLibraries)
+    libraries._world, libraries.missing = _FourAlike(), {}
+    libraries._torch = _Torch(
+        ops=types.SimpleNamespace(symm_mem=types.SimpleNamespace(fused_matmul_reduce_scatter=fused_matmul_reduce_scatter)),
+        cuda=types.SimpleNamespace(synchronize=lambda: None),
+        linalg=types.SimpleNamespace(vector_norm=np.linalg.norm),
+    )
+    group = types.SimpleNamespace(WORLD=types.SimpleNamespace(group_name="the group"))
+    libraries._dist = types.SimpleNamespace(reduce_scatter_tensor=reduce_scatter_tensor, all_reduce=all_reduce, group=group)
+    monkeypatch.setattr(libraries, "tensor", lambda array: array.view(_Tensor), raising=False)
+    memory = types.ModuleType("torch.distributed._symmetric_memory")
+    memory.enable_symm_mem_for_group = lambda name: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", memory)
+    return libraries
+
+
+def _cupy_libraries(kinds: list[int]) -> CupyLibraries:
+    """``kinds`` receives the data types that NCCL is told."""
+    memory: dict[int, Any] = {}
+
+    class _Array(np.ndarray[Any, Any]):
+        @property
+        def data(self) -> Any:  # type: ignore[override]
+            memory[id(self)] = self
+            return types.SimpleNamespace(ptr=id(self))
+
+    def reduce_scatter(source: int, destination: int, count: int, kind: int, op: int, stream: int) -> None:
+        assert (count, op, stream) == (memory[destination].size, 0, 77)
+        kinds.append(kind)
+        memory[destination][...] = 4 * _own_rows(memory[source])
+
+    def all_reduce(source: int, destination: int, count: int, kind: int, op: int, stream: int) -> None:
+        assert (source, count, op, stream) == (destination, memory[destination].size, 0, 77)
+        kinds.append(kind)
+        memory[destination] *= 4
+
+    libraries = CupyLibraries.__new__(CupyLibraries)
+    libraries._world, libraries._stream, libraries.missing = _FourAlike(), types.SimpleNamespace(ptr=77), {}
+    libraries._xp = types.SimpleNamespace(matmul=np.matmul, empty=lambda shape, dtype: np.empty(shape, dtype).view(_Array))
+    libraries._nccl = types.SimpleNamespace(NCCL_SUM=0, NCCL_FLOAT16=6)
+    libraries._communicator = types.SimpleNamespace(reduceScatter=reduce_scatter, allReduce=all_reduce)
+    return libraries
+
+
+def _baseline_sets(rng: np.random.Generator, op: str, dtype: Any, view: type[Any] = np.ndarray) -> tuple[list[Any], list[Any], list[Any]]:
+    a = [rng.integers(-4, 5, (16, 8)).astype(dtype).view(view) for _ in range(2)]
+    b = [rng.integers(-4, 5, (8, 24)).astype(dtype).view(view) for _ in range(2)]
+    rows = 4 if op == "gemm_reduce_scatter" else 16
+    return a, b, [np.full((rows, 24), np.nan, dtype).view(view) for _ in range(2)]
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_allreduce"])
+def test_baselines_of_the_reductions_write_the_sum(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, library: str, op: str
+) -> None:
+    kinds: list[int] = []
+    libraries: Any = _torch_libraries(monkeypatch) if library == "torch" else _cupy_libraries(kinds)
+    view = type(libraries._xp.empty((0,), np.float16)) if library == "cupy" else np.ndarray
+    a, b, c = _baseline_sets(rng, op, np.float16, view)
+    calls = getattr(libraries, op)(a, b, c)
+    assert set(calls) == {NCCL} | ({ASYNC_TP} if library == "torch" and op == "gemm_reduce_scatter" else set())
+    for i, call in enumerate(calls[NCCL]):
+        call()
+        whole = 4 * (np.asarray(a[i]) @ np.asarray(b[i]))
+        np.testing.assert_array_equal(np.asarray(c[i]), _own_rows(whole) if op == "gemm_reduce_scatter" else whole)
+    assert set(kinds) == (set() if library == "torch" else {6})
+    assert libraries.missing == {}
+
+
+def test_nccl_is_told_of_bfloat16() -> None:
+    assert _cupy_libraries([])._type(np.empty(0, ml_dtypes.bfloat16)) == 9
+
+
+def test_an_async_tp_that_is_wrong_is_left_out(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = _torch_libraries(monkeypatch, spoil=3.0)
+    assert set(libraries.gemm_reduce_scatter(*_baseline_sets(rng, "gemm_reduce_scatter", np.float16))) == {NCCL}
+    assert "is off by" in libraries.missing[ASYNC_TP]
 
 
 # ---- the command line

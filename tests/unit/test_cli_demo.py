@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import pytest
 
 from mkernel.cli import demo, demo_rank, launcher
 from mkernel.cli.main import main
+from mkernel.ops.call import OPS
+from mkernel.plan.reduce import ALGORITHMS, choose_algorithm
+from mkernel.plan.topology import Topology
 
 
 @pytest.mark.mpi
@@ -26,24 +30,71 @@ def test_demo_runs_two_nodes_of_two(kind: str, tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line for line in result.stdout.splitlines() if line.endswith("right") and " x " in line]
-    assert {row.split()[1] for row in rows} == {"bfloat16", "float16"}
+    assert {tuple(row.split()[:2]) for row in rows} == {(case.op, case.dtype) for case in demo_rank.cases("cpu", 4)}
+    assert len(rows) == len(demo_rank.cases("cpu", 4))
     assert all("2x2" in row for row in rows)
     texts = [t.text for t in ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}text")]
     assert {"intra_comm × 1", "inter_send × 1"} <= set(texts)
 
 
-@pytest.mark.mpi
-def test_example_runs(tmp_path: Path) -> None:
+def _example(name: str, tmp_path: Path) -> tuple[int, list[str]]:
+    """Exit status and lines of an example on 2 nodes of 2 ranks."""
     if launcher.find_mpirun() is None:
         pytest.skip("no mpirun")
     root = Path(__file__).parents[2]
-    command = [str(root / "examples" / "allgather_gemm.py"), "--ranks-per-node", "2"]
+    command = [str(root / "examples" / name), "--ranks-per-node", "2"]
     printed = tmp_path / "printed"
     with printed.open("wb") as output:
-        assert launcher.run(4, command, timeout=120, kind="mpi", environment={"PYTHONPATH": str(root)}, output=output) == 0
-    lines = printed.read_text().splitlines()
-    assert sorted(line.split(" on ")[0] for line in lines) == [f"rank {rank} of 4" for rank in range(4)]
+        status = launcher.run(4, command, timeout=120, kind="mpi", environment={"PYTHONPATH": str(root)}, output=output)
+    return status, sorted(printed.read_text().splitlines())
+
+
+@pytest.mark.mpi
+def test_example_runs(tmp_path: Path) -> None:
+    status, lines = _example("allgather_gemm.py", tmp_path)
+    assert status == 0
+    assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
     assert all("c is (512, 256)" in line for line in lines)
+
+
+@pytest.mark.mpi
+def test_example_of_a_tensor_parallel_block_is_right(tmp_path: Path) -> None:
+    status, lines = _example("tensor_parallel_mlp.py", tmp_path)
+    assert status == 0, lines
+    assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all("y is (128, 256)" in line and line.endswith("right") for line in lines)
+
+
+_SPOILED = """
+import runpy, sys
+import mkernel as mk
+real = mk.gemm_reduce_scatter
+def spoiled(*arrays):
+    y = real(*arrays)
+    y[-1, -1] += 0.25
+    return y
+mk.gemm_reduce_scatter = spoiled
+sys.argv[1:] = ["--tokens", "64", "--hidden", "64", "--inner", "64"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_example_of_a_tensor_parallel_block_sees_a_wrong_element() -> None:
+    root = Path(__file__).parents[2]
+    code = f"import sys; sys.argv[0] = {str(root / 'examples' / 'tensor_parallel_mlp.py')!r}" + _SPOILED
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.endswith("WRONG\n")
+
+
+def test_every_op_is_shown_in_all_its_ways() -> None:
+    for target in ("cpu", "cuda"):
+        cases = demo_rank.cases(target, 4)
+        assert {(case.op, case.dtype) for case in cases} == set(itertools.product(OPS, ("bfloat16", "float16")))
+        reductions = {choose_algorithm(Topology(4, 2), case.m, case.n) for case in cases if case.op == "gemm_allreduce"}
+        assert reductions == set(ALGORITHMS)
+        for ranks in (1, 3, 8):
+            assert all(case.k % (8 * ranks) == 0 for case in demo_rank.cases(target, ranks) if case.op != "allgather_gemm")
 
 
 def _reports(worst: float, cases: int | None = None, status: int = 0) -> Any:
@@ -80,7 +131,7 @@ def test_right_reports_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_missing_reports_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launcher, "run", _reports(0.5, cases=1))
     assert main(["demo", "--target", "cpu"]) == 1
-    assert "1 of 4 cases reported" in capsys.readouterr().err
+    assert f"1 of {len(demo_rank.cases('cpu', 4))} cases reported" in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_at_the_end_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ class _Op(Op):
     title = "M = K = S, N = S/W per rank"
     sizes = ("2048", "4096", "8192", "16384", "32768")
 
-    def case(self, size: str, topology: Topology, dtype: str) -> AllgatherGemm:
+    def case(self, size: str, topology: Topology, dtype: str, **options: str) -> AllgatherGemm:
         """``S``, or ``MxNxK`` with N the columns of one rank."""
         try:
             numbers = [int(part) for part in size.lower().split("x")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from mkernel.bench.lab import Call, Lab
@@ -69,7 +69,9 @@ class Op(abc.ABC):
     name: str
     title: str
     sizes: tuple[str, ...]  # default shapes, as written after --shapes
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # names that --shapes takes for several
+    options: tuple[str, ...] = ()  # keyword arguments of the op that the command line offers
 
     @abc.abstractmethod
-    def case(self, size: str, topology: Topology, dtype: str) -> Case:
-        """Parse one shape. Raises ArgumentError for a shape this op does not take."""
+    def case(self, size: str, topology: Topology, dtype: str, **options: str) -> Case:
+        """Parse one shape; ``options`` are among those of this class. Raises ArgumentError for a shape this op does not take."""

@@ -26,7 +26,7 @@ class _Op(Op):
     title = "C = A @ B in a world of one (M x N x K)"
     sizes = ("8192x8192x8192", "16384x4096x8192")
 
-    def case(self, size: str, topology: Topology, dtype: str) -> _Gemm:
+    def case(self, size: str, topology: Topology, dtype: str, **options: str) -> _Gemm:
         if topology.size != 1:
             raise ArgumentError(
                 "--world", f"{topology.num_nodes}x{topology.ranks_per_node}", "gemm runs in a world of one", "use --world 1x1"

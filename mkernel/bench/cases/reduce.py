@@ -1,0 +1,88 @@
+"""What the cases of gemm_reduce_scatter and gemm_allreduce share: C = A @ B with K split over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mkernel.bench.cases.base import Case, LocalGemm
+from mkernel.bench.check import node_sums, worst_sum
+from mkernel.errors import ArgumentError
+from mkernel.plan.reduce import ReduceProblem, make_plan
+from mkernel.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from mkernel.bench.lab import Call, Lab
+
+__all__ = ["ITEM", "ReduceCase", "parse_size"]
+
+ITEM = 2  # bytes of a 16-bit element
+_SLACK = 64 << 20  # room on the heap beside the partial tiles, and for the padding of other tiles than those of an H200
+_SMS = 132
+
+
+class ReduceCase(Case):
+    """``problem`` is what every rank asks for; ``m`` rows and K = ``whole_k`` are the whole problem's."""
+
+    def __init__(self, label: str, m: int, whole_k: int, problem: ReduceProblem, options: dict[str, str]) -> None:
+        self.label, self.shape = label, {"M": m, "N": problem.n, "K": whole_k}
+        self.m, self.n, self.k = m, problem.n, problem.k
+        self.problem, self.options = problem, options
+        self.solo = LocalGemm(m, problem.n, problem.k)
+        self.flops = self.solo.flops
+        # Shards of the sum come from the node's other ranks over NVLink, for the own rank and its rail peers, whose node sums it makes, and
+        # from those peers over the network.
+        topology, shard = problem.topology, m * problem.n * ITEM // problem.topology.size
+        self.link_bytes = topology.num_nodes * (topology.ranks_per_node - 1) * shard
+        self.network_bytes = (topology.num_nodes - 1) * shard
+        self.heap_bytes = make_plan(problem, _SMS).workspace_bytes + _SLACK
+
+    def setup(self, lab: Lab, seed: int) -> None:
+        self._lab, self._seed = lab, seed
+        count = lab.sets(ITEM * (self.m * self.k + self.k * self.n + self.problem.rows * self.n))
+        self._inputs = [self._operands(i, lab.world.rank) for i in range(count)]
+        self._c = [lab.empty((self.problem.rows, self.n)) for _ in range(count)]
+        for c in self._c:
+            lab.poison(c)
+        lab.synchronize()
+
+    def _operands(self, index: int, rank: int) -> tuple[Any, Any]:
+        """A and B of one rank in one set: written again from the seeds for the reference, which trusts no communication."""
+        lab, seed = self._lab, self._seed + 1_000_003 * index + 2 * rank
+        return lab.random((self.m, self.k), seed), lab.random((self.k, self.n), seed + 1)
+
+    def _calls(self, op: Callable[..., Any], split: Any) -> list[Call]:
+        call = functools.partial(op, world=self._lab.world, split=split, **self.options)
+        return [functools.partial(call, a, b, out=c) for (a, b), c in zip(self._inputs, self._c, strict=True)]
+
+    def outputs(self) -> list[Any]:
+        return self._c
+
+    def worst(self, index: int) -> float:
+        nodes = node_sums(self.problem, self._lab.world.rank, lambda rank: self._operands(index, rank))
+        return worst_sum(self._lab.xp, self._c[index], nodes)
+
+    def _sets(self, outputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Inputs and outputs as the libraries take them: lists of a, of b, of c."""
+        a, b = (list(operands) for operands in zip(*self._inputs, strict=True))
+        return a[: len(outputs)], b[: len(outputs)], list(outputs)
+
+    def alone(self, libraries: Any) -> Sequence[Call]:
+        count = min(len(self._c), self._lab.sets(ITEM * (self.m * self.k + self.k * self.n + self.m * self.n)))
+        products = [self._lab.empty((self.m, self.n)) for _ in range(count)]
+        calls: Sequence[Call] = libraries.matmul(list(zip(*self._sets(products), strict=True)))
+        return calls
+
+
+def parse_size(size: str, topology: Topology) -> tuple[int, int, int]:
+    """``S``, or ``MxNxK``, all of the whole problem."""
+    try:
+        numbers = [int(part) for part in size.lower().split("x")]
+        m, n, k = numbers if len(numbers) == 3 else (*numbers, *numbers, *numbers)
+    except ValueError:
+        raise ArgumentError("--shapes", size, "must be S or MxNxK", "for example 8192 or 1x8192x8192") from None
+    if n % 8 or k % (8 * topology.size) or min(m, n, k) < 1:
+        rule = f"N must be a multiple of 8, K of {8 * topology.size} (8 on each of {topology.size} ranks), all positive"
+        raise ArgumentError("--shapes", f"{m}x{n}x{k}", rule)
+    return m, n, k
