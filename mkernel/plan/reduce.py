@@ -279,7 +279,8 @@ def make_plan(
         rows = min(_GROUP_M, tile_rows)
         group_tiles = max(1, sm_count // rows) * rows
     plan = ReducePlan(problem, chosen, tile, group_tiles, 1)
-    return dataclasses.replace(plan, chunk_tiles=max(1, _PUT_BYTES // plan.partial_bytes))
+    # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk must not go beyond.
+    return dataclasses.replace(plan, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
 
 
 def default_split(problem: ReduceProblem, sm_count: int) -> Split:
