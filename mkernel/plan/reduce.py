@@ -227,8 +227,8 @@ class ReducePlan:
 
     # ---- the schedule (the mirror of OwnedTiles in the kernel; a test compares them)
     def exists(self, owner: int, index: int) -> bool:
-        """The last owners of an all-reduce may have fewer tiles."""
-        return self.op == REDUCE_SCATTER or owner * self.tiles + index < self.tile_rows * self.tiles_n
+        """The last owners of an all-reduce in two steps may have fewer tiles."""
+        return self.op == REDUCE_SCATTER or self.problem.one_shot or owner * self.tiles + index < self.tile_rows * self.tiles_n
 
     def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
         m, n = self.raster(index if self.op == REDUCE_SCATTER or self.problem.one_shot else owner * self.tiles + index)
@@ -299,7 +299,8 @@ def make_plan(
         group_tiles = max(1, sm_count // rows) * rows
     load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
     plan = ReducePlan(problem, chosen, tile, group_tiles, 1, load_rows=load_rows)
-    plan = dataclasses.replace(plan, chunk_tiles=max(1, _PUT_BYTES // plan.partial_bytes))
+    # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
+    plan = dataclasses.replace(plan, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
     return choose_packets(plan)
 
 
@@ -363,8 +364,6 @@ class _Steps:
         self.plan, self.topology = plan, plan.problem.topology
         ranks = range(self.topology.size)
         self.tiles = [[tile for tile in plan.tiles_of(rank) if plan.exists(tile.owner, tile.index)] for rank in ranks]
-        if plan.problem.one_shot:
-            self.tiles = [list(plan.tiles_of(rank)) for rank in ranks]
         self._position = {(rank, tile.owner, tile.index, tile.is_sum): i for rank in ranks for i, tile in enumerate(self.tiles[rank])}
 
     def computed(self, rank: int, owner: int, index: int) -> Step:
@@ -373,8 +372,7 @@ class _Steps:
     def chunk(self, chunk: int, owner: int) -> list[int]:
         """Its tiles."""
         begin = chunk * self.plan.chunk_tiles
-        tiles = range(begin, min(begin + self.plan.chunk_tiles, self.plan.tiles))
-        return [i for i in tiles if self.plan.problem.one_shot or self.plan.exists(owner, i)]
+        return [i for i in range(begin, min(begin + self.plan.chunk_tiles, self.plan.tiles)) if self.plan.exists(owner, i)]
 
     def inputs(self, rank: int, tile: Tile) -> list[Step]:
         """What a tile of ``rank`` adds."""

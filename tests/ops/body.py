@@ -1,4 +1,4 @@
-"""What every rank does in the tests of allgather_gemm, the same as a thread of ``mk.launch``, as a process and under mpirun."""
+"""What every rank does in the tests of the fused GEMMs, the same as a thread of ``mk.launch``, as a process and under mpirun."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mkernel as mk
+from mkernel import env
 from mkernel.cli.check import worst_over_bound
+from mkernel.plan.reduce import choose_algorithm
 from mkernel.plan.topology import Topology
+from tests.reference import roundings, worst_sum_over_bound
 
-ROWS = (0, 1, 7, 64, 129, 300)  # M / W: nothing, less than a tile, a chunk's edge, several tiles
+ROWS = (0, 1, 7, 64, 129, 300)  # M / W (M of an all-reduce): nothing, less than a tile, a chunk's edge, several tiles
 SHAPES = ((64, 256), (136, 264), (8, 8), (200, 72), (72, 520), (4096, 8))  # (K, N); of the last, K travels in parts
 WORLDS = ("1x1", "1x2", "1x4", "2x2", "4x1")  # nodes x ranks per node
 SPLITS = ("default", "narrow", "wide")
@@ -30,25 +33,56 @@ def topology(world: str) -> Topology:
     return Topology(nodes * per_node, per_node)
 
 
-def split(name: str, shape: Topology) -> mk.Split | None:
-    """Splits of four SMs: the default, one SM per role, and as many for communication as leave one for compute."""
-    local, remote = shape.ranks_per_node > 1, shape.num_nodes > 1
+def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str | None = None) -> mk.Split | None:
+    """The default, one SM per role, or as many for communication as leave one for compute."""
+    roles = _roles(shape, op, algorithm)
     if name == "narrow":
-        return mk.Split(compute=1, intra_comm=1 if local else None, inter_send=1 if remote else None)
+        return mk.Split(compute=1, **dict.fromkeys(roles, 1))
     if name == "wide":
-        return mk.Split(intra_comm=(2 if remote else 3) if local else None, inter_send=(1 if local else 3) if remote else None)
+        others = env.CPU_SMS.get() - 1
+        return mk.Split(**{role: len(range(i, others, len(roles))) for i, role in enumerate(roles)})
     return None
+
+
+def _roles(shape: Topology, op: str, algorithm: str | None) -> list[str]:
+    """That move data there."""
+    remote, reduces, two_shot = shape.num_nodes > 1, op != "allgather_gemm", algorithm == "two_shot"
+    used = {
+        "intra_comm": two_shot and shape.size > 1 if reduces else shape.ranks_per_node > 1,
+        "inter_send": remote,
+        "inter_reduce": remote and reduces and algorithm != "one_shot",
+    }
+    return [role for role, needed in used.items() if needed]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is compiled into a kernel, but for the tile."""
+    """What is compiled into a kernel, but for the tile. K and N: of one rank's operands."""
 
     dtype: str
     k: int
     n: int
     row_major: bool = True
     split: str = "default"
+    op: str = "allgather_gemm"
+    partials: str = "output"  # of the reductions
+    algorithm: str | None = None  # of gemm_allreduce
+
+    @property
+    def reduces(self) -> bool:
+        return self.op != "allgather_gemm"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the call."""
+        partials = {"partials": self.partials} if self.reduces else {}
+        return partials | ({"algorithm": self.algorithm} if self.op == "gemm_allreduce" else {})
+
+    def rows_of_a(self, rows: int, size: int) -> int:
+        return rows * size if self.op == "gemm_reduce_scatter" else rows
+
+    def rows_of_c(self, rows: int, size: int) -> int:
+        return rows if self.reduces else rows * size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,9 +92,16 @@ class Use:
     on_heap: bool
     out: str  # "none", "given" or "strided"
     padded: bool  # rows (columns) of b lie apart
+    a_apart: bool = False  # rows of a lie apart: of the reductions
 
 
 USES = tuple(Use(*use) for use in itertools.product((False, True), ("none", "given", "strided"), (False, True)))
+
+
+def use_of(number: int, case: Case) -> Use:
+    """One after the other."""
+    use = USES[number % len(USES)]
+    return dataclasses.replace(use, a_apart=case.reduces and number % 3 == 1)
 
 
 def aligned(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -83,40 +124,54 @@ class Rank:
     def __init__(self, world: Any, case: Case, seed: int, rows: tuple[int, ...] = ROWS) -> None:
         self.world, self.case, self.seed = world, case, seed
         # One plane of the heap, and one of ordinary memory; calls of fewer rows use a part.
-        self.on_heap = world.empty((max(*rows, 1), case.k), case.dtype)
-        self.ordinary = aligned((max(*rows, 1), case.k), case.dtype)
-        self.split = split(case.split, world.topology)
+        self.shape = case.rows_of_a(max(*rows, 1), world.size), case.k
+        size = (self.shape[0] * (case.k + (_PADDING if case.reduces else 0)),)
+        self.on_heap = world.empty(size, case.dtype)
+        self.ordinary = aligned(size, case.dtype)
+        self.split = split(case.split, world.topology, case.op, case.algorithm)
 
     def call(self, number: int, rows: int, use: Use, delay: float = 0.0) -> Result:
         """One call on fresh inputs, which are overwritten as soon as it returns."""
         case, world = self.case, self.world
-        shard = _shard(self.seed, number, world.rank, rows, case)
-        a = (self.on_heap if use.on_heap else self.ordinary)[:rows]
-        a[...] = shard
-        b = self._columns(number, use)
+        a = self._plane(use)[: case.rows_of_a(rows, world.size)]
+        a[...] = _operand_a(self.seed, number, world.rank, len(a), case)
+        b = _operand_b(self.seed, number, world.rank, case, use.padded)
         out = self._poisoned(rows, use)
         if delay:
             time.sleep(delay)
-        c = mk.allgather_gemm(a, b, world=world, out=out, split=self.split)
+        c = getattr(mk, case.op)(a, b, world=world, out=out, split=self.split, **case.options)
         assert out is None or c is out, "out is returned as given"
-        result = Result(number, rows, case, self.seed, world.size, np.array(c), np.array(b), _spilled(out))
+        result = Result(number, rows, case, self.seed, world.rank, world.topology, use, np.array(c), _spilled(out))
         a[...] = np.nan  # the call has ended: its inputs may be reused
         return result
 
-    def _columns(self, number: int, use: Use) -> NDArray[Any]:
-        case, rng = self.case, np.random.default_rng([self.seed, number, 1, self.world.rank])
-        outer, inner = (case.k, case.n) if case.row_major else (case.n, case.k)
-        b = random((outer, inner + (_PADDING if use.padded else 0)), case.dtype, rng)
-        b[:, inner:] = np.nan
-        return b[:, :inner] if case.row_major else b[:, :inner].T
+    def _plane(self, use: Use) -> NDArray[Any]:
+        memory = self.on_heap if use.on_heap else self.ordinary
+        rows, columns = self.shape
+        if use.a_apart:
+            memory[...] = np.nan
+            plane: NDArray[Any] = memory.reshape(rows, columns + _PADDING)[:, :columns]
+            return plane
+        return memory[: rows * columns].reshape(rows, columns)
 
     def _poisoned(self, rows: int, use: Use) -> NDArray[Any] | None:
         if use.out == "none":
             return None
         columns = self.case.n + (_PADDING if use.out == "strided" else 0)
-        out = aligned((rows * self.world.size, columns), self.case.dtype)
+        out = aligned((self.case.rows_of_c(rows, self.world.size), columns), self.case.dtype)
         out[...] = np.nan
         return out[:, : self.case.n]
+
+
+def _operand_a(seed: int, number: int, rank: int, rows: int, case: Case) -> NDArray[Any]:
+    return random((rows, case.k), case.dtype, np.random.default_rng([seed, number, 0, rank]))
+
+
+def _operand_b(seed: int, number: int, rank: int, case: Case, padded: bool) -> NDArray[Any]:
+    outer, inner = (case.k, case.n) if case.row_major else (case.n, case.k)
+    b = random((outer, inner + (_PADDING if padded else 0)), case.dtype, np.random.default_rng([seed, number, 1, rank]))
+    b[:, inner:] = np.nan
+    return b[:, :inner] if case.row_major else b[:, :inner].T
 
 
 def _spilled(out: NDArray[Any] | None) -> bool:
@@ -127,10 +182,6 @@ def _spilled(out: NDArray[Any] | None) -> bool:
     return not np.isnan(whole[:, out.shape[1] :].astype(np.float32)).all()
 
 
-def _shard(seed: int, number: int, rank: int, rows: int, case: Case) -> NDArray[Any]:
-    return random((rows, case.k), case.dtype, np.random.default_rng([seed, number, 0, rank]))
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Result:
     """What a call gave, and all that is needed to check it."""
@@ -139,21 +190,53 @@ class Result:
     rows: int
     case: Case
     seed: int
-    size: int
+    rank: int
+    topology: Topology
+    use: Use
     c: NDArray[Any]
-    b: NDArray[Any]
     spilled: bool
 
     def problem(self) -> str | None:
         """What is wrong with it, every element compared with float64."""
-        a = np.concatenate([_shard(self.seed, self.number, rank, self.rows, self.case) for rank in range(self.size)])
-        if self.c.shape != (a.shape[0], self.case.n) or self.c.dtype != a.dtype:
+        case, size = self.case, self.topology.size
+        shape, dtype = (case.rows_of_c(self.rows, size), case.n), np.dtype(_DTYPES[case.dtype])
+        if self.c.shape != shape or self.c.dtype != dtype:
             return f"{self}: the result is {self.c.shape} {self.c.dtype}"
-        worst = worst_over_bound(self.c, a, self.b, self.case.dtype)
+        worst, far = self._of_sum() if case.reduces else self._of_product()
         if worst > 1.0:
-            wrong = np.argwhere(~(np.abs(self.c.astype(np.float64) - a.astype(np.float64) @ self.b.astype(np.float64)) <= 0.1))
-            return f"{self}: {worst:.3g} times the bound; far off at {wrong[:4].tolist()} and {len(wrong)} in all"
+            return f"{self}: {worst:.3g} times the bound; far off at {far[:4].tolist()} and {len(far)} in all"
         return f"{self}: wrote between the rows of out" if self.spilled else None
+
+    def _of_product(self) -> tuple[float, NDArray[Any]]:
+        """The largest error over its bound, and where errors are large."""
+        a = np.concatenate([self._a(rank) for rank in range(self.topology.size)])
+        b = self._b(self.rank)
+        wrong = ~(np.abs(self.c.astype(np.float64) - a.astype(np.float64) @ b.astype(np.float64)) <= 0.1)
+        return worst_over_bound(self.c, a, b, self.case.dtype), np.argwhere(wrong)
+
+    def _of_sum(self) -> tuple[float, NDArray[Any]]:
+        """The same."""
+        case, ranks = self.case, range(self.topology.size)
+        mine = slice(self.rank * self.rows, (self.rank + 1) * self.rows) if case.op == "gemm_reduce_scatter" else slice(None)
+        operands = [(self._a(rank)[mine].astype(np.float64), self._b(rank).astype(np.float64)) for rank in ranks]
+        products, magnitude = [a @ b for a, b in operands], sum(np.abs(a) @ np.abs(b) for a, b in operands)
+        # As many float32 additions as there are terms, and the partial tiles.
+        accumulated = (len(ranks) * (case.k + 1) + self.topology.num_nodes) * 2.0**-24 * magnitude
+        algorithm = self.algorithm if case.op == "gemm_allreduce" else None
+        values = self.c.astype(np.float64)
+        allowed = roundings(case.op, self.topology, self.rank, case.partials, algorithm)
+        worst = worst_sum_over_bound(np, values, products, accumulated, case.dtype, **allowed)
+        return worst, np.argwhere(~(np.abs(values - sum(products)) <= 0.2))
+
+    @property
+    def algorithm(self) -> str:
+        return self.case.algorithm or choose_algorithm(self.topology, self.rows, self.case.n)
+
+    def _a(self, rank: int) -> NDArray[Any]:
+        return _operand_a(self.seed, self.number, rank, self.case.rows_of_a(self.rows, self.topology.size), self.case)
+
+    def _b(self, rank: int) -> NDArray[Any]:
+        return _operand_b(self.seed, self.number, rank, self.case, self.use.padded)
 
     def __str__(self) -> str:
         return f"call {self.number} of {self.rows} rows, {self.case}, seed {self.seed}"
@@ -164,10 +247,10 @@ def rows_of(k: int) -> tuple[int, ...]:
     return ROWS if k < 1024 else (0, 1, 64, 129)
 
 
-def schedule(seed: int, rows: tuple[int, ...] = ROWS) -> list[tuple[int, Use]]:
+def schedule(case: Case, seed: int, rows: tuple[int, ...] = ROWS) -> list[tuple[int, Use]]:
     """Different ways to lay arrays out, every number of rows about equally often, in an order of the seed's."""
     rng = np.random.default_rng([seed, 7])
-    uses = [USES[i] for i in rng.permutation(len(USES))[:CALLS]]
+    uses = [use_of(i, case) for i in rng.permutation(len(USES))[:CALLS]]
     order = [rows[i % len(rows)] for i in rng.permutation(CALLS)]
     return list(zip(order, uses, strict=True))
 
@@ -176,8 +259,12 @@ def back_to_back(world: Any, case: Case, seed: int, longest_delay: float = 0.0, 
     """Calls of alternating plans without a barrier; the results are looked at afterwards, so that nothing holds up a rank that is fast."""
     rank = Rank(world, case, seed, rows)
     delays = np.random.default_rng([seed, 8, world.rank]).random(CALLS) * longest_delay
-    return [rank.call(i, m, use, delays[i]) for i, (m, use) in enumerate(schedule(seed, rows))]
+    return [rank.call(i, m, use, delays[i]) for i, (m, use) in enumerate(schedule(case, seed, rows))]
 
 
 def problems(results: list[Result]) -> list[str]:
     return [problem for result in results if (problem := result.problem()) is not None]
+
+
+def bits(results: list[Result]) -> list[bytes]:
+    return [result.c.tobytes() for result in results]

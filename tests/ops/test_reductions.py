@@ -1,0 +1,379 @@
+"""gemm_reduce_scatter and gemm_allreduce on target cpu: right, bitwise the same always and everywhere. See body.py for what a rank does."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from covering import pairwise
+
+import mkernel as mk
+from mkernel import env
+from mkernel.jit import cpu as compiler
+from mkernel.jit.spec import KernelSpec
+from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.plan.topology import Topology
+from mkernel.transport import emulated
+from tests.ops.body import (
+    ROWS,
+    SPLITS,
+    WORLDS,
+    Case,
+    Rank,
+    Result,
+    aligned,
+    back_to_back,
+    bits,
+    problems,
+    random,
+    topology,
+    use_of,
+)
+from tests.ops.body import split as split_of
+from tests.ops.test_allgather_gemm import _Lent, ranks, seeds
+from tests.reference import roundings, worst_sum_over_bound
+
+HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")  # the reduce-scatter, and the all-reduce by its algorithms
+SHAPES = ((64, 520), (136, 256), (8, 8), (200, 72), (8, 1032))  # (K / W, N); of the last, an owner's tiles are several chunks
+_FAULTS = emulated.Faults
+_AXES: dict[str, Any] = {
+    "world": WORLDS,
+    "how": HOWS,
+    "shape": SHAPES,
+    "split": SPLITS,
+    "dtype": ("bfloat16", "float16"),
+    "row_major": (True, False),
+    "partials": ("output", "float32"),
+}
+# By split: SMs (several for each of three communication roles), and how long a put should be (chunks that begin and end amid groups).
+_SETTINGS = {"default": (4, 1 << 20), "narrow": (4, 100 << 10), "wide": (6, 1 << 20)}
+
+
+def case_of(how: str, dtype: str, k: int, n: int, row_major: bool = True, split: str = "default", partials: str = "output") -> Case:
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    return Case(dtype, k, n, row_major, split, op, partials, algorithm)
+
+
+def rows_of(n: int) -> tuple[int, ...]:
+    """Fewer of them where a call is many tiles."""
+    return ROWS if n < 256 else (0, 7, 129, 300) if n < 1024 else (7, 300)
+
+
+def plans(case: Case, world: str) -> list[ReducePlan]:
+    shape = topology(world)
+    split = split_of(case.split, shape, case.op, case.algorithm)
+    asked = (
+        ReduceProblem(case.op, shape, rows, case.n, case.k, case.dtype, case.row_major, case.partials, case.algorithm or "two_shot")
+        for rows in rows_of(case.n)
+    )
+    return [make_plan(problem, env.CPU_SMS.get(), split) for problem in asked]
+
+
+def settle(patch: pytest.MonkeyPatch, split: str) -> None:
+    sms, put_bytes = _SETTINGS[split]
+    patch.setenv("MKERNEL_CPU_SMS", str(sms))
+    patch.setattr("mkernel.plan.reduce._PUT_BYTES", put_bytes)
+
+
+def plans_of(p: dict[str, Any]) -> list[ReducePlan]:
+    """Of one combination of the axes."""
+    with pytest.MonkeyPatch.context() as patch:
+        settle(patch, p["split"])
+        return plans(case_of(p["how"], p["dtype"], *p["shape"], p["row_major"], p["split"], p["partials"]), p["world"])
+
+
+@pytest.fixture(scope="module")
+def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile what the tests of this module will need, beside them: a test that comes too early waits for its own kernel only."""
+    specs: dict[KernelSpec, None] = {}
+    for item in request.session.items:
+        if getattr(item, "originalname", "") == "test_every_element" and item.module is request.module:
+            specs |= dict.fromkeys(plan.spec for plan in plans_of(item.callspec.params))
+    stop = threading.Event()
+
+    def work() -> None:
+        for spec in specs:
+            if not stop.is_set():
+                compiler.compile(spec)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def check(by_rank: list[list[Result]]) -> None:
+    for rank, results in enumerate(by_rank):
+        assert problems(results) == [], f"rank {rank}"
+        if results and results[0].case.op == ALLREDUCE:
+            assert bits(results) == bits(by_rank[0]), f"rank {rank} has other bits than rank 0"
+
+
+def test_the_cases_reach_all_of_the_kernels() -> None:
+    """What the planner decides for the cases below; not every choice is made in every case."""
+    covered = [plan for p in pairwise(_AXES) for plan in plans_of(p)]
+    two_steps = [plan for plan in covered if not plan.problem.one_shot and plan.problem.topology.size > 1]
+    across = [plan for plan in covered if plan.problem.topology.num_nodes > 1]
+    assert {plan.tile.block_n for plan in covered} == {64, 128, 192, 256}
+    assert {len(plan.groups()) for plan in two_steps} >= {0, 1, 2, 3}
+    assert {(plan.op, plan.problem.algorithm, plan.num_chunks > 1) for plan in across} == {
+        (op, algorithm, many)
+        for (op, algorithm), many in itertools.product(
+            ((REDUCE_SCATTER, "two_shot"), (ALLREDUCE, "one_shot"), (ALLREDUCE, "two_shot")), (False, True)
+        )
+    }
+    assert any(plan.group_tiles % plan.chunk_tiles for plan in across), "a chunk of two groups"
+    last = [plan.problem.topology.size - 1 for plan in two_steps]
+    exist = {plan.exists(owner, 0) for plan, owner in zip(two_steps, last, strict=True) if plan.tiles}
+    assert exist == {True, False}, "owners with and without tiles"
+    assert {(plan.split.inter_send or 0) > 1 for plan in across} == {(plan.split.inter_reduce or 0) > 1 for plan in across} == {True, False}
+
+
+@pytest.mark.cases(**_AXES)
+@pytest.mark.usefixtures("_compiling")
+def test_every_element(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    world: str,
+    how: str,
+    shape: tuple[int, int],
+    split: str,
+    dtype: str,
+    row_major: bool,
+    partials: str,
+) -> None:
+    case = case_of(how, dtype, *shape, row_major, split, partials)
+    settle(monkeypatch, split)
+    for seed in seeds(request):
+        check(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.n), seed=seed))
+
+
+# ---- the checks themselves
+
+
+@pytest.mark.parametrize("world", ["1x2", "1x4", "2x2", "4x1"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("partials", ["output", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_partial_lost_or_added_twice_is_seen(world: str, how: str, partials: str, dtype: str) -> None:
+    """Also in the smallest result there is, one row of eight."""
+    shape, case = topology(world), case_of(how, dtype, 8, 8, partials=partials)
+    for seed, rank in itertools.product(range(20), range(shape.size)):
+        right = _exact(case, shape, rank, seed, [1.0] * shape.size)
+        assert right.problem() is None
+        for source, times in itertools.product(range(shape.size), (0.0, 2.0)):
+            weights = [1.0 if other != source else times for other in range(shape.size)]
+            wrong = _exact(case, shape, rank, seed, weights)
+            assert "times the bound" in (wrong.problem() or "")
+
+
+def _exact(case: Case, shape: Topology, rank: int, seed: int, weights: list[float]) -> Result:
+    """The result of one row (per rank), each rank's product taken so many times, rounded once."""
+    empty = aligned((1, case.n), case.dtype)
+    result = Result(0, 1, case, seed, rank, shape, use_of(0, case), empty, False)
+    mine = slice(rank, rank + 1) if case.op == REDUCE_SCATTER else slice(None)
+    products = [result._a(source)[mine].astype(np.float64) @ result._b(source).astype(np.float64) for source in range(shape.size)]
+    empty[...] = sum(weight * product for weight, product in zip(weights, products, strict=True))
+    return result
+
+
+def test_the_bound_is_what_rounding_allows() -> None:
+    """Products of one and a result that is off by so many units."""
+    unit, nothing = 2.0**-8, np.zeros((1, 1))
+
+    def allowed(op: str, shape: Topology, rank: int = 0, partials: str = "output", algorithm: str | None = None) -> float:
+        """In units of one rounding of 1."""
+        products = [np.ones((1, 1))] * shape.size
+        values = np.full((1, 1), shape.size + unit)
+        return 1 / worst_sum_over_bound(np, values, products, nothing, "bfloat16", **roundings(op, shape, rank, partials, algorithm))
+
+    one, two, four = Topology(1, 1), Topology(2, 2), Topology(4, 2)
+    about = [  # the result's own rounding, the products', the nodes' sums
+        (allowed(REDUCE_SCATTER, one), 1),
+        (allowed(ALLREDUCE, one, algorithm="one_shot"), 1 + 1),
+        (allowed(REDUCE_SCATTER, two, 1), 2 + 1),
+        (allowed(ALLREDUCE, two, algorithm="two_shot"), 2 + 2),
+        (allowed(ALLREDUCE, two, algorithm="one_shot"), 2 + 2),
+        (allowed(REDUCE_SCATTER, four, 3), 4 + 3 + 2),
+        (allowed(ALLREDUCE, four, algorithm="two_shot"), 4 + 4 + 2 + 2),
+        (allowed(ALLREDUCE, four, algorithm="one_shot"), 4 + 4),
+        (allowed(ALLREDUCE, four, partials="float32", algorithm="two_shot"), 4),
+    ]
+    for found, expected in about:
+        assert expected <= found < expected * 1.01
+    assert worst_sum_over_bound(np, nothing * np.nan, [nothing], nothing, "bfloat16") == float("inf")
+
+
+# ---- one seed, one run
+
+
+def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[Result], int, int]:
+    results = back_to_back(world, case, seed, delay, (7, 129))
+    world.barrier()  # all kernels have ended
+    return results, world.backend.cohort.trace, world.backend.cohort.turns
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("how", HOWS)
+def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str, how: str) -> None:
+    seed, case = request.config.getoption("--seed"), case_of(how, "bfloat16", 136, 72)
+    first, again, other = (
+        ranks(_traced, world, case, seed, delay, seed=seed + more)
+        for delay, more in ((0.0, 0), (0.02, 0), (0.0, 1))  # whatever the host's timing
+    )
+    for run in (first, again, other):
+        check([results for results, _, _ in run])
+        assert [bits(results) for results, _, _ in run] == [bits(results) for results, _, _ in first]
+    assert [after for _, *after in again] == [after for _, *after in first]
+    assert {trace for _, trace, _ in other}.isdisjoint({trace for _, trace, _ in first}), "another seed is another interleaving"
+
+
+# ---- the same bits whatever happens
+
+
+def _calls(world: Any, case: Case, seed: int, longest_delay: float, rows: tuple[int, ...], count: int) -> list[Result]:
+    """The inputs are the seed's, the ranks' delays are fresh."""
+    rank = Rank(world, case, seed, rows)
+    delays = np.random.default_rng().random(count) * longest_delay
+    return [rank.call(i, rows[i % len(rows)], use_of(i, case), delay) for i, delay in enumerate(delays)]
+
+
+def _same(runs: Iterator[list[list[Result]]]) -> None:
+    first: list[list[bytes]] = []
+    for run in runs:
+        if not first:
+            check(run)
+            first = [bits(results) for results in run]
+        assert [bits(results) for results in run] == first
+
+
+def _network(patch: pytest.MonkeyPatch, seed: int, window_us: float) -> None:
+    faults = _FAULTS(seed=seed, delay_us=window_us, reorder_us=window_us)
+    patch.setattr(emulated, "Faults", lambda: faults)
+
+
+@pytest.mark.parametrize("world", ["1x4", "2x2"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("partials", ["output", "float32"])
+def test_fifty_runs_give_the_same_bits(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str, partials: str
+) -> None:
+    """Ranks come late, roles are delayed by the scheduler (a seed per run), and the network delays and reorders what it carries."""
+    monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.002)  # else the scheduler lets nobody go ahead
+    seed, case = request.config.getoption("--seed"), case_of(how, "bfloat16", 72, 200, partials=partials)
+
+    def runs() -> Iterator[list[list[Result]]]:
+        for i in range(50):
+            _network(monkeypatch, seed + i, (0.0, 5.0, 100.0)[i % 3])
+            yield ranks(_calls, world, case, seed, 0.004 * (i % 2), (129, 7), 2, seed=seed + i)
+
+    _same(runs())
+
+
+@pytest.mark.parametrize("world", ["1x4", "2x2"])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
+    """One CTA per role: every wait matters."""
+    first, count = request.config.getoption("--seed"), 200 if request.config.getoption("--full") else 10
+    case = case_of(how, "float16", 64, 520, split="narrow")
+
+    def runs() -> Iterator[list[list[Result]]]:
+        for seed in range(first, first + count):
+            _network(monkeypatch, seed, (0.0, 20.0, 400.0)[seed % 3])
+            yield ranks(_calls, world, case, first, 0.0, (300, 1, 129), 3, seed=seed)
+
+    _same(runs())
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world != "1x1"])
+@pytest.mark.parametrize("how", HOWS)
+def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
+    """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
+    monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.005)
+    seed = request.config.getoption("--seed")
+    check(ranks(back_to_back, world, case_of(how, "float16", 200, 72), seed, 0.05, (0, 7, 129), seed=seed))
+
+
+@pytest.mark.parametrize("world", ["2x2", "4x1"])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("window_us", [5.0, 2000.0])
+def test_a_network_that_delays_and_reorders(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str, window_us: float
+) -> None:
+    """As SRD may: the bytes of a put land in any order before its signal, as late as is legal."""
+    seed = request.config.getoption("--seed")
+    _network(monkeypatch, seed, window_us)
+    check(ranks(back_to_back, world, case_of(how, "bfloat16", 200, 520), seed, 0.0, (0, 7, 300), seed=seed))
+
+
+# ---- several plans and ways to call
+
+
+def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[list[Result]]:
+    """The results by case."""
+    several = [Rank(world, case, seed + i, (7, 129)) for i, case in enumerate(cases)]
+    order = np.random.default_rng(seed).permutation(3 * len(cases)) % len(cases)
+    results: list[list[Result]] = [[] for _ in cases]
+    for number, i in enumerate(order):
+        results[i].append(several[i].call(number, (7, 129)[number % 2], use_of(number, cases[i])))
+    return results
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_plans_of_different_ops_alternate(request: pytest.FixtureRequest, world: str) -> None:
+    """One workspace and one set of flags for all: what one call leaves there must not disturb the next."""
+    seed = request.config.getoption("--seed")
+    cases = (
+        Case("bfloat16", 136, 72),
+        case_of(REDUCE_SCATTER, "bfloat16", 72, 200),
+        case_of("one_shot", "float16", 8, 8),
+        case_of("two_shot", "bfloat16", 64, 64, split="narrow"),
+        case_of("two_shot", "float16", 136, 520, False, partials="float32"),
+        case_of(REDUCE_SCATTER, "float16", 8, 264, False, "narrow", "float32"),
+        Case("bfloat16", 64, 64, op=ALLREDUCE),
+    )
+    found = ranks(_alternating, world, cases, seed, seed=seed)
+    for i in range(len(cases)):
+        check([by_case[i] for by_case in found])
+
+
+def _planned(world: Any, how: str) -> tuple[list[str], bytes]:
+    case = case_of(how, "float16", 64, 96)
+    rows = case.rows_of_a(40, world.size)
+    a, b = (random(shape, "float16", np.random.default_rng([world.rank, i])) for i, shape in enumerate(((rows, 64), (64, 96))))
+    plan = mk.plan(case.op, a, b, world=world, **case.options)
+    assert plan.can_run()
+    assert plan.split.total <= world.backend.sm_count
+    assert (plan.workspace_bytes > 0) == (world.size > 1 or how == "one_shot")
+    out = aligned((40, 96), "float16")
+    assert plan.run(a, b, out=out) is out
+    call = getattr(mk, case.op)
+    results = [plan.run(a, b), call(_Lent(a), _Lent(b), **case.options), call(a, np.asfortranarray(b), split=plan.split, **case.options)]
+    assert all(result.tobytes() == out.tobytes() for result in results)
+    if how != REDUCE_SCATTER:  # by size, and that is small here
+        assert mk.gemm_allreduce(a, b).tobytes() == mk.gemm_allreduce(a, b, algorithm="one_shot").tobytes()
+    return plan.describe().splitlines(), out.tobytes()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("how", HOWS)
+def test_planned_first_and_called_in_other_ways(world: str, how: str) -> None:
+    found = ranks(_planned, world, how, seed=1)
+    described, _ = found[0]
+    for word in ("float16", f"{world} ranks", *(() if how == REDUCE_SCATTER else (how,))):
+        assert word in described[0]
+    assert how == REDUCE_SCATTER or len({result for _, result in found}) == 1
+
+
+def test_the_algorithm_is_chosen_by_size() -> None:
+    def chosen(world: Any) -> list[str]:
+        shapes = ((1, 8), (64, 256), (8192, 512))
+        plans = [mk.plan(ALLREDUCE, aligned((m, 8), "float16"), aligned((8, n), "float16"), world=world) for m, n in shapes]
+        return [next(name for name in ("one_shot", "two_shot") if name in plan.describe()) for plan in plans]
+
+    assert ranks(chosen, "1x2", seed=1) == [["one_shot", "one_shot", "two_shot"]] * 2
