@@ -42,6 +42,7 @@ GemmTile = structure("steps", "tiles_m", maps=("a", "b", "c"), words=8)
 Faults = structure("in_", "out", "flag", words=8)
 Relay = structure("in_", "middle", "out", "flag", "pieces", "expected", words=8)
 Ping = structure("own", "peer", "first", "rounds", "timeout_ns", "result", "abort", "raises")
+Cluster = structure("out", "rounds", "steps", maps=("map",), words=8)
 Race = structure("data", "flag", words=8)
 
 
