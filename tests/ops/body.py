@@ -30,11 +30,11 @@ def topology(world: str) -> Topology:
     return Topology(nodes * per_node, per_node)
 
 
-def in_clusters(patch: Any, cluster: int) -> None:
+def in_clusters(patch: Any, cluster: int, sms: int = 8) -> None:
     """From now on plans are for clusters of so many CTAs, and there are SMs enough for a pair in each role."""
     if cluster > 1:
         patch.setattr("mkernel.plan.allgather_gemm.choose_cluster", lambda *_: cluster)
-        patch.setenv("MKERNEL_CPU_SMS", "8")
+        patch.setenv("MKERNEL_CPU_SMS", str(sms))
 
 
 def split(name: str, shape: Topology) -> mk.Split | None:

@@ -39,7 +39,7 @@ def seeds(request: pytest.FixtureRequest) -> range:
 _AXES: dict[str, Any] = {"world": WORLDS, "shape": SHAPES, "split": SPLITS, "dtype": _DTYPES, "row_major": (True, False)}
 _PAIRED: dict[str, Any] = {
     "world": WORLDS,
-    "shape": ((136, 264), (72, 520), (8, 8), (4096, 72)),
+    "shape": ((136, 264), (72, 512), (8, 8), (4096, 8)),
     "split": ("default", "narrow"),
     "row_major": (True, False),
     "dtype": _DTYPES,
