@@ -57,7 +57,7 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
-  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
+  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;     // columns of a slice
   static constexpr uint32_t kItemRows = kBlockM * Config::kCluster;  // of C: what the CTAs of a cluster compute at a time
   // One TMA load of B: of a K-major one so many columns, of a row-major one so many rows of K. Each CTA of a cluster loads its share for all.
   static constexpr uint32_t kLoadN = kSliceN / Config::kCluster, kLoadK = kBlockK / Config::kCluster;

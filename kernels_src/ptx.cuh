@@ -105,10 +105,11 @@ MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once 
 // ---- shared memory of the cluster's CTA of rank `cta`: the same place as `bar` or `p` has in the own one
 // Hands over all that this thread did and has seen, to who waits by mbarrier_wait_cluster. A fence of the whole GPU: not for inner loops.
 MK_DEVICE void mbarrier_arrive_cluster(uint64_t* bar, uint32_t cta) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
-                   shared_address(bar)),
-               "r"(cta)
-               : "memory");
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
+          shared_address(bar)),
+      "r"(cta)
+      : "memory");
 }
 // Says to who waits by mbarrier_wait that the wgmma this thread has waited for have read their operands, and nothing else.
 MK_DEVICE void mbarrier_arrive_cluster_relaxed(uint64_t* bar, uint32_t cta) {
@@ -148,8 +149,8 @@ MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar,
 MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2,
                                      uint32_t ctas) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(
-          shared_address(smem)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], "
+      "%6;" ::"r"(shared_address(smem)),
       "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "h"(static_cast<uint16_t>(ctas))
       : "memory");
 }

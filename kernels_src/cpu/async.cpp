@@ -105,8 +105,9 @@ void complete_load(Scheduler& s, AsyncCopy& copy) {
   Mbarrier& bar = cta.mbarriers[offset];
   if (*copy.bar != bar.word()) {
     return s.fail_launch(
-        *cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of CTA %u, thread %u completed on it",
-                            cta.launch->rank, cta.index, offset, copy.issuer->cta->index, copy.issuer->thread));
+        *cta.launch,
+        format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of CTA %u, thread %u completed on it",
+               cta.launch->rank, cta.index, offset, copy.issuer->cta->index, copy.issuer->thread));
   }
   bar.transactions -= copy.bytes;
   if (bar.transactions < -int64_t(kMaxCount)) {

@@ -187,7 +187,7 @@ struct AsyncCopy {
   Copy kind;
   bool has_read = false;  // a store: shared memory has been read
   Fiber* issuer;
-  Cta* cta;  // whose shared memory it is
+  Cta* cta;          // whose shared memory it is
   CpuTensorMap map;  // a copy: the kernel may change its own afterwards
   int32_t at[3];
   char* shared;
@@ -219,8 +219,8 @@ struct Scheduler {
   void make_runnable(Fiber* fiber);
   void wake(std::vector<Fiber*>& fibers);
   void let_go(NamedBarrier& barrier);  // all are there
-  void park(const Waiting& waiting);  // the current fiber, which is on the list of what it waits for
-  void yield(bool polling);           // `polling`: the thread looks again at something that may not have changed
+  void park(const Waiting& waiting);   // the current fiber, which is on the list of what it waits for
+  void yield(bool polling);            // `polling`: the thread looks again at something that may not have changed
   void maybe_yield() {
     if (chance(8)) yield(false);
   }
@@ -311,10 +311,10 @@ uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const 
 Mbarrier& mbarrier_at(Cta& cta, const uint64_t* bar, const char* what);  // `bar`: of the calling thread's CTA; the same place in `cta`
 Cta& cluster_cta(uint32_t rank, const char* what);                       // of the calling thread's cluster: one it may reach now
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar);
-void finish_thread(Scheduler& s, Fiber& fiber);                       // checks at a thread's end
-void finish_cta(Scheduler& s, Cta& cta);                              // checks at a CTA's end
+void finish_thread(Scheduler& s, Fiber& fiber);                                       // checks at a thread's end
+void finish_cta(Scheduler& s, Cta& cta);                                              // checks at a CTA's end
 void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
-constexpr uint32_t kMaxCount = (1u << 20) - 1;                        // of an mbarrier: arrivals, and bytes in flight
+constexpr uint32_t kMaxCount = (1u << 20) - 1;                                        // of an mbarrier: arrivals, and bytes in flight
 
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 

@@ -313,7 +313,7 @@ void arrive(Scheduler& s, Fiber& fiber, Cta& cta, Arrival how, const uint64_t* w
   if (bar.transactions > kMaxCount)
     s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
-  if (how == Arrival::kRelaxed) {  // in the past of who waits are the wgmma that are complete, not this thread,
+  if (how == Arrival::kRelaxed) {     // in the past of who waits are the wgmma that are complete, not this thread,
     tsan::switch_fiber(s.main_tsan);  // whose past a context created in it would have
     {
       const tsan::AsyncContext context;

@@ -10,7 +10,8 @@ struct alignas(64) Parameters {
 
 MK_DEVICE void multiply(char* smem) {
   constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-  constexpr ptx::Major kA = Config::kTransposed ? ptx::Major::kMN : ptx::Major::kK, kB = Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN;
+  constexpr ptx::Major kA = Config::kTransposed ? ptx::Major::kMN : ptx::Major::kK,
+                       kB = Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN;
   float d[Config::kWidth / 2];
   const uint64_t descriptor = ptx::matrix_descriptor(smem, 16, 1024);
 #pragma unroll 1
