@@ -128,20 +128,19 @@ class CudaKernel(Kernel):
         self._max_ctas = int(per_sm) * sm_count
         self.function = int(function)
         self.argument_list = (_pointer * 1)()  # the struct travels by value: the driver copies it during the launch
-        self._attributes = (_Attribute * 2)()
-        self._attributes[0] = _Attribute(id=_COOPERATIVE, value=(1,))  # all CTAs are resident at once, or the launch fails
-        self._attributes[1] = _Attribute(id=_CLUSTER_DIMENSION, value=(spec.cluster, 1, 1))
-        used = 1 if spec.cluster == 1 else 2
-        self.config = _Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, self._attributes, used)
-        if spec.cluster > 1:
+        cooperative = _Attribute(id=_COOPERATIVE, value=(1,))  # all CTAs are resident at once, or the launch fails
+        clusters = [] if spec.cluster == 1 else [_Attribute(id=_CLUSTER_DIMENSION, value=(spec.cluster, 1, 1))]
+        self._attributes = (_Attribute * (len(clusters) + 1))(*clusters, cooperative)
+        self.config = _Config((spec.cluster, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, self._attributes, len(clusters))
+        if clusters:
             self._max_ctas = self._max_clusters(what) * spec.cluster
+        self.config.num_attributes += 1
 
     def _max_clusters(self, what: str) -> int:
         """Clusters that are co-resident: fewer than the SMs suggest where an SM has no neighbour left."""
         count = ctypes.c_int()
-        self.config.grid[0] = self.spec.cluster
-        ask = prompt("cuOccupancyMaxActiveClusters", ctypes.POINTER(ctypes.c_int), _pointer, ctypes.POINTER(_Config))
-        check(ask(ctypes.byref(count), self.function, ctypes.byref(self.config)), f"{what}: clusters of {self.spec.cluster}")
+        ask = prompt("cuOccupancyMaxActiveClusters", _pointer, _pointer, ctypes.POINTER(_Config))
+        check(ask(ctypes.byref(count), self.function, self.config), f"{what}: clusters of {self.spec.cluster}")
         return count.value
 
     def max_ctas(self) -> int:

@@ -17,7 +17,7 @@ ROUNDS, STEPS, THREADS = 3, 7, 64
 
 def run(fault: int, seed: int, ctas: int = 4) -> bool:
     """Whether the results are right."""
-    kernel = load("cluster", Cluster, threads=96, shared=8192, cluster=2, kFault=fault)
+    kernel = load("cluster", Cluster, threads=128, shared=8192, cluster=2, kFault=fault)
     device = CpuDevice(seed=seed)
     source = aligned((STEPS * 16, 64), BFLOAT16)
     source.view(np.uint16)[...] = np.random.default_rng(seed).integers(0, 1 << 16, source.shape)

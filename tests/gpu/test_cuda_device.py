@@ -465,9 +465,9 @@ def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> Non
 
 # ---- clusters
 def test_pairs_of_ctas(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of tests/cpu_target/test_clusters.py: words, barriers and multicast loads between two CTAs, on every pair of SMs at once."""
+    """The kernel of tests/cpu_target/test_clusters.py (words, barriers and multicast loads inside pairs) on all SMs at once."""
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[ROOT / "tests/cpu_target/kernels"]))
-    kernel = device.load(KernelSpec("cluster", (("kFault", 0),), 96, 8192, ctypes.sizeof(ClusterParameters), 2))
+    kernel = device.load(KernelSpec("cluster", (("kFault", 0),), 128, 8192, ctypes.sizeof(ClusterParameters), 2))
     ctas, rounds, steps = kernel.max_ctas(), 3, 40
     assert ctas >= 2
     assert ctas % 2 == 0
