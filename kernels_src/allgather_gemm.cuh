@@ -3,6 +3,7 @@
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
 // nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
 #pragma once
+#include "announce.cuh"
 #include "copy.cuh"
 #include "gemm.cuh"
 #include "ring.cuh"
@@ -122,8 +123,9 @@ struct ChunkFlags {  // one part of one source, from block `first` on
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
 // (their chunks arrive together), in groups of group_m rows that share B. In clusters "tile" means a pair of tiles, one above the other.
-struct Tiles {
+struct Tiles : BasicOp {
   const Parameters& p;
+  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
 
   MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kItemRows - 1) / Shape::kItemRows; }
   MK_DEVICE uint32_t num_tiles() const {
@@ -144,11 +146,8 @@ struct Tiles {
     } else if (tile >= per_shard) {
       tile -= per_shard, shards = kLocal, first = 1;
     }
-    const uint32_t tile_rows = rows_per_shard() * shards;  // of the class
-    const uint32_t group = tile / (p.group_m * Shape::kTilesN), in_group = tile % (p.group_m * Shape::kTilesN);
-    const uint32_t left = tile_rows - group * p.group_m, group_rows = left < p.group_m ? left : p.group_m;
-    const uint32_t tile_row = group * p.group_m + in_group % group_rows;
-    return TileCoordinate{source(first + tile_row % shards), tile_row / shards * Config::kCluster, in_group / group_rows, slice};
+    const RasterPosition at = raster<Config>(tile, rows_per_shard() * shards, p.group_m);
+    return TileCoordinate{source(first + at.row % shards), at.row / shards * Config::kCluster, at.column, slice, 0, false};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
   MK_DEVICE uint32_t source(uint32_t distance) const {
@@ -158,54 +157,74 @@ struct Tiles {
   }
 
   // ---- for the GEMM
-  static constexpr uint32_t kParts = Config::kParts;
-  MK_DEVICE bool needs_peers(const TileCoordinate& c) const { return c.plane != p.world.rank; }
+  static constexpr uint32_t kParts = Config::kParts, kCommCtas = Config::kIntraComm + Config::kInterSend;
+  MK_DEVICE uint32_t parts(const TileCoordinate&) const { return kParts; }
+  MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK / kParts; }
+  MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
+  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kItemRows < p.rows ? begin + Shape::kItemRows : p.rows;
     const uint32_t first = begin / Config::kChunkRows;
     return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return needs_peers(c) ? &p.gather_map : &p.a_map; }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return needs_peers(c) ? c.plane * kParts + part : 0; }
-  MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return needs_peers(c) ? 0 : part * kPartK; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : c.plane * kParts + part; }
+  MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * kPartK : 0; }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
-  MK_DEVICE const abi::TensorMap* c_map(const TileCoordinate&) const { return &p.c_map; }
-  MK_DEVICE int32_t c_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t c_plane(const TileCoordinate& c) const { return c.plane; }
+  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, c.plane);
+  }
 };
 
-// ---- intra_comm: one shard's chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags.
-struct PushedChunks {
+// ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags.
+struct PushedChunks {  // of this rank's shard first, then those that the rail peers have put here
+  const Call& call;
   const Parameters& p;
-  uint32_t source;               // whose shard
-  uint32_t begin, stride, last;  // chunks begin, begin + stride, ... < last
+  uint32_t begin;
   AnnounceQueue& queue;
   RingPosition<kAnnounceQueue>& at;
   Trace& trace;
   uint64_t since;
 
+  static constexpr uint32_t kOthers = Config::kNumNodes > 1 ? Config::kNumNodes - 1 : 1;  // no 0: a division by it would draw a warning
+  MK_DEVICE bool is_own(uint32_t item) const { return item < num_chunks(p); }
+  MK_DEVICE uint32_t source(uint32_t item) const {
+    if (is_own(item)) return p.world.rank;
+    const uint32_t distance = 1 + (item - num_chunks(p)) % kOthers;
+    return (p.world.node + distance) % Config::kNumNodes * Config::kRanksPerNode + p.world.local_rank;
+  }
+  MK_DEVICE uint32_t chunk(uint32_t item) const { return is_own(item) ? item : (item - num_chunks(p)) / kOthers; }
+  MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, source(item), chunk(item)); }
+  MK_DEVICE uint64_t plane(uint32_t item) const { return plane_offset(p, source(item)) + chunk_offset(p, chunk(item)); }
+
   MK_DEVICE uint32_t first() const { return begin; }
-  MK_DEVICE uint32_t next(uint32_t chunk) const { return chunk + stride; }
-  MK_DEVICE uint32_t end() const { return last; }
-  MK_DEVICE uint32_t bytes(uint32_t chunk) const { return chunk_bytes(p, chunk); }
-  MK_DEVICE uint64_t plane(uint32_t chunk) const { return plane_offset(p, source) + chunk_offset(p, chunk); }
-  MK_DEVICE void load(uint32_t chunk, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    if (source == p.world.rank) {
-      load_own(p, chunk, offset, smem, bytes, bar);
-    } else {  // from the gather buffer, where the rail peer has put it
-      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + plane(chunk) + offset, bytes, bar);
+  MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
+  MK_DEVICE uint32_t end() const { return num_chunks(p) * Config::kNumNodes; }
+  MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, chunk(item)); }
+  MK_DEVICE bool ready(uint32_t item, bool wait) const {
+    if (is_own(item)) return true;
+    const bool here = wait ? wait_chunk(call, p, source(item), chunk(item))
+                           : ptx::load_acquire_sys(chunk_flag(p, source(item), chunk(item))) >= call.epoch;
+    ptx::fence_proxy_async();
+    return here;
+  }
+  MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    if (is_own(item)) {
+      load_own(p, item, offset, smem, bytes, bar);
+    } else {
+      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + plane(item) + offset, bytes, bar);
     }
   }
-  MK_DEVICE void store(uint32_t chunk, uint32_t offset, const char* smem, uint32_t bytes) const {
+  MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
     for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + plane(chunk) + offset, smem, bytes);
+      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + plane(item) + offset, smem, bytes);
     }
   }
-  MK_DEVICE void announce(uint32_t chunk) {
-    queue.push(at, flag_index(p, source, chunk));
-    trace.record(source == p.world.rank ? abi::kTraceSend : abi::kTraceForward, flag_index(p, source, chunk), since);
+  MK_DEVICE void announce(uint32_t item) {
+    queue.push(at, flag(item));
+    trace.record(is_own(item) ? abi::kTraceSend : abi::kTraceForward, flag(item), since);
     since = trace.now();
   }
 };
@@ -218,20 +237,8 @@ MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& stora
   }
   Trace trace(world, 2);
   CopyRing ring(storage.pieces, storage.copy_barriers);
-  PushedChunks own{p, world.rank, index, Config::kIntraComm, num_chunks(p), storage.announce, at, trace, trace.now()};
-  ring.copy(own);
-  if constexpr (Config::kNumNodes > 1) {            // what the rail peers have put here
-    const uint32_t others = Config::kNumNodes - 1;  // no constant: on one node a division by it would draw a warning
-#pragma unroll 1
-    for (uint32_t item = index; item < num_chunks(p) * others; item += Config::kIntraComm) {
-      const uint32_t chunk = item / others, node = (world.node + 1 + item % others) % Config::kNumNodes;
-      const uint32_t source = node * Config::kRanksPerNode + world.local_rank;
-      if (!wait_chunk(call, p, source, chunk)) return;
-      ptx::fence_proxy_async();
-      PushedChunks forwarded{p, source, chunk, 1, chunk + 1, storage.announce, at, trace, trace.now()};
-      ring.copy(forwarded);
-    }
-  }
+  PushedChunks chunks{call, p, index, storage.announce, at, trace, trace.now()};
+  ring.copy(chunks);
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
@@ -239,7 +246,7 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
   if (warp == 0 && ptx::lane_index() == 0) {
     RingPosition<kAnnounceQueue> at;
     push_chunks(call, p, storage, index, at);
-    storage.announce.push(at, kNoMoreChunks);
+    storage.announce.push(at, kNoMoreFlags);
   } else if (warp == 1) {
     storage.announce.serve([&](uint32_t flag) {
       for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {  // a lane per peer
@@ -258,6 +265,7 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
   MK_DEVICE uint32_t end() const { return chunk + 1; }
   MK_DEVICE uint32_t bytes(uint32_t c) const { return chunk_bytes(p, c); }
+  MK_DEVICE bool ready(uint32_t, bool) const { return true; }
   MK_DEVICE void load(uint32_t c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     load_own(p, c, offset, smem, bytes, bar);
   }
@@ -313,7 +321,6 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index(), role = role_of(cta);
   const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
-    if (cta == 0) announce_entry<Config>(call);
     if (role == abi::kIntraComm) storage.announce.init();
     if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
   }

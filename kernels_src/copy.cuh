@@ -17,43 +17,6 @@ struct CopyBarriers {
   uint64_t piece_arrived[kPieceStages];
 };
 
-// From the copying thread to the warp that raises the flags: a release to a peer waits for the link, and must not hold up the copies.
-constexpr uint32_t kAnnounceQueue = 4;
-constexpr uint32_t kNoMoreChunks = 0xffffffffu;
-struct AnnounceQueue {
-  uint64_t chunk_sent[kAnnounceQueue], chunk_announced[kAnnounceQueue];
-  uint32_t flag[kAnnounceQueue];  // index of the flag to raise, or kNoMoreChunks
-
-  MK_DEVICE void init() {  // one thread, before a sync_cta
-    for (uint32_t i = 0; i < kAnnounceQueue; ++i) {
-      ptx::mbarrier_init(&chunk_sent[i], 1);
-      ptx::mbarrier_init(&chunk_announced[i], 1);
-    }
-    ptx::mbarrier_init_fence();
-  }
-  MK_DEVICE void push(RingPosition<kAnnounceQueue>& at, uint32_t index) {
-    ptx::mbarrier_wait(&chunk_announced[at.index], at.parity ^ 1);
-    flag[at.index] = index;
-    ptx::mbarrier_arrive(&chunk_sent[at.index]);
-    at.advance();
-  }
-  // Calls raise(flag index) in all lanes, until kNoMoreChunks. Warp function.
-  template <class Raise>
-  MK_DEVICE void serve(const Raise& raise) {
-    RingPosition<kAnnounceQueue> at;
-#pragma unroll 1
-    while (true) {
-      ptx::mbarrier_wait(&chunk_sent[at.index], at.parity);
-      const uint32_t index = flag[at.index];
-      ptx::sync_warp();
-      if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&chunk_announced[at.index]);
-      if (index == kNoMoreChunks) return;
-      raise(index);
-      at.advance();
-    }
-  }
-};
-
 // Where one thread stands in a ring of pieces; lives across several copies. Once per kernel: it initializes the barriers.
 class CopyRing {
  public:
@@ -64,8 +27,9 @@ class CopyRing {
 
   // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
   // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);
-  //         void load(chunk, offset, smem, bytes, bar) issues the bulk loads of one piece, store(chunk, offset, smem, bytes) its bulk
-  //         stores; void announce(chunk).
+  //         bool ready(chunk, wait): whether its source is there; if asked to wait, false means that the call has failed;
+  //         void load(chunk, offset, smem, bytes, bar) issues the loads of one piece, store(chunk, offset, smem, bytes) its stores;
+  //         void announce(chunk).
   // Nothing is in flight afterwards.
   template <class Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
@@ -74,11 +38,17 @@ class CopyRing {
 #pragma unroll 1
     while (storing.chunk < chunks.end()) {
 #pragma unroll 1
-      while (ahead < kPiecesAhead && loading.chunk < chunks.end()) {
+      while (ahead < kPiecesAhead && loading.chunk < chunks.end() && (loading.offset != 0 || chunks.ready(loading.chunk, false))) {
         ptx::store_wait_read<kPieceStages - kPiecesAhead>();
         load(chunks, loading, (stage_ + ahead) % kPieceStages);
         advance(chunks, loading);
         ++ahead;
+      }
+      if (ahead == 0) {  // nothing to do but wait; first what is done is told
+        ptx::store_wait<0>();
+        for (; behind > 0; --behind) announce(chunks, announcing);
+        if (!chunks.ready(loading.chunk, true)) return;
+        continue;
       }
       store(chunks, storing);
       advance(chunks, storing);
@@ -98,25 +68,25 @@ class CopyRing {
     uint32_t chunk, offset;
   };
   template <class Chunks>
-  MK_DEVICE static uint32_t piece_bytes(const Chunks& chunks, const Cursor& at) {
+  MK_DEVICE static uint32_t piece_bytes(Chunks& chunks, const Cursor& at) {
     const uint32_t left = chunks.bytes(at.chunk) - at.offset;
     return left < kPieceBytes ? left : kPieceBytes;
   }
   template <class Chunks>
-  MK_DEVICE static bool advance(const Chunks& chunks, Cursor& at) {  // true: that was the chunk's last piece
+  MK_DEVICE static bool advance(Chunks& chunks, Cursor& at) {  // true: that was the chunk's last piece
     at.offset += kPieceBytes;
     if (at.offset < chunks.bytes(at.chunk)) return false;
     at = Cursor{chunks.next(at.chunk), 0};
     return true;
   }
   template <class Chunks>
-  MK_DEVICE void load(const Chunks& chunks, const Cursor& at, uint32_t stage) {
+  MK_DEVICE void load(Chunks& chunks, const Cursor& at, uint32_t stage) {
     const uint32_t bytes = piece_bytes(chunks, at);
     ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], bytes);
     chunks.load(at.chunk, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
   }
   template <class Chunks>
-  MK_DEVICE void store(const Chunks& chunks, const Cursor& at) {
+  MK_DEVICE void store(Chunks& chunks, const Cursor& at) {
     ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
     chunks.store(at.chunk, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
     ptx::store_commit();

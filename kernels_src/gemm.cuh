@@ -1,22 +1,37 @@
 // The GEMM of every fused kernel: C tiles of kBlockM x kBlockN = A (K-major) * B (K-major or N-major), float32 accumulation.
 //
 // A CTA is three warpgroups. Warpgroup 0: warp 0 loads tiles by TMA, warp 1 schedules (takes tiles from a counter, waits on the system flags
-// that a tile needs, hands over the tile or STOP). Warpgroups 1 and 2 each multiply 64 rows of the tile and store them.
+// that a tile needs, hands over the tile or STOP), warp 2 stores finished blocks by TMA, warp 3 raises flags once they are stored.
+// Warpgroups 1 and 2 each multiply 64 rows of the tile, add what other ranks computed of it, and write blocks of it to shared memory.
 //
 // With Config::kCluster == 2 the CTAs of a pair compute two tiles at a time that lie one above the other: each loads its own rows of A and half
-// of the columns of B, which it multicasts to both. CTA 0 (the leader) schedules for both. What the Op numbers are then pairs of tiles.
+// of the columns of B, which it multicasts to both. CTA 0 (the leader) schedules for both. What the Op numbers are then pairs of tiles, and a
+// coordinate is that of the upper one. The lower one may lie beyond the end of its shard: its rows of A are read as zeros and nothing of it is
+// stored (tensor maps see to both). Ops that add, announce or exchange do not come in pairs.
 //
-// A kernel provides an Op:
-//   uint32_t num_tiles();                               tiles (pairs) of this rank
-//   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function; of a pair, the upper tile's
-//   kParts                                              K arrives in this many equal parts; a tile starts when its first one is there
-//   bool wait_inputs(const Call&, coordinate, part);    warp function: until that part of the tile's (pair's) inputs is there (false: leave)
-//   const TensorMap* a_map(c); a_row(c), a_plane(c, part), a_k(part);   where the tile's rows of A are
+// A tile is done in parts: an item of the tile queue is one part of one tile, and is handed over when the inputs of that part are there.
+// A kernel provides an Op (BasicOp has what most do not need):
+//   uint32_t num_tiles();                               tiles that the CTAs of this rank share
+//   kCommCtas                                           CTAs that do something else first; those that compute have the last indices
+//   uint32_t assigned(i);                               the i-th tile that only this CTA does, before all others; kStop: no more
+//   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
+//   kParts, uint32_t parts(c);                          parts of a tile at most, and of this one (0: there is no such tile)
+//   bool waits(c, part);                                false: the part reads this rank's own inputs only
+//   bool wait_inputs(const Call&, c, part);             warp function: until the part's inputs are there (false: leave)
+//   uint32_t steps(c, part);                            k steps of the part; the parts of a tile follow each other in K
+//   const TensorMap* a_map(c); a_row(c), a_plane(c, part), a_k(c, part);   where the tile's rows of A are
 //   const TensorMap* b_map(c);
-//   bool needs_peers(c);                                false: the tile reads this rank's own memory only
-//   const TensorMap* c_map(c); c_row(c), c_plane(c);    where the result goes
-// A pair's lower tile may lie beyond the end of its shard: its rows of A are read as zeros and nothing of it is stored (tensor maps see to both).
+//   kAdds, uint32_t addends(c, part); const char* addend(c, i);   partial tiles (partial.cuh) that the part adds, in this order
+//   kExchanges, void exchange(call, d, c);              each consumer thread makes of its values those to store
+//   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
+//   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
+//   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
+//   kAnnounces, bool announces(c);                      whether others wait for the tile
+//   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
 #pragma once
+#include "announce.cuh"
+#include "partial.cuh"
+#include "ring.cuh"
 #include "sync.cuh"
 #include "trace.cuh"
 
@@ -30,26 +45,35 @@ constexpr uint32_t kConsumerWarps = kConsumerThreads / 32;
 constexpr uint32_t kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kWarpgroup * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= 65536, "register file");
 
-constexpr uint32_t kSwizzleBytes = 128;               // one row of every tile in shared memory
-constexpr uint32_t kPanel = kSwizzleBytes / 2;        // 16-bit elements of such a row
-constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;  // 8 rows: the pattern repeats
-constexpr uint32_t kInstructionK = 16;                // k of one wgmma
-constexpr uint32_t kTileQueue = 2;                    // items (a tile and a part of K: tile * kParts + part) handed over ahead
-constexpr uint32_t kStop = 0xffffffffu;               // in the tile queue: no more tiles
-
-// Named barriers; 0 is sync_cta.
-enum NamedBarrier : uint32_t {
-  kBarrierCta = 0,
-  kBarrierConsumer = 1 /* + warpgroup */,
-  kBarrierConsumers = kBarrierConsumer + kConsumerWarpgroups
-};
+constexpr uint32_t kSwizzleBytes = 128;                 // one row of every tile in shared memory
+constexpr uint32_t kPanel = kSwizzleBytes / 2;          // 16-bit elements of such a row
+constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;    // 8 rows: the pattern repeats
+constexpr uint32_t kInstructionK = 16;                  // k of one wgmma
+constexpr uint32_t kTileQueue = 2;                      // items (tile * kParts + part) handed over ahead
+constexpr uint32_t kQueueReaders = kConsumerWarps + 2;  // and the loading and the storing thread
+constexpr uint32_t kStop = 0xffffffffu;                 // in the tile queue: no more tiles
+constexpr uint32_t kResultBuffers = 2;                  // blocks per consumer warpgroup on their way out
 
 struct TileCoordinate {
-  uint32_t plane;  // which shard (allgather_gemm: the source rank)
+  uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)
   uint32_t m;      // tile row inside the shard; of a pair, the upper one
   uint32_t n;      // tile column
   uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
+  uint32_t index;  // reductions: the tile's number among its owner's
+  bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
 };
+
+// Config::kLoadRows: how many rows of a tile of A are loaded where M is smaller than a tile. Kernels of many rows leave it out.
+namespace detail {
+template <class Config, class = void>
+struct LoadRows {
+  static constexpr uint32_t kValue = 64 * kConsumerWarpgroups;
+};
+template <class Config>
+struct LoadRows<Config, Void<Config::kLoadRows>> {
+  static constexpr uint32_t kValue = Config::kLoadRows;
+};
+}  // namespace detail
 
 template <class Config>
 struct GemmShape {
@@ -61,9 +85,14 @@ struct GemmShape {
   static constexpr uint32_t kItemRows = kBlockM * Config::kCluster;  // of C: what the CTAs of a cluster compute at a time
   // One TMA load of B: of a K-major one so many columns, of a row-major one so many rows of K. Each CTA of a cluster loads its share for all.
   static constexpr uint32_t kLoadN = kSliceN / Config::kCluster, kLoadK = kBlockK / Config::kCluster;
+  static constexpr uint32_t kLoadRows = detail::LoadRows<Config>::kValue;  // of A; what the others hold does not matter
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+  static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
+  static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kStageBlocks / kConsumerWarpgroups);
+  static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
+  static constexpr uint32_t kPanels = kBlockN / kPanel;  // of a result
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
   static_assert(Config::kCluster == 1 || Config::kCluster == 2, "one CTA, or a pair");
@@ -80,12 +109,14 @@ struct GemmStorage {
     alignas(1024) char b[Shape::kStages][Shape::kBytesB];
   };
   alignas(1024) Pipeline pipeline;
-  alignas(1024) char result[kConsumerWarpgroups][2][64 * kSwizzleBytes];
+  alignas(1024) char result[kConsumerWarpgroups][kResultBuffers][kBlockBytes];
   uint64_t stage_filled[Shape::kStages], stage_consumed[Shape::kStages];
   uint64_t tile_offered[kTileQueue], tile_taken[kTileQueue];
+  uint64_t block_written[kConsumerWarpgroups][kResultBuffers], block_stored[kConsumerWarpgroups][kResultBuffers];
   uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
   uint32_t item[kTileQueue];
   uint32_t refused;
+  AnnounceQueue announce;
   uint64_t item_sent, item_relayed;  // of a pair: by the leader's scheduler (here), by the other's (at the leader)
   uint32_t sent_item;
 };
@@ -110,6 +141,29 @@ MK_DEVICE TileCoordinate own_tile(TileCoordinate c) {
   return c;
 }
 
+// What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
+struct BasicOp {
+  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
+  MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
+  MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
+  MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
+  MK_DEVICE uint32_t rows(const TileCoordinate&) const { return 0; }
+  MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
+  MK_DEVICE void raise(const Call&, uint32_t) const {}
+};
+
+// The order of the tiles of `tile_rows` rows of tiles: groups of group_m rows that share B, column by column.
+struct RasterPosition {
+  uint32_t row, column;
+};
+template <class Config>
+MK_DEVICE RasterPosition raster(uint32_t tile, uint32_t tile_rows, uint32_t group_m) {
+  const uint32_t group = tile / (group_m * GemmShape<Config>::kTilesN), in_group = tile % (group_m * GemmShape<Config>::kTilesN);
+  const uint32_t left = tile_rows - group * group_m, group_rows = left < group_m ? left : group_m;
+  return RasterPosition{group * group_m + in_group % group_rows, in_group / group_rows};
+}
+
 template <class Config>
 MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {
   return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kBlockN;
@@ -127,7 +181,13 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before 
   }
   for (uint32_t q = 0; q < kTileQueue; ++q) {
     ptx::mbarrier_init(&storage.tile_offered[q], 1);
-    ptx::mbarrier_init(&storage.tile_taken[q], 1 + kConsumerWarps);
+    ptx::mbarrier_init(&storage.tile_taken[q], kQueueReaders);
+  }
+  for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
+    for (uint32_t b = 0; b < kResultBuffers; ++b) {
+      ptx::mbarrier_init(&storage.block_written[w][b], kWarpgroup / 32);
+      ptx::mbarrier_init(&storage.block_stored[w][b], 1);
+    }
   }
   ptx::mbarrier_init(&storage.entries_checked, 1);
   if constexpr (Config::kCluster > 1) {
@@ -135,10 +195,10 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before 
     ptx::mbarrier_init(&storage.item_relayed, 1);
   }
   storage.refused = 0;
-  ptx::mbarrier_init_fence();
+  storage.announce.init();  // ends with the fence for all of them
 }
 
-// Reads the next item of the queue, as the loading thread or as one warp of a consumer.
+// Reads the next item of the queue, as the loading or storing thread or as one warp of a consumer.
 enum class Reader { kThread, kWarp };
 template <Reader By, class Config>
 MK_DEVICE uint32_t take_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
@@ -195,25 +255,38 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   Trace trace(call.world, 0);
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
+  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? (ptx::cta_index() - Op::kCommCtas) / Config::kCluster : kStop;
   bool first = true, checked = false, ok = true;
 #pragma unroll 1
   while (ok) {
-    uint32_t tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
-    tile = ptx::broadcast(tile, 0);
-    const bool last = tile >= num_tiles;
-    const TileCoordinate c = last ? TileCoordinate{} : op.coordinate(tile);
-    const bool needs_peers = !last && op.needs_peers(c);
-    if (!checked && (!first || last || needs_peers)) {  // not before a first local tile: it is computed meanwhile
+    uint32_t tile = op.assigned(num_assigned);
+    bool last = false;
+    if (tile != kStop) {
+      ++num_assigned;
+    } else {
+      if (given != kStop) {  // the first tile of a CTA that computes from the start, without asking
+        tile = given, given = kStop;
+      } else {
+        tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
+        tile = ptx::broadcast(tile, 0) + (ptx::cta_count() - Op::kCommCtas) / Config::kCluster;
+      }
+      last = tile >= num_tiles;
+    }
+    if (!checked && (!first || last)) {  // not before a first tile of own inputs: it is computed meanwhile
       ok = check_entries(call, storage);
       checked = true;
     }
     if (last) break;
     first = false;
+    const TileCoordinate c = op.coordinate(tile);
+    const uint32_t parts = op.parts(c);
 #pragma unroll 1
-    for (uint32_t part = 0; ok && part < Op::kParts; ++part) {
-      if (needs_peers) {
+    for (uint32_t part = 0; ok && part < parts; ++part) {
+      if (op.waits(c, part)) {
+        if (!checked) ok = check_entries(call, storage);
+        checked = true;
         const uint64_t begin = trace.now();
-        ok = op.wait_inputs(call, c, part);
+        if (ok) ok = op.wait_inputs(call, c, part);
         if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
       }
       if (ok) {
@@ -258,6 +331,28 @@ MK_DEVICE void load_b(void* smem, const abi::TensorMap* map, uint64_t* filled, i
   }
 }
 
+// Partial tiles that are added pass through the same stages, kAddPanels panels (both warpgroups' blocks) at a time.
+template <class Config>
+MK_DEVICE char* stage_block(GemmStorage<Config>& storage, uint32_t stage, uint32_t block) {
+  constexpr uint32_t kInA = GemmShape<Config>::kBytesA / kBlockBytes;
+  return block < kInA ? storage.pipeline.a[stage] + block * kBlockBytes : storage.pipeline.b[stage] + (block - kInA) * kBlockBytes;
+}
+template <class Config>
+MK_DEVICE void load_addend(GemmStorage<Config>& storage, uint32_t stage, const char* addend, uint32_t part, uint32_t rows) {
+  using Shape = GemmShape<Config>;
+  uint64_t* filled = &storage.stage_filled[stage];
+  uint32_t bytes = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) bytes += block_bytes(rows, w);
+  ptx::mbarrier_arrive_expect(filled, bytes * Shape::kAddPanels);
+#pragma unroll 1
+  for (uint32_t block = 0; block < Shape::kAddPanels * kConsumerWarpgroups; ++block) {
+    const uint32_t size = block_bytes(rows, block % kConsumerWarpgroups);
+    const char* source = addend + (part * Shape::kAddPanels * kConsumerWarpgroups + block) * kBlockBytes;
+    if (size != 0) ptx::bulk_load(stage_block(storage, stage, block), source, size, filled);
+  }
+}
+
 template <class Config, class Op>
 MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
@@ -273,10 +368,11 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
-    const uint32_t width = tile_width<Config>(c), bytes = Shape::kBytesA + width * Shape::kBlockK * 2;
-    int32_t a_k = op.a_k(c, part), k = part * Shape::kStepsK / Op::kParts * Shape::kBlockK;
+    const uint32_t width = tile_width<Config>(c), bytes = (Shape::kLoadRows + width) * Shape::kBlockK * 2;
+    const uint32_t steps = op.steps(c, part);
+    int32_t a_k = op.a_k(c, part), k = part * steps * Shape::kBlockK;
 #pragma unroll 1
-    for (uint32_t step = 0; step < Shape::kStepsK / Op::kParts; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
+    for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);
       uint64_t* filled = &storage.stage_filled[stage.index];
       ptx::mbarrier_arrive_expect(filled, bytes);
@@ -295,6 +391,14 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
         for (uint32_t n = 0; n < Shape::kBlockN; n += Shape::kSliceN) {
           if (n < width) load_b<Config>(smem_b + n * kSwizzleBytes, b, filled, k, column + n + rank * Shape::kLoadN);
         }
+      }
+    }
+    if constexpr (Op::kAdds) {
+      const uint32_t addends = op.addends(c, part), rows = op.rows(c);
+#pragma unroll 1
+      for (uint32_t i = 0; i < addends * Shape::kAddStages; ++i, stage.advance()) {
+        ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);
+        load_addend(storage, stage.index, op.addend(c, i / Shape::kAddStages), i % Shape::kAddStages, rows);
       }
     }
   }
@@ -316,35 +420,73 @@ MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, co
   ptx::wgmma_commit();
 }
 
-// Rounds 64 rows once and stores them in panels of 64 columns, two panels in flight. Warpgroup function.
-template <class Config, class Op>
-MK_DEVICE void store_result(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
-                            uint32_t warpgroup, uint32_t& buffer) {
+// Adds one partial tile, or the part of it in one stage.
+template <uint32_t Part, class Config>
+MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, uint32_t stage, uint32_t warpgroup) {
   using Shape = GemmShape<Config>;
-  const uint32_t lane = ptx::lane_index(), thread = ptx::thread_index() % kWarpgroup, barrier = kBarrierConsumer + warpgroup;
-  const uint32_t row = thread / 32 * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
-  const int32_t column = first_column<Config>(c), c_row = op.c_row(c) + warpgroup * 64, plane = op.c_plane(c);
 #pragma unroll
-  for (uint32_t panel = 0; panel < Shape::kBlockN / kPanel; ++panel) {
+  for (uint32_t p = 0; p < Shape::kAddPanels; ++p) {
+    const char* block = stage_block(storage, stage, p * kConsumerWarpgroups + warpgroup);
+#pragma unroll
+    for (uint32_t u = 0; u < kBlockUnits; ++u) {
+      float* e = &d[((Part * Shape::kAddPanels + p) * kBlockUnits + u) * Partial<Config>::kUnit];
+      Partial<Config>::add(e, ptx::load_shared(block + unit_offset(u)));
+    }
+  }
+}
+template <uint32_t Part, class Config>
+MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+                           uint32_t warpgroup) {
+  ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);
+  add_stage<Part>(d, storage, stage.index, warpgroup);
+  ptx::sync_warp();  // all lanes have read
+  if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&storage.stage_consumed[stage.index]);
+  stage.advance();
+  if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_partial<Part + 1>(d, storage, stage, warpgroup);
+}
+
+// Writes 64 rows to shared memory, block by block: rounded once, 64 columns each in the layout of a TMA store, or as blocks of a partial tile.
+template <class Config, class Op>
+MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
+                            uint32_t warpgroup, RingPosition<kResultBuffers>& at) {
+  using Shape = GemmShape<Config>;
+  const uint32_t lane = ptx::lane_index(), warp = ptx::thread_index() % kWarpgroup / 32;
+  const auto begin = [&] {
+    ptx::mbarrier_wait(&storage.block_stored[warpgroup][at.index], at.parity ^ 1);
+    return storage.result[warpgroup][at.index];
+  };
+  const auto end = [&] {
+    ptx::fence_proxy_async_shared();
+    ptx::sync_warp();
+    if (lane == 0) ptx::mbarrier_arrive(&storage.block_written[warpgroup][at.index]);
+    at.advance();
+  };
+  if (op.is_partial(c)) {
+#pragma unroll
+    for (uint32_t panel = 0; panel < Partial<Config>::kPanels; ++panel) {
+      char* block = begin();
+#pragma unroll
+      for (uint32_t u = 0; u < kBlockUnits; ++u) {
+        ptx::store_shared(block + unit_offset(u), Partial<Config>::round(&d[(panel * kBlockUnits + u) * Partial<Config>::kUnit]));
+      }
+      end();
+    }
+    return;
+  }
+  const uint32_t row = warp * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
+#pragma unroll
+  for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
     if (panel * kPanel >= tile_width<Config>(c)) break;
-    char* smem = storage.result[warpgroup][buffer];
-    buffer ^= 1;                                 // across tiles too: a tile may have an odd number of panels
-    if (thread == 0) ptx::store_wait_read<1>();  // the store before last has read this buffer
-    ptx::barrier_sync(barrier, kWarpgroup);
+    char* block = begin();
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
       const float* e = &d[panel * (kPanel / 2) + j * 8];
       const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
-      ptx::stmatrix_x4(smem + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
+      ptx::stmatrix_x4(block + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
                        ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
                        ptx::pack<Shape::kElement>(e[6], e[7]));
     }
-    ptx::fence_proxy_async_shared();
-    ptx::barrier_sync(barrier, kWarpgroup);
-    if (thread == 0) {
-      ptx::tma_store_3d(op.c_map(c), smem, column + panel * kPanel, c_row, plane);
-      ptx::store_commit();
-    }
+    end();
   }
 }
 
@@ -381,43 +523,102 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
 template <class Config, class Op>
 MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
-  constexpr uint32_t kSteps = Shape::kStepsK / Op::kParts;
   const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
   const bool traces = ptx::thread_index() == kWarpgroup;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
+  RingPosition<kResultBuffers> block;
   Trace trace(call.world, 1);
   float d[Shape::kBlockN / 2];
   uint64_t begin = 0;
-  uint32_t buffer = 0;
-  bool first = true, refused = false;
 #pragma unroll 1
   while (true) {
     const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts, tile = item / Op::kParts;
     if (item == kStop) break;
     if (part == 0) begin = trace.now();
     const TileCoordinate c = own_tile<Config>(op.coordinate(tile));
-    if (Config::kSlices > 1 && c.slice != 0) {
-      multiply_part<Shape::kSliceN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
+    const uint32_t steps = op.steps(c, part);
+    if (Op::kAdds && steps == 0) {
+      if (part == 0) {
+#pragma unroll
+        for (float& e : d) e = 0.0f;
+      }
+    } else if (Config::kSlices > 1 && c.slice != 0) {
+      multiply_part<Shape::kSliceN, Config>(d, storage, stage, steps, warpgroup, part > 0);
     } else {
-      multiply_part<Shape::kBlockN, Config>(d, storage, stage, kSteps, warpgroup, part > 0);
+      multiply_part<Shape::kBlockN, Config>(d, storage, stage, steps, warpgroup, part > 0);
     }
-    if (part + 1 < Op::kParts) continue;
+    if constexpr (Op::kAdds) {
+      const uint32_t addends = op.addends(c, part);
+#pragma unroll 1
+      for (uint32_t i = 0; i < addends; ++i) add_partial<0, Config>(d, storage, stage, warpgroup);
+    }
+    if (part + 1 < op.parts(c)) continue;
+    if constexpr (Op::kExchanges) {
+      ptx::mbarrier_wait(&storage.entries_checked, 0);
+      if (storage.refused == 0) op.exchange(call, d, c);
+    }
+    write_blocks(d, op, c, storage, warpgroup, block);
+    if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
+  }
+}
+
+// ---- one thread of warp 2 of warpgroup 0
+// Stores finished blocks, once all ranks have entered; tells warp 3 which flag to raise once a tile's stores are complete.
+template <class Config, class Op>
+MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
+  using Shape = GemmShape<Config>;
+  RingPosition<kTileQueue> queue;
+  RingPosition<kResultBuffers> at, stored;
+  RingPosition<kAnnounceQueue> announce;
+  bool first = true, refused = false;
+  const auto give_back = [&] {
+    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);
+    stored.advance();
+  };
+#pragma unroll 1
+  while (true) {
+    const uint32_t item = take_item<Reader::kThread>(storage, queue);
+    if (item == kStop) break;
+    const TileCoordinate c = own_tile<Config>(op.coordinate(item / Op::kParts));
+    if (item % Op::kParts + 1 < op.parts(c)) continue;
     if (first) {
       ptx::mbarrier_wait(&storage.entries_checked, 0);
       refused = storage.refused != 0;
       first = false;
     }
-    if (!refused) store_result(d, op, c, storage, warpgroup, buffer);
-    if (traces) trace.record(abi::kTraceTile, tile, begin);
+    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : tile_width<Config>(c) / kPanel;
+#pragma unroll 1
+    for (uint32_t panel = 0; panel < panels; ++panel) {
+#pragma unroll 1
+      for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
+        ptx::mbarrier_wait(&storage.block_written[w][at.index], at.parity);
+        if (!refused) op.store(c, panel, w, storage.result[w][at.index]);
+      }
+      at.advance();
+      ptx::store_commit();
+      if (panel == 0) continue;
+      ptx::store_wait_read<1>();  // the panel before has been read
+      give_back();
+    }
+    if constexpr (Op::kAnnounces) {
+      if (op.announces(c) && !refused) {
+        ptx::store_wait<0>();
+        storage.announce.push(announce, item / Op::kParts);
+      }
+    }
+    ptx::store_wait_read<0>();
+    give_back();
   }
-  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();
+  ptx::store_wait<0>();
+  if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMoreFlags);
 }
 
 // All threads of the CTA, after gemm_init and a sync_cluster; computes until the tile counter runs out, then leaves the call. Nothing may
 // follow: each warpgroup ends with its own number of registers.
 template <class Config, class Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  static_assert(Config::kCluster == 1 || !(Op::kAdds || Op::kAnnounces || Op::kExchanges), "a pair's tiles have one number");
   const uint32_t warp = ptx::warp_index();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
@@ -429,12 +630,18 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
       } else {
         relay_items(call, storage);
       }
+    } else if (warp == 2) {
+      if (ptx::lane_index() == 0) {
+        store_tiles(op, storage);
+        leave_call(call);  // the other warps have done their part, but for flags that are being raised
+      }
+    } else {
+      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry<Config>(call);  // of a CTA that computes from the start
+      if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();
     multiply_tiles(call, op, storage);
-    ptx::barrier_sync(kBarrierConsumers, kConsumerThreads);
-    if (ptx::thread_index() == kWarpgroup) leave_call(call);
   }
   if constexpr (Config::kCluster > 1) {  // neither CTA ends while the other may still load into it or arrive there
     ptx::sync_warp();

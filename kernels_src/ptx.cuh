@@ -186,6 +186,14 @@ MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+MK_DEVICE uint64_t load_relaxed_sys(const uint64_t* p) {  // for words that carry their data themselves
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+MK_DEVICE void store_relaxed_sys(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -229,6 +237,39 @@ MK_DEVICE uint32_t pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   }
   return v;
+}
+
+template <Element E>
+MK_DEVICE void unpack(uint32_t v, float& low, float& high) {  // exact
+  if constexpr (E == Element::kBFloat16) {
+    low = __uint_as_float(v << 16), high = __uint_as_float(v & 0xffff0000u);
+  } else {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(low), "=f"(high) : "r"(v));
+  }
+}
+MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumulators where they lie, and serializes wgmma
+  uint32_t b;
+  asm volatile("mov.b32 %0, %1;" : "=r"(b) : "f"(v));
+  return b;
+}
+MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
+
+// ---- shared memory, 16 bytes at a time
+struct Words {
+  uint32_t word[4];
+};
+MK_DEVICE Words load_shared(const void* p) {
+  Words v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "r"(shared_address(p))
+               : "memory");
+  return v;
+}
+MK_DEVICE void store_shared(void* p, const Words& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+               "r"(v.word[3])
+               : "memory");
 }
 
 // Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
     from mkernel.ops.allgather_gemm import allgather_gemm
     from mkernel.ops.call import PreparedPlan, plan
+    from mkernel.ops.gemm_allreduce import gemm_allreduce
+    from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
     from mkernel.plan.split import Split
     from mkernel.runtime.assemble import init
     from mkernel.runtime.launch import launch
@@ -45,6 +47,8 @@ _EXPORTS = {
     "TransportError": "errors",
     "World": "runtime.world",
     "allgather_gemm": "ops.allgather_gemm",
+    "gemm_allreduce": "ops.gemm_allreduce",
+    "gemm_reduce_scatter": "ops.gemm_reduce_scatter",
     "init": "runtime.assemble",
     "launch": "runtime.launch",
     "plan": "ops.call",
@@ -65,6 +69,8 @@ __all__ = [
     "TransportError",
     "World",
     "allgather_gemm",
+    "gemm_allreduce",
+    "gemm_reduce_scatter",
     "init",
     "launch",
     "plan",

@@ -7,7 +7,9 @@ import enum
 
 __all__ = [
     "DIGEST_BITS",
+    "FLAG_BYTES",
     "MAX_RANKS",
+    "PACKET_BYTES",
     "RING_SLOTS",
     "SIGNAL_FLAGS",
     "TRACE_LANES",
@@ -121,6 +123,8 @@ class SignalHeader(ctypes.Structure):
 
 
 SIGNAL_FLAGS = ctypes.sizeof(SignalHeader)
+FLAG_BYTES = 4 << 20  # of the signal segment: the header and the flags of the ops; then come
+PACKET_BYTES = 16 << 20  # packets: words that are data and flag at once
 
 
 class TraceRecord(ctypes.Structure):

@@ -48,6 +48,9 @@ MKC_API void mkc_released();                                 // after a store or
 
 MKC_API void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3);
 
+MKC_API void mkc_check_shared(const void* p, uint32_t bytes);  // before a read: is it in this CTA's shared memory?
+MKC_API void mkc_wrote_shared(void* p, uint32_t bytes);        // 16 bytes: the async proxy must not touch them before a fence
+
 MKC_API void mkc_wgmma_fence();
 MKC_API void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, uint64_t b, bool accumulate);
 MKC_API void mkc_wgmma_commit();

@@ -120,6 +120,15 @@ inline T atomic_add(T* p, T v, int order) {
 }
 }  // namespace detail
 MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) { return detail::load_acquire(p); }
+MK_DEVICE uint64_t load_relaxed_sys(const uint64_t* p) {
+  mkc_check_word(p, sizeof(uint64_t));
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+MK_DEVICE void store_relaxed_sys(uint64_t* p, uint64_t v) {
+  mkc_check_word(p, sizeof(uint64_t));
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+  mkc_released();
+}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }
@@ -141,6 +150,13 @@ inline uint32_t to_bfloat16(float value) {  // round to nearest even; NaN become
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
+inline float from_float16(uint32_t bits) {  // exact
+  const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return __builtin_bit_cast(float, sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude >= 0x400u) return __builtin_bit_cast(float, sign | ((magnitude << 13) + 0x38000000u));
+  const float value = static_cast<float>(magnitude) * 0x1p-24f;
+  return sign != 0 ? -value : value;
+}
 inline uint32_t to_float16(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7fffu;
@@ -159,6 +175,30 @@ MK_DEVICE uint32_t pack(float low, float high) {
   } else {
     return detail::to_float16(low) | (detail::to_float16(high) << 16);
   }
+}
+
+template <Element E>
+MK_DEVICE void unpack(uint32_t v, float& low, float& high) {
+  if constexpr (E == Element::kBFloat16) {
+    low = __builtin_bit_cast(float, v << 16), high = __builtin_bit_cast(float, v & 0xffff0000u);
+  } else {
+    low = detail::from_float16(v & 0xffffu), high = detail::from_float16(v >> 16);
+  }
+}
+MK_DEVICE uint32_t bits(float v) { return __builtin_bit_cast(uint32_t, v); }
+MK_DEVICE float from_bits(uint32_t v) { return __builtin_bit_cast(float, v); }
+
+// ---- shared memory, 16 bytes at a time
+struct alignas(16) Words {
+  uint32_t word[4];
+};
+MK_DEVICE Words load_shared(const void* p) {
+  mkc_check_shared(p, sizeof(Words));
+  return *static_cast<const Words*>(p);
+}
+MK_DEVICE void store_shared(void* p, const Words& v) {
+  mkc_wrote_shared(p, sizeof(Words));
+  *static_cast<Words*>(p) = v;
 }
 
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3); }

@@ -34,13 +34,19 @@ void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* wh
   for (uint32_t chunk = offset / kChunkBytes; chunk * kChunkBytes < offset + bytes; ++chunk) {
     if (cta.dirty_owner[chunk] == 0) continue;
     scheduler().fail_fiber(
-        "missing fence.proxy.async: %s uses shared +0x%x (%u bytes), of which thread %u has written +0x%x with stmatrix_x4 and not "
+        "missing fence.proxy.async: %s uses shared +0x%x (%u bytes), of which thread %u has written +0x%x with an ordinary store and not "
         "fenced (fence_proxy_async_shared) before this",
         what, offset, bytes, cta.dirty_owner[chunk] - 1u, chunk * kChunkBytes);
   }
 }
 
 namespace {
+// 16 bytes of shared memory that this thread has written through the generic proxy.
+void mark_dirty(Fiber& fiber, uint32_t offset) {
+  fiber.cta->dirty_owner[offset / kChunkBytes] = static_cast<uint16_t>(fiber.thread + 1);
+  fiber.dirty.push_back(offset / kChunkBytes);
+}
+
 // All arrive; the last one lets the waiting ones go.
 void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waiting& waiting) {
   bar.clock.join(fiber.clock);
@@ -226,15 +232,17 @@ void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3)
   Fiber& fiber = call.fiber;
   const uint32_t offset = shared_offset(row, kMatrixRowBytes, kMatrixRowBytes, "stmatrix_x4");
   const Warp::Slots& slots = meet_warp(Meeting::kStmatrix, m0, m1, m2, m3);
-  Cta& cta = *fiber.cta;
   const uint32_t lane = fiber.thread % kLanes, matrix = lane / 8, first = lane % 8 * 4;  // a row's elements come from four lanes
   uint32_t words[4];
   for (uint32_t i = 0; i < 4; ++i) words[i] = slots.word[first + i][matrix];
   tsan::write(row, kMatrixRowBytes);
   __builtin_memcpy(row, words, kMatrixRowBytes);
-  cta.dirty_owner[offset / kChunkBytes] = static_cast<uint16_t>(fiber.thread + 1);
-  fiber.dirty.push_back(offset / kChunkBytes);
+  mark_dirty(fiber, offset);
 }
+
+void mkc_check_shared(const void* p, uint32_t bytes) { shared_offset(p, bytes, bytes, "load_shared"); }
+
+void mkc_wrote_shared(void* p, uint32_t bytes) { mark_dirty(self(), shared_offset(p, bytes, kChunkBytes, "store_shared")); }
 
 // ---- time and flags
 

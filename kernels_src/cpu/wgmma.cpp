@@ -67,7 +67,7 @@ void read_chunk(const Cta& cta, uint32_t address, uint32_t element, float* out, 
   const uint16_t owner = cta.dirty_owner[(at - kSharedBase) / kChunkBytes];
   if (owner != 0) {
     scheduler().fail_fiber(
-        "missing fence.proxy.async: wgmma reads shared +0x%x, which thread %u has written with stmatrix_x4 and not fenced",
+        "missing fence.proxy.async: wgmma reads shared +0x%x, which thread %u has written with an ordinary store and not fenced",
         at - kSharedBase, owner - 1u);
   }
   tsan::read(p, 16);

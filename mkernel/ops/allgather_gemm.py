@@ -13,16 +13,14 @@ from mkernel.ops.arguments import (
     check_matrix,
     check_multiple,
     check_split,
-    check_writable,
     layout_of,
     row_stride,
     split_error,
 )
-from mkernel.ops.call import BoundCall, remember
+from mkernel.ops.call import BoundCall, check_result, matmul_call, set_map
 from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import BLOCK_K, BLOCK_M
 from mkernel.plan.split import Split, SplitError
-from mkernel.runtime import current
 
 if TYPE_CHECKING:
     from mkernel.runtime.device import TensorView
@@ -94,33 +92,10 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
     The algorithm: every rank pushes its shard chunk by chunk into the gather buffers of its node while tiles of its own shard are computed;
     tiles of other shards follow as their chunks arrive (kernels_src/allgather_gemm.cuh).
     """
-    w = current.current(world)
-    key = w.backend.key
-    ka, kb = key(a), key(b)
-    c = _result(w, a, b, (OP, ka, kb)) if out is None else out
-    call = (OP, ka, kb, key(c), split)
-    try:
-        bound = w.bound_calls.get(call)
-    except TypeError:  # a split that cannot be hashed
-        check_split(split)
-        raise
-    if bound is None or not bound.valid():
-        bound = remember(w, call, _bind(w, a, b, c, split, stream))
-    w.launch(bound.executable, bound.parameters, stream)
-    return c
+    return matmul_call(OP, a, b, (), world, out, split, stream, _problem, _bind)
 
 
-def _result(world: World, a: Any, b: Any, key: tuple[Any, ...]) -> Any:
-    """A new array for the result of these operands."""
-    known = world.bound_calls.get(key)
-    if known is None:
-        problem, _ = _problem(world, world.backend.view(a), world.backend.view(b))
-        known = remember(world, key, ((problem.rows * world.size, problem.n), problem.dtype))
-    return world.backend.empty(*known)
-
-
-def _problem(world: World, a: TensorView, b: TensorView) -> tuple[AllGatherGemmProblem, int]:
-    """The checked problem, and the stride of b."""
+def _problem(world: World, a: TensorView, b: TensorView) -> AllGatherGemmProblem:
     rows, k = check_matrix("a", a)
     inner, n = check_matrix("b", b, a.dtype)
     if inner != k:
@@ -136,8 +111,7 @@ def _problem(world: World, a: TensorView, b: TensorView) -> tuple[AllGatherGemmP
     check_aligned("b", b)
     if rows * world.size >= 1 << 31 or n >= 1 << 31 or k >= 1 << 31:
         raise ArgumentError("shape", (rows * world.size, n, k), "every extent must be below 2^31")
-    row_major, stride = layout_of("b", b)
-    return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, row_major), stride
+    return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, layout_of("b", b)[0])
 
 
 def _executable(world: World, problem: AllGatherGemmProblem, split: Split | None, stream: Any) -> Executable:
@@ -154,20 +128,15 @@ def _executable(world: World, problem: AllGatherGemmProblem, split: Split | None
 
 def prepare(world: World, a: Any, b: Any, *, split: Split | None = None, out: Any = None, stream: Any = None) -> Executable:
     """The executable that ``allgather_gemm`` would use for these arrays. Collective on first use."""
-    problem, _ = _problem(world, world.backend.view(a), world.backend.view(b))
-    return _executable(world, problem, split, stream)
+    return _executable(world, _problem(world, world.backend.view(a), world.backend.view(b)), split, stream)
 
 
-def _bind(world: World, a_array: Any, b_array: Any, out: Any, split: Split | None, stream: Any) -> BoundCall:
-    a, b, c = map(world.backend.view, (a_array, b_array, out))
-    problem, b_stride = _problem(world, a, b)
+def _bind(
+    world: World, problem: AllGatherGemmProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any
+) -> BoundCall:
     rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
-    if check_matrix("out", c, dtype) != (rows * size, n):
-        raise ArgumentError("out.shape", c.shape, f"must be (M, N) = ({rows * size}, {n})")
-    check_writable("out", c)
-    c_stride = row_stride("out", c)
-    if rows:
-        check_aligned("out", c)
+    c_stride = check_result(problem, c, "(M, N)")
+    b_stride = layout_of("b", b)[1]
     executable = _executable(world, problem, split, stream)
     plan: AllGatherGemmPlan = executable.plan
     heap = world.heap_address
@@ -191,14 +160,10 @@ def _bind(world: World, a_array: Any, b_array: Any, out: Any, split: Split | Non
         group_m=plan.group_m,
         part_blocks=plan.part_blocks,
     )
-    _set(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
+    set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
     part_k = k // plan.parts
     gather_strides = (part_k * ITEM, extent * part_k * ITEM)
-    _set(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
-    _set(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, plan.b_box, 1)))
-    _set(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
+    set_map(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
+    set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, plan.b_box, 1)))
+    set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
     return BoundCall(executable, parameters, executable.scratch_offset)
-
-
-def _set(parameters: Parameters, name: str, value: bytes) -> None:
-    ctypes.memmove(ctypes.addressof(parameters) + getattr(Parameters, name).offset, value, len(value))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mkernel.errors import ArgumentError
+from mkernel.ops.arguments import check_aligned, check_matrix, check_split, check_writable, row_stride
 from mkernel.runtime import current
 
 if TYPE_CHECKING:
     from mkernel.plan.split import Split
+    from mkernel.runtime.device import TensorView
     from mkernel.runtime.world import Executable, World
 
-__all__ = ["OPS", "BoundCall", "PreparedPlan", "plan", "remember"]
+__all__ = ["OPS", "BoundCall", "MatmulProblem", "PreparedPlan", "check_result", "matmul_call", "plan", "remember", "set_map"]
 
 T = TypeVar("T")
 
@@ -41,6 +43,73 @@ def remember(world: World, key: tuple[Any, ...], value: T) -> T:
         bound.clear()
     bound[key] = value
     return value
+
+
+class MatmulProblem(Protocol):
+    """A problem whose result is one matrix."""
+
+    @property
+    def result_shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def matmul_call(
+    op: str,
+    a: Any,
+    b: Any,
+    options: tuple[Hashable, ...],
+    world: World | None,
+    out: Any,
+    split: Split | None,
+    stream: Any,
+    problem: Callable[..., MatmulProblem],
+    bind: Callable[..., BoundCall],
+) -> Any:
+    """One call of an op that makes a matrix of two.
+
+    ``problem(world, a view, b view, *options)`` checks and describes it; ``bind(world, problem, views of a, b and the result, split, stream)``
+    prepares its launch. Both are called only for arguments not seen before.
+    """
+    w = current.current(world)
+    key = w.backend.key
+    ka, kb = key(a), key(b)
+    try:
+        if out is None:
+            known = w.bound_calls.get((op, ka, kb, *options))
+            if known is None:
+                asked = problem(w, w.backend.view(a), w.backend.view(b), *options)
+                known = remember(w, (op, ka, kb, *options), (asked.result_shape, asked.dtype))
+            c = w.backend.empty(*known)
+        else:
+            c = out
+        call = (op, ka, kb, key(c), split, *options)
+        bound = w.bound_calls.get(call)
+    except TypeError:  # an option that cannot be hashed
+        check_split(split)
+        problem(w, w.backend.view(a), w.backend.view(b), *options)
+        raise
+    if bound is None or not bound.valid():
+        views = w.backend.view(a), w.backend.view(b), w.backend.view(c)
+        bound = remember(w, call, bind(w, problem(w, *views[:2], *options), *views, split, stream))
+    w.launch(bound.executable, bound.parameters, stream)
+    return c
+
+
+def check_result(problem: MatmulProblem, c: TensorView, rule: str) -> int:
+    """``out`` fits the problem; returns the bytes between its rows."""
+    if check_matrix("out", c, problem.dtype) != problem.result_shape:
+        raise ArgumentError("out.shape", c.shape, f"must be {rule} = {problem.result_shape}")
+    check_writable("out", c)
+    if problem.result_shape[0]:
+        check_aligned("out", c)
+    return row_stride("out", c)
+
+
+def set_map(parameters: ctypes.Structure, name: str, value: bytes) -> None:
+    """Put a tensor map into the parameters of a kernel."""
+    ctypes.memmove(ctypes.addressof(parameters) + getattr(type(parameters), name).offset, value, len(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +152,8 @@ class PreparedPlan:
         return self._run(*arrays, world=self.world, out=out, stream=stream, **self._options)
 
 
-OPS = ("allgather_gemm",)  # each a module of this package with a function of its name and ``prepare(world, *arrays, stream=, **options)``
+# Each a module of this package with a function of its name and ``prepare(world, *arrays, stream=, **options)``.
+OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 
 
 def plan(op: str, *arrays: Any, world: World | None = None, stream: Any = None, **options: Any) -> PreparedPlan:

@@ -43,6 +43,10 @@ class AllGatherGemmProblem:
     dtype: str
     b_row_major: bool
 
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        return self.rows * self.topology.size, self.n
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
@@ -130,6 +134,8 @@ class AllGatherGemmPlan:
         """The number of a chunk in the order in which the chunks of a shard travel."""
         first = block // self.part_blocks * self.part_blocks
         return first * self.parts + part * min(self.part_blocks, self.blocks - first) + block - first
+
+    packet_bytes = 0  # no packets in the signal segment
 
     @property
     def flag_words(self) -> int:

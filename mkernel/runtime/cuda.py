@@ -33,6 +33,7 @@ _POLL_SECONDS = 20e-6, 200e-6  # shortest and longest sleep of a host wait
 _SIGNAL_SLOTS = 1024  # pinned values on their way to flags; half of it is reused at a time
 _STREAMS_REMEMBERED = 64
 _BOX_BYTES = 128  # the swizzle's row
+_GPU_MEMORY = (2, 3)  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _NAMES = {"<f2": "float16", "<f4": "float32", "<f8": "float64", "<i4": "int32", "<i8": "int64"}  # of __cuda_array_interface__
 
@@ -313,13 +314,11 @@ class CudaDevice(Device):
         return TensorView(address, shape, tuple(strides), _NAMES[kind], writable=not read_only)
 
     def _ordinal_of(self, address: int) -> int:
-        cuda = driver()
-        attribute = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        with self._current():
-            status, ordinal = cuda.cuPointerGetAttribute(attribute, address)
-        if status:
+        with self._current():  # by the runtime: cuPointerGetAttribute of cuda.bindings 13 said 0 of memory on GPU 1
+            found = self.xp.cuda.runtime.pointerGetAttributes(address)
+        if found.type not in _GPU_MEMORY:
             raise ArgumentError("array", hex(address), "is not in GPU memory", f"copy it to GPU {self.ordinal} (cupy.asarray)")
-        return int(ordinal)
+        return int(found.device)
 
     def _elsewhere(self, array: Any, ordinal: int) -> ArgumentError:
         rule = f"is on GPU {ordinal}, this rank works on GPU {self.ordinal}"

@@ -32,7 +32,7 @@ __all__ = ["Executable", "Options", "Plan", "World"]
 
 _log = logging.getLogger("mkernel")
 
-SIGNAL_BYTES = 4 << 20
+SIGNAL_BYTES = abi.FLAG_BYTES + abi.PACKET_BYTES
 DEFAULT_TIMEOUT = 30.0
 DEFAULT_ENTRY_TIMEOUT = 600.0
 _WORLD_BYTES = ctypes.sizeof(abi.World)
@@ -57,6 +57,8 @@ class Plan(Protocol):
     def workspace_bytes(self) -> int: ...
     @property
     def flag_words(self) -> int: ...
+    @property
+    def packet_bytes(self) -> int: ...
     def describe(self) -> str: ...
 
 
@@ -135,6 +137,11 @@ class Executable:
     def flag_offset(self) -> int:
         """Bytes from the start of the signal segment to the plan's flags."""
         return abi.SIGNAL_FLAGS
+
+    @property
+    def packet_offset(self) -> int:
+        """Bytes from the start of the signal segment to the plan's packets."""
+        return abi.FLAG_BYTES
 
 
 @dataclasses.dataclass(slots=True)
@@ -561,11 +568,13 @@ class World:
             if text:
                 raise CompileError(f"{plan.op} could not be loaded on rank {rank}", log=text.decode(errors="replace"))
         assert kernel is not None
-        flags = (self._signals.size - abi.SIGNAL_FLAGS) // 8
+        flags = (abi.FLAG_BYTES - abi.SIGNAL_FLAGS) // 8
         if plan.flag_words > flags:
             raise ArgumentError(
                 "flag_words", plan.flag_words, f"the signal segment has room for {flags}", "use larger chunks or fewer ranks"
             )
+        if plan.packet_bytes > abi.PACKET_BYTES:
+            raise ArgumentError("packet_bytes", plan.packet_bytes, f"the signal segment has room for {abi.PACKET_BYTES}")
         if plan.workspace_bytes > self._scratch_bytes:
             self._grow(plan.workspace_bytes)
         return Executable(self, plan, kernel)

@@ -30,13 +30,6 @@ def topology(world: str) -> Topology:
     return Topology(nodes * per_node, per_node)
 
 
-def in_clusters(patch: Any, cluster: int, sms: int = 8) -> None:
-    """From now on plans are for clusters of so many CTAs, and there are SMs enough for a pair in each role."""
-    if cluster > 1:
-        patch.setattr("mkernel.plan.allgather_gemm.choose_cluster", lambda *_: cluster)
-        patch.setenv("MKERNEL_CPU_SMS", str(sms))
-
-
 def split(name: str, shape: Topology) -> mk.Split | None:
     """Splits of four SMs: the default, one SM per role, and as many for communication as leave one for compute."""
     local, remote = shape.ranks_per_node > 1, shape.num_nodes > 1

@@ -20,7 +20,8 @@ import pytest
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
-from tests.ops.body import USES, Case, Rank, in_clusters, problems, topology
+from tests.ops.body import USES, Case, Rank, problems, topology
+from tests.ops.clusters import in_clusters
 
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
 WORKLOADS = {

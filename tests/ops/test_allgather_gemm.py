@@ -20,8 +20,9 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import BLOCK_M
 from mkernel.transport import emulated
-from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, in_clusters, problems, random, rows_of, topology
+from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 from tests.ops.body import split as split_of
+from tests.ops.clusters import in_clusters
 
 _DTYPES = ("bfloat16", "float16")
 

@@ -13,7 +13,8 @@ import pytest
 import mkernel as mk
 from mkernel.cli.check import worst_over_bound
 from mkernel.errors import ArgumentError, Error, MismatchError
-from tests.ops.body import aligned, in_clusters, random, topology
+from tests.ops.body import aligned, random, topology
+from tests.ops.clusters import in_clusters
 
 ROWS, K, N = 24, 64, 72
 

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel.cli.check import worst_over_bound
-from tests.ops.body import Case, back_to_back, in_clusters, problems
+from tests.ops.body import Case, back_to_back, problems
+from tests.ops.clusters import in_clusters
 from tests.runtime.worker import outcome, tell
 
 _ROWS = (0, 1, 129)

@@ -1,0 +1,216 @@
+// gemm_allreduce, two-shot: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), the same bits on every rank. Included by the
+// generated source after `struct Config`. Tiles have owners, as in a reduce-scatter (reduce.cuh); an owner leaves the finished tile in its heap,
+// whence the node's other ranks pull it into their C. Across nodes it is put to each rail peer once, and that rank's node pulls it there.
+#pragma once
+#include "copy.cuh"
+#include "reduce.cuh"
+
+namespace mkernel {
+
+struct Storage {
+  union {
+    GemmStorage<Config> gemm;
+    CopyPieces pieces;
+  };
+  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
+  AnnounceQueue forward;
+};
+static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a finished tile is one panel");
+
+// Owners have runs of equal length of all tiles in raster order; the last ones may have fewer.
+struct Tiles : OwnedTiles<Tiles> {
+  using OwnedTiles<Tiles>::OwnedTiles;
+  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
+  MK_DEVICE RasterPosition position(uint32_t owner, uint32_t index) const {
+    return raster<Config>(owner * p.tiles + index, tile_rows(), p.group_m);
+  }
+  MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return owner * p.tiles + index < tile_rows() * Shape::kTilesN; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    if (!is_own(c)) return store_partial(c, panel, warpgroup, smem);
+    store_result(c, panel, warpgroup, smem);
+    if constexpr (kWorldSize > 1) {
+      char* block = own_heap(p) + result_offset(p, 0, c.index) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
+      ptx::bulk_store(block, smem, kBlockBytes);
+    }
+  }
+  MK_DEVICE bool announces(const TileCoordinate&) const { return kWorldSize > 1; }
+  MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
+    const TileCoordinate c = coordinate(tile);
+    if (!is_own(c)) return raise_partial(call, c);
+    for (uint32_t i = (kNodes > 1 ? 0 : 1) + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer; the own one is for inter_send
+      const uint32_t peer = (p.world.local_rank + i) % kR;
+      ptx::store_release_sys(flag_word(p, peer, finished_flag(p, 0, p.world.local_rank, c.index)), call.epoch);
+    }
+  }
+};
+
+// ---- intra_comm: pulls the tiles that others own into C. Those of the node's ranks one by one; those of other nodes' by chunks, from the node's
+// rank on the owner's rail, which tells the node's others (warp 1) when a chunk has come.
+struct PulledTiles {
+  const Call& call;
+  const Tiles& tiles;
+  AnnounceQueue& queue;
+  RingPosition<kAnnounceQueue>& at;
+  uint32_t begin;
+  Trace& trace;
+  uint64_t since;
+
+  struct Unit {  // consecutive tiles of one owner
+    uint32_t distance, local_rank, first;
+  };
+  struct Known {  // worked out once for all pieces of an item
+    uint32_t item = kStop;
+    Unit unit{};
+    uint32_t bytes = 0;
+  };
+  Known loading, storing;
+  uint32_t stored_tile = kStop;
+  TileCoordinate stored_at{};
+  MK_DEVICE const Parameters& p() const { return tiles.p; }
+  MK_DEVICE uint32_t num_local() const { return p().tiles * (kR - 1); }
+  MK_DEVICE Unit unit(uint32_t item) const {
+    const uint32_t local = p().world.local_rank;
+    if constexpr (kR > 1) {
+      if (item < num_local()) return Unit{0, (local + 1 + item % (kR - 1)) % kR, item / (kR - 1)};
+    }
+    item -= num_local();
+    const uint32_t chunk = item / (kOtherNodes * kR), owner = item % (kOtherNodes * kR);
+    return Unit{1 + owner / kR, (local + owner % kR) % kR, chunk * Config::kChunkTiles};
+  }
+  MK_DEVICE uint32_t owner(const Unit& u) const { return (p().world.node + u.distance) % kNodes * kR + u.local_rank; }
+  MK_DEVICE uint32_t flag(const Unit& u) const { return finished_flag(p(), u.distance, u.local_rank, u.first); }
+  MK_DEVICE bool is_forwarded(const Unit& u) const { return u.distance != 0 && u.local_rank == p().world.local_rank; }
+
+  MK_DEVICE uint32_t first() const { return existing(begin); }
+  MK_DEVICE uint32_t next(uint32_t item) const { return existing(item + Config::kIntraComm); }
+  MK_DEVICE uint32_t existing(uint32_t item) const {  // from `item` on, of this CTA's
+#pragma unroll 1
+    for (; item < end(); item += Config::kIntraComm) {
+      const Unit u = unit(item);
+      if (tiles.exists(owner(u), u.first)) break;
+    }
+    return item;
+  }
+  MK_DEVICE uint32_t end() const { return num_local() + num_chunks(p()) * (kNodes - 1) * kR; }
+  MK_DEVICE Known known(uint32_t item) const {
+    const Unit u = unit(item);
+    return Known{item, u, static_cast<uint32_t>((u.distance == 0 ? 1 : chunk_count(tiles, owner(u), u.first)) * kResultBytes)};
+  }
+  MK_DEVICE uint32_t bytes(uint32_t item) const {
+    if constexpr (kNodes == 1) return static_cast<uint32_t>(kResultBytes);
+    if (loading.item == item) return loading.bytes;
+    return storing.item == item ? storing.bytes : known(item).bytes;
+  }
+  MK_DEVICE bool ready(uint32_t item, bool wait) {
+    const Unit u = unit(item);
+    const uint32_t writer = u.distance == 0 || !is_forwarded(u) ? p().world.node * kR + u.local_rank : owner(u);
+    const bool here =
+        wait ? wait_flag(call, p(), flag(u), writer) : ptx::load_acquire_sys(flag_word(p(), p().world.local_rank, flag(u))) >= call.epoch;
+    ptx::fence_proxy_async();
+    if (here && !wait && kR > 1 && is_forwarded(u)) queue.push(at, flag(u));
+    return here;
+  }
+  MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+    if (loading.item != item) loading = known(item);
+    const Unit& u = loading.unit;
+    ptx::bulk_load(smem, heap(p().world, u.local_rank) + result_offset(p(), u.distance, u.first) + offset, bytes, bar);
+  }
+  MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t) {
+    if (storing.item != item) storing = known(item);
+    const Unit& u = storing.unit;
+    const uint32_t tile = owner(u) * p().tiles + u.first + static_cast<uint32_t>(offset / kResultBytes);
+    if (stored_tile != tile) {
+      stored_tile = tile;
+      stored_at = tiles.at(owner(u), tile - owner(u) * p().tiles, false);
+    }
+    const uint32_t panel = static_cast<uint32_t>(offset % kResultBytes) / kPieceBytes;
+#pragma unroll
+    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) tiles.store_result(stored_at, panel, w, smem + w * kBlockBytes);
+  }
+  MK_DEVICE void announce(uint32_t item) {
+    trace.record(abi::kTraceForward, item, since);
+    since = trace.now();
+  }
+};
+
+MK_DEVICE void pull_tiles(const Call& call, const Parameters& p, Storage& storage, uint32_t index, RingPosition<kAnnounceQueue>& at) {
+#pragma unroll 1
+  for (uint32_t i = 1; i < kWorldSize; ++i) {  // C is written only if all ranks agree
+    if (!wait_entered(call, (p.world.rank + i) % kWorldSize)) return;
+  }
+  Trace trace(p.world, 2);
+  CopyRing ring(storage.pieces, storage.copy_barriers);
+  const Tiles tiles(p, 0, 0);
+  PulledTiles pulled{call, tiles, storage.forward, at, index, trace, trace.now(), {}, {}};
+  ring.copy(pulled);
+}
+
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+  const uint32_t warp = ptx::warp_index();
+  if (warp == 0 && ptx::lane_index() == 0) {
+    RingPosition<kAnnounceQueue> at;
+    pull_tiles(call, p, storage, index, at);
+    storage.forward.push(at, kNoMoreFlags);
+  } else if (warp == 1) {
+    storage.forward.serve([&](uint32_t flag) {
+      for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer
+        ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
+      }
+    });
+  }
+}
+
+// ---- inter_send: sums of this node to their owners (thread 0) beside finished tiles to the rail peers (thread 32)
+struct ResultsToSend {
+  const Tiles& tiles;
+  MK_DEVICE uint32_t count(uint32_t, uint32_t first) const { return chunk_count(tiles, tiles.p.world.rank, first); }
+  MK_DEVICE uint32_t flag(uint32_t, uint32_t index) const { return finished_flag(tiles.p, 0, tiles.p.world.local_rank, index); }
+  MK_DEVICE uint64_t src(uint32_t, uint32_t index) const { return result_offset(tiles.p, 0, index); }
+  MK_DEVICE uint64_t dst(uint32_t distance, uint32_t index) const { return result_offset(tiles.p, kNodes - distance, index); }
+  MK_DEVICE uint64_t bytes() const { return kResultBytes; }
+  MK_DEVICE uint32_t peer_flag(uint32_t distance, uint32_t first) const {
+    return finished_flag(tiles.p, kNodes - distance, tiles.p.world.local_rank, first);
+  }
+};
+
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // both threads
+  if constexpr (kNodes > 1) {
+    const bool sends_sums = ptx::thread_index() == 0;
+    Trace trace(p.world, sends_sums ? 2 : 1);
+    const Tiles tiles(p, 0, 0);
+    if (sends_sums) {
+      send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
+    } else {
+      send_tiles(call, p, ResultsToSend{tiles}, 1 + Config::kInterSend + index, index, trace);
+    }
+  }
+}
+
+// ---- the role switch. inter_reduce is compute that makes its sums first.
+MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
+  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
+  const RoleIndex at = role_of(ptx::cta_index());
+  const Call call = begin_call(p.world, at.role);
+  if constexpr (Config::kIntraComm > 0) {
+    if (at.role == abi::kIntraComm) {
+      if (ptx::thread_index() == 0) storage.forward.init();
+      ptx::sync_cta();
+      intra_comm_role(call, p, storage, at.index);
+      ptx::sync_cta();
+    }
+  }
+  if (at.role == abi::kInterSend) {
+    if (ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) inter_send_role(call, p, at.index);
+    ptx::sync_cta();
+  }
+  if (ptx::thread_index() == 0) {
+    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
+    gemm_init(storage.gemm);
+  }
+  ptx::sync_cta();
+  compute_role(call, Tiles(p, at.index, at.role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
+}
+
+}  // namespace mkernel

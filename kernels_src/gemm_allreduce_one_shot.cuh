@@ -1,0 +1,129 @@
+// gemm_allreduce, one-shot: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), for few rows. Included by the generated source after
+// `struct Config`. Everyone sends its partial tiles to everyone and adds up all tiles itself, in the order of the ranks: one step instead of
+// two, W times the bytes. Inside a node a tile goes by bulk stores; inter_send puts it to the ranks of the other nodes.
+#pragma once
+#include "reduce.cuh"
+
+namespace mkernel {
+
+struct Storage {
+  GemmStorage<Config> gemm;
+};
+static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such roles");
+
+// p.tiles is the number of all tiles; every rank has room for (world size, tiles) partial tiles, and a flag for each. Of a rank on another node
+// only the flag of a chunk's first tile is used.
+MK_DEVICE uint32_t slot(const Parameters& p, uint32_t source, uint32_t tile) { return source * p.tiles + tile; }
+
+// First all tiles are multiplied and sent, then all are added up.
+struct Tiles : BasicOp {
+  const Parameters& p;
+  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
+  static constexpr uint32_t kParts = 1, kCommCtas = kCommunicating;
+  static constexpr bool kAdds = true, kAnnounces = true;
+
+  MK_DEVICE uint32_t num_tiles() const { return 2 * p.tiles; }
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+    const bool is_sum = tile >= p.tiles;
+    const uint32_t index = is_sum ? tile - p.tiles : tile;
+    const RasterPosition at = raster<Config>(index, (p.rows + Shape::kBlockM - 1) / Shape::kBlockM, p.group_m);
+    return TileCoordinate{p.world.rank, at.row, at.column, 0, index, is_sum};
+  }
+  MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
+  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return c.is_sum; }
+  MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const { return c.is_sum ? 0 : Shape::kStepsK; }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
+  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
+    const uint32_t left = p.rows - c.m * Shape::kBlockM;
+    return left < Shape::kBlockM ? left : Shape::kBlockM;
+  }
+  MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t) const { return c.is_sum ? kWorldSize : 0; }
+  MK_DEVICE const char* addend(const TileCoordinate& c, uint32_t source) const {
+    return own_heap(p) + partial_offset(p, slot(p, source, c.index));
+  }
+  struct SlotFlags {  // by source rank
+    const Parameters& p;
+    uint64_t epoch;
+    uint32_t index;
+    MK_DEVICE uint32_t flag(uint32_t source) const {
+      const bool remote = source / kR != p.world.node;
+      return slot(p, source, remote ? index / Config::kChunkTiles * Config::kChunkTiles : index);
+    }
+    MK_DEVICE const uint64_t* word(uint32_t source) const { return flag_word(p, p.world.local_rank, flag(source)); }
+    MK_DEVICE uint64_t value() const { return epoch; }
+    MK_DEVICE bool wait(const Call& call, uint32_t source) const { return wait_flag(call, p, flag(source), source); }
+  };
+  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t) const {  // warp function
+    return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);
+  }
+  MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
+  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    if (c.is_sum) {
+      ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
+      return;
+    }
+    const uint32_t bytes = block_bytes(rows(c), warpgroup);
+    const uint64_t offset = partial_offset(p, slot(p, p.world.rank, c.index)) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
+#pragma unroll
+    for (uint32_t i = 0; i < kR; ++i) {
+      if (bytes != 0) ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % kR) + offset, smem, bytes);
+    }
+  }
+  MK_DEVICE bool announces(const TileCoordinate& c) const { return !c.is_sum; }
+  MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
+    for (uint32_t i = ptx::lane_index(); i < kR; i += 32) {      // a lane per rank of the node
+      const uint32_t flag = slot(p, p.world.rank, coordinate(tile).index);
+      ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
+    }
+  }
+};
+
+// ---- inter_send: chunks of this rank's partial tiles to all ranks of the other nodes (one thread)
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {
+  if constexpr (kNodes > 1) {
+    Trace trace(p.world, 2);
+    uint64_t last_put = 0;
+    uint32_t last_peer = p.world.rank;
+#pragma unroll 1
+    for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
+      const uint64_t begin = trace.now();
+      const uint32_t first = slot(p, p.world.rank, chunk * Config::kChunkTiles), left = p.tiles - chunk * Config::kChunkTiles;
+      const uint32_t count = left < Config::kChunkTiles ? left : Config::kChunkTiles;
+#pragma unroll 1
+      for (uint32_t i = 0; i < count; ++i) {
+        if (!wait_flag(call, p, first + i, p.world.rank)) return;
+      }
+#pragma unroll 1
+      for (uint32_t i = kR; i < kWorldSize; ++i) {  // from the next node on
+        const uint32_t peer = (p.world.node * kR + i) % kWorldSize;
+        if (!wait_entered(call, peer)) return;
+        const uint64_t offset = partial_offset(p, first);
+        last_put = issue_put(call, Put{1 + index, peer, offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch});
+        last_peer = peer;
+        if (last_put == 0) return;
+      }
+      trace.record(abi::kTracePut, chunk, begin);
+    }
+    if (last_put != 0) wait_put(call, last_put, last_peer);  // the next call may overwrite what they read
+  }
+}
+
+// ---- the role switch
+MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
+  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
+  const RoleIndex at = role_of(ptx::cta_index());
+  const Call call = begin_call(p.world, at.role);
+  if (ptx::thread_index() == 0) {
+    if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
+    gemm_init(storage.gemm);
+  }
+  ptx::sync_cta();
+  compute_role(call, Tiles(p), storage.gemm);
+}
+
+}  // namespace mkernel

@@ -1,0 +1,101 @@
+"""``mk.gemm_allreduce``: from arrays to a launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mkernel.errors import ArgumentError
+from mkernel.ops import reduce
+from mkernel.ops.call import matmul_call
+from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, ReduceProblem, choose_algorithm
+
+if TYPE_CHECKING:
+    from mkernel.plan.split import Split
+    from mkernel.runtime.device import TensorView
+    from mkernel.runtime.world import Executable, World
+
+__all__ = ["gemm_allreduce", "prepare"]
+
+
+def gemm_allreduce(
+    a: Any,
+    b: Any,
+    *,
+    world: World | None = None,
+    out: Any = None,
+    split: Split | None = None,
+    stream: Any = None,
+    partials: str = "output",
+    algorithm: str | None = None,
+) -> Any:
+    """Multiply and add up over all ranks: ``c = sum over ranks of a @ b``, the same bits on every rank, in one kernel.
+
+    Parameters
+    ----------
+    a
+        (M, K/W) bfloat16 or float16, rows contiguous and any multiple of 16 bytes apart: this rank's columns of A. M is any number, also 0;
+        few rows (decoding) are fast.
+    b
+        (K/W, N), the dtype of ``a``: this rank's rows of B, row-major or the transpose view of a (N, K/W) array. K/W and N are multiples
+        of 8.
+    out
+        (M, N), the dtype of ``a``, rows contiguous; returned as given. None: a new array of ``world.xp``.
+    split
+        SMs per role (``mk.Split``); None: mkernel's choice.
+    stream
+        Anything with ``__cuda_stream__``; None: CuPy's current stream.
+    partials
+        What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact, twice the
+        bytes.
+    algorithm
+        ``"one_shot"``: everyone sends to everyone and adds up everything; ``"two_shot"``: every tile has an owner that adds it up, and
+        from which the others fetch it. None: by size.
+
+    Returns
+    -------
+    c
+        (M, N). Added in float32, in a fixed order of the ranks, and rounded once: bitwise the same on every rank and on every run.
+        docs/architecture.md states the error.
+
+    Notes
+    -----
+    Collective: every rank calls it, in the same order. Asynchronous on target cuda (it never waits for the host or for peers, except on
+    the first use of a plan, which compiles); on target cpu it returns when the result is there. Capturable in a CUDA graph once planned
+    (``mk.plan``). No buffer of the caller is in use by other ranks after the kernel has ended.
+
+    Raises
+    ------
+    ArgumentError
+        Shapes, dtypes, alignment, device or split are wrong; the heap is too small. Nothing was launched.
+    MismatchError, TimeoutError, PeerLostError, TransportError
+        On this or a later call: the ranks disagree, or one does not answer.
+
+    The algorithm: two-shot is a reduce-scatter by direct exchange, tile by tile, after which the node's other ranks pull each finished
+    tile from its owner; across nodes each node sends one sum, and an owner sends the finished tile once per node
+    (kernels_src/reduce.cuh, gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
+    """
+    return matmul_call(ALLREDUCE, a, b, (partials, algorithm), world, out, split, stream, _problem, reduce.bind)
+
+
+def _problem(world: World, a: TensorView, b: TensorView, partials: Any = "output", algorithm: Any = None) -> ReduceProblem:
+    m, n, k, row_major = reduce.check_operands(a, b)
+    if algorithm is None:
+        algorithm = choose_algorithm(world.topology, m, n)
+    elif algorithm not in ALGORITHMS:
+        raise ArgumentError("algorithm", algorithm, f"must be None or one of {', '.join(ALGORITHMS)}")
+    return ReduceProblem(ALLREDUCE, world.topology, m, n, k, a.dtype, row_major, reduce.check_partials(partials), algorithm)
+
+
+def prepare(
+    world: World,
+    a: Any,
+    b: Any,
+    *,
+    split: Split | None = None,
+    out: Any = None,
+    stream: Any = None,
+    partials: str = "output",
+    algorithm: str | None = None,
+) -> Executable:
+    """The executable that ``gemm_allreduce`` would use for these arrays. Collective on first use."""
+    return reduce.executable(world, _problem(world, world.backend.view(a), world.backend.view(b), partials, algorithm), split, stream)

@@ -1,0 +1,437 @@
+"""GEMM+ReduceScatter and GEMM+AllReduce: problem, plan and schedule. Pure Python; ``kernels_src/reduce.cuh`` is the device side."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+
+from mkernel import abi
+from mkernel.jit.spec import KernelSpec
+from mkernel.plan.gemm import BLOCK_M, THREADS, GemmTile, choose_tile
+from mkernel.plan.split import Split
+from mkernel.plan.topology import Topology
+from mkernel.plan.wait_graph import Step, WaitGraph
+
+__all__ = [
+    "ALGORITHMS",
+    "ALLREDUCE",
+    "PARAMETER_BYTES",
+    "PARTIALS",
+    "REDUCE_SCATTER",
+    "ReducePlan",
+    "ReduceProblem",
+    "Tile",
+    "choose_algorithm",
+    "make_plan",
+    "wait_graph",
+]
+
+REDUCE_SCATTER, ALLREDUCE = "gemm_reduce_scatter", "gemm_allreduce"
+ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
+PARTIALS = ("output", "float32")  # what partial tiles travel as
+PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
+_PUT_BYTES = 1024 * 1024  # what a put should reach
+_GROUP_M = 16  # tile rows that share their columns of B in L2
+_ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
+_LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole
+_PANEL = 64  # columns of a block of a result: 128 bytes
+_BLOCK_BYTES = 64 * 128  # of one warpgroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReduceProblem:
+    """What the ranks must agree on. ``rows``: of a rank's result (M / W for the reduce-scatter, M for the all-reduce); ``k``: of a rank."""
+
+    op: str
+    topology: Topology
+    rows: int
+    n: int
+    k: int
+    dtype: str
+    b_row_major: bool
+    partials: str = "output"
+    algorithm: str = "two_shot"
+
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        return self.rows, self.n
+
+    @property
+    def one_shot(self) -> bool:
+        return self.algorithm == "one_shot"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile ``index`` of those that ``owner`` reduces: at tile row ``m`` (of the owner's rows, or of all) and tile column ``n``.
+
+    ``is_sum``: not multiplied, but added up from partial tiles.
+    """
+
+    owner: int
+    index: int
+    m: int
+    n: int
+    is_sum: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducePlan:
+    """Tile, order, split and buffers for one problem on one kind of device."""
+
+    problem: ReduceProblem
+    split: Split
+    tile: GemmTile
+    group_tiles: int  # of an owner, that are computed one after the other
+    chunk_tiles: int  # of one put
+    group_m: int = _GROUP_M  # tile rows that share columns of B
+    load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
+    packets: bool = False  # one-shot: values travel in words that are their own flags
+
+    @property
+    def op(self) -> str:
+        return self.problem.op
+
+    @functools.cached_property
+    def spec(self) -> KernelSpec:
+        problem, topology = self.problem, self.problem.topology
+        constants = {
+            "kN": problem.n,
+            "kK": problem.k,
+            "kBlockN": self.tile.block_n,
+            "kStages": self.tile.stages,
+            "kFloat16": int(problem.dtype == "float16"),
+            "kBRowMajor": int(problem.b_row_major),
+            "kPartialFloat32": int(problem.partials == "float32"),
+            "kNumNodes": topology.num_nodes,
+            "kRanksPerNode": topology.ranks_per_node,
+            "kIntraComm": self.split.intra_comm or 0,
+            "kInterSend": self.split.inter_send or 0,
+            "kInterReduce": self.split.inter_reduce or 0,
+            "kChunkTiles": self.chunk_tiles,
+            "kLoadRows": self.load_rows,
+            "kSlices": 1,
+        }
+        name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
+        return KernelSpec(name, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
+        text = repr(
+            (self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets)
+        )
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    @property
+    def grid(self) -> int:
+        return self.split.total
+
+    def describe(self) -> str:
+        p, split = self.problem, self.split
+        layout = "row-major" if p.b_row_major else "transposed"
+        rows = p.rows * p.topology.size if self.op == REDUCE_SCATTER else p.rows
+        sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
+        how = f"{p.algorithm}, " if self.op == ALLREDUCE else ""
+        return (  # the first line stands for the plan in messages: it tells any two apart
+            f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
+            f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in groups of {self.group_tiles}, "
+            f"puts of {self.chunk_tiles} tiles\n"
+            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
+            f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
+        )
+
+    # ---- sizes
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles of one owner (reduce-scatter), or of all."""
+        return math.ceil(self.problem.rows / BLOCK_M)
+
+    @property
+    def tiles_n(self) -> int:
+        return math.ceil(self.problem.n / self.tile.block_n)
+
+    @property
+    def tiles(self) -> int:
+        """Per owner; all tiles where everyone adds up everything."""
+        grid = self.tile_rows * self.tiles_n
+        owners = 1 if self.op == REDUCE_SCATTER or self.problem.one_shot else self.problem.topology.size
+        return math.ceil(grid / owners)
+
+    @property
+    def num_chunks(self) -> int:
+        return math.ceil(self.tiles / self.chunk_tiles)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of a finished tile on the heap: 16-bit elements, whole panels."""
+        return self.tile.block_n // _PANEL * 2 * _BLOCK_BYTES
+
+    @property
+    def partial_bytes(self) -> int:
+        return self.result_bytes * (2 if self.problem.partials == "float32" else 1)
+
+    # ---- the data heap and the flags: offsets from the start of the workspace, in the order of Parameters in the kernel
+    @property
+    def areas(self) -> dict[str, int]:
+        """Bytes of each area of the workspace."""
+        topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
+        if topology.size == 1 and not self.problem.one_shot:
+            return dict.fromkeys(("partial", "sum", "arrived", "result"), 0)
+        if self.packets:
+            return dict.fromkeys(("partial", "sum", "arrived", "result"), 0)
+        if self.problem.one_shot:
+            return {"partial": topology.size * self.tiles * self.partial_bytes, "sum": 0, "arrived": 0, "result": 0}
+        return {
+            "partial": (topology.size - 1) * self.tiles * self.partial_bytes,
+            "sum": others * self.tiles * self.partial_bytes,
+            "arrived": others * self.tiles * self.partial_bytes,
+            "result": (others + 1) * self.tiles * self.result_bytes if self.op == ALLREDUCE else 0,
+        }
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each area begins."""
+        offsets, at = {}, 0
+        for name, size in self.areas.items():
+            offsets[name] = at
+            at += size
+        return offsets
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of the data heap: partial tiles on their way, and finished tiles of an all-reduce."""
+        return sum(self.areas.values())
+
+    @property
+    def packet_bytes(self) -> int:
+        """Of the range of packets in the signal segment: of every rank, for whole warps of 16 rows."""
+        if not self.packets:
+            return 0
+        warps = math.ceil(min(self.problem.rows, BLOCK_M) / 16)
+        return self.problem.topology.size * self.tiles * warps * 16 * self.tile.block_n // 2 * 8
+
+    @property
+    def flag_words(self) -> int:
+        topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
+        if self.packets:
+            return 0
+        if self.problem.one_shot:
+            return topology.size * self.tiles
+        finished = topology.size * self.tiles if self.op == ALLREDUCE else 0
+        return (topology.size - 1 + others) * self.tiles + others * self.num_chunks + finished
+
+    # ---- the schedule (the mirror of OwnedTiles in the kernel; a test compares them)
+    def exists(self, owner: int, index: int) -> bool:
+        """The last owners of an all-reduce may have fewer tiles."""
+        return self.op == REDUCE_SCATTER or owner * self.tiles + index < self.tile_rows * self.tiles_n
+
+    def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
+        m, n = self.raster(index if self.op == REDUCE_SCATTER or self.problem.one_shot else owner * self.tiles + index)
+        return Tile(owner, index, m, n, is_sum)
+
+    def raster(self, tile: int) -> tuple[int, int]:
+        """Row and column of a tile: groups of ``group_m`` rows, column by column."""
+        group, inside = divmod(tile, self.group_m * self.tiles_n)
+        rows = min(self.group_m, self.tile_rows - group * self.group_m)
+        return (group * self.group_m + inside % rows, inside // rows) if rows > 0 else (0, 0)
+
+    def peers(self, rank: int) -> list[int]:
+        """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""
+        topology = self.problem.topology
+        node, local, per_node = topology.node(rank), topology.local_rank(rank), topology.ranks_per_node
+        remote = [(n, i) for i in range(1, per_node + 1) for n in range(1, topology.num_nodes)]
+        near = [(0, i) for i in range(1, per_node)]
+        return [topology.rank((node + n) % topology.num_nodes, (local + i) % per_node) for n, i in remote + near]
+
+    def groups(self) -> list[range]:
+        return [range(i, min(i + self.group_tiles, self.tiles)) for i in range(0, self.tiles, self.group_tiles)]
+
+    def tiles_of(self, rank: int) -> Iterator[Tile]:
+        """What ``rank`` computes, in the order in which its CTAs take it; tiles that do not exist included."""
+        if self.problem.one_shot:
+            for is_sum in (False,) if self.packets else (False, True):
+                yield from (self.at(rank, index, is_sum) for index in range(self.tiles))
+            return
+        own: range | None = None
+        for group in [*self.groups(), None]:
+            if group is not None:
+                for owner in self.peers(rank):
+                    yield from (self.at(owner, index) for index in group)
+            if own is not None:
+                yield from (self.at(rank, index) for index in own)
+            own = group
+
+    def sums_of(self, rank: int) -> Iterator[Tile]:
+        """The sums of its node that ``rank`` makes for the owners on its rail, in order."""
+        if not self.problem.one_shot:
+            for group in self.groups():
+                for owner in self.problem.topology.rail_peers(rank):
+                    yield from (self.at(owner, index, True) for index in group)
+
+
+def choose_algorithm(topology: Topology, rows: int, n: int, item: int = 2) -> str:
+    """Of the all-reduce: one step where little is sent, else two."""
+    return "one_shot" if rows * n * item * (topology.size - 1) <= _ONE_SHOT_BYTES else "two_shot"
+
+
+def make_plan(
+    problem: ReduceProblem, sm_count: int, split: Split | None = None, tile: GemmTile | None = None, group_tiles: int | None = None
+) -> ReducePlan:
+    """The plan for a problem on a device with ``sm_count`` SMs.
+
+    Raises
+    ------
+    SplitError
+        ``split`` does not fit.
+    """
+    chosen = (split or Split()).complete(default_split(problem, sm_count), sm_count)
+    owners = problem.topology.size if problem.op == REDUCE_SCATTER else 1
+    tile_rows = max(1, math.ceil(problem.rows / BLOCK_M))
+    if tile is None:
+        tile = choose_tile(tile_rows * owners, problem.n, sm_count)
+    if group_tiles is None:
+        rows = min(_GROUP_M, tile_rows)
+        group_tiles = max(1, sm_count // rows) * rows
+    load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
+    plan = ReducePlan(problem, chosen, tile, group_tiles, 1, load_rows=load_rows)
+    plan = dataclasses.replace(plan, chunk_tiles=max(1, _PUT_BYTES // plan.partial_bytes))
+    return choose_packets(plan)
+
+
+def choose_packets(plan: ReducePlan) -> ReducePlan:
+    """Packets where the one step of an all-reduce is inside a node, in the output dtype, and they fit."""
+    problem = plan.problem
+    packed = dataclasses.replace(plan, packets=problem.one_shot and problem.topology.num_nodes == 1 and problem.partials == "output")
+    power_of_two = problem.topology.size & (problem.topology.size - 1) == 0
+    return packed if power_of_two and 1 < problem.topology.size <= 16 and packed.packet_bytes <= abi.PACKET_BYTES else plan
+
+
+def default_split(problem: ReduceProblem, sm_count: int) -> Split:
+    """Partial tiles are sent by the CTAs that compute them; an all-reduce has CTAs that pull finished tiles."""
+    topology = problem.topology
+    several = topology.num_nodes > 1
+    pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
+    return Split(
+        intra_comm=min(8, max(1, sm_count // 4)) if pull else 0,
+        inter_send=min(2, max(1, sm_count // 8)) if several else 0,
+        inter_reduce=min(4, max(1, sm_count // 8)) if several and not problem.one_shot else 0,
+    )
+
+
+def wait_graph(plan: ReducePlan) -> WaitGraph:
+    """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/reduce.cuh``).
+
+    Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
+    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``. A rank's tiles are one
+    chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
+    """
+    graph, topology = WaitGraph(), plan.problem.topology
+    steps = _Steps(plan)
+    for rank in range(topology.size):
+        graph.add(("enter", rank))
+        entered: list[Step] = [("enter", other) for other in range(topology.size)]
+        for i, tile in enumerate(steps.tiles[rank]):
+            graph.add(("tile", rank, i), [*entered, *steps.inputs(rank, tile)])
+        graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
+        for cta in range(plan.split.inter_reduce or 0):
+            sums = list(plan.sums_of(rank))[cta :: plan.split.inter_reduce]
+            for tile in (tile for tile in sums if plan.exists(tile.owner, tile.index)):
+                graph.add(("sum", rank, tile.owner, tile.index), [*entered, *steps.inputs(rank, tile)])
+            graph.chain(("sum", rank, tile.owner, tile.index) for tile in sums if plan.exists(tile.owner, tile.index))
+        for cta in range(plan.split.inter_send or 0):
+            for sends in steps.sends(rank, cta):
+                for step, before in sends:
+                    graph.add(step, before)
+                graph.chain(step for step, _ in sends)
+        for cta in range(plan.split.intra_comm or 0):
+            pulls = steps.pulls(rank, cta)
+            for step, before in pulls:
+                graph.add(step, [*entered, *before])
+            graph.chain(step for step, _ in pulls)
+    return graph
+
+
+class _Steps:
+    """Which step raises which flag."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self.plan, self.topology = plan, plan.problem.topology
+        ranks = range(self.topology.size)
+        self.tiles = [[tile for tile in plan.tiles_of(rank) if plan.exists(tile.owner, tile.index)] for rank in ranks]
+        if plan.problem.one_shot:
+            self.tiles = [list(plan.tiles_of(rank)) for rank in ranks]
+        self._position = {(rank, tile.owner, tile.index, tile.is_sum): i for rank in ranks for i, tile in enumerate(self.tiles[rank])}
+
+    def computed(self, rank: int, owner: int, index: int) -> Step:
+        return ("tile", rank, self._position[rank, owner, index, False])
+
+    def chunk(self, chunk: int, owner: int) -> list[int]:
+        """Its tiles."""
+        begin = chunk * self.plan.chunk_tiles
+        tiles = range(begin, min(begin + self.plan.chunk_tiles, self.plan.tiles))
+        return [i for i in tiles if self.plan.problem.one_shot or self.plan.exists(owner, i)]
+
+    def inputs(self, rank: int, tile: Tile) -> list[Step]:
+        """What a tile of ``rank`` adds."""
+        topology, chunk = self.topology, tile.index // self.plan.chunk_tiles
+        node = topology.node(rank)
+        if self.plan.packets:  # it is complete once the others have sent theirs, before they wait
+            return []
+        if self.plan.problem.one_shot:
+            if not tile.is_sum:
+                return []
+            near: list[Step] = [self.computed(source, source, tile.index) for source in topology.node_ranks(node)]
+            far: list[Step] = [("send", source, rank, chunk) for source in range(topology.size) if topology.node(source) != node]
+            return near + far
+        if tile.is_sum:
+            return [self.computed(source, tile.owner, tile.index) for source in topology.node_ranks(node)]
+        if tile.owner != rank:
+            return []
+        sent = [self.computed(source, rank, tile.index) for source in topology.node_ranks(node) if source != rank]
+        return [*sent, *(("put", peer, rank, chunk) for peer in topology.rail_peers(rank))]
+
+    def sends(self, rank: int, cta: int) -> list[list[tuple[Step, list[Step]]]]:
+        """Of each thread of an inter_send CTA, in order."""
+        plan, topology, stride = self.plan, self.topology, self.plan.split.inter_send or 1
+        remote = [peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)]
+        puts: list[tuple[Step, list[Step]]] = []
+        if plan.problem.one_shot:
+            for chunk in range(cta, plan.num_chunks, stride):
+                ready = [self.computed(rank, rank, index) for index in self.chunk(chunk, rank)]
+                puts += [(("send", rank, peer, chunk), [*ready, ("enter", peer)]) for peer in remote]
+            return [puts]
+        peers = topology.rail_peers(rank)
+        items = [(chunk, peer) for chunk in range(plan.num_chunks) for peer in peers][cta::stride]
+        for chunk, peer in items:
+            if tiles := self.chunk(chunk, peer):
+                puts.append((("put", rank, peer, chunk), [("enter", peer), *(("sum", rank, peer, index) for index in tiles)]))
+        if plan.op == REDUCE_SCATTER:
+            return [puts]
+        results: list[tuple[Step, list[Step]]] = []
+        for chunk, peer in items:
+            if tiles := self.chunk(chunk, rank):
+                results.append((("send", rank, peer, chunk), [("enter", peer), *(self.computed(rank, rank, index) for index in tiles)]))
+        return [puts, results]
+
+    def pulls(self, rank: int, cta: int) -> list[tuple[Step, list[Step]]]:
+        """Of an intra_comm CTA, in order."""
+        plan, topology, stride = self.plan, self.topology, self.plan.split.intra_comm or 1
+        node, local, per_node = topology.node(rank), topology.local_rank(rank), topology.ranks_per_node
+        items: list[tuple[Step, list[Step]] | None] = []
+        for index in range(plan.tiles):
+            for owner in (topology.rank(node, (local + i) % per_node) for i in range(1, per_node)):
+                there = plan.exists(owner, index)
+                items.append((("pull", rank, owner, index), [self.computed(owner, owner, index)]) if there else None)
+        for chunk in range(plan.num_chunks):
+            for distance in range(1, topology.num_nodes):
+                for i in range(per_node):
+                    owner = topology.rank((node + distance) % topology.num_nodes, (local + i) % per_node)
+                    proxy = topology.rank(node, topology.local_rank(owner))
+                    source: Step = ("send", owner, rank, chunk) if proxy == rank else ("pull", proxy, owner, chunk)
+                    items.append((("pull", rank, owner, chunk), [source]) if self.chunk(chunk, owner) else None)
+        return [item for item in items[cta::stride] if item is not None]
