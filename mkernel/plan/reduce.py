@@ -121,9 +121,7 @@ class ReducePlan:
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr(
-            (self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets)
-        )
+        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
