@@ -11,14 +11,13 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kSlices;
-// kSharedBytes, kParameterBytes, kCluster
+// kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
 constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2;  // of one row
 static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
 static_assert(Config::kParts == 1 || Config::kNumNodes == 1, "puts are contiguous in a");
-static_assert(Config::kIntraComm % Config::kCluster == 0 && Config::kInterSend % Config::kCluster == 0, "a cluster has one role");
 
 // ---- arguments
 struct alignas(64) Parameters {
@@ -30,7 +29,7 @@ struct alignas(64) Parameters {
   uint32_t rows;              // M / W
   uint32_t stage_send;        // 1: inter_send first copies the shard to send_offset
   uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are sliced
-  uint32_t group_m;           // rows of tiles (of pairs) that share columns of B
+  uint32_t group_m;           // tile rows that share columns of B
   uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
   uint32_t reserved[7];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
@@ -120,12 +119,12 @@ struct ChunkFlags {  // one part of one source, from block `first` on
 };
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
-// (their chunks arrive together), in groups of group_m rows that share B. In clusters "tile" means a pair of tiles, one above the other.
+// (their chunks arrive together), in groups of group_m tile rows that share B.
 struct Tiles : BasicOp {
   const Parameters& p;
   MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
 
-  MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kItemRows - 1) / Shape::kItemRows; }
+  MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE uint32_t num_tiles() const {
     const uint32_t tiles = rows_per_shard() * kWorldSize * Shape::kTilesN;
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
@@ -145,7 +144,7 @@ struct Tiles : BasicOp {
       tile -= per_shard, shards = kLocal, first = 1;
     }
     const RasterPosition at = raster<Config>(tile, rows_per_shard() * shards, p.group_m);
-    return TileCoordinate{source(first + at.row % shards), at.row / shards * Config::kCluster, at.column, slice, 0, false};
+    return TileCoordinate{source(first + at.row % shards), at.row / shards, at.column, slice, 0, false};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
   MK_DEVICE uint32_t source(uint32_t distance) const {
@@ -161,7 +160,7 @@ struct Tiles : BasicOp {
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
-    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kItemRows < p.rows ? begin + Shape::kItemRows : p.rows;
+    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
     const uint32_t first = begin / Config::kChunkRows;
     return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
@@ -358,7 +357,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
     ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
     gemm_init(storage.gemm);
   }
-  sync_cluster<Config>();
+  ptx::sync_cta();
   compute_role(call, Tiles{p}, storage.gemm);
 }
 

@@ -4,11 +4,6 @@
 // that a tile needs, hands over the tile or STOP), warp 2 stores finished blocks by TMA, warp 3 raises flags once they are stored.
 // Warpgroups 1 and 2 each multiply 64 rows of the tile, add what other ranks computed of it, and write blocks of it to shared memory.
 //
-// With Config::kCluster == 2 the CTAs of a pair compute two tiles at a time that lie one above the other: each loads its own rows of A and half
-// of the columns of B, which it multicasts to both. CTA 0 (the leader) schedules for both. What the Op numbers are then pairs of tiles, and a
-// coordinate is that of the upper one. The lower one may lie beyond the end of its shard: its rows of A are read as zeros and nothing of it is
-// stored (tensor maps see to both). Ops that add, announce or exchange do not come in pairs.
-//
 // A tile is done in parts: an item of the tile queue is one part of one tile, and is handed over when the inputs of that part are there.
 // A kernel provides an Op (BasicOp has what most do not need):
 //   uint32_t num_tiles();                               tiles that the CTAs of this rank share
@@ -57,7 +52,7 @@ constexpr uint32_t kResultBuffers = 2;                  // blocks per consumer w
 
 struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)
-  uint32_t m;      // tile row inside the shard; of a pair, the upper one
+  uint32_t m;      // tile row inside the shard
   uint32_t n;      // tile column
   uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
   uint32_t index;  // reductions: the tile's number among its owner's
@@ -82,10 +77,7 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
-  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;     // columns of a slice
-  static constexpr uint32_t kItemRows = kBlockM * Config::kCluster;  // of C: what the CTAs of a cluster compute at a time
-  // One TMA load of B: of a K-major one so many columns, of a row-major one so many rows of K. Each CTA of a cluster loads its share for all.
-  static constexpr uint32_t kLoadN = kSliceN / Config::kCluster, kLoadK = kBlockK / Config::kCluster;
+  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
   static constexpr uint32_t kLoadRows = detail::LoadRows<Config>::kValue;  // of A; what the others hold does not matter
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
@@ -96,8 +88,6 @@ struct GemmShape {
   static constexpr uint32_t kPanels = kBlockN / kPanel;  // of a result
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
-  static_assert(Config::kCluster == 1 || Config::kCluster == 2, "one CTA, or a pair");
-  static_assert(kLoadN % 8 == 0 && kLoadK % 8 == 0, "the swizzle's pattern repeats after 8 rows");
   static_assert(Config::kK % 8 == 0 && Config::kN % 8 == 0, "16-byte rows");
 };
 
@@ -118,29 +108,7 @@ struct GemmStorage {
   uint32_t item[kTileQueue];
   uint32_t refused;
   Handover announce;
-  uint64_t item_sent, item_relayed;  // of a pair: by the leader's scheduler (here), by the other's (at the leader)
-  uint32_t sent_item;
 };
-
-// This CTA's rank in its cluster, and all threads of the cluster.
-template <class Config>
-MK_DEVICE uint32_t cluster_rank() {
-  return Config::kCluster > 1 ? ptx::cta_rank_in_cluster() : 0;
-}
-template <class Config>
-MK_DEVICE void sync_cluster() {
-  if constexpr (Config::kCluster > 1) {
-    ptx::cluster_sync();
-  } else {
-    ptx::sync_cta();
-  }
-}
-// This CTA's tile of a pair.
-template <class Config>
-MK_DEVICE TileCoordinate own_tile(TileCoordinate c) {
-  c.m += cluster_rank<Config>();
-  return c;
-}
 
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
 struct BasicOp {
@@ -177,10 +145,10 @@ MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
 }
 
 template <class Config>
-MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cluster
+MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta
   for (uint32_t s = 0; s < Config::kStages; ++s) {
     ptx::mbarrier_init(&storage.stage_filled[s], 1);
-    ptx::mbarrier_init(&storage.stage_consumed[s], kConsumerWarps * Config::kCluster);  // a load reaches all CTAs of the cluster
+    ptx::mbarrier_init(&storage.stage_consumed[s], kConsumerWarps);
   }
   for (uint32_t q = 0; q < kTileQueue; ++q) {
     ptx::mbarrier_init(&storage.tile_offered[q], 1);
@@ -193,10 +161,6 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before 
     }
   }
   ptx::mbarrier_init(&storage.entries_checked, 1);
-  if constexpr (Config::kCluster > 1) {
-    ptx::mbarrier_init(&storage.item_sent, 1);
-    ptx::mbarrier_init(&storage.item_relayed, 1);
-  }
   storage.refused = 0;
   storage.announce.init();  // ends with the fence for all of them
 }
@@ -226,20 +190,6 @@ MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>
   at.advance();
 }
 
-// To the other CTA's scheduler, before the item is offered here: what this warp acquired at the system's scope goes with it.
-template <class Config>
-MK_DEVICE void send_item(GemmStorage<Config>& storage, uint32_t& parity, uint32_t item) {
-  if constexpr (Config::kCluster > 1) {
-    ptx::sync_warp();
-    if (ptx::lane_index() == 0) {
-      ptx::mbarrier_wait_cluster(&storage.item_relayed, parity ^ 1);
-      ptx::store_cluster(&storage.sent_item, 1, item);
-      ptx::mbarrier_arrive_cluster(&storage.item_sent, 1);
-    }
-    parity ^= 1;
-  }
-}
-
 // Waits until all ranks have entered and lets the consumers store.
 template <class Config>
 MK_DEVICE bool check_entries(const Call& call, GemmStorage<Config>& storage) {
@@ -254,11 +204,10 @@ MK_DEVICE bool check_entries(const Call& call, GemmStorage<Config>& storage) {
 template <class Config, class Op>
 MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   RingPosition<kTileQueue> at;
-  uint32_t sent = 0;
   Trace trace(call.world, 0);
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
-  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? (ptx::cta_index() - Op::kCommCtas) / Config::kCluster : kStop;
+  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - Op::kCommCtas : kStop;
   bool first = true, checked = false, ok = true;
 #pragma unroll 1
   while (ok) {
@@ -271,7 +220,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
         tile = given, given = kStop;
       } else {
         tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
-        tile = ptx::broadcast(tile, 0) + (ptx::cta_count() - Op::kCommCtas) / Config::kCluster;
+        tile = ptx::broadcast(tile, 0) + ptx::cta_count() - Op::kCommCtas;
       }
       last = tile >= num_tiles;
     }
@@ -292,48 +241,13 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
         if (ok) ok = op.wait_inputs(call, c, part);
         if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
       }
-      if (ok) {
-        send_item(storage, sent, tile * Op::kParts + part);
-        offer_item(storage, at, tile * Op::kParts + part);
-      }
+      if (ok) offer_item(storage, at, tile * Op::kParts + part);
     }
   }
-  send_item(storage, sent, kStop);
   offer_item(storage, at, kStop);
 }
 
-// The same warp of a pair's other CTA: offers what the leader sends.
-template <class Config>
-MK_DEVICE void relay_items(const Call& call, GemmStorage<Config>& storage) {
-  RingPosition<kTileQueue> at;
-  const uint32_t lane = ptx::lane_index();
-  bool checked = false;
-  uint32_t item = 0;
-#pragma unroll 1
-  for (uint32_t parity = 0; item != kStop; parity ^= 1) {
-    if (lane == 0) {
-      ptx::mbarrier_wait_cluster(&storage.item_sent, parity);
-      item = storage.sent_item;
-      ptx::mbarrier_arrive_cluster(&storage.item_relayed, 0);
-    }
-    item = ptx::broadcast(item, 0);
-    offer_item(storage, at, item);
-    if (!checked) check_entries(call, storage);  // the first tile is computed meanwhile
-    checked = true;
-  }
-}
-
 // ---- one thread of warp 0 of warpgroup 0
-// A load of B, for all CTAs of the cluster.
-template <class Config>
-MK_DEVICE void load_b(void* smem, const abi::TensorMap* map, uint64_t* filled, int32_t c0, int32_t c1) {
-  if constexpr (Config::kCluster > 1) {
-    ptx::tma_load_3d_multicast(smem, map, filled, c0, c1, 0, (1u << Config::kCluster) - 1);
-  } else {
-    ptx::tma_load_3d(smem, map, filled, c0, c1, 0);
-  }
-}
-
 // Partial tiles that are added pass through the same stages, kAddPanels panels (both warpgroups' blocks) at a time.
 template <class Config>
 MK_DEVICE char* stage_block(GemmStorage<Config>& storage, uint32_t stage, uint32_t block) {
@@ -361,13 +275,12 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
-  const uint32_t rank = cluster_rank<Config>();
 #pragma unroll 1
   while (true) {
     const uint32_t item = take_item<Reader::kThread>(storage, queue);
     if (item == kStop) return;
     const uint32_t part = item % Op::kParts;
-    const TileCoordinate c = own_tile<Config>(op.coordinate(item / Op::kParts));
+    const TileCoordinate c = op.coordinate(item / Op::kParts);
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
@@ -380,19 +293,16 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
       uint64_t* filled = &storage.stage_filled[stage.index];
       ptx::mbarrier_arrive_expect(filled, bytes);
       ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
+      char* smem_b = storage.pipeline.b[stage.index];
       if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
-        char* smem_b = storage.pipeline.b[stage.index] + rank * Shape::kLoadK * kSwizzleBytes;
 #pragma unroll
         for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
-          if (p * kPanel < width) {
-            load_b<Config>(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k + rank * Shape::kLoadK);
-          }
+          if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k, 0);
         }
       } else {
-        char* smem_b = storage.pipeline.b[stage.index] + rank * Shape::kLoadN * kSwizzleBytes;
 #pragma unroll
         for (uint32_t n = 0; n < Shape::kBlockN; n += Shape::kSliceN) {
-          if (n < width) load_b<Config>(smem_b + n * kSwizzleBytes, b, filled, k, column + n + rank * Shape::kLoadN);
+          if (n < width) ptx::tma_load_3d(smem_b + n * kSwizzleBytes, b, filled, k, column + n, 0);
         }
       }
     }
@@ -513,22 +423,11 @@ MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op,
   }
 }
 
-// A stage has been read: said to the CTA of that rank, which may load into it again.
-template <class Config>
-MK_DEVICE void give_back(uint64_t* consumed, uint32_t rank) {
-  if constexpr (Config::kCluster > 1) {
-    ptx::mbarrier_arrive_cluster_relaxed(consumed, rank);
-  } else {
-    ptx::mbarrier_arrive(consumed);
-  }
-}
-
 // One part of K for 64 rows and N columns. Nothing is in flight afterwards.
 template <uint32_t N, class Config>
 MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
                              uint32_t steps, uint32_t warpgroup, bool accumulate) {
-  const uint32_t lane = ptx::lane_index();
-  const bool reports = lane < Config::kCluster;  // a lane for each CTA of the cluster
+  const bool reports = ptx::lane_index() == 0;
   uint64_t* previous = nullptr;
 #pragma unroll 1
   for (uint32_t step = 0; step < steps; ++step, stage.advance()) {
@@ -536,11 +435,11 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
     const char* a = storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes;
     multiply_stage<N, Config>(d, a, storage.pipeline.b[stage.index], accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
-    if (previous != nullptr && reports) give_back<Config>(previous, lane);
+    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
     previous = &storage.stage_consumed[stage.index];
   }
   ptx::wgmma_wait<0>(d);
-  if (reports) give_back<Config>(previous, lane);
+  if (reports) ptx::mbarrier_arrive(previous);
 }
 
 template <class Config, class Op>
@@ -559,7 +458,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts, tile = item / Op::kParts;
     if (item == kStop) break;
     if (part == 0) begin = trace.now();
-    const TileCoordinate c = own_tile<Config>(op.coordinate(tile));
+    const TileCoordinate c = op.coordinate(tile);
     const uint32_t steps = op.steps(c, part);
     if (Op::kAdds && steps == 0) {
       if (part == 0) {
@@ -603,7 +502,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   while (true) {
     const uint32_t item = take_item<Reader::kThread>(storage, queue);
     if (item == kStop) break;
-    const TileCoordinate c = own_tile<Config>(op.coordinate(item / Op::kParts));
+    const TileCoordinate c = op.coordinate(item / Op::kParts);
     if (item % Op::kParts + 1 < op.parts(c)) continue;
     if (first) {
       ptx::mbarrier_wait(&storage.entries_checked, 0);
@@ -638,22 +537,17 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
 }
 
-// All threads of the CTA, after gemm_init and a sync_cluster; computes until the tile counter runs out, then leaves the call. Nothing may
+// All threads of the CTA, after gemm_init and a sync_cta; computes until the tile counter runs out, then leaves the call. Nothing may
 // follow: each warpgroup ends with its own number of registers.
 template <class Config, class Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
-  static_assert(Config::kCluster == 1 || !(Op::kAdds || Op::kAnnounces || Op::kExchanges), "a pair's tiles have one number");
   const uint32_t warp = ptx::warp_index();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
     if (warp == 0) {
       if (ptx::lane_index() == 0) load_tiles(op, storage);
     } else if (warp == 1) {
-      if (cluster_rank<Config>() == 0) {
-        schedule_tiles(call, op, storage);
-      } else {
-        relay_items(call, storage);
-      }
+      schedule_tiles(call, op, storage);
     } else if (warp == 2) {
       if (ptx::lane_index() == 0) {
         store_tiles(op, storage);
@@ -666,10 +560,6 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
   } else {
     ptx::registers_increase<kConsumerRegisters>();
     multiply_tiles(call, op, storage);
-  }
-  if constexpr (Config::kCluster > 1) {  // neither CTA ends while the other may still load into it or arrive there
-    ptx::sync_warp();
-    ptx::cluster_sync();
   }
 }
 

@@ -27,23 +27,12 @@ MK_DEVICE char* shared_memory() {  // dynamic shared memory of this CTA, 1024-by
   return smem;
 }
 MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-MK_DEVICE uint32_t cta_rank_in_cluster() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 
 // ---- execution barriers
 MK_DEVICE void sync_cta() { __syncthreads(); }
 MK_DEVICE void sync_warp() { __syncwarp(); }
 MK_DEVICE void barrier_sync(uint32_t id, uint32_t threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// All threads of all CTAs of the cluster that have not ended; whole warps. What each did before is visible to all afterwards. One is needed
-// before the first access to another CTA's shared memory (it may not have started), one after the last (it must not have ended).
-MK_DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
@@ -102,37 +91,6 @@ MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once 
   }
 }
 
-// ---- shared memory of the cluster's CTA of rank `cta`: the same place as `bar` or `p` has in the own one
-// Hands over all that this thread did and has seen, to who waits by mbarrier_wait_cluster. A fence of the whole GPU: not for inner loops.
-MK_DEVICE void mbarrier_arrive_cluster(uint64_t* bar, uint32_t cta) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
-          shared_address(bar)),
-      "r"(cta)
-      : "memory");
-}
-// Says to who waits by mbarrier_wait that the wgmma this thread has waited for have read their operands, and nothing else.
-MK_DEVICE void mbarrier_arrive_cluster_relaxed(uint64_t* bar, uint32_t cta) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(
-                   shared_address(bar)),
-               "r"(cta)
-               : "memory");
-}
-MK_DEVICE void mbarrier_wait_cluster(uint64_t* bar, uint32_t parity) {  // on one of this CTA, at which others arrive too
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(shared_address(bar)), "r"(parity)
-                 : "memory");
-  }
-}
-MK_DEVICE void store_cluster(uint32_t* p, uint32_t cta, uint32_t v) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.u32 [there], %2; }" ::"r"(shared_address(p)),
-               "r"(cta), "r"(v)
-               : "memory");
-}
-
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -144,15 +102,6 @@ MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar,
                    shared_address(smem)),
                "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
-}
-// One load into the same place of several CTAs of the cluster (a bit per rank); completes on `bar` of each.
-MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2,
-                                     uint32_t ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], "
-      "%6;" ::"r"(shared_address(smem)),
-      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "h"(static_cast<uint16_t>(ctas))
-      : "memory");
 }
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(shared_address(smem)),

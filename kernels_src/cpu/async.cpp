@@ -105,9 +105,8 @@ void complete_load(Scheduler& s, AsyncCopy& copy) {
   Mbarrier& bar = cta.mbarriers[offset];
   if (*copy.bar != bar.word()) {
     return s.fail_launch(
-        *cta.launch,
-        format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of CTA %u, thread %u completed on it",
-               cta.launch->rank, cta.index, offset, copy.issuer->cta->index, copy.issuer->thread));
+        *cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x was overwritten before a TMA load of thread %u completed on it",
+                            cta.launch->rank, cta.index, offset, copy.issuer->thread));
   }
   bar.transactions -= copy.bytes;
   if (bar.transactions < -int64_t(kMaxCount)) {
@@ -220,10 +219,10 @@ const CpuTensorMap& checked_map(const void* map, const char* what) {
 
 uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2]; }
 
-void check_load(Cta& cta, uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
-  if (!mbarrier_at(cta, bar, what).visible)
+void check_load(uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
+  if (!mbarrier_at(*self().cta, bar, what).visible)
     scheduler().fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
-  check_clean(cta, offset, bytes, what);
+  check_clean(offset, bytes, what);
 }
 
 // Data that another CTA or an engine has written while this kernel runs comes with a flag. Between the acquire of the flag and a TMA load
@@ -248,8 +247,8 @@ void check_source(const void* global, size_t bytes, const char* what) {
 }
 
 void issue_store(std::unique_ptr<AsyncCopy> copy, uint32_t offset, const char* what) {
+  check_clean(offset, copy->bytes, what);
   Fiber& fiber = self();
-  check_clean(*fiber.cta, offset, copy->bytes, what);
   if (fiber.stores == nullptr) fiber.stores = std::make_unique<StoreGroups>();
   StoreGroups& stores = *fiber.stores;
   copy->group = stores.open();
@@ -271,22 +270,15 @@ void check_bulk(const void* global, uint32_t bytes, const char* what) {
 
 using namespace mkcpu;
 
-// A multicast is a load per destination: each arrives when it likes.
-void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2, uint32_t ctas) {
+void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
   const Call call;
-  const char* what = ctas == 0 ? "tma_load_3d" : "tma_load_3d_multicast";
-  const CpuTensorMap m = checked_map(map, what);  // a copy: issuing may let others run
-  const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, what),
-                 bar_offset = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what);
-  for (uint32_t left = ctas == 0 ? 1u << mkc_cluster_rank() : ctas; left != 0; left &= left - 1) {
-    Cta& cta = cluster_cta(static_cast<uint32_t>(__builtin_ctz(left)), what);
-    check_load(cta, offset, bytes, bar, what);
-    auto copy = new_copy(Copy::kTensorLoad, cta.shared + offset, bytes);
-    copy->cta = &cta, copy->bar = reinterpret_cast<uint64_t*>(cta.shared + bar_offset);
-    copy->map = m, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
-    for_rows(*copy, [&](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, what); });
-    call.scheduler.issue(std::move(copy));
-  }
+  const CpuTensorMap& m = checked_map(map, "tma_load_3d");
+  const uint32_t bytes = box_bytes(m);
+  check_load(shared_offset(smem, bytes, kTensorAlignment, "tma_load_3d"), bytes, bar, "tma_load_3d");
+  auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
+  copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
+  for_rows(*copy, [](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, "tma_load_3d"); });
+  call.scheduler.issue(std::move(copy));
 }
 
 void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
@@ -301,7 +293,7 @@ void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1,
 void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
   const Call call;
   check_bulk(global, bytes, "bulk_load");
-  check_load(*call.fiber.cta, shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
+  check_load(shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
   check_source(global, bytes, "bulk_load");
   auto copy = new_copy(Copy::kBulkLoad, smem, bytes);
   copy->global = static_cast<char*>(const_cast<void*>(global)), copy->bar = bar;

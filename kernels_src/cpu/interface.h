@@ -9,12 +9,10 @@
 MKC_API uint32_t mkc_thread_index();
 MKC_API uint32_t mkc_cta_index();
 MKC_API uint32_t mkc_cta_count();
-MKC_API uint32_t mkc_cluster_rank();
 MKC_API char* mkc_shared_memory();
 MKC_API uint32_t mkc_shared_address(const void* p);
 
 MKC_API void mkc_sync_cta();
-MKC_API void mkc_cluster_sync();
 MKC_API void mkc_sync_warp();
 MKC_API void mkc_barrier(uint32_t id, uint32_t threads, bool wait);
 MKC_API uint32_t mkc_vote(bool value);  // bit per lane
@@ -27,14 +25,11 @@ MKC_API void mkc_mbarrier_init(uint64_t* bar, uint32_t count);
 MKC_API void mkc_mbarrier_init_fence();
 MKC_API void mkc_mbarrier_arrive(uint64_t* bar, uint32_t expected_bytes);
 MKC_API bool mkc_mbarrier_test(uint64_t* bar, uint32_t parity);
-MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity, bool cluster);  // `cluster`: acquires what other CTAs have released, too
-MKC_API void mkc_mbarrier_arrive_cluster(uint64_t* bar, uint32_t cta, bool relaxed);
-MKC_API void* mkc_cluster_address(void* p, uint32_t bytes, uint32_t cta);  // of shared memory, for one access
+MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity);
 
 MKC_API void mkc_fence_proxy_async(bool shared_only);
 
-// ctas: a bit per rank in the cluster; 0: the own one.
-MKC_API void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2, uint32_t ctas);
+MKC_API void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2);
 MKC_API void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2);
 MKC_API void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar);
 MKC_API void mkc_bulk_store(void* global, const void* smem, uint32_t bytes);
@@ -85,7 +80,7 @@ constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;
 MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
 MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
-                            uint32_t cluster, uint32_t threads, uint32_t shared_bytes, uint32_t rank);
+                            uint32_t threads, uint32_t shared_bytes, uint32_t rank);
 MKC_API int32_t mkc_run(void* scheduler, uint64_t max_turns, uint64_t until_ns);
 MKC_API int32_t mkc_finished(void* scheduler, uint64_t launch);
 MKC_API void mkc_cancel(void* scheduler, uint64_t launch);

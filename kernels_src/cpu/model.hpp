@@ -38,7 +38,7 @@ struct ProxyClock {
   }
 };
 
-enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kCluster, kWarp, kWarpgroup, kStores, kFlag };
+enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kWarp, kWarpgroup, kStores, kFlag };
 
 // What a thread waits for; the meaning of the words depends on the kind.
 struct Waiting {
@@ -89,8 +89,6 @@ struct Mbarrier {
   bool unobserved = false;  // the last phase moved bytes and nobody has waited for it yet
   char sync[2] = {};        // addresses for ThreadSanitizer, by phase: who comes late from one must not inherit from the next
   ProxyClock clock;
-  char cluster_sync[2] = {};  // the same, of what other CTAs have released: only for who acquires at the cluster's scope
-  ProxyClock cluster_clock;
   std::vector<Fiber*> waiting;
   uint64_t word() const;  // what lies in shared memory
 };
@@ -138,16 +136,8 @@ struct Warpgroup {
   char issued_sync = 0, done_sync = 0;  // addresses for ThreadSanitizer
 };
 
-// Consecutive CTAs of a launch that reach each other's shared memory.
-struct Cluster {
-  std::vector<Cta*> ctas;
-  NamedBarrier everyone;  // cluster_sync
-  uint32_t live() const;  // threads
-};
-
 struct Cta {
   Launch* launch = nullptr;
-  Cluster* cluster = nullptr;
   uint32_t index = 0;
   uint32_t live = 0;
   char* shared_block = nullptr;  // of the pool; what is left of it lies before `shared`, so that an overrun meets the guard
@@ -169,11 +159,10 @@ struct Cta {
 struct Launch {
   uint64_t id = 0;
   uint64_t begin = 0;  // turn
-  uint32_t rank = 0, grid = 0, cluster = 1, threads = 0;
+  uint32_t rank = 0, grid = 0, threads = 0;
   void (*entry)(const void*) = nullptr;
   void* parameters = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
-  std::vector<std::unique_ptr<Cluster>> clusters;
   uint32_t live_ctas = 0;
   uint32_t stores_in_flight = 0;
   int32_t state = kRunningLaunch;
@@ -187,7 +176,7 @@ struct AsyncCopy {
   Copy kind;
   bool has_read = false;  // a store: shared memory has been read
   Fiber* issuer;
-  Cta* cta;          // whose shared memory it is
+  Cta* cta;
   CpuTensorMap map;  // a copy: the kernel may change its own afterwards
   int32_t at[3];
   char* shared;
@@ -206,8 +195,8 @@ struct Scheduler {
 
   // ---- the run
   int32_t run(uint64_t max_turns, uint64_t until_ns);
-  uint64_t launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t cluster, uint32_t threads,
-                  uint32_t shared_bytes, uint32_t rank);
+  uint64_t launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
+                  uint32_t rank);
   void remove(Launch& launch);  // stops it wherever it stands
   void finish_launch(Launch& launch, int32_t state);
   Launch* find(uint64_t id);
@@ -218,9 +207,8 @@ struct Scheduler {
   bool chance(uint32_t one_in) { return random() % one_in == 0; }
   void make_runnable(Fiber* fiber);
   void wake(std::vector<Fiber*>& fibers);
-  void let_go(NamedBarrier& barrier);  // all are there
-  void park(const Waiting& waiting);   // the current fiber, which is on the list of what it waits for
-  void yield(bool polling);            // `polling`: the thread looks again at something that may not have changed
+  void park(const Waiting& waiting);  // the current fiber, which is on the list of what it waits for
+  void yield(bool polling);           // `polling`: the thread looks again at something that may not have changed
   void maybe_yield() {
     if (chance(8)) yield(false);
   }
@@ -308,13 +296,12 @@ struct Call {
 
 // Shared memory of the calling thread's CTA.
 uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what);
-Mbarrier& mbarrier_at(Cta& cta, const uint64_t* bar, const char* what);  // `bar`: of the calling thread's CTA; the same place in `cta`
-Cta& cluster_cta(uint32_t rank, const char* what);                       // of the calling thread's cluster: one it may reach now
+Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what);
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar);
-void finish_thread(Scheduler& s, Fiber& fiber);                                       // checks at a thread's end
-void finish_cta(Scheduler& s, Cta& cta);                                              // checks at a CTA's end
-void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
-constexpr uint32_t kMaxCount = (1u << 20) - 1;                                        // of an mbarrier: arrivals, and bytes in flight
+void finish_thread(Scheduler& s, Fiber& fiber);                       // checks at a thread's end
+void finish_cta(Scheduler& s, Cta& cta);                              // checks at a CTA's end
+void check_clean(uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
+constexpr uint32_t kMaxCount = (1u << 20) - 1;                        // of an mbarrier: arrivals, and bytes in flight
 
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 

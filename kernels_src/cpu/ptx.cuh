@@ -24,15 +24,12 @@ MK_DEVICE uint32_t lane_index() { return mkc_thread_index() & 31u; }
 MK_DEVICE uint32_t warp_index() { return mkc_thread_index() >> 5; }
 MK_DEVICE char* shared_memory() { return mkc_shared_memory(); }
 MK_DEVICE uint32_t shared_address(const void* p) { return mkc_shared_address(p); }
-MK_DEVICE uint32_t cta_rank_in_cluster() { return mkc_cluster_rank(); }
 
 // ---- execution barriers
 MK_DEVICE void sync_cta() { mkc_sync_cta(); }
 MK_DEVICE void sync_warp() { mkc_sync_warp(); }
 MK_DEVICE void barrier_sync(uint32_t id, uint32_t threads) { mkc_barrier(id, threads, true); }
 MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { mkc_barrier(id, threads, false); }
-
-MK_DEVICE void cluster_sync() { mkc_cluster_sync(); }
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return mkc_vote(v) == 0xffffffffu; }
@@ -60,13 +57,7 @@ MK_DEVICE void mbarrier_init_fence() { mkc_mbarrier_init_fence(); }
 MK_DEVICE void mbarrier_arrive(uint64_t* bar) { mkc_mbarrier_arrive(bar, 0); }
 MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) { mkc_mbarrier_arrive(bar, bytes); }
 MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) { return mkc_mbarrier_test(bar, parity); }
-MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity, false); }
-
-// ---- shared memory of the cluster
-MK_DEVICE void mbarrier_arrive_cluster(uint64_t* bar, uint32_t cta) { mkc_mbarrier_arrive_cluster(bar, cta, false); }
-MK_DEVICE void mbarrier_arrive_cluster_relaxed(uint64_t* bar, uint32_t cta) { mkc_mbarrier_arrive_cluster(bar, cta, true); }
-MK_DEVICE void mbarrier_wait_cluster(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity, true); }
-MK_DEVICE void store_cluster(uint32_t* p, uint32_t cta, uint32_t v) { *static_cast<uint32_t*>(mkc_cluster_address(p, sizeof(v), cta)) = v; }
+MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { mkc_fence_proxy_async(false); }
@@ -75,11 +66,7 @@ MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
 // ---- TMA
 MK_DEVICE void prefetch_tensor_map(const abi::TensorMap*) {}
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
-  mkc_tensor_load(smem, map, bar, c0, c1, c2, 0);
-}
-MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2,
-                                     uint32_t ctas) {
-  mkc_tensor_load(smem, map, bar, c0, c1, c2, ctas);
+  mkc_tensor_load(smem, map, bar, c0, c1, c2);
 }
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
   mkc_tensor_store(map, smem, c0, c1, c2);

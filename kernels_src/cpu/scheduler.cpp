@@ -105,17 +105,11 @@ uint64_t Scheduler::now() const { return virtual_time ? clock : monotonic_ns(); 
 
 // ---- launches
 
-uint32_t Cluster::live() const {
-  uint32_t threads = 0;
-  for (const Cta* cta : ctas) threads += cta->live;
-  return threads;
-}
-
-uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t cluster,
-                           uint32_t threads, uint32_t shared_bytes, uint32_t rank) {
+uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
+                           uint32_t shared_bytes, uint32_t rank) {
   const uint64_t id = next_launch++;
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
-  l.id = id, l.begin = turn, l.rank = rank, l.grid = grid, l.cluster = cluster, l.threads = threads, l.entry = entry, l.live_ctas = grid;
+  l.id = id, l.begin = turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
   ++running;
   try {
     l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
@@ -136,9 +130,6 @@ void Scheduler::create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes
   Cta& cta = *launch.ctas.back();
   const uint32_t threads = launch.threads, room = (shared_bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
   cta.launch = &launch, cta.index = index, cta.live = threads, cta.shared_bytes = shared_bytes;
-  if (index % launch.cluster == 0) launch.clusters.push_back(std::make_unique<Cluster>());
-  cta.cluster = launch.clusters.back().get();
-  cta.cluster->ctas.push_back(&cta);
   GuardedPool& pool = shared_pools.try_emplace(room, room, kSharedPerSlab).first->second;
   cta.shared_block = pool.take();
   cta.shared = cta.shared_block + pool.block_bytes() - room;
@@ -205,7 +196,6 @@ void Scheduler::remove(Launch& launch) {
   for (auto& cta : launch.ctas) give_back(*cta);
   tsan::acquire(&launch.state);
   launch.ctas.clear();
-  launch.clusters.clear();
   std::free(launch.parameters);
   launch.parameters = nullptr;
 }
@@ -243,12 +233,6 @@ void Scheduler::make_runnable(Fiber* fiber) {
 void Scheduler::wake(std::vector<Fiber*>& fibers) {
   for (Fiber* fiber : fibers) make_runnable(fiber);
   fibers.clear();
-}
-
-void Scheduler::let_go(NamedBarrier& barrier) {
-  barrier.arrived = 0;
-  ++barrier.generation;
-  wake(barrier.waiting);
 }
 
 void Scheduler::park(const Waiting& waiting) {
@@ -316,11 +300,9 @@ void Scheduler::run_fiber(Fiber* fiber) {
   if (!fiber->finished) return;
   tsan::destroy_fiber(fiber->tsan);
   progress();
-  --cta.live;  // those who have left do not count
-  NamedBarrier& of_cluster = cta.cluster->everyone;
-  if (of_cluster.arrived != 0 && of_cluster.arrived == cta.cluster->live()) let_go(of_cluster);
-  if (cta.live > 0) {
-    if (cta.everyone.arrived == cta.live) let_go(cta.everyone);
+  if (--cta.live > 0) {
+    if (cta.everyone.arrived == cta.live)
+      cta.everyone.arrived = 0, ++cta.everyone.generation, wake(cta.everyone.waiting);  // those who have left do not count
     return;
   }
   finish_cta(*this, cta);

@@ -15,22 +15,8 @@ uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const 
   return offset;
 }
 
-Cta& cluster_cta(uint32_t rank, const char* what) {
-  Cta& own = *self().cta;
-  const Cluster& cluster = *own.cluster;
-  if (rank >= cluster.ctas.size()) scheduler().fail_fiber("%s: there is no CTA %u in a cluster of %zu", what, rank, cluster.ctas.size());
-  Cta& there = *cluster.ctas[rank];
-  if (&there == &own) return own;
-  if (cluster.everyone.generation == 0) {
-    scheduler().fail_fiber("%s: reaches for CTA %u before the first cluster_sync: it may not have started", what, there.index);
-  }
-  if (there.live == 0) {
-    scheduler().fail_fiber("%s: CTA %u has ended, and with it its shared memory (cluster_sync missing at the end)", what, there.index);
-  }
-  return there;
-}
-
-void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* what) {
+void check_clean(uint32_t offset, uint32_t bytes, const char* what) {
+  const Cta& cta = *self().cta;
   for (uint32_t chunk = offset / kChunkBytes; chunk * kChunkBytes < offset + bytes; ++chunk) {
     if (cta.dirty_owner[chunk] == 0) continue;
     scheduler().fail_fiber(
@@ -53,7 +39,11 @@ void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waitin
   const char* sync = &bar.sync[bar.generation % 2];
   tsan::release(sync);
   const bool last = ++bar.arrived == bar.expected;
-  if (last) s.let_go(bar);
+  if (last) {
+    bar.arrived = 0;
+    ++bar.generation;
+    s.wake(bar.waiting);
+  }
   if (!wait) return s.maybe_yield();
   if (last) {
     s.yield(false);
@@ -113,16 +103,11 @@ namespace {
 void publish(Cta& cta, uint32_t offset, const Mbarrier& bar) { *reinterpret_cast<uint64_t*>(cta.shared + offset) = bar.word(); }
 }  // namespace
 
-Mbarrier& mbarrier_at(Cta& cta, const uint64_t* bar, const char* what) {
+Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what) {
   const uint32_t offset = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what);
-  const std::string whose = &cta == self().cta ? std::string() : format(" of CTA %u", cta.index);
   const auto it = cta.mbarriers.find(offset);
-  if (it == cta.mbarriers.end()) {
-    scheduler().fail_fiber("%s: the mbarrier at shared +0x%x%s has not been initialized", what, offset, whose.c_str());
-  }
-  if (*reinterpret_cast<const uint64_t*>(cta.shared + offset) != it->second.word()) {
-    scheduler().fail_fiber("%s: the mbarrier at shared +0x%x%s has been overwritten", what, offset, whose.c_str());
-  }
+  if (it == cta.mbarriers.end()) scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has not been initialized", what, offset);
+  if (*bar != it->second.word()) scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has been overwritten", what, offset);
   return it->second;
 }
 
@@ -174,7 +159,6 @@ using namespace mkcpu;
 uint32_t mkc_thread_index() { return self().thread; }
 uint32_t mkc_cta_index() { return self().cta->index; }
 uint32_t mkc_cta_count() { return self().cta->launch->grid; }
-uint32_t mkc_cluster_rank() { return self().cta->index % self().cta->launch->cluster; }
 char* mkc_shared_memory() { return self().cta->shared; }
 uint32_t mkc_shared_address(const void* p) { return shared_offset(p, 0, 1, "shared_address") + kSharedBase; }
 
@@ -186,14 +170,6 @@ void mkc_sync_cta() {
   Cta& cta = *fiber.cta;
   cta.everyone.expected = cta.live;
   meet(call.scheduler, fiber, cta.everyone, true, Waiting{Wait::kCta, 0, 0, kNever});
-}
-
-void mkc_cluster_sync() {
-  const Call call;
-  Fiber& fiber = call.fiber;
-  Cluster& cluster = *fiber.cta->cluster;
-  cluster.everyone.expected = cluster.live();
-  meet(call.scheduler, fiber, cluster.everyone, true, Waiting{Wait::kCluster, 0, 0, kNever});
 }
 
 void mkc_sync_warp() { meet_warp(Meeting::kSync, 0, 0, 0, 0); }
@@ -309,55 +285,24 @@ void mkc_mbarrier_init_fence() {
   fiber.unfenced_inits.clear();
 }
 
-namespace {
-enum class Arrival : uint8_t { kCta, kCluster, kRelaxed };
-
-void arrive(Scheduler& s, Fiber& fiber, Cta& cta, Arrival how, const uint64_t* word, uint32_t expected_bytes) {
-  Mbarrier& bar = mbarrier_at(cta, word, "mbarrier_arrive");
-  const auto offset = static_cast<uint32_t>(reinterpret_cast<const char*>(word) - fiber.cta->shared);
+void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
+  const Call call;
+  Scheduler& s = call.scheduler;
+  Fiber& fiber = call.fiber;
+  Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_arrive");
+  const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
   if (bar.pending == 0)
     s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
   bar.transactions += expected_bytes;
   if (bar.transactions > kMaxCount)
     s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
-  if (how == Arrival::kRelaxed) {     // in the past of who waits are the wgmma that are complete, not this thread,
-    tsan::switch_fiber(s.main_tsan);  // whose past a context created in it would have
-    {
-      const tsan::AsyncContext context;
-      tsan::acquire(&fiber.cta->warpgroups[fiber.thread / kWarpgroupThreads].done_sync);
-      tsan::release(&bar.sync[bar.phase]);
-    }
-    tsan::switch_fiber(fiber.tsan);
-  } else if (&cta == fiber.cta) {
-    bar.clock.join(fiber.clock);
-    tsan::release(&bar.sync[bar.phase]);
-  } else {
-    bar.cluster_clock.join(fiber.clock);
-    tsan::release(&bar.cluster_sync[bar.phase]);
-  }
+  bar.clock.join(fiber.clock);
+  tsan::release(&bar.sync[bar.phase]);
   --bar.pending;
-  complete_phase_if_done(s, cta, offset, bar);
+  complete_phase_if_done(s, *fiber.cta, offset, bar);
   s.progress();
   s.maybe_yield();
-}
-}  // namespace
-
-void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
-  const Call call;
-  arrive(call.scheduler, call.fiber, *call.fiber.cta, Arrival::kCta, word, expected_bytes);
-}
-
-void mkc_mbarrier_arrive_cluster(uint64_t* word, uint32_t cta, bool relaxed) {
-  const Call call;
-  arrive(call.scheduler, call.fiber, cluster_cta(cta, "mbarrier_arrive_cluster"), relaxed ? Arrival::kRelaxed : Arrival::kCluster, word, 0);
-}
-
-void* mkc_cluster_address(void* p, uint32_t bytes, uint32_t cta) {
-  const Call call;
-  const uint32_t offset = shared_offset(p, bytes, bytes, "store_cluster");
-  call.scheduler.maybe_yield();
-  return cluster_cta(cta, "store_cluster").shared + offset;
 }
 
 bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
@@ -376,7 +321,7 @@ bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
   return true;
 }
 
-void mkc_mbarrier_wait(uint64_t* word, uint32_t parity, bool cluster) {
+void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
   const Call call;
   Scheduler& s = call.scheduler;
   Fiber& fiber = call.fiber;
@@ -391,9 +336,6 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity, bool cluster) {
   bar.unobserved = false;
   fiber.clock.join(bar.clock);
   tsan::acquire(&bar.sync[parity]);
-  if (!cluster) return;
-  fiber.clock.join(bar.cluster_clock);
-  tsan::acquire(&bar.cluster_sync[parity]);
 }
 
 // ---- proxies

@@ -16,8 +16,8 @@ _WIDTH = 140
 def render(spec: KernelSpec) -> str:
     """At most 15 lines of C++ that instantiate ``kernels_src/<spec.name>.cuh``.
 
-    The launch figures of the spec join the constants (``kThreads``, ``kSharedBytes``, ``kParameterBytes``, ``kCluster``), so that the
-    kernel can hold its own layout against them in a static_assert.
+    The launch figures of the spec join the constants (``kThreads``, ``kSharedBytes``, ``kParameterBytes``), so that the kernel can hold
+    its own layout against them in a static_assert.
 
     Raises
     ------
@@ -33,14 +33,9 @@ def render(spec: KernelSpec) -> str:
 
 
 def _constants(spec: KernelSpec) -> dict[str, int]:
-    launch = {
-        "kThreads": spec.threads,
-        "kSharedBytes": spec.shared_bytes,
-        "kParameterBytes": spec.parameter_bytes,
-        "kCluster": spec.cluster,
-    }
+    launch = (("kThreads", spec.threads), ("kSharedBytes", spec.shared_bytes), ("kParameterBytes", spec.parameter_bytes))
     constants: dict[str, int] = {}
-    for name, value in (*spec.constants, *launch.items()):
+    for name, value in (*spec.constants, *launch):
         if not (name.isidentifier() and name.isascii()):
             raise ValueError(f"constant {name!r} of {spec.name}: must be an identifier")
         if not 0 <= value < 2**32:

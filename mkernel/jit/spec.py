@@ -20,4 +20,3 @@ class KernelSpec:
     threads: int  # per CTA
     shared_bytes: int  # dynamic shared memory per CTA
     parameter_bytes: int  # sizeof the kernel's one parameter struct (64-byte aligned)
-    cluster: int = 1  # consecutive CTAs that reach each other's shared memory; the grid is a multiple of it

@@ -147,7 +147,7 @@ def _bind(
     a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
     gather = heap + executable.scratch_offset if size > 1 and rows else b.address
     tensor_map = world.backend.tensor_map
-    inner, outer = (n, k) if problem.b_row_major else (k, n)
+    inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, plan.b_columns)
     a_box, plane = (BLOCK_K, BLOCK_M, 1), extent * k * ITEM
     parameters = Parameters(
         a=a.address,
@@ -164,6 +164,6 @@ def _bind(
     part_k = k // plan.parts
     gather_strides = (part_k * ITEM, extent * part_k * ITEM)
     set_map(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
-    set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, plan.b_box, 1)))
+    set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
     return BoundCall(executable, parameters, executable.scratch_offset)

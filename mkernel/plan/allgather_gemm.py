@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.plan.gemm import BLOCK_K, BLOCK_M, THREADS, GemmTile, choose_tile
-from mkernel.plan.split import Split, SplitError
+from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
 
@@ -27,9 +27,6 @@ _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
-_LARGEST_CLUSTER = 1  # 2: CTAs share B in pairs where that should pay (choose_cluster). Right, but not measured yet
-_CLUSTER_WAVES = 2  # tiles per SM from which on pairs may pay
-_WASTE = 1 / 16  # of the tiles of pairs that may lie beyond the end of a shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +49,6 @@ class AllGatherGemmProblem:
 class Tile:
     """One tile of C: rows from ``m * BLOCK_M`` of rank ``source``'s shard, columns from ``n * block_n``.
 
-    In clusters a pair of them: this one and the one below, which may lie beyond the end of the shard.
-
     ``slice``: 0 for the whole tile, 1, 2 ... for that slice of its columns.
     """
 
@@ -71,11 +66,10 @@ class AllGatherGemmPlan:
     split: Split
     tile: GemmTile
     chunk_rows: int  # rows of a chunk
-    group_m: int = _GROUP_M  # rows of tiles (in clusters: of pairs) that share columns of B
+    group_m: int = _GROUP_M  # tile rows that share columns of B
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
-    cluster: int = 1  # CTAs that share B: each computes a tile of its own, one below the other
 
     op = OP
 
@@ -97,13 +91,12 @@ class AllGatherGemmPlan:
             "kParts": self.parts,
             "kSlices": self.slices,
         }
-        return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES, self.cluster)
+        return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
 
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        order = self.group_m, self.parts, self.part_blocks, self.slices, self.cluster
-        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, *order))
+        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks, self.slices))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -146,10 +139,9 @@ class AllGatherGemmPlan:
         layout = "row-major" if p.b_row_major else "transposed"
         world, split = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}", self.split
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}"
-        pairs = "" if self.cluster == 1 else f" in clusters of {self.cluster}"
         return (  # the first line stands for the plan in messages: it tells any two apart
-            f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs{pairs}\n"
-            f"tile {self.item_rows}x{self.tile.block_n}{pairs}, {self.tile.stages} stages; {self.num_tiles} tiles, "
+            f"{OP}: a ({p.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"workspace {self.workspace_bytes} bytes"
@@ -157,14 +149,9 @@ class AllGatherGemmPlan:
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
     @property
-    def item_rows(self) -> int:
-        """Rows of C that a cluster computes at a time: what follows counts in these, and calls them tiles."""
-        return BLOCK_M * self.cluster
-
-    @property
     def tile_rows(self) -> int:
         """Rows of tiles per shard."""
-        return math.ceil(self.problem.rows / self.item_rows)
+        return math.ceil(self.problem.rows / BLOCK_M)
 
     @property
     def tiles_n(self) -> int:
@@ -178,12 +165,12 @@ class AllGatherGemmPlan:
     @property
     def whole_tiles(self) -> int:
         """Tiles up to here are whole; the others are sliced."""
-        return self.num_tiles - self.num_tiles % ((self.split.compute or 1) // self.cluster) if self.slices > 1 else self.num_tiles
+        return self.num_tiles - self.num_tiles % (self.split.compute or 1) if self.slices > 1 else self.num_tiles
 
     @property
-    def b_box(self) -> int:
-        """The outer extent of one TMA load of ``b``: columns of a transposed one, rows of K of a row-major one."""
-        return (BLOCK_K if self.problem.b_row_major else self.tile.block_n // self.slices) // self.cluster
+    def b_columns(self) -> int:
+        """Columns of one TMA load of a transposed ``b``."""
+        return self.tile.block_n // self.slices
 
     def source(self, rank: int, distance: int) -> int:
         """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes', own rail first."""
@@ -209,12 +196,12 @@ class AllGatherGemmPlan:
                 in_group = min(self.group_m, rows - group)
                 for n in range(self.tiles_n):
                     for row in range(group, group + in_group):
-                        yield Tile(self.source(rank, first + row % shards), row // shards * self.cluster, n)
+                        yield Tile(self.source(rank, first + row % shards), row // shards, n)
 
     def tile_chunks(self, tile: Tile) -> list[int]:
         """The chunks of its source's shard that a tile reads, part by part."""
         begin = tile.m * BLOCK_M
-        end = min(begin + self.item_rows, self.problem.rows)
+        end = min(begin + BLOCK_M, self.problem.rows)
         blocks = range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1)
         return [self.chunk_index(block, part) for part in range(self.parts) for block in blocks]
 
@@ -226,13 +213,8 @@ class AllGatherGemmPlan:
         return topology.rank(topology.node(reader), topology.local_rank(source))
 
 
-def make_plan(
-    problem: AllGatherGemmProblem, sm_count: int, split: Split | None = None, tile: GemmTile | None = None, cluster: int | None = None
-) -> AllGatherGemmPlan:
+def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None = None, tile: GemmTile | None = None) -> AllGatherGemmPlan:
     """The plan for a problem on a device with ``sm_count`` SMs.
-
-    ``cluster``: CTAs that share B, 1 or 2; None: the planner's choice. With 2, numbers of SMs that are odd are rounded, those of the
-    communication roles up.
 
     Raises
     ------
@@ -241,66 +223,37 @@ def make_plan(
     """
     topology = problem.topology
     chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count)
-    if cluster is None:
-        cluster = choose_cluster(problem, sm_count, chosen, tile)
-    if cluster > 1:
-        chosen = whole_clusters(chosen, sm_count, cluster)
-    clusters = sm_count // cluster
-    tile_rows = math.ceil(problem.rows / (BLOCK_M * cluster))
+    tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
-        tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, clusters, _TAIL if topology.size > 1 else 0.0)
+        tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
     tiles_n = math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * topology.size * tiles_n
-    few_waves = tiles <= _FEW_WAVES * clusters
+    few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
     chunk_bytes = put_bytes if topology.num_nodes > 1 else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    slices = choose_slices(tiles, tile, chosen, cluster) if few_waves else 1
+    slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, _GROUP_M // cluster, slices=slices, cluster=cluster)
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
-    at_once = max(1, clusters // (tiles_n * (topology.size - 1)))
+    at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
     group_rows = math.ceil(max(1, tile_rows) / groups)
-    part_blocks = group_rows * (BLOCK_M * cluster // chunk_rows)
-    return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, part_blocks, slices, cluster)
+    return AllGatherGemmPlan(
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices
+    )
 
 
-def choose_cluster(problem: AllGatherGemmProblem, sm_count: int, split: Split, tile: GemmTile | None) -> int:
-    """CTAs that share B: 2 where there are many tiles, few of them beyond the end of a shard, and pairs of SMs in every role; else 1."""
-    rows = math.ceil(problem.rows / BLOCK_M)
-    columns = math.ceil(problem.n / (256 if tile is None else tile.block_n))
-    even = all((sms or 0) % 2 == 0 for sms in (split.compute, split.intra_comm, split.inter_send))
-    many = rows * problem.topology.size * columns >= _CLUSTER_WAVES * sm_count
-    return min(2, _LARGEST_CLUSTER) if even and many and rows % 2 <= _WASTE * rows else 1
-
-
-def whole_clusters(split: Split, sm_count: int, cluster: int) -> Split:
-    """The split with whole clusters in every role: communication gets no less than before, computation what is left, at least one.
-
-    Raises
-    ------
-    SplitError
-        There are not enough SMs.
-    """
-    intra, send = (math.ceil((sms or 0) / cluster) * cluster for sms in (split.intra_comm, split.inter_send))
-    left = (sm_count - intra - send) // cluster * cluster
-    if left < cluster:
-        raise SplitError(split, f"clusters of {cluster} CTAs leave none of {sm_count} SMs for compute", "give the other roles fewer")
-    compute = max((split.compute or 0) // cluster, 1) * cluster
-    return Split(min(compute, left), intra, send, split.inter_reduce)
-
-
-def choose_slices(tiles: int, tile: GemmTile, split: Split, cluster: int = 1) -> int:
+def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
     """Into how many slices to cut the tiles that are left over when every compute CTA has had the same number.
 
     2 where all SMs can take the halves at once, the communication CTAs (which are done by then) included; else 1. Four slices were
     measured: so narrow, they are slower than two (docs/benchmarks.md).
     """
-    compute = (split.compute or 1) // cluster
+    compute = split.compute or 1
     odd = tiles % compute
-    fits = tiles > compute and 0 < _SLICES * odd <= split.total // cluster
+    fits = tiles > compute and 0 < _SLICES * odd <= split.total
     return _SLICES if fits and tile.block_n % (_SLICES * _SLICE_N) == 0 else 1
 
 

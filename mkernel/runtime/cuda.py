@@ -90,7 +90,7 @@ def _name(ordinal: int) -> str:
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", _u32 * 16)]
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig
@@ -104,7 +104,7 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
-_COOPERATIVE, _CLUSTER_DIMENSION = 2, 4  # CU_LAUNCH_ATTRIBUTE_...
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 
 
 class CudaKernel(Kernel):
@@ -129,20 +129,8 @@ class CudaKernel(Kernel):
         self._max_ctas = int(per_sm) * sm_count
         self.function = int(function)
         self.argument_list = (_pointer * 1)()  # the struct travels by value: the driver copies it during the launch
-        cooperative = _Attribute(id=_COOPERATIVE, value=(1,))  # all CTAs are resident at once, or the launch fails
-        clusters = [] if spec.cluster == 1 else [_Attribute(id=_CLUSTER_DIMENSION, value=(spec.cluster, 1, 1))]
-        self._attributes = (_Attribute * (len(clusters) + 1))(*clusters, cooperative)
-        self.config = _Config((spec.cluster, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, self._attributes, len(clusters))
-        if clusters:
-            self._max_ctas = self._max_clusters(what) * spec.cluster
-        self.config.num_attributes += 1
-
-    def _max_clusters(self, what: str) -> int:
-        """Clusters that are co-resident: fewer than the SMs suggest where an SM has no neighbour left."""
-        count = ctypes.c_int()
-        ask = prompt("cuOccupancyMaxActiveClusters", _pointer, _pointer, ctypes.POINTER(_Config))
-        check(ask(ctypes.byref(count), self.function, self.config), f"{what}: clusters of {self.spec.cluster}")
-        return count.value
+        self._cooperative = _Attribute(id=_COOPERATIVE, value=1)  # all CTAs are resident at once, or the launch fails
+        self.config = _Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, ctypes.pointer(self._cooperative), 1)
 
     def max_ctas(self) -> int:
         return self._max_ctas

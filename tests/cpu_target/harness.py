@@ -21,10 +21,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CTAS = 16
 
 
-def load(
-    name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, cluster: int = 1, **constants: int
-) -> CpuKernel:
-    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters), cluster)
+def load(name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, **constants: int) -> CpuKernel:
+    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters))
     return CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), CTAS)
 
 
@@ -42,7 +40,6 @@ GemmTile = structure("steps", "tiles_m", maps=("a", "b", "c"), words=8)
 Faults = structure("in_", "out", "flag", words=8)
 Relay = structure("in_", "middle", "out", "flag", "pieces", "expected", words=8)
 Ping = structure("own", "peer", "first", "rounds", "timeout_ns", "result", "abort", "raises")
-Cluster = structure("out", "rounds", "steps", maps=("map",), words=8)
 Race = structure("data", "flag", words=8)
 
 

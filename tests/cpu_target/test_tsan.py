@@ -54,34 +54,11 @@ def test_races(fault: int) -> None:
         assert "race.cuh" in done.stderr  # the report names the kernel's line
 
 
-CLUSTER = """
-import sys
-from tests.cpu_target.test_clusters import run
-for seed in range(2):
-    assert run(int(sys.argv[1]), seed, 2)
-print("ended")
-"""
-
-
-@pytest.mark.tsan
-@pytest.mark.parametrize("fault", [0, 9, 10], ids=["none", "acquired in the CTA only", "relaxed release"])
-def test_races_in_a_cluster(fault: int) -> None:
-    done = run(CLUSTER, fault)
-    if fault == 0:
-        assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]
-    else:
-        assert "WARNING: ThreadSanitizer: data race" in done.stderr
-        assert "cluster.cuh" in done.stderr
-
-
 OP = """
 import sys
 import ml_dtypes
 import numpy as np
 import mkernel as mk
-from mkernel.plan import allgather_gemm
-if sys.argv[2] == "2":
-    allgather_gemm.choose_cluster = lambda *_: 2
 def rank(world):
     rng = np.random.default_rng(world.rank)
     for _ in range(2):
@@ -93,9 +70,8 @@ print("ended")
 
 
 @pytest.mark.tsan
-@pytest.mark.parametrize("cluster", [1, 2], ids=["single CTAs", "pairs"])
 @pytest.mark.parametrize("ranks_per_node", [2, 1], ids=["one node", "two nodes"])
-def test_op_is_clean(ranks_per_node: int, cluster: int) -> None:
+def test_op_is_clean(ranks_per_node: int) -> None:
     """A whole operation, over direct access and over the network."""
-    done = run(OP, ranks_per_node, cluster, MKERNEL_CPU_SMS=str(2 * cluster))
+    done = run(OP, ranks_per_node, MKERNEL_CPU_SMS="2")
     assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]

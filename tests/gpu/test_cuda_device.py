@@ -52,16 +52,6 @@ class BoxParameters(ctypes.Structure):
     ]
 
 
-class ClusterParameters(ctypes.Structure):
-    _fields_ = [
-        ("map", ctypes.c_ubyte * 128),
-        ("out", ctypes.c_uint64),
-        ("rounds", ctypes.c_uint64),
-        ("steps", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 5),
-    ]
-
-
 def wait_spec(wait: int) -> KernelSpec:
     return KernelSpec("wait_then_add", (("kWait", wait),), THREADS, 0, ctypes.sizeof(WaitParameters))
 
@@ -461,31 +451,6 @@ def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> Non
         assert time.monotonic() - begin < SECONDS / 2
     calls.check()
     calls.close()
-
-
-# ---- clusters
-def test_pairs_of_ctas(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of tests/cpu_target/test_clusters.py (words, barriers and multicast loads inside pairs) on all SMs at once."""
-    monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[ROOT / "tests/cpu_target/kernels"]))
-    kernel = device.load(KernelSpec("cluster", (("kFault", 0),), 128, 8192, ctypes.sizeof(ClusterParameters), 2))
-    ctas, rounds, steps = kernel.max_ctas(), 3, 40
-    assert ctas >= 2
-    assert ctas % 2 == 0
-    source = np.random.default_rng(1).integers(0, 1 << 32, (steps * 16, 32), dtype=np.uint32)
-    a, out = device.xp.asarray(source), device.xp.zeros((ctas, 2 + steps * 64), dtype=np.uint32)
-    tensor_map = device.tensor_map(a.data.ptr, "bfloat16", (64, steps * 16, 1), (128, steps * 16 * 128), (64, 8, 1))
-    parameters = ClusterParameters(tuple(tensor_map), out.data.ptr, rounds, steps)
-    device.launch(kernel, device.stream(None), ctas, parameters)
-    device.synchronize()
-    results = out.get()
-    ranks = np.arange(ctas) % 2
-    assert (results[:, 0] == ranks).all()
-    assert (results[:, 1] == 2 * rounds - ranks).all()
-    assert (results[:, 2:].reshape(ctas, -1, 4).sum(axis=2, dtype=np.uint32) == source.sum(axis=1, dtype=np.uint32)).all()
-    with pytest.raises(DriverError):
-        device.launch(kernel, device.stream(None), ctas - 1, parameters)
-    with pytest.raises(DriverError):
-        device.launch(kernel, device.stream(None), ctas + 2, parameters)
 
 
 # ---- tensor maps

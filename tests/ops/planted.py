@@ -1,6 +1,4 @@
-"""Runs allgather_gemm with what may be a faulty copy of the device code.
-
-``python tests/ops/planted.py <world> <workload> <seed> <cluster>``
+"""Runs allgather_gemm with what may be a faulty copy of the device code: ``python tests/ops/planted.py <world> <workload> <seed>``.
 
 Which copy: ``MKERNEL_KERNELS_SRC``. Prints what was found wrong, as one line of JSON.
 """
@@ -15,13 +13,10 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import pytest
-
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
 from tests.ops.body import USES, Case, Rank, problems, topology
-from tests.ops.clusters import in_clusters
 
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
 WORKLOADS = {
@@ -39,14 +34,8 @@ def _calls(world: Any, workload: str, seed: int) -> list[str]:
     return problems([rank.call(number, rows[number % len(rows)], USES[(7 * number + 2) % len(USES)]) for number in range(count)])
 
 
-def check(world: str, workload: str, seed: int, cluster: int = 1) -> str | None:
+def check(world: str, workload: str, seed: int) -> str | None:
     """What is wrong: a result, a complaint of the emulator, a deadlock."""
-    with pytest.MonkeyPatch.context() as patch:
-        in_clusters(patch, cluster, 4)
-        return _check(world, workload, seed)
-
-
-def _check(world: str, workload: str, seed: int) -> str | None:
     shape, network_us = topology(world), WORKLOADS[workload][-1]
     faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us)  # bytes of a put travel at the latest legal time
     try:
@@ -61,8 +50,8 @@ def _check(world: str, workload: str, seed: int) -> str | None:
     return next((f"wrong: {problem}" for of_rank in found for problem in of_rank), None)
 
 
-def main(world: str, workload: str, seed: str, cluster: str) -> None:
-    sys.stdout.write(json.dumps({"found": check(world, workload, int(seed), int(cluster))}) + "\n")
+def main(world: str, workload: str, seed: str) -> None:
+    sys.stdout.write(json.dumps({"found": check(world, workload, int(seed))}) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +17,9 @@ from mkernel.cli.check import worst_over_bound
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.plan.gemm import BLOCK_M
 from mkernel.transport import emulated
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 from tests.ops.body import split as split_of
-from tests.ops.clusters import in_clusters
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -38,35 +35,21 @@ def seeds(request: pytest.FixtureRequest) -> range:
 
 
 _AXES: dict[str, Any] = {"world": WORLDS, "shape": SHAPES, "split": SPLITS, "dtype": _DTYPES, "row_major": (True, False)}
-_PAIRED: dict[str, Any] = {
-    "world": WORLDS,
-    "shape": ((136, 264), (72, 512), (8, 8), (4096, 8)),
-    "split": ("default", "narrow"),
-    "row_major": (True, False),
-    "dtype": _DTYPES,
-}
-_SOME = [*((world, 1) for world in WORLDS), ("1x1", 2), ("1x4", 2), ("2x2", 2)]  # worlds, and clusters
 
 
-def plans(case: Case, world: str, cluster: int = 1) -> list[AllGatherGemmPlan]:
+def plans(case: Case, world: str) -> list[AllGatherGemmPlan]:
     shape = topology(world)
     problems = (AllGatherGemmProblem(shape, rows, case.n, case.k, case.dtype, case.row_major) for rows in rows_of(case.k))
-    with pytest.MonkeyPatch.context() as patch:
-        in_clusters(patch, cluster)
-        return [make_plan(problem, env.CPU_SMS.get(), split_of(case.split, shape)) for problem in problems]
+    return [make_plan(problem, env.CPU_SMS.get(), split_of(case.split, shape)) for problem in problems]
 
 
 @pytest.fixture(scope="module")
 def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile what the tests of this module will need, beside them: a test that comes too early waits for its own kernel only."""
-    clusters = {"test_every_element": 1, "test_every_element_in_pairs": 2}
+    wanted = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == "test_every_element"]
     specs: dict[KernelSpec, None] = {}
-    for item in request.session.items:
-        cluster = clusters.get(getattr(item, "originalname", ""))
-        if cluster is not None:
-            p = item.callspec.params
-            case = Case(p["dtype"], *p["shape"], p["row_major"], p["split"])
-            specs |= dict.fromkeys(plan.spec for plan in plans(case, p["world"], cluster))
+    for p in wanted:
+        specs |= dict.fromkeys(plan.spec for plan in plans(Case(p["dtype"], *p["shape"], p["row_major"], p["split"]), p["world"]))
     stop = threading.Event()
 
     def work() -> None:
@@ -81,51 +64,29 @@ def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
     thread.join()
 
 
-@pytest.mark.parametrize(("axes", "cluster", "widths"), [(_AXES, 1, {64, 128, 192, 256}), (_PAIRED, 2, {64, 128, 256})], ids=["", "pairs"])
-def test_the_cases_reach_all_of_the_kernel(axes: dict[str, Any], cluster: int, widths: set[int]) -> None:
+def test_the_cases_reach_all_of_the_kernel() -> None:
     """What the planner decides for the cases below; not every choice is made in every case."""
     covered = [
         plan
-        for case in pairwise(axes)
-        for plan in plans(Case(case["dtype"], *case["shape"], case["row_major"], case["split"]), case["world"], cluster)
+        for case in pairwise(_AXES)
+        for plan in plans(Case(case["dtype"], *case["shape"], case["row_major"], case["split"]), case["world"])
     ]
-    assert {plan.cluster for plan in covered} == {cluster}
-    assert {plan.tile.block_n for plan in covered} >= widths
+    assert {plan.tile.block_n for plan in covered} == {64, 128, 192, 256}
     assert {plan.parts > 1 for plan in covered} == {True, False}
     assert {(plan.whole_tiles < plan.num_tiles, plan.problem.b_row_major) for plan in covered} == set(
         itertools.product((True, False), repeat=2)
     )
     assert max(plan.chunks for plan in covered if plan.parts > 1) > max(plan.parts for plan in covered), "several blocks in parts"
-    assert {plan.num_tiles % (plan.grid // cluster) == 0 for plan in covered} == {True, False}
-    short = {math.ceil(plan.problem.rows / BLOCK_M) % cluster != 0 for plan in covered}
-    assert short == ({False} if cluster == 1 else {True, False}), "pairs with and without a lower tile"
-
-
-def _check_every_element(request: pytest.FixtureRequest, world: str, case: Case) -> None:
-    for seed in seeds(request):
-        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
-            assert problems(results) == [], f"rank {rank}"
+    assert {plan.num_tiles % plan.grid == 0 for plan in covered} == {True, False}
 
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("_compiling")
 def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
-    _check_every_element(request, world, Case(dtype, *shape, row_major, split))
-
-
-@pytest.mark.cases(**_PAIRED)
-@pytest.mark.usefixtures("_compiling")
-def test_every_element_in_pairs(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    world: str,
-    shape: tuple[int, int],
-    split: str,
-    row_major: bool,
-    dtype: str,
-) -> None:
-    in_clusters(monkeypatch, 2)
-    _check_every_element(request, world, Case(dtype, *shape, row_major, split))
+    case = Case(dtype, *shape, row_major, split)
+    for seed in seeds(request):
+        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
+            assert problems(results) == [], f"rank {rank}"
 
 
 # ---- one seed, one run
@@ -139,11 +100,8 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[bytes
     return [result.c.tobytes() for result in results], cohort.trace, cohort.turns
 
 
-@pytest.mark.parametrize(("world", "cluster"), _SOME)
-def test_the_same_seed_gives_the_same_run(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, cluster: int
-) -> None:
-    in_clusters(monkeypatch, cluster)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str) -> None:
     seed, case = request.config.getoption("--seed"), Case("bfloat16", 136, 72)
     first = ranks(_traced, world, case, seed, 0.0, seed=seed)
     again = ranks(_traced, world, case, seed, 0.02, seed=seed)  # whatever the host's timing
@@ -153,10 +111,9 @@ def test_the_same_seed_gives_the_same_run(
     assert {trace for _, trace, _ in other}.isdisjoint({trace for _, trace, _ in first}), "another seed is another interleaving"
 
 
-@pytest.mark.parametrize(("world", "cluster"), [some for some in _SOME if some[0] != "1x1"])
-def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, cluster: int) -> None:
+@pytest.mark.parametrize("world", [world for world in WORLDS if world != "1x1"])
+def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str) -> None:
     """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
-    in_clusters(monkeypatch, cluster)
     monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.005)  # else the scheduler lets nobody go ahead
     case = Case("float16", 200, 72)
     seed = request.config.getoption("--seed")
@@ -186,10 +143,9 @@ def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[Any]:
     return [several[i].call(number, (7, 129)[number % 2], USES[number]) for number, i in enumerate(order)]
 
 
-@pytest.mark.parametrize(("world", "cluster"), _SOME)
-def test_plans_alternate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, cluster: int) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_plans_alternate(request: pytest.FixtureRequest, world: str) -> None:
     """One workspace and one set of flags for all plans: what one call leaves there must not disturb the next."""
-    in_clusters(monkeypatch, cluster)
     seed = request.config.getoption("--seed")
     cases = (Case("bfloat16", 136, 72), Case("float16", 8, 8), Case("bfloat16", 72, 200, False), Case("float16", 64, 64, True, "narrow"))
     for rank, results in enumerate(ranks(_alternating, world, cases, seed, seed=seed)):

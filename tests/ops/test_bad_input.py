@@ -14,7 +14,6 @@ import mkernel as mk
 from mkernel.cli.check import worst_over_bound
 from mkernel.errors import ArgumentError, Error, MismatchError
 from tests.ops.body import aligned, random, topology
-from tests.ops.clusters import in_clusters
 
 ROWS, K, N = 24, 64, 72
 
@@ -238,13 +237,6 @@ DISAGREEMENTS: dict[str, Callable[[Good, Good], Any]] = {
     "plan": lambda good, other: (good.call, lambda: mk.plan("allgather_gemm", other.a, other.b)),
     "one call more": lambda good, other: (good.call, lambda: (good.call(), good.call())),
 }
-
-
-def test_pairs_of_ctas_hear_of_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CTA that does not schedule compares the plans as well, and neither stores anything."""
-    in_clusters(monkeypatch, 2)
-    for text, _ in ranks(_disagree, "1x2", DISAGREEMENTS["N"], True):
-        assert re.match(r"rank \d, \w+ CTA \d: rank \d entered call 5 with another plan: ", text), text
 
 
 @pytest.mark.parametrize("plan_first", [False, True], ids=["new", "cached"])

@@ -31,29 +31,24 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "per_node", "n", "k", "block_n", "group_m", "split", "cluster"),
+    ("nodes", "per_node", "n", "k", "block_n", "group_m", "split"),
     [
-        (1, 1, 264, 64, 64, 16, Split(3, 0, 0, 0), 1),
-        (1, 4, 72, 136, 128, 2, Split(2, 3, 0, 0), 1),
-        (1, 4, 520, 8192, 128, 6, Split(6, 3, 0, 0), 1),
-        (1, 2, 264, 4096, 256, 6, Split(5, 1, 0, 0), 1),
-        (2, 2, 520, 8192, 192, 3, Split(1, 1, 1, 0), 1),
-        (4, 1, 136, 72, 64, 1, Split(2, 0, 3, 0), 1),
-        (3, 5, 1000, 8, 256, 4, Split(5, 2, 2, 0), 1),
-        (4, 8, 264, 4096, 128, 16, Split(4, 4, 2, 0), 1),
-        (1, 1, 264, 64, 64, 16, Split(2, 0, 0, 0), 2),
-        (1, 4, 520, 8192, 128, 6, Split(6, 4, 0, 0), 2),
-        (1, 2, 264, 4096, 256, 6, Split(6, 2, 0, 0), 2),
-        (2, 2, 520, 8192, 192, 3, Split(2, 2, 2, 0), 2),
-        (3, 5, 1000, 8, 256, 4, Split(6, 2, 2, 0), 2),
+        (1, 1, 264, 64, 64, 16, Split(3, 0, 0, 0)),
+        (1, 4, 72, 136, 128, 2, Split(2, 3, 0, 0)),
+        (1, 4, 520, 8192, 128, 6, Split(6, 3, 0, 0)),
+        (1, 2, 264, 4096, 256, 6, Split(5, 1, 0, 0)),
+        (2, 2, 520, 8192, 192, 3, Split(1, 1, 1, 0)),
+        (4, 1, 136, 72, 64, 1, Split(2, 0, 3, 0)),
+        (3, 5, 1000, 8, 256, 4, Split(5, 2, 2, 0)),
+        (4, 8, 264, 4096, 128, 16, Split(4, 4, 2, 0)),
     ],
 )
-def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, cluster: int) -> None:
+def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split) -> None:
     topology = Topology(nodes * per_node, per_node)
 
     def plan_of(rows: int) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, rows, n, k, "bfloat16", False)
-        return dataclasses.replace(make_plan(problem, split.total, split, GemmTile.deepest(block_n), cluster), group_m=group_m)
+        return dataclasses.replace(make_plan(problem, split.total, split, GemmTile.deepest(block_n)), group_m=group_m)
 
     for rows in (0, 1, 129, 300, 1000):
         plan = plan_of(rows)

@@ -39,7 +39,6 @@ class Bug:
     world: str = "1x2"
     workload: str = "tiles"
     seeds: int = 8
-    cluster: int = 1
     tsan: bool = False
     slow: bool = False
     missed: str = ""  # why it is not found
@@ -100,7 +99,7 @@ BUGS = [
     Bug(
         "a stage is never given back",
         "gemm.cuh",
-        "    if (previous != nullptr && reports) give_back<Config>(previous, lane);\n",
+        "    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n",
         found_as="deadlock",
     ),
     Bug("a stage is given back before it is read", "gemm.cuh", "    ptx::wgmma_wait<1>(d);\n"),
@@ -122,7 +121,7 @@ BUGS = [
     Bug(
         "a CTA begins before its barriers are ready",
         "allgather_gemm.cuh",
-        "  sync_cluster<Config>();\n  compute_role",
+        "  ptx::sync_cta();\n  compute_role",
         "  compute_role",
         found_as="not been initialized",
     ),
@@ -147,47 +146,6 @@ BUGS = [
         "    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles\n",
         missed="the emulator tracks ordinary writes that bulk copies read, not writes of bulk copies that ordinary ones replace",
     ),
-    # Clusters.
-    Bug(
-        "a pair begins before the other CTA's barriers are ready",
-        "gemm.cuh",
-        "    ptx::cluster_sync();\n  } else",
-        "    ptx::sync_cta();\n  } else",
-        found_as="before the first cluster_sync",
-        cluster=2,
-    ),
-    Bug(
-        "a CTA ends while the other still reaches for it",
-        "gemm.cuh",
-        "    ptx::sync_warp();\n    ptx::cluster_sync();\n",
-        found_as="has ended, and with it its shared memory",
-        cluster=2,
-    ),
-    Bug(
-        "a stage is given back to its own CTA only",
-        "gemm.cuh",
-        "  const bool reports = lane < Config::kCluster;",
-        "  const bool reports = lane == cluster_rank<Config>();",
-        found_as="deadlock",
-        cluster=2,
-    ),
-    Bug(
-        "an item is sent over the last one", "gemm.cuh", "      ptx::mbarrier_wait_cluster(&storage.item_relayed, parity ^ 1);\n", cluster=2
-    ),
-    Bug(
-        "a pair does not wait for its lower tile's chunks",
-        "allgather_gemm.cuh",
-        "end = begin + Shape::kItemRows < p.rows ? begin + Shape::kItemRows : p.rows;",
-        "end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;",
-        cluster=2,
-    ),
-    Bug(
-        "no proxy fence before the tiles of a pair are loaded",
-        "gemm.cuh",
-        "    ptx::fence_proxy_async();",
-        found_as="missing fence.proxy.async",
-        cluster=2,
-    ),
     # The end of a call.
     Bug("the tile counter is not reset", "sync.cuh", "    control->tile_counter = 0;\n"),
     Bug("the epoch does not advance", "sync.cuh", "    control->epoch = call.epoch;\n"),
@@ -210,15 +168,6 @@ BUGS = [
         slow=True,
     ),
     Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
-    Bug(
-        "an item is handed over without a release",
-        "gemm.cuh",
-        "      ptx::mbarrier_arrive_cluster(&storage.item_sent, 1);\n",
-        "      ptx::mbarrier_arrive_cluster_relaxed(&storage.item_sent, 1);\n",
-        "data race",
-        cluster=2,
-        tsan=True,
-    ),
 ]
 
 
@@ -235,12 +184,10 @@ def _fresh(copy: Path) -> Iterator[None]:
     shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize(("world", "workload", "cluster"), sorted({(bug.world, bug.workload, bug.cluster) for bug in BUGS if not bug.tsan}))
-def test_nothing_is_found_in_the_device_code_as_it_is(
-    request: pytest.FixtureRequest, copy: Path, world: str, workload: str, cluster: int
-) -> None:
+@pytest.mark.parametrize(("world", "workload"), sorted({(bug.world, bug.workload) for bug in BUGS if not bug.tsan}))
+def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, workload: str) -> None:
     with env.override(MKERNEL_KERNELS_SRC=copy):
-        assert planted.check(world, workload, request.config.getoption("--seed"), cluster) is None
+        assert planted.check(world, workload, request.config.getoption("--seed")) is None
 
 
 def _parameter(bug: Bug) -> ParameterSet:
@@ -253,14 +200,15 @@ def test_found(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     first = request.config.getoption("--seed")
     with env.override(MKERNEL_KERNELS_SRC=copy):
-        seeds = range(first, first + bug.seeds)
-        found = next((text for seed in seeds if (text := planted.check(bug.world, bug.workload, seed, bug.cluster)) is not None), None)
+        found = next(
+            (text for seed in range(first, first + bug.seeds) if (text := planted.check(bug.world, bug.workload, seed)) is not None), None
+        )
     assert found is not None, f"nothing is found over {bug.seeds} seeds"
     assert found.startswith(("wrong: ", "Error: target cpu: ", "MismatchError: ")) or "\ndeadlock at " in found
     assert bug.found_as in found
 
 
-def _tsan(copy: Path, world: str, seed: int, cluster: int = 1) -> tuple[str | None, str]:
+def _tsan(copy: Path, world: str, seed: int) -> tuple[str | None, str]:
     """What is found, and what ThreadSanitizer reports: a process of its own, with its library preloaded."""
     preload = libtsan()
     environment = os.environ | {
@@ -272,27 +220,16 @@ def _tsan(copy: Path, world: str, seed: int, cluster: int = 1) -> tuple[str | No
     }
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
     setarch = shutil.which("setarch")
-    command = [
-        *((setarch, platform.machine(), "-R") if setarch else ()),
-        sys.executable,
-        planted.__file__,
-        world,
-        "chunks",
-        str(seed),
-        str(cluster),
-    ]
+    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, planted.__file__, world, "chunks", str(seed)]
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)["found"], done.stderr
 
 
 @pytest.mark.tsan
-@pytest.mark.parametrize(
-    ("world", "cluster"),
-    [("1x2", 1), ("1x2", 2), pytest.param("2x2", 1, marks=pytest.mark.slow), pytest.param("4x1", 1, marks=pytest.mark.slow)],
-)
-def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, cluster: int) -> None:
-    found, errors = _tsan(copy, world, request.config.getoption("--seed"), cluster)
+@pytest.mark.parametrize("world", ["1x2", pytest.param("2x2", marks=pytest.mark.slow), pytest.param("4x1", marks=pytest.mark.slow)])
+def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str) -> None:
+    found, errors = _tsan(copy, world, request.config.getoption("--seed"))
     assert found is None
     assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
 
@@ -301,5 +238,5 @@ def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, cop
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if bug.tsan])
 def test_found_by_thread_sanitizer(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
-    found, errors = _tsan(copy, bug.world, request.config.getoption("--seed"), bug.cluster)
+    found, errors = _tsan(copy, bug.world, request.config.getoption("--seed"))
     assert f"WARNING: ThreadSanitizer: {bug.found_as}" in errors or found is not None

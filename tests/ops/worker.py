@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel.cli.check import worst_over_bound
 from tests.ops.body import Case, back_to_back, problems
-from tests.ops.clusters import in_clusters
 from tests.runtime.worker import outcome, tell
 
 _ROWS = (0, 1, 129)
@@ -163,5 +161,4 @@ def raises() -> None:
 
 
 if __name__ == "__main__":
-    in_clusters(pytest.MonkeyPatch(), int(os.environ.get("TEST_CLUSTER", "1")), 6)
     globals()[sys.argv[1]]()

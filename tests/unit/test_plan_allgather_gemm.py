@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mkernel.plan import allgather_gemm
-from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, Tile, default_split, make_plan, wait_graph, whole_clusters
+from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, Tile, default_split, make_plan, wait_graph
 from mkernel.plan.gemm import BLOCK_M, SHARED_LIMIT, GemmTile
 from mkernel.plan.split import Split, SplitError
 from mkernel.plan.topology import Topology
@@ -21,10 +20,8 @@ WORLDS = [Topology(nodes * per_node, per_node) for nodes in range(1, 5) for per_
 SIZES = [(0, 64, 64), (1, 8, 8), (7, 72, 520), (128, 256, 512), (129, 264, 136), (300, 520, 8192), (1000, 1000, 4096)]  # rows, N, K
 
 
-def plan_of(
-    topology: Topology, rows: int, n: int, k: int, sms: int = 12, split: Split | None = None, cluster: int | None = None, **changes: Any
-) -> AllGatherGemmPlan:
-    plan = make_plan(AllGatherGemmProblem(topology, rows, n, k, "bfloat16", True), sms, split, None, cluster)
+def plan_of(topology: Topology, rows: int, n: int, k: int, sms: int = 12, split: Split | None = None, **changes: Any) -> AllGatherGemmPlan:
+    plan = make_plan(AllGatherGemmProblem(topology, rows, n, k, "bfloat16", True), sms, split)
     return dataclasses.replace(plan, **changes)
 
 
@@ -41,14 +38,10 @@ each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
 @each_world
 def test_tiles_cover_c_once(topology: Topology) -> None:
     for rows, n, k in SIZES:
-        for plan in (
-            plan_of(topology, rows, n, k),
-            plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3),
-            plan_of(topology, rows, n, k, cluster=2),
-        ):
-            uppermost = range(0, plan.tile_rows * plan.cluster, plan.cluster)
+        for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)):
             everything = {
-                Tile(*t) for t in itertools.product(range(topology.size), uppermost, range(plan.tiles_n), range(1, plan.slices + 1))
+                Tile(*t)
+                for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), range(1, plan.slices + 1))
             }
             for rank in {0, topology.size // 2, topology.size - 1}:
                 tiles = list(plan.tiles(rank))
@@ -56,7 +49,7 @@ def test_tiles_cover_c_once(topology: Topology) -> None:
                 assert len(slices) == plan.slices * plan.num_tiles == len(everything)
                 assert set(slices) == everything
                 assert [t.slice == 0 for t in tiles] == [True] * plan.whole_tiles + [False] * (len(tiles) - plan.whole_tiles)
-            assert plan.tile_rows * plan.item_rows >= rows > (plan.tile_rows - 1) * plan.item_rows
+            assert plan.tile_rows * BLOCK_M >= rows > (plan.tile_rows - 1) * BLOCK_M
             assert plan.tiles_n * plan.tile.block_n >= n > (plan.tiles_n - 1) * plan.tile.block_n
 
 
@@ -92,23 +85,18 @@ def test_shards_advance_together() -> None:
 @each_world
 def test_chunks(topology: Topology) -> None:
     for rows, n, k in SIZES:
-        for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, cluster=2)):
-            _check_chunks(topology, plan)
-
-
-def _check_chunks(topology: Topology, plan: AllGatherGemmPlan) -> None:
-    rows, k = plan.problem.rows, plan.problem.k
-    assert plan.chunk_rows & (plan.chunk_rows - 1) == 0
-    assert 1 <= plan.chunk_rows <= BLOCK_M, "a tile never waits for rows far beyond its own"
-    assert plan.blocks * plan.chunk_rows >= rows > (plan.blocks - 1) * plan.chunk_rows
-    assert plan.parts == 1 or (topology.num_nodes == 1 and k % (plan.parts * 64) == 0), "puts are contiguous, parts are whole steps"
-    numbers = [plan.chunk_index(block, part) for block in range(plan.blocks) for part in range(plan.parts)]
-    assert sorted(numbers) == list(range(plan.chunks))
-    assert plan.flag_words == topology.size * plan.chunks
-    assert plan.workspace_bytes == (topology.size * rows * k * 2 if topology.size > 1 else 0)
-    for tile in plan.tiles(0):
-        needed = {row // plan.chunk_rows for row in range(tile.m * BLOCK_M, min((tile.m + plan.cluster) * BLOCK_M, rows))}
-        assert plan.tile_chunks(tile) == [plan.chunk_index(block, part) for part in range(plan.parts) for block in sorted(needed)]
+        plan = plan_of(topology, rows, n, k)
+        assert plan.chunk_rows & (plan.chunk_rows - 1) == 0
+        assert 1 <= plan.chunk_rows <= BLOCK_M, "a tile never waits for rows far beyond its own"
+        assert plan.blocks * plan.chunk_rows >= rows > (plan.blocks - 1) * plan.chunk_rows
+        assert plan.parts == 1 or (topology.num_nodes == 1 and k % (plan.parts * 64) == 0), "puts are contiguous, parts are whole steps"
+        numbers = [plan.chunk_index(block, part) for block in range(plan.blocks) for part in range(plan.parts)]
+        assert sorted(numbers) == list(range(plan.chunks))
+        assert plan.flag_words == topology.size * plan.chunks
+        assert plan.workspace_bytes == (topology.size * rows * k * 2 if topology.size > 1 else 0)
+        for tile in plan.tiles(0):
+            needed = {row // plan.chunk_rows for row in range(tile.m * BLOCK_M, min((tile.m + 1) * BLOCK_M, rows))}
+            assert plan.tile_chunks(tile) == [plan.chunk_index(block, part) for part in range(plan.parts) for block in sorted(needed)]
 
 
 @each_world
@@ -138,11 +126,10 @@ def splits(topology: Topology) -> list[Split]:
 
 
 @each_world
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_nobody_waits_for_ever(topology: Topology, cluster: int) -> None:
+def test_nobody_waits_for_ever(topology: Topology) -> None:
     for rows, n, k in ((1, 64, 64), (300, 264, 8192), (129, 8, 16384)):
         for split in splits(topology):
-            plan = plan_of(topology, rows, n, k, 64, split, cluster)
+            plan = plan_of(topology, rows, n, k, 64, split)
             graph = wait_graph(plan)
             assert graph.find_cycle() is None
             assert graph.missing() == set()
@@ -268,46 +255,6 @@ def test_the_default_split_always_fits(topology: Topology, sms: int) -> None:
     assert split == default_split(topology, sms).complete(default_split(topology, sms), sms)
 
 
-# ---- clusters
-
-
-def test_splits_of_whole_clusters() -> None:
-    assert whole_clusters(Split(124, 8, 0, 0), 132, 2) == Split(124, 8, 0, 0)
-    assert whole_clusters(Split(123, 7, 1, 0), 132, 2) == Split(122, 8, 2, 0)
-    assert whole_clusters(Split(125, 7, 0, 0), 132, 2) == Split(124, 8, 0, 0)
-    assert whole_clusters(Split(1, 1, 1, 0), 6, 2) == Split(2, 2, 2, 0)
-    assert whole_clusters(Split(3, 0, 0, 0), 3, 2) == Split(2, 0, 0, 0)
-    with pytest.raises(SplitError, match="clusters of 2 CTAs leave none of 5 SMs for compute"):
-        whole_clusters(Split(1, 3, 1, 0), 5, 2)
-
-
-@each_world
-@pytest.mark.parametrize("sms", [6, 8, 131, 132])
-def test_every_role_has_whole_clusters(topology: Topology, sms: int) -> None:
-    plan = plan_of(topology, 300, 264, 8192, sms, cluster=2)
-    split, usual = plan.split, default_split(topology, sms)
-    assert all((number or 0) % 2 == 0 for number in (split.compute, split.intra_comm, split.inter_send))
-    assert split.total in (sms, sms - 1)
-    assert (split.intra_comm or 0) >= (usual.intra_comm or 0)
-    assert (split.inter_send or 0) >= (usual.inter_send or 0)
-    assert plan.spec.cluster == 2
-
-
-def test_when_pairs_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(rows: int, n: int = 2048, split: Split | None = None, sms: int = 132) -> int:
-        return plan_of(Topology(4, 4), rows, n, 8192, sms, split).cluster
-
-    assert chosen(2048) == 1, "not before it has been measured"
-    monkeypatch.setattr(allgather_gemm, "_LARGEST_CLUSTER", 2)
-    assert chosen(2048) == 2
-    assert chosen(8192, 8192) == 2
-    assert chosen(512, 512) == 1, "too few tiles"
-    assert chosen(2049) == 2, "one row of tiles in 17 is no great waste"
-    assert chosen(128 * 3, 65536) == 1, "one in four is"
-    assert chosen(2048, split=Split(intra_comm=7)) == 1, "a split that was asked for is kept"
-    assert chosen(2048, sms=131) == 1, "an SM would be left over"
-
-
 # ---- what is compiled, and what ranks compare
 
 
@@ -332,7 +279,7 @@ def test_plans_that_differ_have_other_digests() -> None:
         make_plan(base, 12, None, GemmTile(64, 2)),
         dataclasses.replace(plans[0], group_m=8),
     ]
-    plans += [dataclasses.replace(plans[0], chunk_rows=8), make_plan(base, 12, cluster=2)]
+    plans += [dataclasses.replace(plans[0], chunk_rows=8)]
     assert len({plan.digest & 0xFFFFFF for plan in plans}) == len(plans)
     assert make_plan(base, 12).digest == plans[0].digest
     assert len({plan.spec for plan in plans}) == len(plans) - 3, "all but rows, compute CTAs and order of tiles is compiled in"
@@ -348,7 +295,6 @@ def test_tiles_fit_into_shared_memory(block_n: int) -> None:
 def test_the_first_line_of_the_description_tells_plans_apart() -> None:
     topology = Topology(4, 2)
     plans = [plan_of(topology, 128, 256, 64), plan_of(topology, 129, 256, 64), plan_of(topology, 128, 256, 64, split=Split(compute=1))]
-    plans += [plan_of(topology, 128, 256, 64, split=Split(8, 2, 2)), plan_of(topology, 128, 256, 64, split=Split(8, 2, 2), cluster=2)]
     lines = {plan.describe().splitlines()[0] for plan in plans}
-    assert len(lines) == 5
+    assert len(lines) == 3
     assert "allgather_gemm: a (128, 64) per rank, b (64, 256) row-major, bfloat16, 2x2 ranks, 8/3/1 SMs" in lines

@@ -10,8 +10,7 @@ struct alignas(64) Parameters {
 
 MK_DEVICE void multiply(char* smem) {
   constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-  constexpr ptx::Major kA = Config::kTransposed ? ptx::Major::kMN : ptx::Major::kK,
-                       kB = Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN;
+  constexpr ptx::Major kA = Config::kTransposed ? ptx::Major::kMN : ptx::Major::kK, kB = Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN;
   float d[Config::kWidth / 2];
   const uint64_t descriptor = ptx::matrix_descriptor(smem, 16, 1024);
 #pragma unroll 1
@@ -64,15 +63,6 @@ MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::
   ptx::store_wait<0>();
 }
 
-MK_DEVICE void cluster(char* smem, uint64_t* bar, const abi::TensorMap* map) {
-  const uint32_t peer = ptx::cta_rank_in_cluster() ^ 1;
-  ptx::store_cluster(reinterpret_cast<uint32_t*>(smem), peer, 1);
-  ptx::mbarrier_arrive_cluster(bar, peer);
-  ptx::mbarrier_wait_cluster(bar, 0);
-  ptx::tma_load_3d_multicast(smem, map, bar, 0, 1, 2, 3);
-  ptx::mbarrier_arrive_cluster_relaxed(bar, peer);
-}
-
 MK_DEVICE void memory(uint64_t* words) {
   uint32_t* halves = reinterpret_cast<uint32_t*>(words);
   uint32_t sum = ptx::atomic_add(halves, 1u) + ptx::atomic_add_acq_rel(halves + 1, 1u);
@@ -85,11 +75,9 @@ MK_DEVICE void memory(uint64_t* words) {
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   char* smem = ptx::shared_memory();
-  ptx::cluster_sync();
   collective(smem);
   if (ptx::thread_index() == 0) {
     asynchronous(smem, reinterpret_cast<uint64_t*>(smem + 65536), reinterpret_cast<char*>(p.memory), &p.map);
-    cluster(smem, reinterpret_cast<uint64_t*>(smem + 65536), &p.map);
     memory(reinterpret_cast<uint64_t*>(p.memory));
   }
 }
