@@ -21,7 +21,6 @@
 //   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
 //   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
 //   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
-//   kDirect, uint32_t destinations(); char* destination(c, i);   kDirect: the threads that computed a partial tile store it, there
 //   kAnnounces, bool announces(c);                      whether others wait for the tile
 //   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
 #pragma once
@@ -112,14 +111,12 @@ struct GemmStorage {
 
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
 struct BasicOp {
-  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false, kDirect = false;
+  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
   MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
   MK_DEVICE uint32_t rows(const TileCoordinate&) const { return 0; }
-  MK_DEVICE uint32_t destinations() const { return 0; }
-  MK_DEVICE char* destination(const TileCoordinate&, uint32_t) const { return nullptr; }
   MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
   MK_DEVICE void raise(const Call&, uint32_t) const {}
 };
@@ -374,26 +371,6 @@ MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op,
     if (lane == 0) ptx::mbarrier_arrive(&storage.block_written[warpgroup][at.index]);
     at.advance();
   };
-  if (Op::kDirect && op.is_partial(c)) {
-    begin();
-    ptx::mbarrier_wait(&storage.entries_checked, 0);
-    if (storage.refused == 0 && warpgroup * kBlockRows + warp * kWarpRows < op.rows(c)) {
-#pragma unroll 1
-      for (uint32_t i = 0; i < op.destinations(); ++i) {
-        char* block = op.destination(c, i) + warpgroup * kBlockBytes;
-#pragma unroll
-        for (uint32_t unit = 0; unit < Partial<Config>::kPanels * kBlockUnits; ++unit) {
-          const uint32_t panel = unit / kBlockUnits;
-          ptx::store_global(block + panel * kConsumerWarpgroups * kBlockBytes + unit_offset(unit % kBlockUnits),
-                            Partial<Config>::round(&d[unit * Partial<Config>::kUnit]));
-        }
-      }
-    }
-    ptx::sync_warp();
-    if (lane == 0) ptx::mbarrier_arrive(&storage.block_written[warpgroup][at.index]);  // tells the storing thread
-    at.advance();
-    return;
-  }
   if (op.is_partial(c)) {
 #pragma unroll
     for (uint32_t panel = 0; panel < Partial<Config>::kPanels; ++panel) {
@@ -509,14 +486,13 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
       refused = storage.refused != 0;
       first = false;
     }
-    const bool direct = Op::kDirect && op.is_partial(c);
-    const uint32_t panels = direct ? 1 : op.is_partial(c) ? Partial<Config>::kPanels : tile_width<Config>(c) / kPanel;
+    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : tile_width<Config>(c) / kPanel;
 #pragma unroll 1
     for (uint32_t panel = 0; panel < panels; ++panel) {
 #pragma unroll 1
       for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
         ptx::mbarrier_wait(&storage.block_written[w][at.index], at.parity);
-        if (!refused && !direct) op.store(c, panel, w, storage.result[w][at.index]);
+        if (!refused) op.store(c, panel, w, storage.result[w][at.index]);
       }
       at.advance();
       ptx::store_commit();

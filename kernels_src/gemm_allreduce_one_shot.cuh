@@ -60,8 +60,6 @@ struct Tiles : BasicOp {
     return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);
   }
   MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
-  static constexpr bool kDirect = Config::kDirect != 0;
-  MK_DEVICE uint32_t destinations() const { return kR; }
   MK_DEVICE char* destination(const TileCoordinate& c, uint32_t i) const {
     return heap(p.world, (p.world.local_rank + i) % kR) + partial_offset(p, slot(p, p.world.rank, c.index));
   }

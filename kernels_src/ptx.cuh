@@ -215,10 +215,6 @@ MK_DEVICE Words load_shared(const void* p) {
                : "memory");
   return v;
 }
-MK_DEVICE void store_global(void* p, const Words& v) {  // ordinary memory, this rank's or a peer's
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
-               : "memory");
-}
 MK_DEVICE void store_shared(void* p, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
                "r"(v.word[3])

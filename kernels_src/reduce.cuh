@@ -11,7 +11,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce,
-// kChunkTiles, kLoadRows, kDirect, kSlices (1); kSharedBytes, kParameterBytes
+// kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kR = Config::kRanksPerNode, kNodes = Config::kNumNodes, kWorldSize = kNodes * kR;
 constexpr uint32_t kOtherNodes = kNodes > 1 ? kNodes - 1 : 1;  // no 0: a division by it would draw a warning
@@ -186,15 +186,11 @@ struct OwnedTiles : BasicOp {
   MK_DEVICE uint32_t sent_index(const TileCoordinate& c) const {
     return partial_index(p, node_distance(p.world, c.plane), (p.world.local_rank + kR - adder(c)) % kR, c.index);
   }
-  static constexpr bool kDirect = Config::kDirect != 0;
-  MK_DEVICE uint32_t destinations() const { return 1; }
-  MK_DEVICE char* destination(const TileCoordinate& c, uint32_t) const {
-    return c.is_sum ? own_heap(p) + sum_offset(p, node_distance(p.world, c.plane), c.index)
-                    : heap(p.world, adder(c)) + partial_offset(p, sent_index(c));
-  }
   MK_DEVICE void store_partial(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
-    if (bytes != 0) ptx::bulk_store(destination(c, 0) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
+    char* tile = c.is_sum ? own_heap(p) + sum_offset(p, node_distance(p.world, c.plane), c.index)
+                          : heap(p.world, adder(c)) + partial_offset(p, sent_index(c));
+    if (bytes != 0) ptx::bulk_store(tile + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
   }
   MK_DEVICE void store_result(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);

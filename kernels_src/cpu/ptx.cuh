@@ -183,7 +183,6 @@ MK_DEVICE Words load_shared(const void* p) {
   mkc_check_shared(p, sizeof(Words));
   return *static_cast<const Words*>(p);
 }
-MK_DEVICE void store_global(void* p, const Words& v) { *static_cast<Words*>(p) = v; }
 MK_DEVICE void store_shared(void* p, const Words& v) {
   mkc_wrote_shared(p, sizeof(Words));
   *static_cast<Words*>(p) = v;

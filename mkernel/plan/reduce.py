@@ -89,7 +89,6 @@ class ReducePlan:
     chunk_tiles: int  # of one put
     group_m: int = _GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
-    direct: bool = False  # partial tiles are stored by the threads that computed them, not by bulk copies
     packets: bool = False  # one-shot: values travel in words that are their own flags
 
     @property
@@ -114,7 +113,6 @@ class ReducePlan:
             "kInterReduce": self.split.inter_reduce or 0,
             "kChunkTiles": self.chunk_tiles,
             "kLoadRows": self.load_rows,
-            "kDirect": int(self.direct),
             "kSlices": 1,
         }
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
@@ -123,7 +121,7 @@ class ReducePlan:
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.direct, self.packets))
+        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
