@@ -1,7 +1,12 @@
-// gemm_allreduce, one-shot, for the fewest rows: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), inside one node. Included by the
-// generated source after `struct Config`. As gemm_allreduce_one_shot.cuh, but values travel in packets: 64-bit words of two values and the call's
-// number, each stored at once. A packet is its own flag, so nothing waits for stores to complete before it tells of them; it costs twice the
-// bytes. The threads that multiplied a tile send it, wait for the others' packets of it, and add up.
+// gemm_allreduce for few rows, inside one node: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), the same bits on every rank.
+// Included by the generated source after `struct Config`.
+//
+// Values travel in packets: 16 bytes, stored at once, of six values and the call's number. A packet is its own flag, so that nobody waits for
+// stores to complete before telling of them; it costs half as many bytes again. The threads that multiplied a tile exchange it themselves, each
+// thread its own values: one-shot (kTwoShot 0), everyone sends to everyone and adds up in the order of the ranks; two-shot, the 16 rows of a warp
+// have an owner, to which the others send theirs, and which sends them the sum.
+//
+// All ranks take tiles in the same order, and a tile is sent before anything of it is waited for: nothing waits in a circle.
 #pragma once
 #include "reduce.cuh"
 
@@ -11,13 +16,14 @@ struct Storage {
   GemmStorage<Config> gemm;
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
-static_assert(kNodes == 1 && kCommunicating == 0, "no such roles");
+static_assert(kNodes == 1 && kCommunicating == 0 && Config::kBlockN <= 128, "no such roles; registers");
 
-// Packets lie in a range of the signal segment that holds nothing else, so that a word that is left from an earlier call is always smaller than
-// one of this call: (source rank, tile, warp of 16 rows, word, lane). p.partial_offset is its start, p.tiles the number of all tiles.
-constexpr uint32_t kWords = Config::kBlockN / 4;                         // per thread: half of them of each of its two rows
-constexpr uint32_t kBatch = kWorldSize >= 16 ? 2 : 32 / kWorldSize / 2;  // words of every source that a thread waits for at once
-static_assert(kWords / 2 % kBatch == 0, "whole batches");
+// Packets lie in a range of the signal segment that holds nothing else, so that what is left from an earlier call is always older than this one.
+// p.partial_offset is its start, p.tiles the number of all tiles. A thread has two rows of a tile, and kPackets packets of each.
+constexpr uint32_t kRowWords = Config::kBlockN / 8;  // pairs of values of one row
+constexpr uint32_t kPacketWords = 3, kPackets = (kRowWords + kPacketWords - 1) / kPacketWords;
+constexpr uint32_t kBatch = kPackets % 3 == 0 ? 3 : kPackets % 2 == 0 ? 2 : 1;  // of every source that a thread waits for at once
+constexpr uint32_t kWarpPackets = 2 * kPackets * 32;
 
 struct Tiles : BasicOp {
   const Parameters& p;
@@ -43,67 +49,145 @@ struct Tiles : BasicOp {
     ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
   }
 
-  // ---- the exchange; each thread for itself
-  MK_DEVICE uint64_t* packets(uint32_t local_rank, uint32_t source, const TileCoordinate& c, uint32_t warp) const {
-    const uint32_t warps = p.rows < Shape::kBlockM ? (p.rows + kWarpRows - 1) / kWarpRows : Shape::kBlockM / kWarpRows;
-    const uint64_t first = ((uint64_t(source) * p.tiles + c.index) * warps + warp) * kWords * 32;
-    return reinterpret_cast<uint64_t*>(signals(p.world, local_rank) + p.partial_offset) + first + ptx::lane_index();
+  // ---- where packets are: block by block of a warp's. One-shot: (source, warp of a tile). Two-shot: (source, warp among its owner's), then
+  // (warp of a tile) for the sums.
+  MK_DEVICE uint32_t warps() const {  // of a tile that have rows
+    return p.rows < Shape::kBlockM ? (p.rows + kWarpRows - 1) / kWarpRows : Shape::kBlockM / kWarpRows;
   }
-  // Word w of a thread: the values (d[e], d[e + 1]).
-  MK_DEVICE static constexpr uint32_t element(uint32_t w) { return w % (kWords / 2) * 4 + w / (kWords / 2) * 2; }
+  MK_DEVICE uint32_t owned() const { return (p.tiles * warps() + kWorldSize - 1) / kWorldSize; }
+  MK_DEVICE ptx::Words* packets(uint32_t rank, uint32_t block) const {  // of this lane; packet i of it is 32 * i further
+    return reinterpret_cast<ptx::Words*>(signals(p.world, rank) + p.partial_offset) + uint64_t(block) * kWarpPackets + ptx::lane_index();
+  }
 
+  // ---- the exchange; each thread for itself. `half`: which of its two rows.
   MK_DEVICE void exchange(const Call& call, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
-    const uint32_t warp = ptx::thread_index() / 32 - kWarpgroup / 32, row = warp * kWarpRows + ptx::lane_index() / 4;
-    const uint64_t stamp = call.epoch << 32;
+    float values[Config::kBlockN / 2];  // copies, by instructions: else ptxas finds accumulators in use outside wgmma, and serializes it
+#pragma unroll
+    for (uint32_t i = 0; i < Config::kBlockN / 2; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
+    exchange_values(call, values, c);
+#pragma unroll
+    for (uint32_t i = 0; i < Config::kBlockN / 2; ++i) d[i] = values[i];
+  }
+  MK_DEVICE void exchange_values(const Call& call, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+    const uint32_t warp = ptx::thread_index() / 32 - kWarpgroup / 32, row = c.m * Shape::kBlockM + warp * kWarpRows + ptx::lane_index() / 4;
+    const uint32_t rank = p.world.rank, group = c.index * warps() + warp;  // the warp's number among all
+    if (warp >= warps()) return;
+    if constexpr (Config::kTwoShot == 0) {
+      const uint32_t all = p.tiles * warps();
+#pragma unroll 1
+      for (uint32_t i = 1; i < kWorldSize; ++i) send(call, d, packets((rank + i) % kWorldSize, rank * all + group), row);
+      if (row < p.rows) add_all<0>(call, d, group, all);
+      if (row + 8 < p.rows) add_all<1>(call, d, group, all);
+    } else {
+      const uint32_t owner = group % kWorldSize, slot = group / kWorldSize, sums = kWorldSize * owned();
+      if (owner != rank) {
+        send(call, d, packets(owner, rank * owned() + slot), row);
+        const ptx::Words* from = packets(rank, sums + group);
+        if (row < p.rows) receive<0, false>(call, d, from, owner);
+        if (row + 8 < p.rows) receive<1, false>(call, d, from, owner);
+        return;
+      }
+#pragma unroll 1
+      for (uint32_t i = 1; i < kWorldSize; ++i) {  // after the own values, unrounded, the others' from the next rank on
+        const uint32_t source = (rank + i) % kWorldSize;
+        const ptx::Words* from = packets(rank, source * owned() + slot);
+        if (row < p.rows) receive<0, true>(call, d, from, source);
+        if (row + 8 < p.rows) receive<1, true>(call, d, from, source);
+      }
+#pragma unroll 1
+      for (uint32_t i = 1; i < kWorldSize; ++i) send(call, d, packets((rank + i) % kWorldSize, sums + group), row);
+    }
+  }
+
+  // Word w of a row: the values (d[element], d[element + 1]).
+  MK_DEVICE static constexpr uint32_t element(uint32_t half, uint32_t w) { return w * 4 + half * 2; }
+  MK_DEVICE static ptx::Words packet(const Call& call, const float (&d)[Config::kBlockN / 2], uint32_t half, uint32_t i) {
+    ptx::Words v;
+#pragma unroll
+    for (uint32_t j = 0; j < kPacketWords; ++j) {
+      const uint32_t w = i * kPacketWords + j, e = element(half, w);
+      v.word[j] = w < kRowWords ? ptx::pack<Shape::kElement>(d[e], d[e + 1]) : 0;
+    }
+    v.word[kPacketWords] = static_cast<uint32_t>(call.epoch);
+    return v;
+  }
+  MK_DEVICE void send(const Call& call, const float (&d)[Config::kBlockN / 2], ptx::Words* to, uint32_t row) const {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      if (c.m * Shape::kBlockM + row + half * 8 >= p.rows) continue;
-#pragma unroll 1
-      for (uint32_t i = 1; i < kWorldSize; ++i) {
-        uint64_t* to = packets((p.world.rank + i) % kWorldSize, p.world.rank, c, warp);
+      if (row + half * 8 >= p.rows) continue;
 #pragma unroll
-        for (uint32_t w = half * kWords / 2; w < (half + 1) * kWords / 2; ++w) {
-          ptx::store_relaxed_sys(to + w * 32, stamp | ptx::pack<Shape::kElement>(d[element(w)], d[element(w) + 1]));
+      for (uint32_t i = 0; i < kPackets; ++i) ptx::store_packet(to + (half * kPackets + i) * 32, packet(call, d, half, i));
+    }
+  }
+  // One row from one rank: added to the own values, or instead of them.
+  template <uint32_t Half, bool Adds>
+  MK_DEVICE void receive(const Call& call, float (&d)[Config::kBlockN / 2], const ptx::Words* from, uint32_t source) const {
+#pragma unroll
+    for (uint32_t first = 0; first < kPackets; first += kBatch) {
+      ptx::Words v[kBatch];
+      if (!wait_packets<1>(call, v, [&](uint32_t, uint32_t b) { return from + (Half * kPackets + first + b) * 32; }, source)) return;
+#pragma unroll
+      for (uint32_t b = 0; b < kBatch; ++b) {
+#pragma unroll
+        for (uint32_t j = 0; j < kPacketWords; ++j) {
+          const uint32_t w = (first + b) * kPacketWords + j, e = element(Half, w);
+          if (w >= kRowWords) continue;
+          float low, high;
+          ptx::unpack<Shape::kElement>(v[b].word[j], low, high);
+          d[e] = Adds ? d[e] + low : low, d[e + 1] = Adds ? d[e + 1] + high : high;
         }
       }
     }
+  }
+  // One row from all ranks, added up in the order of the ranks; the own values rounded, as the others see them.
+  template <uint32_t Half>
+  MK_DEVICE void add_all(const Call& call, float (&d)[Config::kBlockN / 2], uint32_t group, uint32_t all) const {
+    const uint32_t rank = p.world.rank;
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      if (c.m * Shape::kBlockM + row + half * 8 >= p.rows) continue;
+    for (uint32_t first = 0; first < kPackets; first += kBatch) {
+      ptx::Words v[kWorldSize * kBatch];
+      const auto at = [&](uint32_t s, uint32_t b) {
+        return s == rank ? nullptr : packets(rank, s * all + group) + (Half * kPackets + first + b) * 32;
+      };
+      if (!wait_packets<kWorldSize>(call, v, at, rank)) return;
 #pragma unroll
-      for (uint32_t w = half * kWords / 2; w < (half + 1) * kWords / 2; w += kBatch) receive(call, d, c, warp, w, stamp);
+      for (uint32_t b = 0; b < kBatch; ++b) {
+        const ptx::Words own = packet(call, d, Half, first + b);
+#pragma unroll
+        for (uint32_t j = 0; j < kPacketWords; ++j) {
+          const uint32_t w = (first + b) * kPacketWords + j, e = element(Half, w);
+          if (w >= kRowWords) continue;
+          float low = 0.0f, high = 0.0f;
+#pragma unroll
+          for (uint32_t s = 0; s < kWorldSize; ++s) {
+            float x, y;
+            ptx::unpack<Shape::kElement>(s == rank ? own.word[j] : v[s * kBatch + b].word[j], x, y);
+            low += x, high += y;
+          }
+          d[e] = low, d[e + 1] = high;
+        }
+      }
     }
   }
-  // Adds up words w .. w + kBatch - 1 of all ranks, in the order of the ranks; the own values rounded, as the others see them.
-  MK_DEVICE void receive(const Call& call, float (&d)[Config::kBlockN / 2], const TileCoordinate& c, uint32_t warp, uint32_t w,
-                         uint64_t stamp) const {
-    uint64_t packet[kWorldSize][kBatch];
+  // Loads kBatch packets of each source until all are of this call; at(s, b) is where, or null for one that is not waited for.
+  template <uint32_t Sources, class At>
+  MK_DEVICE bool wait_packets(const Call& call, ptx::Words (&v)[Sources * kBatch], const At& at, uint32_t peer) const {
+    Patience patience(call, p.world.timeout_ns);
     while (true) {
-      const uint64_t* missing = nullptr;
-      uint32_t source = 0;
+      const ptx::Words* missing = nullptr;
 #pragma unroll
-      for (uint32_t s = 0; s < kWorldSize; ++s) {
-        const uint64_t* from = packets(p.world.rank, s, c, warp) + w * 32;
+      for (uint32_t s = 0; s < Sources; ++s) {
 #pragma unroll
         for (uint32_t b = 0; b < kBatch; ++b) {
-          const uint32_t e = element(w + b);
-          packet[s][b] = s == p.world.rank ? stamp | ptx::pack<Shape::kElement>(d[e], d[e + 1]) : ptx::load_relaxed_sys(from + b * 32);
-          if (packet[s][b] < stamp) missing = from + b * 32, source = s;
+          const ptx::Words* from = at(s, b);
+          if (from == nullptr) continue;
+          v[s * kBatch + b] = ptx::load_packet(from);
+          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from;
         }
       }
-      if (missing == nullptr) break;
-      if (!wait_ge(call, missing, stamp, Awaited{abi::kFlagChunk, c.index, source}, p.world.timeout_ns)) return;
-    }
-#pragma unroll
-    for (uint32_t b = 0; b < kBatch; ++b) {
-      float low = 0.0f, high = 0.0f;
-#pragma unroll
-      for (uint32_t s = 0; s < kWorldSize; ++s) {
-        float x, y;
-        ptx::unpack<Shape::kElement>(static_cast<uint32_t>(packet[s][b]), x, y);
-        low += x, high += y;
-      }
-      d[element(w + b)] = low, d[element(w + b) + 1] = high;
+      if (missing == nullptr) return true;
+      const uint64_t* flag = reinterpret_cast<const uint64_t*>(missing) + 1;  // the number is the upper half of a packet's upper word
+      if (!patience.goes_on(flag, call.epoch << 32, Awaited{abi::kFlagChunk, 0, peer}, call.epoch, 0)) return false;
     }
   }
 };

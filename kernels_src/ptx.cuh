@@ -135,14 +135,6 @@ MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-MK_DEVICE uint64_t load_relaxed_sys(const uint64_t* p) {  // for words that carry their data themselves
-  uint64_t v;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-MK_DEVICE void store_relaxed_sys(uint64_t* p, uint64_t v) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -219,6 +211,24 @@ MK_DEVICE void store_shared(void* p, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
                "r"(v.word[3])
                : "memory");
+}
+
+// Packets: 16 bytes that are stored and loaded at once, so that one word of them can tell whether the others are there.
+MK_DEVICE Words load_packet(const Words* p) {
+  Words v;
+  asm volatile(
+      "{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.sys.global.b128 v, [%4]; mov.b128 {l, h}, v; mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
+      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+      : "l"(p)
+      : "memory");
+  return v;
+}
+MK_DEVICE void store_packet(Words* p, const Words& v) {
+  asm volatile(
+      "{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h}; st.relaxed.sys.global.b128 [%0], v; }" ::
+          "l"(p),
+      "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+      : "memory");
 }
 
 // Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).

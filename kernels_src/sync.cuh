@@ -64,29 +64,44 @@ MK_DEVICE void fail(const Call& call, abi::State state, const Awaited& what, uin
   }
 }
 
+// Between two looks at what is waited for: how long it may take, and whether the call has been given up.
+class Patience {
+ public:
+  MK_DEVICE Patience(const Call& call, uint64_t timeout_ns) : call_(call), timeout_ns_(timeout_ns) {}
+
+  // After a look that failed. `flag` will be at least `value`; false: the deadline passed or an abort was seen, and the call has failed.
+  MK_DEVICE bool goes_on(const uint64_t* flag, uint64_t value, const Awaited& what, uint64_t expected, uint64_t seen) {
+    const uint64_t now = ptx::clock_ns();
+    if (polls_++ == 0) deadline_ = now + timeout_ns_;
+    if (now >= deadline_) {
+      fail(call_, abi::kTimedOut, what, expected, seen);
+      return false;
+    }
+    const abi::World& world = call_.world;
+    if ((polls_ % ptx::kPollsPerAbortCheck == 0 && ptx::load_acquire_sys(&signal_header(world, world.local_rank)->abort) != 0) ||
+        (polls_ % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(&host_block(world)->abort) != 0)) {
+      fail(call_, abi::kAborted, what, expected, seen);
+      return false;
+    }
+    ptx::pause(flag, value, deadline_);
+    return true;
+  }
+
+ private:
+  const Call& call_;
+  uint64_t timeout_ns_, deadline_ = 0;
+  uint32_t polls_ = 0;
+};
+
 // Every wait on a system flag. True: *flag >= value, and all that its writer did before is visible to this thread (a thread that then reads
 // by TMA, or hands over to one that does, still needs fence_proxy_async). False: the deadline passed or an abort was seen; leave.
 MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, const Awaited& what, uint64_t timeout_ns) {
-  uint64_t seen = ptx::load_acquire_sys(flag);
-  if (seen >= value) return true;
-  const uint64_t deadline = ptx::clock_ns() + timeout_ns;
-  const uint64_t* node_abort = &signal_header(call.world, call.world.local_rank)->abort;
-  const uint64_t* host_abort = &host_block(call.world)->abort;
+  Patience patience(call, timeout_ns);
 #pragma unroll 1
-  for (uint32_t poll = 1;; ++poll) {
-    ptx::pause(flag, value, deadline);
-    const bool aborted = (poll % ptx::kPollsPerAbortCheck == 0 && ptx::load_acquire_sys(node_abort) != 0) ||
-                         (poll % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(host_abort) != 0);
-    seen = ptx::load_acquire_sys(flag);
+  while (true) {
+    const uint64_t seen = ptx::load_acquire_sys(flag);
     if (seen >= value) return true;
-    if (aborted) {
-      fail(call, abi::kAborted, what, value, seen);
-      return false;
-    }
-    if (ptx::clock_ns() >= deadline) {
-      fail(call, abi::kTimedOut, what, value, seen);
-      return false;
-    }
+    if (!patience.goes_on(flag, value, what, value, seen)) return false;
   }
 }
 

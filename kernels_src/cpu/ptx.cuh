@@ -107,15 +107,6 @@ inline T atomic_add(T* p, T v, int order) {
 }
 }  // namespace detail
 MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) { return detail::load_acquire(p); }
-MK_DEVICE uint64_t load_relaxed_sys(const uint64_t* p) {
-  mkc_check_word(p, sizeof(uint64_t));
-  return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
-MK_DEVICE void store_relaxed_sys(uint64_t* p, uint64_t v) {
-  mkc_check_word(p, sizeof(uint64_t));
-  __atomic_store_n(p, v, __ATOMIC_RELAXED);
-  mkc_released();
-}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }
@@ -186,6 +177,21 @@ MK_DEVICE Words load_shared(const void* p) {
 MK_DEVICE void store_shared(void* p, const Words& v) {
   mkc_wrote_shared(p, sizeof(Words));
   *static_cast<Words*>(p) = v;
+}
+
+// The upper half is stored last and loaded first: who sees it sees the lower half.
+MK_DEVICE Words load_packet(const Words* p) {
+  mkc_check_word(p, sizeof(uint64_t));
+  const auto* half = reinterpret_cast<const uint64_t*>(p);
+  const uint64_t high = __atomic_load_n(half + 1, __ATOMIC_ACQUIRE), low = __atomic_load_n(half, __ATOMIC_RELAXED);
+  return Words{{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
+}
+MK_DEVICE void store_packet(Words* p, const Words& v) {
+  mkc_check_word(p, sizeof(uint64_t));
+  auto* half = reinterpret_cast<uint64_t*>(p);
+  __atomic_store_n(half, v.word[0] | uint64_t(v.word[1]) << 32, __ATOMIC_RELAXED);
+  __atomic_store_n(half + 1, v.word[2] | uint64_t(v.word[3]) << 32, __ATOMIC_RELEASE);
+  mkc_released();
 }
 
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3); }

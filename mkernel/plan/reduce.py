@@ -33,9 +33,13 @@ REDUCE_SCATTER, ALLREDUCE = "gemm_reduce_scatter", "gemm_allreduce"
 ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
 PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
+_TAIL = 0.35  # of a tile's time: what comes last is waited for
 _PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUP_M = 16  # tile rows that share their columns of B in L2
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
+_PACKET_RANKS = 8  # more would need more registers,
+_PACKET_BLOCK_N = 128  # and so would wider tiles
+_PACKET_VALUES = 5 << 20  # bytes of a result up to which packets are faster
 _LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
@@ -89,11 +93,16 @@ class ReducePlan:
     chunk_tiles: int  # of one put
     group_m: int = _GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
-    packets: bool = False  # one-shot: values travel in words that are their own flags
+    packets: bool = False  # all-reduce inside a node: values travel in words that are their own flags
 
     @property
     def op(self) -> str:
         return self.problem.op
+
+    @property
+    def everywhere(self) -> bool:
+        """Every rank computes and stores every tile; else a tile has an owner."""
+        return self.problem.one_shot or self.packets
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
@@ -113,6 +122,7 @@ class ReducePlan:
             "kInterReduce": self.split.inter_reduce or 0,
             "kChunkTiles": self.chunk_tiles,
             "kLoadRows": self.load_rows,
+            "kTwoShot": int(not problem.one_shot),
             "kSlices": 1,
         }
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
@@ -157,7 +167,7 @@ class ReducePlan:
     def tiles(self) -> int:
         """Per owner; all tiles where everyone adds up everything."""
         grid = self.tile_rows * self.tiles_n
-        owners = 1 if self.op == REDUCE_SCATTER or self.problem.one_shot else self.problem.topology.size
+        owners = 1 if self.op == REDUCE_SCATTER or self.everywhere else self.problem.topology.size
         return math.ceil(grid / owners)
 
     @property
@@ -207,11 +217,12 @@ class ReducePlan:
 
     @property
     def packet_bytes(self) -> int:
-        """Of the range of packets in the signal segment: of every rank, for whole warps of 16 rows."""
+        """Of the range of packets in the signal segment: 16 bytes for six values, for whole warps of 16 rows."""
         if not self.packets:
             return 0
-        warps = math.ceil(min(self.problem.rows, BLOCK_M) / 16)
-        return self.problem.topology.size * self.tiles * warps * 16 * self.tile.block_n // 2 * 8
+        size, warps = self.problem.topology.size, self.tiles * math.ceil(min(self.problem.rows, BLOCK_M) / 16)
+        blocks = size * warps if self.problem.one_shot else size * math.ceil(warps / size) + warps
+        return blocks * 2 * math.ceil(self.tile.block_n / 8 / 3) * 32 * 16
 
     @property
     def flag_words(self) -> int:
@@ -226,10 +237,10 @@ class ReducePlan:
     # ---- the schedule (the mirror of OwnedTiles in the kernel; a test compares them)
     def exists(self, owner: int, index: int) -> bool:
         """The last owners of an all-reduce in two steps may have fewer tiles."""
-        return self.op == REDUCE_SCATTER or self.problem.one_shot or owner * self.tiles + index < self.tile_rows * self.tiles_n
+        return self.op == REDUCE_SCATTER or self.everywhere or owner * self.tiles + index < self.tile_rows * self.tiles_n
 
     def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
-        m, n = self.raster(index if self.op == REDUCE_SCATTER or self.problem.one_shot else owner * self.tiles + index)
+        m, n = self.raster(index if self.op == REDUCE_SCATTER or self.everywhere else owner * self.tiles + index)
         return Tile(owner, index, m, n, is_sum)
 
     def raster(self, tile: int) -> tuple[int, int]:
@@ -251,7 +262,7 @@ class ReducePlan:
 
     def tiles_of(self, rank: int) -> Iterator[Tile]:
         """What ``rank`` computes, in the order in which its CTAs take it; tiles that do not exist included."""
-        if self.problem.one_shot:
+        if self.everywhere:
             for is_sum in (False,) if self.packets else (False, True):
                 yield from (self.at(rank, index, is_sum) for index in range(self.tiles))
             return
@@ -266,7 +277,7 @@ class ReducePlan:
 
     def sums_of(self, rank: int) -> Iterator[Tile]:
         """The sums of its node that ``rank`` makes for the owners on its rail, in order."""
-        if not self.problem.one_shot:
+        if not self.everywhere:
             for group in self.groups():
                 for owner in self.problem.topology.rail_peers(rank):
                     yield from (self.at(owner, index, True) for index in group)
@@ -287,27 +298,31 @@ def make_plan(
     SplitError
         ``split`` does not fit.
     """
-    chosen = (split or Split()).complete(default_split(problem, sm_count), sm_count)
     owners = problem.topology.size if problem.op == REDUCE_SCATTER else 1
     tile_rows = max(1, math.ceil(problem.rows / BLOCK_M))
     if tile is None:
-        tile = choose_tile(tile_rows * owners, problem.n, sm_count)
+        tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if problem.topology.size > 1 else 0.0)
     if group_tiles is None:
         rows = min(_GROUP_M, tile_rows)
         group_tiles = max(1, sm_count // rows) * rows
     load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
-    plan = ReducePlan(problem, chosen, tile, group_tiles, 1, load_rows=load_rows)
+    wanted = split or Split()
+    plan = ReducePlan(problem, wanted, tile, group_tiles, 1, load_rows=load_rows)
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     plan = dataclasses.replace(plan, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
-    return choose_packets(plan)
+    if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
+        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _PACKET_BLOCK_N)), packets=True)
+        if fits_packets(packed):
+            return dataclasses.replace(packed, split=wanted.complete(Split(0, 0, 0, 0), sm_count))
+    return dataclasses.replace(plan, split=wanted.complete(default_split(problem, sm_count), sm_count))
 
 
-def choose_packets(plan: ReducePlan) -> ReducePlan:
-    """Packets where the one step of an all-reduce is inside a node, in the output dtype, and they fit."""
+def fits_packets(plan: ReducePlan) -> bool:
+    """An all-reduce of few values inside a node, in the output dtype."""
     problem = plan.problem
-    packed = dataclasses.replace(plan, packets=problem.one_shot and problem.topology.num_nodes == 1 and problem.partials == "output")
-    power_of_two = problem.topology.size & (problem.topology.size - 1) == 0
-    return packed if power_of_two and 1 < problem.topology.size <= 16 and packed.packet_bytes <= abi.PACKET_BYTES else plan
+    inside = problem.op == ALLREDUCE and problem.topology.num_nodes == 1 and 1 < problem.topology.size <= _PACKET_RANKS
+    few = problem.rows * problem.n * 2 <= _PACKET_VALUES and plan.packet_bytes <= abi.PACKET_BYTES
+    return inside and few and problem.partials == "output"
 
 
 def default_split(problem: ReduceProblem, sm_count: int) -> Split:
@@ -316,7 +331,7 @@ def default_split(problem: ReduceProblem, sm_count: int) -> Split:
     several = topology.num_nodes > 1
     pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
     return Split(
-        intra_comm=min(8, max(1, sm_count // 4)) if pull else 0,
+        intra_comm=min(12, max(1, sm_count // 4)) if pull else 0,
         inter_send=min(2, max(1, sm_count // 8)) if several else 0,
         inter_reduce=min(4, max(1, sm_count // 8)) if several and not problem.one_shot else 0,
     )
@@ -326,7 +341,8 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/reduce.cuh``).
 
     Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
-    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``. A rank's tiles are one
+    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``, ``("partials", rank, tile)``
+    and ``("packets", rank, tile)``. A rank's tiles are one
     chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
@@ -336,6 +352,8 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
         for i, tile in enumerate(steps.tiles[rank]):
             graph.add(("tile", rank, i), [*entered, *steps.inputs(rank, tile)])
+        if plan.packets:
+            _packet_steps(graph, plan, rank)
         graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
         for cta in range(plan.split.inter_reduce or 0):
             sums = list(plan.sums_of(rank))[cta :: plan.split.inter_reduce]
@@ -353,6 +371,14 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
                 graph.add(step, [*entered, *before])
             graph.chain(step for step, _ in pulls)
     return graph
+
+
+def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int) -> None:
+    """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other."""
+    for i in range(plan.tiles):
+        sent: list[Step] = [("partials", source, i) for source in range(plan.problem.topology.size)]
+        graph.add(("partials", rank, i), [("tile", rank, i - 1)] if i > 0 else [])
+        graph.add(("packets", rank, i), [("partials", rank, i)] if plan.problem.one_shot else sent)
 
 
 class _Steps:
@@ -376,8 +402,8 @@ class _Steps:
         """What a tile of ``rank`` adds."""
         topology, chunk = self.topology, tile.index // self.plan.chunk_tiles
         node = topology.node(rank)
-        if self.plan.packets:  # it is complete once the others have sent theirs, before they wait
-            return []
+        if self.plan.packets:
+            return [("packets", source, tile.index) for source in range(topology.size)]
         if self.plan.problem.one_shot:
             if not tile.is_sum:
                 return []
