@@ -60,7 +60,7 @@ MK_DEVICE uint64_t clock_ns() {
 // passes, or an abort may have been requested. The caller polls again in every case.
 MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
   (void)flag, (void)value, (void)deadline;
-  asm volatile("nanosleep.u32 100;");
+  asm volatile("nanosleep.u32 32;");
 }
 
 // Polls of a flag (about a microsecond each) between two looks at the abort words. That of the host lies in host memory: with a look every 32

@@ -35,6 +35,7 @@ PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 0.35  # of a tile's time: what comes last is waited for
 _PUT_BYTES = 1024 * 1024  # what a put should reach
+_GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
 _GROUP_M = 16  # tile rows that share their columns of B in L2
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
 _PACKET_RANKS = 8  # more would need more registers,
@@ -302,14 +303,14 @@ def make_plan(
     tile_rows = max(1, math.ceil(problem.rows / BLOCK_M))
     if tile is None:
         tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if problem.topology.size > 1 else 0.0)
-    if group_tiles is None:
-        rows = min(_GROUP_M, tile_rows)
-        group_tiles = max(1, sm_count // rows) * rows
     load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
     wanted = split or Split()
-    plan = ReducePlan(problem, wanted, tile, group_tiles, 1, load_rows=load_rows)
+    plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=load_rows)
+    if group_tiles is None:
+        rows = min(_GROUP_M, tile_rows)
+        group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
-    plan = dataclasses.replace(plan, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
+    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
         packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _PACKET_BLOCK_N)), packets=True)
         if fits_packets(packed):
