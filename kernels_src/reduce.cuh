@@ -106,7 +106,7 @@ struct OwnedTiles : BasicOp {
     return (p.world.node + node) % kNodes * kR + (p.world.local_rank + local) % kR;
   }
   MK_DEVICE TileCoordinate at(uint32_t owner, uint32_t index, bool is_sum) const {
-    const RasterPosition position = derived().position(owner, index);
+    const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {

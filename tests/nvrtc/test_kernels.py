@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
 
 from mkernel.jit import cuda
+from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import GemmTile
 from mkernel.plan.topology import Topology
@@ -47,6 +48,24 @@ def possible(world: str, block_n: int, cut: str, **other: object) -> bool:
     return (cut == "nothing" or block_n in (128, 256)) and (cut != "K" or world == "1x4")
 
 
+def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
+    """The instructions that a kernel is made of; it needs what an SM has."""
+    begin = time.thread_time()
+    cubin = cuda.compile(spec)
+    seconds = time.thread_time() - begin
+    used = cuda.resources(cubin)
+    print(f"{seconds:.2f} s, {len(cubin)} bytes, {used}")
+    assert caplog.text == "", "no warning, such as wgmma serialized by the compiler"
+    assert used.local_bytes == 0, "spills"
+    assert used.registers <= _REGISTERS
+    assert used.shared_bytes <= 1024, "all shared memory is dynamic, but for the KiB that the system takes"
+    assert used.parameter_bytes == spec.parameter_bytes
+
+    sass = cuda.disassemble(cubin)
+    assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
+    return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
+
+
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256),
     world=("1x1", "1x4", "2x2", "4x1", "4x8"),
@@ -57,20 +76,7 @@ def possible(world: str, block_n: int, cut: str, **other: object) -> bool:
 )
 def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: int, row_major: bool, dtype: str, cut: str) -> None:
     plan = plan_of(world, block_n, dtype, row_major, cut)
-    begin = time.thread_time()
-    cubin = cuda.compile(plan.spec)
-    seconds = time.thread_time() - begin
-    used = cuda.resources(cubin)
-    print(f"{seconds:.2f} s, {len(cubin)} bytes, {used}")
-    assert caplog.text == "", "no warning, such as wgmma serialized by the compiler"
-    assert used.local_bytes == 0, "spills"
-    assert used.registers <= _REGISTERS
-    assert used.shared_bytes <= 1024, "all shared memory is dynamic, but for the KiB that the system takes"
-    assert used.parameter_bytes == plan.spec.parameter_bytes
-
-    sass = cuda.disassemble(cubin)
-    assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
-    instructions = set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
+    instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
     widths = {block_n} if cut == "nothing" else {block_n, block_n // 2}
     kind = ".BF16" if dtype == "bfloat16" else ""

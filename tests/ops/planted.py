@@ -1,4 +1,4 @@
-"""Runs allgather_gemm with what may be a faulty copy of the device code: ``python tests/ops/planted.py <world> <workload> <seed>``.
+"""Runs a fused GEMM with what may be a faulty copy of the device code: ``python tests/ops/planted.py <world> <workload> <seed>``.
 
 Which copy: ``MKERNEL_KERNELS_SRC``. Prints what was found wrong, as one line of JSON.
 """
@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
-from tests.ops.body import USES, Case, Rank, problems, topology
+from tests.ops.body import Case, Rank, problems, topology, use_of
 
+_SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
 WORKLOADS = {
     "tiles": (Case("bfloat16", 256, 264), 3, (300, 129), 20.0),  # several steps of k, several tiles
@@ -25,13 +26,22 @@ WORKLOADS = {
     "chunks": (Case("bfloat16", 64, 8), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
     "short": (Case("bfloat16", 64, 8), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
     "slow": (Case("bfloat16", 64, 8), 12, (7, 130), 400.0),  # their puts are under way for as long as a call takes
+    # The same for the reductions.
+    "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),
+    "reduce exactly": (Case("bfloat16", 64, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),
+    "reduce short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (7, 130), 20.0),
+    "reduce slow": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (7, 130), 400.0),
+    "one shot": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
+    "one shot slow": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 400.0),
+    "two shot": (Case("bfloat16", 64, 520, op=_ALL, algorithm="two_shot"), 4, (300, 129), 20.0),
+    "two shot short": (Case("bfloat16", 64, 72, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
 }
 
 
 def _calls(world: Any, workload: str, seed: int) -> list[str]:
     case, count, rows, _ = WORKLOADS[workload]
     rank = Rank(world, case, seed, rows)
-    return problems([rank.call(number, rows[number % len(rows)], USES[(7 * number + 2) % len(USES)]) for number in range(count)])
+    return problems([rank.call(number, rows[number % len(rows)], use_of(7 * number + 2, case)) for number in range(count)])
 
 
 def check(world: str, workload: str, seed: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Ranks that die, hang, stay away or raise in the middle of allgather_gemm: the others hear of it in time and nothing is left behind."""
+"""Ranks that die, hang, stay away or raise in the middle of a fused GEMM: the others hear of it in time and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,20 @@ _SECONDS = 120.0
 _TIMEOUT = 5.0  # of the worlds in worker.py
 
 
-def ranks(scenario: str, world: str, **environment: str) -> list[Result]:
+_OTHERS = ("gemm_reduce_scatter", "two_shot", "one_shot")  # ops, and algorithms of gemm_allreduce
+
+
+def some(worlds: tuple[str, ...], *others: tuple[str, str]) -> pytest.MarkDecorator:
+    """allgather_gemm in these worlds, and so many of the rest; all with --full."""
+    rest = [(world, how) for world in worlds for how in _OTHERS if (world, how) not in others]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
+    return pytest.mark.parametrize(("world", "how"), [*((world, "allgather_gemm") for world in worlds), *others, *slow])
+
+
+def ranks(scenario: str, world: str, how: str, **environment: str) -> list[Result]:
     shape = topology(world)
-    return start(scenario, shape.size, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=str(shape.ranks_per_node), **environment)
+    environment = {"MKERNEL_RANKS_PER_NODE": str(shape.ranks_per_node), "TEST_HOW": how, **environment}
+    return start(scenario, shape.size, _SECONDS, _WORKER, **environment)
 
 
 def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, Any]]:
@@ -28,9 +39,9 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
     return [result.lines[0] for rank, result in enumerate(results) if rank != but]
 
 
-@pytest.mark.parametrize("world", ["1x3", "2x2", "3x1"])
-def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str) -> None:
-    results = ranks("killed", world, TEST_DEATH=str(tmp_path / "death"), SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
+@some(("1x3", "2x2", "3x1"), ("1x3", "one_shot"), ("2x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
+    results = ranks("killed", world, how, TEST_DEATH=str(tmp_path / "death"), SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
     assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results
     inside = float((tmp_path / "death").read_text().split()[1])
     for line in lines(results, but=1):
@@ -48,18 +59,18 @@ def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("per_node", [4, 2])
-def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, per_node: int) -> None:
-    death = tmp_path / "death"
-    result = start_mpi("killed_uncaught", 4, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=str(per_node), TEST_DEATH=str(death))
+@some(("1x4", "2x2"), ("1x4", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
+    death, per_node = tmp_path / "death", str(topology(world).ranks_per_node)
+    result = start_mpi("killed_uncaught", 4, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=per_node, TEST_HOW=how, TEST_DEATH=str(death))
     assert time.time() - float(death.read_text().split()[0]) < 10.0
     assert result.code != 0
     assert not any(line.get("ended") == "well" for line in result.lines)
 
 
-@pytest.mark.parametrize("world", ["1x2", "2x2"])
-def test_a_rank_that_never_calls(world: str) -> None:
-    results = ranks("stays_away", world)
+@some(("1x2", "2x2"), ("1x2", "two_shot"), ("2x2", "gemm_reduce_scatter"))
+def test_a_rank_that_never_calls(world: str, how: str) -> None:
+    results = ranks("stays_away", world, how)
     assert [result.code for result in results] == [0] * len(results), results
     for line in lines(results):
         assert line["first"]["error"] == "TimeoutError", line
@@ -69,9 +80,9 @@ def test_a_rank_that_never_calls(world: str) -> None:
         assert line["closing"]["error"] is None
 
 
-@pytest.mark.parametrize("world", ["1x2", "2x2"])
-def test_a_rank_that_hangs_inside_a_kernel(world: str) -> None:
-    results = ranks("slow_inside", world)
+@some(("1x2", "2x2"), ("1x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+def test_a_rank_that_hangs_inside_a_kernel(world: str, how: str) -> None:
+    results = ranks("slow_inside", world, how)
     assert [result.code for result in results] == [0] * len(results), results
     for rank, line in enumerate(lines(results)):
         heard = line["closing"] if rank == 1 and line["first"]["error"] is None else line["first"]  # it may have all it needs
@@ -80,9 +91,9 @@ def test_a_rank_that_hangs_inside_a_kernel(world: str) -> None:
         assert rank == 1 or heard["seconds"] < 1.5 + 5.0
 
 
-@pytest.mark.parametrize("world", ["1x2", "2x2"])
-def test_a_rank_that_raises(world: str) -> None:
-    results = ranks("raises", world)
+@some(("1x2", "2x2"), ("1x2", "one_shot"), ("2x2", "gemm_reduce_scatter"))
+def test_a_rank_that_raises(world: str, how: str) -> None:
+    results = ranks("raises", world, how)
     assert "ValueError: the input file is gone" in results[1].errors
     assert results[1].code == 1
     for line in lines(results, but=1):

@@ -1,6 +1,6 @@
 """Each rule of docs/memory_model.md broken once: one line of the device code changed, and the checks must say so.
 
-The device code is copied, one line is replaced, and allgather_gemm runs on target cpu over a few seeds (planted.py). A wrong result, a
+The device code is copied, one line is replaced, and a fused GEMM runs on target cpu over a few seeds (planted.py). A wrong result, a
 complaint of the emulator, a deadlock or a data race counts as found.
 """
 
@@ -50,19 +50,33 @@ class Bug:
         path.write_text(text.replace(self.before, self.after))
 
 
+# What the reductions put is overwritten only when its receivers have entered the next call, hence have used it.
+_READ_AGAIN = "the emulated transport never reads a put's source after its signal, as a network that sends again may"
+
 BUGS = [
     # The chunk flag is raised for data that is not there yet, or seen too early.
-    Bug("flag before the last data", "copy.cuh", "    ptx::store_wait<0>();\n"),
+    Bug("flag before the last data", "copy.cuh", "    ptx::store_wait<0>();\n    while (behind", "    while (behind"),
     Bug("flag before the data", "copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
-    Bug("tiles do not wait for chunks", "gemm.cuh", "        ok = op.wait_inputs(call, c, part);\n", found_as="missing fence.proxy.async"),
+    Bug(
+        "tiles do not wait for chunks",
+        "gemm.cuh",
+        "        if (ok) ok = op.wait_inputs(call, c, part);\n",
+        found_as="missing fence.proxy.async",
+    ),
     Bug(
         "only the first part of a tile is waited for",
         "gemm.cuh",
-        "      if (needs_peers) {",
-        "      if (needs_peers && part == 0) {",
+        "      if (op.waits(c, part)) {",
+        "      if (op.waits(c, part) && part == 0) {",
         workload="parts",
     ),
-    Bug("forwarded before it has come", "allgather_gemm.cuh", "      if (!wait_chunk(call, p, source, chunk)) return;\n", world="2x2"),
+    Bug(
+        "forwarded before it has come",
+        "allgather_gemm.cuh",
+        "    ptx::fence_proxy_async();\n    return here;",
+        "    ptx::fence_proxy_async();\n    return true;",
+        world="2x2",
+    ),
     Bug(
         "no entry before a push",
         "allgather_gemm.cuh",
@@ -86,15 +100,24 @@ BUGS = [
         workload="slow",
     ),
     # Bulk stores.
-    Bug("the result's buffer is overwritten", "gemm.cuh", "    if (thread == 0) ptx::store_wait_read<1>();"),
+    Bug("a block is overwritten while it is stored", "gemm.cuh", "      ptx::store_wait_read<1>();  // the panel before has been read\n"),
+    Bug(
+        "a tile's last block is overwritten while it is stored",
+        "gemm.cuh",
+        "    ptx::store_wait_read<0>();\n    give_back();",
+        "    give_back();",
+    ),
     Bug("a piece is overwritten", "copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
     Bug(
         "nobody waits for the result's stores",
         "gemm.cuh",
-        "  if (ptx::thread_index() % kWarpgroup == 0) ptx::store_wait<0>();\n",
+        "    ptx::store_wait_read<0>();\n    give_back();\n  }\n  ptx::store_wait<0>();\n",
+        "    give_back();\n  }\n",
         found_as="bulk stores in flight",
     ),
-    Bug("one buffer for results", "gemm.cuh", "    buffer ^= 1;"),
+    Bug(
+        "one buffer for results", "gemm.cuh", "    return storage.result[warpgroup][at.index];", "    return storage.result[warpgroup][0];"
+    ),
     # Barriers.
     Bug(
         "a stage is never given back",
@@ -105,17 +128,24 @@ BUGS = [
     Bug("a stage is given back before it is read", "gemm.cuh", "    ptx::wgmma_wait<1>(d);\n"),
     Bug("nobody waits for a stage", "gemm.cuh", "    ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);\n"),
     Bug(
-        "a result is written while the last one is stored",
+        "a block is written while the last one is stored",
         "gemm.cuh",
-        "    ptx::barrier_sync(barrier, kWarpgroup);\n#pragma unroll",
-        "#pragma unroll",
+        "    ptx::mbarrier_wait(&storage.block_stored[warpgroup][at.index], at.parity ^ 1);\n",
     ),
     Bug(
-        "a result is stored before it is written",
+        "a block is stored before it is written",
         "gemm.cuh",
-        "    ptx::barrier_sync(barrier, kWarpgroup);\n    if (thread",
-        "    if (thread",
+        "        ptx::mbarrier_wait(&storage.block_written[w][at.index], at.parity);\n",
         found_as="missing fence.proxy.async",
+    ),
+    Bug(
+        "a block is stored before all lanes have written it",
+        "gemm.cuh",
+        "    ptx::sync_warp();\n    if (lane == 0) ptx::mbarrier_arrive(&storage.block_written",
+        "    if (lane == 0) ptx::mbarrier_arrive(&storage.block_written",
+    ),
+    Bug(
+        "a block is never given back", "gemm.cuh", "ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);", ";", found_as="deadlock"
     ),
     Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();"),
     Bug(
@@ -130,7 +160,7 @@ BUGS = [
     Bug(
         "no proxy fence before forwarding",
         "allgather_gemm.cuh",
-        "      ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n",
         found_as="missing fence.proxy.async",
         world="2x2",
     ),
@@ -145,6 +175,184 @@ BUGS = [
         "allgather_gemm.cuh",
         "    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles\n",
         missed="the emulator tracks ordinary writes that bulk copies read, not writes of bulk copies that ordinary ones replace",
+    ),
+    # Partial tiles, sums and finished tiles.
+    Bug(
+        "a partial tile's flag before its data",
+        "gemm.cuh",
+        "        ptx::store_wait<0>();\n        storage",
+        "        storage",
+        workload="reduce",
+    ),
+    Bug(
+        "a finished tile's flag before its data",
+        "gemm.cuh",
+        "        ptx::store_wait<0>();\n        storage",
+        "        storage",
+        workload="two shot",
+    ),
+    Bug(
+        "nobody waits for partial tiles",
+        "reduce.cuh",
+        "    return wait_all(call, AddendFlags{*this, c, call.epoch}, addends(c, part));",
+        "    return true;",
+        workload="reduce",
+    ),
+    Bug(
+        "sums of nodes do not wait for partial tiles",
+        "reduce.cuh",
+        "return part == 1 || c.is_sum; }",
+        "return part == 1; }",
+        world="2x2",
+        workload="reduce",
+    ),
+    Bug(
+        "the last partial tile is not waited for",
+        "reduce.cuh",
+        "AddendFlags{*this, c, call.epoch}, addends(c, part));",
+        "AddendFlags{*this, c, call.epoch}, addends(c, part) - 1);",
+        world="1x4",
+        workload="reduce",
+    ),
+    Bug(
+        "a node's sum is forgotten",
+        "reduce.cuh",
+        "return part == 1 ? kR - 1 + kNodes - 1 : 0;",
+        "return part == 1 ? kR - 1 : 0;",
+        world="2x2",
+        workload="reduce",
+    ),
+    Bug(
+        "a sum begins with what was there",
+        "gemm.cuh",
+        "        for (float& e : d) e = 0.0f;\n",
+        "        ;\n",
+        world="2x2",
+        workload="reduce",
+    ),
+    Bug(
+        "a partial tile without a flag",
+        "reduce.cuh",
+        "    ptx::store_release_sys(word, call.epoch);\n",
+        workload="reduce",
+        found_as="deadlock",
+    ),
+    Bug(
+        "the next call's epoch",
+        "reduce.cuh",
+        "    ptx::store_release_sys(word, call.epoch);",
+        "    ptx::store_release_sys(word, call.epoch + 1);",
+        workload="reduce short",
+    ),
+    Bug(
+        "partial tiles go to ranks that have not entered",
+        "gemm.cuh",
+        "      ptx::mbarrier_wait(&storage.entries_checked, 0);\n",
+        workload="reduce short",
+        seeds=40,
+    ),
+    Bug(
+        "a put before its sums",
+        "reduce.cuh",
+        "      if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;\n",
+        world="2x2",
+        workload="reduce",
+    ),
+    Bug(
+        "a put before its finished tiles",
+        "reduce.cuh",
+        "      if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;\n",
+        world="2x2",
+        workload="two shot",
+    ),
+    Bug(
+        "the call ends before its puts of sums",
+        "reduce.cuh",
+        "  return last_put == 0 || wait_put(call, last_put, last_peer);",
+        "  return true;",
+        world="4x1",
+        workload="reduce slow",
+        seeds=1,
+        missed=_READ_AGAIN,
+    ),
+    Bug(
+        "a stage is read before a partial tile has come",
+        "gemm.cuh",
+        "  ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);\n  add_stage",
+        "  add_stage",
+        workload="reduce",
+    ),
+    Bug(
+        "a stage is given back before all lanes have added",
+        "gemm.cuh",
+        "  ptx::sync_warp();  // all lanes have read\n",
+        workload="reduce exactly",
+    ),
+    Bug(
+        "a stage of a partial tile is never given back",
+        "gemm.cuh",
+        "  if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&storage.stage_consumed[stage.index]);\n",
+        workload="reduce exactly",
+        found_as="deadlock",
+    ),
+    Bug(
+        "a partial tile is loaded into a stage in use",
+        "gemm.cuh",
+        "        ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);\n        load_addend",
+        "        load_addend",
+        workload="reduce exactly",
+    ),
+    Bug(
+        "no proxy fence before partial tiles are loaded",
+        "gemm.cuh",
+        "    ptx::fence_proxy_async();",
+        found_as="missing fence.proxy.async",
+        workload="reduce",
+    ),
+    Bug(
+        "no proxy fence before a partial tile is stored",
+        "gemm.cuh",
+        "    ptx::fence_proxy_async_shared();\n",
+        found_as="missing fence.proxy.async",
+        workload="reduce",
+    ),
+    Bug(
+        "a finished tile is pulled before it is there",
+        "gemm_allreduce.cuh",
+        "    return here;",
+        "    return true;",
+        workload="two shot",
+    ),
+    Bug(
+        "no proxy fence before a finished tile is pulled",
+        "gemm_allreduce.cuh",
+        "    ptx::fence_proxy_async();\n",
+        found_as="missing fence.proxy.async",
+        workload="two shot",
+    ),
+    Bug("nobody is told of a forwarded tile", "gemm_allreduce.cuh", " queue.push(at, flag(u));", " {}", "deadlock", "2x2", "two shot"),
+    Bug(
+        "one shot does not wait",
+        "gemm_allreduce_one_shot.cuh",
+        "    return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);",
+        "    return true;",
+        workload="one shot",
+    ),
+    Bug(
+        "one shot puts what is not there yet",
+        "gemm_allreduce_one_shot.cuh",
+        "        if (!wait_flag(call, p, first + i, p.world.rank)) return;\n",
+        world="2x2",
+        workload="one shot",
+    ),
+    Bug(
+        "one shot ends before its puts",
+        "gemm_allreduce_one_shot.cuh",
+        "    if (last_put != 0) wait_put(call, last_put, last_peer);",
+        world="4x1",
+        workload="one shot slow",
+        seeds=1,
+        missed=_READ_AGAIN,
     ),
     # The end of a call.
     Bug("the tile counter is not reset", "sync.cuh", "    control->tile_counter = 0;\n"),
@@ -167,7 +375,7 @@ BUGS = [
         tsan=True,
         slow=True,
     ),
-    Bug("a flag's slot is given back too early", "copy.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
+    Bug("a flag's slot is given back too early", "announce.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
 ]
 
 
@@ -208,7 +416,7 @@ def test_found(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     assert bug.found_as in found
 
 
-def _tsan(copy: Path, world: str, seed: int) -> tuple[str | None, str]:
+def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None, str]:
     """What is found, and what ThreadSanitizer reports: a process of its own, with its library preloaded."""
     preload = libtsan()
     environment = os.environ | {
@@ -220,16 +428,29 @@ def _tsan(copy: Path, world: str, seed: int) -> tuple[str | None, str]:
     }
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
     setarch = shutil.which("setarch")
-    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, planted.__file__, world, "chunks", str(seed)]
+    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, planted.__file__, world, workload, str(seed)]
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)["found"], done.stderr
 
 
 @pytest.mark.tsan
-@pytest.mark.parametrize("world", ["1x2", pytest.param("2x2", marks=pytest.mark.slow), pytest.param("4x1", marks=pytest.mark.slow)])
-def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str) -> None:
-    found, errors = _tsan(copy, world, request.config.getoption("--seed"))
+@pytest.mark.parametrize(
+    ("world", "workload"),
+    [
+        ("1x2", "chunks"),
+        ("1x2", "reduce short"),
+        ("1x2", "two shot short"),
+        *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
+        *(
+            pytest.param(world, workload, marks=pytest.mark.slow)
+            for world in ("1x2", "2x2", "4x1")
+            for workload in ("reduce", "reduce exactly", "one shot", "two shot")
+        ),
+    ],
+)
+def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, workload: str) -> None:
+    found, errors = _tsan(copy, world, workload, request.config.getoption("--seed"))
     assert found is None
     assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
 
@@ -238,5 +459,5 @@ def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, cop
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if bug.tsan])
 def test_found_by_thread_sanitizer(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
-    found, errors = _tsan(copy, bug.world, request.config.getoption("--seed"))
+    found, errors = _tsan(copy, bug.world, "chunks" if bug.workload == "tiles" else bug.workload, request.config.getoption("--seed"))
     assert f"WARNING: ThreadSanitizer: {bug.found_as}" in errors or found is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,41 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
-from mkernel.cli.check import worst_over_bound
-from tests.ops.body import Case, back_to_back, problems
+from tests.ops.body import Case, back_to_back, bits, problems
 from tests.runtime.worker import outcome, tell
 
+HOW = os.environ.get("TEST_HOW", "allgather_gemm")  # an op, or an algorithm of gemm_allreduce
+_SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _ROWS = (0, 1, 129)
-CASES = (Case("bfloat16", 136, 264), Case("float16", 72, 520, False, "narrow"), Case("float16", 4096, 8, True, "wide"))
+CASES = {
+    "allgather_gemm": (Case("bfloat16", 136, 264), Case("float16", 72, 520, False, "narrow"), Case("float16", 4096, 8, True, "wide")),
+    "gemm_reduce_scatter": (
+        Case("bfloat16", 136, 264, op=_SCATTER),
+        Case("float16", 72, 520, False, "narrow", _SCATTER, "float32"),
+        Case("float16", 8, 1032, True, "wide", _SCATTER),
+    ),
+    "gemm_allreduce": (
+        Case("bfloat16", 136, 264, op=_ALL, algorithm="one_shot"),
+        Case("float16", 72, 520, False, "narrow", _ALL, "output", "two_shot"),
+        Case("float16", 8, 1032, True, "wide", _ALL, "float32", "two_shot"),
+        Case("bfloat16", 72, 136, True, "wide", _ALL, "float32", "one_shot"),
+    ),
+}
 
 
 def calls() -> None:
     """The body of the thread tests, for several kernels; ranks come to each call at random times."""
     seed = int(os.environ["TEST_SEED"])
     found: list[str] = []
-    count = 0
+    count = same = 0
     with mk.init(target="cpu", heap_bytes=64 << 20, timeout=60.0) as world:
-        for i, case in enumerate(CASES):
+        for i, case in enumerate(CASES[HOW]):
             results = back_to_back(world, case, seed + i, 0.02, _ROWS)
             found += problems(results)
             count += len(results)
-        tell(rank=world.rank, shape=f"{world.num_nodes}x{world.ranks_per_node}", calls=count, problems=found)
+            if case.op == _ALL:  # what must be the same on all ranks
+                same = zlib.crc32(b"".join(bits(results)), same)
+        tell(rank=world.rank, shape=f"{world.num_nodes}x{world.ranks_per_node}", calls=count, problems=found, same=same)
 
 
 # ---- faults: rank 1 is the one that fails
@@ -43,24 +60,40 @@ _SMALL, _LARGE = 40, 12000  # rows of a; the large call takes seconds
 _INSIDE = 0.3  # seconds from the beginning of a call to the middle of its kernel
 
 
-def _operands(rows: int) -> tuple[Any, Any]:
+def _operands(world: Any, rows: int) -> tuple[Any, Any]:
+    """The same on every rank, and so small that all sums are exact."""
     rng = np.random.default_rng(rows)
-    return tuple(rng.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 512), (512, 256)))
+    rows *= 1 if HOW == "allgather_gemm" else world.size
+    return tuple(rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, 512), (512, 256)))
 
 
-def _call(a: Any, b: Any) -> None:
-    c = mk.allgather_gemm(a, b)
-    assert worst_over_bound(c[-len(a) :], a, b, "float16") <= 1.0
+def _options() -> dict[str, Any]:
+    return {"algorithm": HOW} if HOW in ("one_shot", "two_shot") else {}
 
 
-def _small_call() -> None:
-    _call(*_operands(_SMALL))
+def _op() -> str:
+    return _ALL if _options() else HOW
+
+
+def _call(world: Any, a: Any, b: Any) -> None:
+    c = getattr(mk, _op())(a, b, world=world, **_options())
+    product = a.astype(np.float32) @ b.astype(np.float32)
+    if HOW == "allgather_gemm":
+        assert (c[-len(a) :] == product).all()
+    else:
+        rows = len(a) // world.size
+        mine = slice(world.rank * rows, (world.rank + 1) * rows) if HOW == _SCATTER else slice(None)
+        assert (c == world.size * product[mine]).all()
+
+
+def _small_call(world: Any) -> None:
+    _call(world, *_operands(world, _SMALL))
 
 
 def _large_operands(world: Any) -> tuple[Any, Any]:
     """Of a call that is planned, so that it begins with its kernel."""
-    operands = _operands(_LARGE)
-    mk.plan("allgather_gemm", *operands)
+    operands = _operands(world, _LARGE)
+    mk.plan(_op(), *operands, world=world, **_options())
     world.barrier()
     return operands
 
@@ -93,12 +126,12 @@ def killed() -> None:
     """In the middle of a kernel; then the survivors go on in a world of their own."""
     before = _resources()
     world = mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20)
-    _small_call()
+    _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
         _die_soon()
-    first = outcome(lambda: _call(*large))
-    again = outcome(_small_call)
+    first = outcome(lambda: _call(world, *large))
+    again = outcome(lambda: _small_call(world))
     closing = outcome(world.close)
     after = _resources()
     os.environ["MKERNEL_SIZE"] = str(world.size - 1)
@@ -106,7 +139,7 @@ def killed() -> None:
     os.environ["MKERNEL_RENDEZVOUS"] = os.environ["SECOND_RENDEZVOUS"]
     del os.environ["MKERNEL_RANKS_PER_NODE"]
     with mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20) as second:
-        _small_call()
+        _small_call(second)
         size = second.size
     tell(rank=world.rank, first=first, again=again, closing=closing, left={k: after[k] - before[k] for k in before}, second=size)
 
@@ -114,37 +147,37 @@ def killed() -> None:
 def killed_uncaught() -> None:
     """The same in a script that knows nothing of errors."""
     world = mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20)
-    _small_call()
+    _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
         _die_soon()
-    _call(*large)
+    _call(world, *large)
     tell(rank=world.rank, ended="well")
 
 
 def stays_away() -> None:
     """Rank 1 lives on, and never calls."""
     world = mk.init(target="cpu", timeout=5.0, entry_timeout=1.5, heap_bytes=96 << 20)
-    _small_call()
+    _small_call(world)
     world.barrier()
     if world.rank == 1:
         time.sleep(3.0)
         first = outcome(world.check)
     else:
-        first = outcome(_small_call)
+        first = outcome(lambda: _small_call(world))
     tell(rank=world.rank, first=first, closing=outcome(world.close))
 
 
 def slow_inside() -> None:
     """Rank 1 has entered the call and is then stopped for longer than the others' patience."""
     world = mk.init(target="cpu", timeout=1.5, heap_bytes=96 << 20)
-    _small_call()
+    _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
         stopper = f"import os, signal, sys, time; time.sleep({_INSIDE}); os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(4); "
         stopper += "os.kill(int(sys.argv[1]), signal.SIGCONT)"
         child = subprocess.Popen([sys.executable, "-c", stopper, str(os.getpid())])
-    first = outcome(lambda: _call(*large))
+    first = outcome(lambda: _call(world, *large))
     if world.rank == 1:
         child.wait()
     tell(rank=world.rank, first=first, closing=outcome(world.close))
@@ -153,10 +186,10 @@ def slow_inside() -> None:
 def raises() -> None:
     """Rank 1 raises where the others call."""
     with mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20) as world:
-        _small_call()
+        _small_call(world)
         if world.rank == 1:
             raise ValueError("the input file is gone")
-        first = outcome(_small_call)
+        first = outcome(lambda: _small_call(world))
         tell(rank=world.rank, first=first)
 
 

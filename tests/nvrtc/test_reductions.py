@@ -1,0 +1,69 @@
+"""The kernels of gemm_reduce_scatter and gemm_allreduce, compiled for sm_90a without a GPU: what test_kernels.py asks of allgather_gemm."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
+
+from mkernel.jit import cuda
+from mkernel.plan.gemm import GemmTile
+from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.plan.topology import Topology
+from tests.nvrtc.test_kernels import (
+    _SECONDS,
+    _SMS,
+    _own_cache,  # noqa: F401 - a fixture for every test here
+    compiled,
+)
+
+HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")
+
+
+def plan_of(how: str, world: str, block_n: int, dtype: str, row_major: bool, partials: str, k: int = 2048) -> ReducePlan:
+    nodes, per_node = map(int, world.split("x"))
+    op, algorithm = (REDUCE_SCATTER, "two_shot") if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(nodes * per_node, per_node), 1024, 4 * block_n + 64, k, dtype, row_major, partials, algorithm)
+    return make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+
+
+@pytest.mark.cases(
+    how=HOWS,
+    block_n=(64, 128, 192, 256),
+    world=("1x1", "1x4", "2x2", "4x1", "4x8"),
+    row_major=(True, False),
+    dtype=("bfloat16", "float16"),
+    partials=("output", "float32"),
+)
+def test_kernel(caplog: pytest.LogCaptureFixture, how: str, world: str, block_n: int, row_major: bool, dtype: str, partials: str) -> None:
+    instructions = compiled(caplog, plan_of(how, world, block_n, dtype, row_major, partials).spec)
+    operations = {name.split(".")[0] for name in instructions}
+    kind = ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
+    assert {"UTMALDG", "UTMASTG"} <= operations, "TMA"
+    assert ("UBLKCP" in operations) == (world != "1x1" or how == "one_shot"), "bulk copies"
+    assert not operations & {"STL", "LDL", "STACK"}, "local memory"
+    assert not {name for name in instructions if "MULTI" in name or name.startswith("LDGMC")}, "multicast"
+    assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_no_multicast_in_ptx(how: str) -> None:
+    ptx = cuda.compile_ptx(plan_of(how, "2x2", 128, "bfloat16", True, "output").spec)
+    assert "multimem" not in ptx
+    assert "multicast" not in ptx
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_compiling_is_quick(how: str) -> None:
+    """On one core, NVRTC already loaded. By processor time, so that a loaded machine makes little difference; the best of three."""
+    seconds = []
+    for k in (1024, 1032, 1040):
+        spec = plan_of(how, "2x2", 256, "bfloat16", True, "output", k).spec
+        begin = time.thread_time()
+        cuda.compile(spec)
+        seconds.append(time.thread_time() - begin)
+    print("seconds of processor time to compile:", ", ".join(f"{s:.2f}" for s in seconds))
+    assert min(seconds) <= _SECONDS

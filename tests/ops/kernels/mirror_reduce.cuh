@@ -1,0 +1,45 @@
+// The schedule of the reductions for the host, to be compared with mkernel/plan/reduce.py; and where their tiles and flags are. Included after
+// the kernel.
+#pragma once
+#include "reduce.cuh"
+
+namespace mirror {
+constexpr uint64_t kHeap = uint64_t(1) << 40;  // where heaps seem to be: only differences are looked at
+struct Shape {                                 // what a plan decides at run time
+  uint32_t rows, tiles, group_tiles, group_m;
+  uint64_t offsets[4];  // of the areas, in the order of Parameters
+};
+struct Place {  // of a tile on its way: on which rank of the node, which flag tells of it
+  uint64_t offset;
+  uint32_t local_rank, flag;
+};
+inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
+  mkernel::Parameters p{};
+  p.world.rank = rank;
+  p.world.size = mkernel::kWorldSize;
+  p.world.num_nodes = Config::kNumNodes;
+  p.world.ranks_per_node = Config::kRanksPerNode;
+  p.world.node = rank / Config::kRanksPerNode;
+  p.world.local_rank = rank % Config::kRanksPerNode;
+  p.world.heap_base = kHeap;
+  p.partial_offset = shape.offsets[0];
+  p.sum_offset = shape.offsets[1];
+  p.arrived_offset = shape.offsets[2];
+  p.result_offset = shape.offsets[3];
+  p.rows = shape.rows;
+  p.tiles = shape.tiles;
+  p.group_tiles = shape.group_tiles;
+  p.group_m = shape.group_m;
+  return p;
+}
+inline uint64_t in_heap(const char* address) { return reinterpret_cast<uint64_t>(address) - kHeap; }
+
+// Six words per tile: owner, number among its tiles, row and column, whether it is a sum, whether it exists.
+template <class Tiles>
+void write_tile(const Tiles& tiles, uint32_t tile, uint32_t* out) {
+  const mkernel::TileCoordinate c = tiles.coordinate(tile);
+  *out++ = c.plane, *out++ = c.index, *out++ = c.m, *out++ = c.n, *out++ = c.is_sum, *out++ = tiles.parts(c) != 0;
+}
+}  // namespace mirror
+
+MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta).role; }

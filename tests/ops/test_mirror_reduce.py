@@ -1,0 +1,263 @@
+"""The schedule of the reductions in kernels and plan; and what one rank stores is what another looks for, in a place of its own."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel import abi
+from mkernel.jit import cpu
+from mkernel.plan.gemm import GemmTile
+from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.plan.split import Split
+from mkernel.plan.topology import Topology
+from mkernel.runtime.cpu import _library
+
+_KERNELS = Path(__file__).parent / "kernels"
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in ("rows", "tiles", "group_tiles", "group_m")] + [("offsets", ctypes.c_uint64 * 4)]
+
+
+class Place(ctypes.Structure):
+    _fields_ = [("offset", ctypes.c_uint64), ("rank", ctypes.c_uint32), ("flag", ctypes.c_uint32)]
+
+
+class Mirror:
+    """The functions of one kernel, for one plan."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        _library()  # kernels find the scheduler's functions there
+        spec = dataclasses.replace(plan.spec, name=f"mirror_{plan.spec.name}")
+        self.library = ctypes.CDLL(str(cpu.compile(spec, include=[_KERNELS])))
+        self.plan = plan
+        self.shape = Shape(plan.problem.rows, plan.tiles, plan.group_tiles, plan.group_m, tuple(plan.offsets.values()))
+
+    def tiles(self, rank: int) -> list[tuple[int, ...]]:
+        """Owner, number, row, column, whether it is a sum, whether it exists."""
+        words = np.full((self.library.mirror_num_tiles(rank, ctypes.byref(self.shape)), 6), -1, np.int32)
+        self.library.mirror_tiles(rank, ctypes.byref(self.shape), words.ctypes.data_as(ctypes.c_void_p))
+        return [tuple(row) for row in words.tolist()]
+
+    def tile(self, rank: int, number: int) -> tuple[int, ...]:
+        words = (ctypes.c_uint32 * 6)()
+        self.library.mirror_tile(rank, ctypes.byref(self.shape), number, words)
+        return tuple(words)
+
+    def assigned(self, rank: int, cta: int) -> list[int]:
+        numbers = (self.library.mirror_assigned(rank, ctypes.byref(self.shape), cta, i) & 0xFFFFFFFF for i in itertools.count())
+        return list(itertools.takewhile(lambda number: number != 0xFFFFFFFF, numbers))
+
+    def places(self, function: str, *arguments: int, room: int = 2) -> tuple[int, list[Place]]:
+        """What it returns, and the places that it writes."""
+        out = (Place * room)()
+        return getattr(self.library, function)(arguments[0], ctypes.byref(self.shape), *arguments[1:], out), list(out)
+
+
+@dataclasses.dataclass
+class Memory:
+    """Of one rank: which flag says what, and which bytes hold what."""
+
+    flags: dict[int, Any] = dataclasses.field(default_factory=dict)
+    regions: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
+
+    def add(self, flag: int, offset: int, size: int, what: Any) -> None:
+        assert flag not in self.flags, f"flag {flag} is for {self.flags.get(flag)} and {what}"
+        assert offset not in self.regions, f"{self.regions.get(offset)} and {what} are at one place"
+        self.flags[flag] = what
+        self.regions[offset] = size, what
+
+    def check(self, plan: ReducePlan) -> None:
+        assert max(self.flags, default=-1) < plan.flag_words
+        end = 0
+        for offset, (size, what) in sorted(self.regions.items()):
+            assert offset >= end, f"{what} begins before what is below it ends"
+            end = offset + size
+        assert end <= plan.workspace_bytes
+
+
+# The plan's words for a world, sizes, and what the planner would choose otherwise for such small problems.
+_CASES = [
+    # nodes, ranks per node, N, block_n, group_m, group_tiles, chunk_tiles, split without compute
+    (1, 1, 264, 64, 16, 4, 1, (0, 0, 0)),
+    (1, 2, 264, 256, 6, 3, 2, (1, 0, 0)),
+    (1, 4, 72, 128, 2, 2, 1, (3, 0, 0)),
+    (2, 2, 520, 192, 3, 3, 2, (1, 1, 1)),
+    (4, 1, 136, 64, 1, 5, 3, (2, 3, 2)),
+    (3, 5, 1000, 256, 4, 4, 4, (2, 2, 3)),
+    (4, 8, 264, 128, 16, 7, 3, (4, 2, 2)),
+]
+
+
+def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str) -> ReducePlan:
+    nodes, per_node, n, block_n, group_m, group_tiles, chunk_tiles, (intra, send, reduce) = case
+    topology = Topology(nodes * per_node, per_node)
+    one_shot = algorithm == "one_shot"
+    split = Split(3, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
+    if split.intra_comm == 0 and op == ALLREDUCE and not one_shot and topology.size > 1:
+        split = dataclasses.replace(split, intra_comm=1)
+    problem = ReduceProblem(op, topology, rows, n, 64, "bfloat16", False, partials, algorithm)
+    plan = make_plan(problem, split.total, split, GemmTile.deepest(block_n), group_tiles)
+    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles)
+
+
+each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}x{case[1]}")
+
+
+def check_roles(mirror: Mirror) -> None:
+    split = mirror.plan.split
+    roles = collections.Counter(abi.Role(mirror.library.mirror_role(cta)) for cta in range(split.total))
+    assert roles == +collections.Counter({role: getattr(split, role.name) for role in abi.Role})
+
+
+def check_order(mirror: Mirror, rank: int) -> None:
+    """The kernel's tiles are the plan's."""
+    plan = mirror.plan
+    expected = [(t.owner, t.index, t.m, t.n, t.is_sum, plan.exists(t.owner, t.index)) for t in plan.tiles_of(rank)]
+    found = mirror.tiles(rank)
+    assert [t if t[5] else (*t[:2], *t[4:]) for t in found] == [t if t[5] else (*t[:2], *t[4:]) for t in expected]
+
+
+@each_case
+@pytest.mark.parametrize("op", [REDUCE_SCATTER, ALLREDUCE])
+@pytest.mark.parametrize("partials", ["output", "float32"])
+def test_tiles_with_owners(case: tuple[Any, ...], op: str, partials: str) -> None:
+    for rows in (0, 1, 129, 300, 1000):
+        plan = plan_of(case, op, "two_shot", rows, partials)
+        mirror, ranks = Mirror(plan), range(plan.problem.topology.size)
+        for rank in ranks:
+            check_order(mirror, rank)
+            check_sums(mirror, rank)
+        memories = {rank: Memory() for rank in ranks}
+        if len(ranks) > 1:
+            for rank in ranks:
+                record_sent(mirror, rank, memories)
+        if op == ALLREDUCE:
+            for rank in ranks:
+                record_finished(mirror, rank, memories)
+        for rank in ranks:
+            memories[rank].check(plan)
+            check_added(mirror, rank, memories)
+    check_roles(mirror)
+
+
+def check_sums(mirror: Mirror, rank: int) -> None:
+    plan = mirror.plan
+    expected, ctas = list(plan.sums_of(rank)), plan.split.inter_reduce or 0
+    for cta in range(ctas):
+        found = [mirror.tile(rank, number) for number in mirror.assigned(rank, cta)]
+        assert [(t[0], t[1], bool(t[4])) for t in found] == [(t.owner, t.index, True) for t in expected[cta::ctas]]
+
+
+def record_sent(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
+    """Partial tiles go to this node's rank on the owner's rail; sums to this rank's own heap, and by puts to their owners."""
+    plan, topology = mirror.plan, mirror.plan.problem.topology
+    node = topology.node(rank)
+    numbers = [*range(len(mirror.tiles(rank))), *(n for cta in range(plan.split.inter_reduce or 0) for n in mirror.assigned(rank, cta))]
+    for number in numbers:
+        owner, index, _, _, is_sum, exists = mirror.tile(rank, number)
+        if not exists or (owner == rank and not is_sum):
+            continue
+        _, (place, _) = mirror.places("mirror_sent", rank, number)
+        assert place.rank == (topology.local_rank(rank) if is_sum else topology.local_rank(owner))
+        what = ("sum", rank, owner, index) if is_sum else ("partial", rank, owner, index)
+        memories[topology.rank(node, place.rank)].add(place.flag, place.offset, plan.partial_bytes, what)
+    for distance, chunk in itertools.product(range(1, topology.num_nodes), range(plan.num_chunks)):
+        peer, first = topology.rank((node + distance) % topology.num_nodes, topology.local_rank(rank)), chunk * plan.chunk_tiles
+        count, (source, target) = mirror.places("mirror_put_sums", rank, distance, first)
+        assert count == sum(plan.exists(peer, index) for index in range(first, min(first + plan.chunk_tiles, plan.tiles)))
+        if count:
+            assert memories[rank].flags[source.flag] == ("sum", rank, peer, first)
+            assert memories[rank].regions[source.offset][1] == ("sum", rank, peer, first)
+            memories[peer].add(target.flag, target.offset, count * plan.partial_bytes, ("arrived", rank, peer, first))
+
+
+def record_finished(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
+    """A rank's finished tiles lie in its own heap and, by chunks, in those of its rail peers; every rank has a flag for each of them."""
+    plan, topology = mirror.plan, mirror.plan.problem.topology
+    node, local = topology.node(rank), topology.local_rank(rank)
+    if topology.size == 1:
+        return
+    for index in (index for index in range(plan.tiles) if plan.exists(rank, index)):
+        _, (own, _) = mirror.places("mirror_finished", rank, 0, local, index)
+        memories[rank].add(own.flag, own.offset, plan.result_bytes, ("finished", rank, index))
+        for mate in topology.node_ranks(node):
+            if mate != rank:
+                _, (there, _) = mirror.places("mirror_finished", mate, 0, local, index)
+                assert (there.flag, there.offset) == (own.flag, own.offset), "who pulls looks where the owner has put it"
+                assert there.flag not in memories[mate].flags
+                memories[mate].flags[there.flag] = ("finished", rank, index)
+    for distance, chunk in itertools.product(range(1, topology.num_nodes), range(plan.num_chunks)):
+        peer, first = topology.rank((node + distance) % topology.num_nodes, local), chunk * plan.chunk_tiles
+        count, (source, target) = mirror.places("mirror_put_results", rank, distance, first)
+        if count:
+            assert memories[rank].regions[source.offset][1] == ("finished", rank, first)
+            assert memories[rank].flags[source.flag] == ("finished", rank, first)
+            memories[peer].add(target.flag, target.offset, count * plan.result_bytes, ("copy", rank, first))
+            back = topology.num_nodes - distance
+            for mate in topology.node_ranks(topology.node(peer)):
+                _, (there, _) = mirror.places("mirror_finished", mate, back, local, first)
+                assert (there.flag, there.offset) == (target.flag, target.offset)
+                if mate != peer:
+                    assert there.flag not in memories[mate].flags
+                    memories[mate].flags[there.flag] = ("copy", rank, first)
+
+
+def check_added(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
+    """An own tile adds what the node's others have sent, then the other nodes' sums; a sum all of its node's; in a fixed order."""
+    plan, topology = mirror.plan, mirror.plan.problem.topology
+    node, per_node = topology.node(rank), topology.ranks_per_node
+    mates = [topology.rank(node, (topology.local_rank(rank) + i) % per_node) for i in range(per_node)]
+    numbers = [*range(len(mirror.tiles(rank))), *(n for cta in range(plan.split.inter_reduce or 0) for n in mirror.assigned(rank, cta))]
+    memory = memories[rank]
+    for number in numbers:
+        owner, index, _, _, is_sum, exists = mirror.tile(rank, number)
+        if not exists or topology.size == 1:
+            continue
+        first_part, second_part = (mirror.places("mirror_addends", rank, number, part, room=topology.size + 1) for part in (0, 1))
+        if not is_sum:
+            assert first_part[0] == 0, "a product is sent as it is, and an own one waits for nobody"
+        count, places = first_part if is_sum else second_part
+        if owner != rank and not is_sum:
+            continue
+        expected = [("partial", source, owner, index) for source in (mates if is_sum else mates[1:])]
+        chunk = index // plan.chunk_tiles * plan.chunk_tiles
+        sums = [] if is_sum else [("arrived", source, rank, chunk) for source in topology.rail_peers(rank)]
+        assert count == len(expected) + len(sums)
+        for place, what in zip(places, [*expected, *sums], strict=False):
+            assert memory.flags[place.flag] == what
+            assert place.rank == what[1], "who is named when the wait fails"
+            begin = place.offset - (index - chunk) * plan.partial_bytes * (what[0] == "arrived")
+            assert memory.regions[begin][1] == what
+
+
+@each_case
+@pytest.mark.parametrize("partials", ["output", "float32"])
+def test_one_shot(case: tuple[Any, ...], partials: str) -> None:
+    for rows in (0, 1, 129, 300):
+        plan = plan_of(case, ALLREDUCE, "one_shot", rows, partials)
+        mirror, topology = Mirror(plan), plan.problem.topology
+        for rank in range(topology.size):
+            check_order(mirror, rank)
+            memory = Memory()
+            for number, tile in enumerate(plan.tiles_of(rank)):
+                count, places = mirror.places("mirror_addends", rank, number, 0, room=topology.size)
+                assert count == (topology.size if tile.is_sum else 0)
+                for source, place in enumerate(places[:count]):
+                    assert place.rank == source, "in the order of the ranks"
+                    first = tile.index // plan.chunk_tiles * plan.chunk_tiles
+                    told_by = tile.index if topology.node(source) == topology.node(rank) else first
+                    assert place.flag == source * plan.tiles + told_by
+                    memory.regions[place.offset] = plan.partial_bytes, (source, tile.index)
+            assert len(memory.regions) == topology.size * plan.tiles
+            memory.check(plan)
+            assert plan.flag_words == topology.size * plan.tiles
+    check_roles(mirror)
