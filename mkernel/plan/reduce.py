@@ -39,7 +39,7 @@ _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads
 _GROUP_M = 16  # tile rows that share their columns of B in L2
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
 _PACKET_RANKS = 8  # more would need more registers,
-_PACKET_BLOCK_N = 128  # and so would wider tiles
+_FEW_BLOCK_N = 128  # and so would wider tiles
 _PACKET_VALUES = 5 << 20  # bytes of a result up to which packets are faster
 _LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole
 _PANEL = 64  # columns of a block of a result: 128 bytes
@@ -285,8 +285,12 @@ class ReducePlan:
 
 
 def choose_algorithm(topology: Topology, rows: int, n: int, item: int = 2) -> str:
-    """Of the all-reduce: one step where little is sent, else two."""
-    return "one_shot" if rows * n * item * (topology.size - 1) <= _ONE_SHOT_BYTES else "two_shot"
+    """Of the all-reduce: one step between two ranks, and across nodes, where little is sent; else two.
+
+    Inside a node of four, two steps in packets were faster even for a single row (docs/benchmarks.md).
+    """
+    near = topology.num_nodes == 1 and topology.size > 2
+    return "one_shot" if not near and rows * n * item * (topology.size - 1) <= _ONE_SHOT_BYTES else "two_shot"
 
 
 def make_plan(
@@ -303,6 +307,8 @@ def make_plan(
     tile_rows = max(1, math.ceil(problem.rows / BLOCK_M))
     if tile is None:
         tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if problem.topology.size > 1 else 0.0)
+        if problem.one_shot:
+            tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N))
     load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
     wanted = split or Split()
     plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=load_rows)
@@ -312,7 +318,7 @@ def make_plan(
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
-        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _PACKET_BLOCK_N)), packets=True)
+        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N)), packets=True)
         if fits_packets(packed):
             return dataclasses.replace(packed, split=wanted.complete(Split(0, 0, 0, 0), sm_count))
     return dataclasses.replace(plan, split=wanted.complete(default_split(problem, sm_count), sm_count))
