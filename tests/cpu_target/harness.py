@@ -36,6 +36,7 @@ def structure(*names: str, maps: tuple[str, ...] = (), words: int | None = None)
 
 
 Primitives = structure("out", "words", "flags")
+Numbers = structure("packed", "floats", "out")
 GemmTile = structure("steps", "tiles_m", maps=("a", "b", "c"), words=8)
 Faults = structure("in_", "out", "flag", words=8)
 Relay = structure("in_", "middle", "out", "flag", "pieces", "expected", words=8)

@@ -15,7 +15,7 @@ import pytest
 from mkernel.errors import Error
 from mkernel.jit.headers import kernels_src
 from mkernel.runtime.cpu import CpuDevice
-from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Primitives, Relay, aligned, load, map_of
+from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Numbers, Primitives, Relay, aligned, load, map_of
 
 SEEDS = range(8)
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -61,6 +61,27 @@ def test_primitives(seed: int) -> None:
     assert words[1] == 128
     assert words[2] in (1, 2)
     assert flags[0] == 128 << 32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers(dtype: str) -> None:
+    """Every 16-bit number there is, through unpack, 16 bytes of shared memory and pack."""
+    kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(np.float16)
+    device = CpuDevice()
+    kernel = load("numbers", Numbers, threads=64, kFloat16=int(dtype == "float16"))
+    everything = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).reshape(-1, 128)
+    floats = np.random.default_rng(2).integers(0, 1 << 32, (len(everything), 64), dtype=np.uint32)
+    for i, numbers in enumerate(everything):
+        packed, given, out = aligned(64, np.uint32), aligned(64, np.uint32), aligned((64, 8), np.uint32, 0xDEAD)
+        packed[:], given[:] = numbers.view(np.uint32), floats[i]
+        device.launch(kernel, 0, 1, bytes(Numbers(packed.ctypes.data, given.ctypes.data, out.ctypes.data)))
+        values = numbers.view(kind).astype(np.float32).reshape(64, 2)
+        nan = np.isnan(values)
+        assert (np.isnan(out[:, :2].view(np.float32)) == nan).all()
+        assert ((out[:, :2] == values.view(np.uint32)) | nan).all()
+        assert ((out[:, 2].copy().view(np.uint16).reshape(64, 2) == numbers.reshape(64, 2)) | nan).all()
+        assert (out[:, 3] == given).all(), "a float's bits are left alone"
+        assert (out[:, 4:] == np.roll(out[:, :4], -1, axis=0)).all(), "what the neighbour has stored"
 
 
 # ---- TMA, wgmma, stmatrix

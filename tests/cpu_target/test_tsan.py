@@ -63,7 +63,7 @@ def rank(world):
     rng = np.random.default_rng(world.rank)
     for _ in range(2):
         a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((136, 72), (72, 64)))
-        assert np.isfinite(mk.allgather_gemm(a, b).astype(np.float32)).all()
+        assert np.isfinite(getattr(mk, sys.argv[2])(a, b, **dict(option.split("=") for option in sys.argv[3:])).astype(np.float32)).all()
 mk.launch(rank, ranks=2, ranks_per_node=int(sys.argv[1]), target="cpu")
 print("ended")
 """
@@ -71,7 +71,18 @@ print("ended")
 
 @pytest.mark.tsan
 @pytest.mark.parametrize("ranks_per_node", [2, 1], ids=["one node", "two nodes"])
-def test_op_is_clean(ranks_per_node: int) -> None:
-    """A whole operation, over direct access and over the network."""
-    done = run(OP, ranks_per_node, MKERNEL_CPU_SMS="2")
+@pytest.mark.parametrize(
+    "call",
+    [
+        ["allgather_gemm"],
+        ["gemm_reduce_scatter"],
+        ["gemm_reduce_scatter", "partials=float32"],
+        ["gemm_allreduce", "algorithm=one_shot"],
+        ["gemm_allreduce", "algorithm=two_shot"],
+    ],
+    ids=" ".join,
+)
+def test_op_is_clean(ranks_per_node: int, call: list[str]) -> None:
+    """A whole operation, over direct access and over the network; with a CTA of each role."""
+    done = run(OP, ranks_per_node, *call, MKERNEL_CPU_SMS="4" if "algorithm=two_shot" in call else "3")
     assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]

@@ -28,6 +28,7 @@ import mkernel as mk  # noqa: E402
 from mkernel.cli import launcher  # noqa: E402
 from mkernel.errors import AbortedError, Error, MismatchError, PeerLostError, TimeoutError  # noqa: A004, E402
 from mkernel.plan.topology import Topology  # noqa: E402
+from tests.gpu.exact import OPS, fused  # noqa: E402
 
 ROWS, N, K, OTHER_K = 200, 136, 64, 128  # all sums are small integers: results are exact
 SECONDS = 5.0  # timeout of the worlds
@@ -38,16 +39,20 @@ MPI_SECONDS = 10.0  # from a rank's death to the end of mpirun
 HEAP, LEAK = 256 << 20, 64 << 20  # a world's heap, and what may be missing at the end
 MARKER = "MKERNEL_TEST_RUN"  # in the environment of every process started here
 SURVIVORS = "MKERNEL_TEST_SURVIVORS"  # where those meet that are left
+OP = OPS[0]  # what the ranks call
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", help="NODESxRANKS, or mpirun")
+    parser.add_argument("--op", choices=OPS, default=OPS[0])
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for all ranks")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # where a rank writes when it kills itself
     options = parser.parse_args()
+    global OP
+    OP = options.op
     if options.rank:
         return _under_mpirun(options) if options.world == "mpirun" else Rank(options).run()
     return _driver(options)
@@ -157,17 +162,13 @@ class Rank:
 
 
 def call(world: Any, k: int = K) -> Any:
-    """Every rank's rows of A hold its rank + 1, B holds ones."""
-    xp = world.xp
-    a, b = xp.full((ROWS, k), world.rank + 1, dtype="float16"), xp.ones((k, N), dtype="float16")
-    return mk.allgather_gemm(a, b, world=world), (a, b)  # the operands must live until the kernel has ended
+    return fused(world, OP, ROWS, N, k)
 
 
 def right(world: Any, k: int = K) -> None:
-    c, _ = call(world, k)
+    c, expected, _ = call(world, k)
     world.synchronize()
-    expected = world.xp.repeat(world.xp.arange(1, world.size + 1), ROWS)[:, None] * k
-    assert bool((c == expected.astype("float16")).all()), f"rank {world.rank}: a wrong result"
+    assert bool((c == expected).all()), f"rank {world.rank}: a wrong result"
 
 
 def expect(
@@ -239,7 +240,7 @@ def _driver(options: argparse.Namespace) -> int:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    return [__file__, options.world, "--rank", "--target", options.target]
+    return [__file__, options.world, "--rank", "--target", options.target, "--op", options.op]
 
 
 def _run_processes(options: argparse.Namespace, environment: dict[str, str]) -> None:

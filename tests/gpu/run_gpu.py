@@ -7,18 +7,23 @@ sanitizer  one rank, and two: small calls under compute-sanitizer (sanitize.py)
 host       one GPU: what a call of a cached plan costs the host, with CuPy's and torch's arrays; how long ``import mkernel`` takes
 bench      ``python -m mkernel bench allgather_gemm`` (options after --)
 
+Stages world, faults and sanitizer go through all ops: allgather_gemm, gemm_reduce_scatter, and gemm_allreduce as one_shot and two_shot
+(``--ops`` chooses among them).
+
 Logs and JSON go to $OUT, else ./out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +33,15 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 # The checkout is on the path only from here on.
-from mkernel.bench.check import worst_product  # noqa: E402
+from mkernel.bench.check import to_float64, worst_product  # noqa: E402
 from mkernel.bench.lab import CudaLab  # noqa: E402
 from mkernel.bench.peers import gather  # noqa: E402
 from mkernel.cli import launcher  # noqa: E402
 from mkernel.cli.table import format_table  # noqa: E402
 from mkernel.plan.topology import Topology  # noqa: E402
+from tests.reference import roundings, worst_sum_over_bound  # noqa: E402
 
+OPS = ("allgather_gemm", "gemm_reduce_scatter", "one_shot", "two_shot")  # ops, and algorithms of gemm_allreduce
 STAGES = ("gemm", "world", "faults", "sanitizer", "host", "bench")
 FAULTS = ("1x4", "2x2", "mpirun")
 SANITIZED = ("1x1", "1x2")
@@ -84,6 +91,8 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
         "--worlds", nargs="+", help=f"of stage world (default {' '.join(WORLDS)}), faults ({' '.join(FAULTS)}) and sanitizer"
     )
     parser.add_argument("--only", nargs="+", default=[], help="checks of stage world to run, e.g. covering graph")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="of stages world, faults and sanitizer")
+    parser.add_argument("--partials", choices=("output", "float32"), default="output", help="of the reductions in stage world")
     parser.add_argument("--cases", type=int, default=60, help="random shapes of stage gemm")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds per job")
     parser.add_argument("--seed", type=int, default=None)
@@ -91,6 +100,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto")
     parser.add_argument("--rank", choices=("gemm", "world", "host"), help=argparse.SUPPRESS)
     parser.add_argument("--world", default="1x1", help=argparse.SUPPRESS)
+    parser.add_argument("--op", choices=OPS, default="allgather_gemm", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     options.stages = options.stages or list(STAGES)
     if unknown := set(options.stages) - set(STAGES):
@@ -108,16 +118,16 @@ def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple
         jobs.append(("bench gemm", 1, speed, options.limit))
     if "world" in options.stages:
         only = ["--only", *options.only] if options.only else []
-        for world in options.worlds or WORLDS:
-            arguments = [__file__, "--rank", "world", "--world", world, *common, *only]
-            jobs.append((f"world {world}", _topology(world).size, arguments, options.limit))
+        for world, op in itertools.product(options.worlds or WORLDS, options.ops):
+            what = ["--world", world, "--op", op, "--partials", options.partials]
+            jobs.append((f"world {world} {op}", _topology(world).size, [__file__, "--rank", "world", *what, *common, *only], options.limit))
     # These start their own ranks: from here they are one plain process each.
     here = Path(__file__).parent
     for stage, script, worlds in (("faults", "faults.py", FAULTS), ("sanitizer", "sanitize.py", SANITIZED)):
         if stage in options.stages:
-            for world in options.worlds or worlds:
-                limit = str(options.limit - 10)
-                jobs.append((f"{stage} {world}", 1, [str(here / script), world, "--limit", limit], options.limit))
+            for world, op in itertools.product(options.worlds or worlds, options.ops):
+                arguments = [str(here / script), world, "--op", op, "--limit", str(options.limit - 10)]
+                jobs.append((f"{stage} {world} {op}", 1, arguments, options.limit))
     if "host" in options.stages:
         jobs.append(("host", 1, [__file__, "--rank", "host", *common], options.limit))
     if "bench" in options.stages:
@@ -157,47 +167,71 @@ def _rank(options: argparse.Namespace) -> int:
 
 
 class Problem:
-    """One call's arrays: seeded, so that every rank can write every rank's input again."""
+    """One call's arrays: seeded, so that every rank can write every rank's inputs again. ``m``: of the whole problem, ``k``: of a rank."""
 
     def __init__(self, bench: Bench, m: int, n: int, k: int, dtype: str, transposed: bool, seed: int) -> None:
         self.bench, self.lab, self.m, self.n, self.k, self.seed, self.transposed = bench, bench.labs[dtype], m, n, k, seed, transposed
-        world = bench.world
+        self.op, world = bench.op, bench.world
         self.rows = m // world.size
         self.a = self._shard(world.rank)
-        self.b = self.lab.random((n, k), seed + 1000).T if transposed else self.lab.random((k, n), seed + 1000)
+        self.b = self._columns(world.rank)
         self.c = self.output()
 
     def _shard(self, rank: int) -> Any:
-        return self.lab.random((self.rows, self.k), self.seed + rank)
+        return self.lab.random((self.rows if self.op == "allgather_gemm" else self.m, self.k), self.seed + rank)
+
+    def _columns(self, rank: int) -> Any:
+        seed = self.seed + 1000 + rank
+        return self.lab.random((self.n, self.k), seed).T if self.transposed else self.lab.random((self.k, self.n), seed)
 
     def output(self) -> Any:
-        c = self.lab.empty((self.m, self.n))
+        c = self.lab.empty((self.rows if self.op == "gemm_reduce_scatter" else self.m, self.n))
         if c.size:
             self.lab.poison(c)
         return c
 
     def call(self, c: Any = None) -> Any:
-        import mkernel as mk
-
-        return mk.allgather_gemm(self.a, self.b, world=self.bench.world, out=self.c if c is None else c)
+        return self.bench.call(self.a, self.b, out=self.c if c is None else c)
 
     def check(self) -> float:
         """The worst error over its bound of the output on this rank; the stream is idle afterwards."""
-        xp = self.lab.xp
         self.lab.synchronize()
+        return self._product() if self.op == "allgather_gemm" else self._sum()
+
+    def _product(self) -> float:
+        xp = self.lab.xp
         bits = xp.concatenate([self._shard(rank).view(xp.uint16) for rank in range(self.bench.world.size)])
-        b = xp.ascontiguousarray(self.b.T.view(xp.uint16).T if self.transposed else self.b.view(xp.uint16))
-        return worst_product(xp, self.c, bits.view(self.c.dtype), b.view(self.c.dtype))
+        return worst_product(xp, self.c, bits.view(self.c.dtype), self._contiguous(self.b))
+
+    def _sum(self) -> float:
+        xp, world = self.lab.xp, self.bench.world
+        mine = slice(world.rank * self.rows, (world.rank + 1) * self.rows) if self.op == "gemm_reduce_scatter" else slice(None)
+        products, magnitude = [], 0.0
+        for rank in range(world.size):
+            a, b = (to_float64(xp, array) for array in (self._shard(rank)[mine], self._contiguous(self._columns(rank))))
+            products.append(a @ b)
+            magnitude = magnitude + xp.abs(a) @ xp.abs(b)
+        # The matrix unit adds 16 products at a time and may truncate; and each rank's product is added once more.
+        accumulated = (world.size * (self.k / 8 + 32) + 2 * world.size) * 2.0**-23 * magnitude
+        allowed = roundings(self.bench.name, world.topology, world.rank, self.bench.options.partials, self.bench.algorithm)
+        return worst_sum_over_bound(xp, to_float64(xp, xp.ascontiguousarray(self.c)), products, accumulated, self.lab.dtype, **allowed)
+
+    def _contiguous(self, b: Any) -> Any:
+        xp = self.lab.xp
+        return xp.ascontiguousarray(b.T.view(xp.uint16).T if self.transposed else b.view(xp.uint16)).view(self.c.dtype)
 
     def __str__(self) -> str:
-        return f"M={self.m} N={self.n} K={self.k} {self.lab.dtype} b {'(N, K).T' if self.transposed else '(K, N)'} seed {self.seed}"
+        b = "(N, K).T" if self.transposed else "(K, N)"
+        return f"{self.op} M={self.m} N={self.n} K={self.k} {self.lab.dtype} b {b} seed {self.seed}"
 
 
 class Bench:
     """The world under test with the helpers of the benchmark."""
 
     def __init__(self, world: Any, options: argparse.Namespace) -> None:
-        self.world, self.options = world, options
+        self.world, self.options, self.op = world, options, options.op
+        self.algorithm = self.op if self.op in ("one_shot", "two_shot") else None
+        self.name = "gemm_allreduce" if self.algorithm else self.op
         self.random = random.Random(options.seed)  # the same on all ranks: they must draw the same shapes
         self.own_random = random.Random(options.seed * 1000 + world.rank)
         self.labs = {dtype: CudaLab(world, dtype) for dtype in ("bfloat16", "float16")}
@@ -206,6 +240,25 @@ class Bench:
 
     def problem(self, m: int, n: int, k: int, dtype: str = "bfloat16", transposed: bool = False) -> Problem:
         return Problem(self, m, n, k, dtype, transposed, self.random.randrange(2**31))
+
+    def call(self, a: Any, b: Any, **options: Any) -> Any:
+        """The op under test."""
+        import mkernel as mk
+
+        if self.op != "allgather_gemm":
+            options["partials"] = self.options.partials
+        if self.algorithm:
+            options["algorithm"] = self.algorithm
+        return getattr(mk, self.name)(a, b, world=self.world, **options)
+
+    def everywhere(self, outputs: Sequence[Any], what: str) -> None:
+        """An all-reduce gives all ranks the same bits, or raise on every rank."""
+        if self.name == "gemm_allreduce":
+            self.lab.synchronize()
+            sums = [zlib.crc32(output.view(self.lab.xp.uint16).get().tobytes()) for output in outputs]
+            by_rank = gather(self.world, sums)
+            if any(other != by_rank[0] for other in by_rank):
+                raise AssertionError(f"{what}: the ranks have different bits: {by_rank}")
 
     def right(self, worst: float, what: object) -> float:
         """Raise on every rank if any rank is wrong."""
@@ -258,6 +311,7 @@ def covering(bench: Bench) -> str:
     for problem in problems:
         problem.call()
     worst = max(bench.right(problem.check(), problem) for problem in problems)
+    bench.everywhere([problem.c for problem in problems], "covering")
     return f"{len(problems)} shapes, worst error {worst:.2f} of its bound"
 
 
@@ -268,6 +322,7 @@ def _family(bench: Bench, count: int = 4) -> tuple[list[Problem], list[Any]]:
         problem.call()
     for problem in problems:
         bench.right(problem.check(), problem)
+    bench.everywhere([problem.c for problem in problems], "a family of inputs")
     return problems, [problem.c.copy() for problem in problems]
 
 
@@ -325,6 +380,21 @@ def late(bench: Bench, calls: int = 50) -> str:
         problems[i % len(problems)].call(output)
     bench.same(outputs, [expected[i % len(problems)] for i in range(calls)], "late ranks")
     return f"{calls} calls"
+
+
+def reproducible(bench: Bench, runs: int = 50) -> str:
+    """The same inputs again and again, every rank delayed at random on the host and on the device: the same bits."""
+    problems, expected = _family(bench, 2)
+    outputs = [problems[i % 2].output() for i in range(2 * runs)]
+    bench.lab.synchronize()
+    for i, output in enumerate(outputs):
+        if bench.own_random.random() < 0.5:
+            time.sleep(bench.own_random.random() * 0.003)
+        if bench.own_random.random() < 0.3:
+            bench.lab.delay(bench.own_random.randrange(1_000_000))
+        problems[i % 2].call(output)
+    bench.same(outputs, [expected[i % 2] for i in range(2 * runs)], "reproducible")
+    return f"{runs} runs of 2 inputs"
 
 
 def beside(bench: Bench) -> str:
@@ -442,7 +512,14 @@ def _medians(found: dict[str, float]) -> str:
 
 CHECKS: dict[str, dict[str, Callable[[Bench], str]]] = {
     "gemm": {"shapes": shapes},
-    "world": {"covering": covering, "back-to-back": back_to_back, "graph": graph, "late": late, "beside": beside},
+    "world": {
+        "covering": covering,
+        "back-to-back": back_to_back,
+        "graph": graph,
+        "late": late,
+        "reproducible": reproducible,
+        "beside": beside,
+    },
     "host": {"CuPy": host_cupy, "torch": host_torch, "import": host_import},
 }
 

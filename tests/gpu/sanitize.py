@@ -1,4 +1,4 @@
-"""Small calls under ``compute-sanitizer --tool memcheck``: ``python tests/gpu/sanitize.py 1x1`` (or 1x2). Prints a RESULT line."""
+"""Small calls under ``compute-sanitizer --tool memcheck``: ``python tests/gpu/sanitize.py 1x1 --op two_shot``. Prints a RESULT line."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
 from mkernel.cli import launcher  # noqa: E402
+from tests.gpu.exact import OPS, fused  # noqa: E402
 
 SHAPES = ((256, 136, 72), (129, 128, 520), (1, 8, 8))  # rows of one rank, N, K: whole tiles, tails in every direction, one row
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("world", help="NODESxRANKS")
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tool", default="memcheck")
+    parser.add_argument("--op", choices=OPS, default=OPS[0])
     parser.add_argument("--limit", type=float, default=60.0, help="seconds")
     parser.add_argument("--rank", choices=("outside", "inside"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -39,7 +41,7 @@ def main() -> int:
 
 def _driver(options: argparse.Namespace) -> int:
     nodes, per_node = (int(part) for part in options.world.split("x"))
-    arguments = [__file__, options.world, "--target", options.target, "--tool", options.tool, "--rank", "outside"]
+    arguments = [__file__, options.world, "--target", options.target, "--tool", options.tool, "--op", options.op, "--rank", "outside"]
     with tempfile.TemporaryFile() as output:
         try:
             status = launcher.run(
@@ -77,20 +79,18 @@ def _enter(options: argparse.Namespace) -> None:
         sys.exit(MISSING)
     # What the driver refuses is checked by mkernel itself; CuPy asks it for things that may be refused.
     tool = [sanitizer, "--tool", options.tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-    os.execv(sanitizer, [*tool, sys.executable, __file__, options.world, "--target", options.target, "--rank", "inside"])
+    arguments = [options.world, "--target", options.target, "--op", options.op, "--rank", "inside"]
+    os.execv(sanitizer, [*tool, sys.executable, __file__, *arguments])
 
 
 def _calls(options: argparse.Namespace) -> int:
     per_node = int(options.world.split("x")[1])
     with mk.init(target=options.target, ranks_per_node=per_node, heap_bytes=64 << 20, timeout=options.limit) as world:
-        xp = world.xp
         for rows, n, k in SHAPES:
-            a, b = xp.full((rows, k), world.rank + 1, dtype="float16"), xp.ones((k, n), dtype="float16")
-            for operand in (b, xp.ones((n, k), dtype="float16").T):
-                c = mk.allgather_gemm(a, operand, world=world)
+            for transposed in (False, True):
+                c, expected, _ = fused(world, options.op, rows, n, k, transposed)
                 world.synchronize()
-                expected = xp.repeat(xp.arange(1, world.size + 1), rows)[:, None] * k
-                assert bool((c == expected.astype("float16")).all()), f"rank {world.rank}: wrong result for {(rows, n, k)}"
+                assert bool((c == expected).all()), f"rank {world.rank}: wrong result for {(rows, n, k)}"
         world.barrier()
     print("CALLS RIGHT", flush=True)
     return 0

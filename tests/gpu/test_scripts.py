@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import sanitize
+from tests.gpu.exact import OPS
 
 HERE = Path(__file__).parent
 
@@ -19,22 +20,34 @@ def _results(*command: str) -> tuple[int, dict[str, str], str]:
     return done.returncode, {name: outcome for name, outcome, _ in lines}, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("world", ["1x4", "2x2", pytest.param("mpirun", marks=pytest.mark.mpi)])
-def test_faults(world: str) -> None:
-    status, outcomes, text = _results(str(HERE / "faults.py"), world, "--target", "cpu", "--limit", "200")
+_WORLDS = [("1x4", OPS[0]), ("2x2", OPS[0]), ("1x4", "two_shot"), ("2x2", "gemm_reduce_scatter")]
+_MORE = [(world, op) for world in ("1x4", "2x2") for op in OPS if (world, op) not in _WORLDS]
+
+
+@pytest.mark.parametrize(
+    ("world", "op"),
+    [
+        *_WORLDS,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in _MORE),
+        pytest.param("mpirun", OPS[0], marks=pytest.mark.mpi),
+        pytest.param("mpirun", "two_shot", marks=pytest.mark.mpi),
+    ],
+)
+def test_faults(world: str, op: str) -> None:
+    status, outcomes, text = _results(str(HERE / "faults.py"), world, "--op", op, "--target", "cpu", "--limit", "200")
     assert status == 0, text
     assert set(outcomes.values()) == {"ok"}, text
     assert len(outcomes) == (2 if world == "mpirun" else 9), text
 
 
-@pytest.mark.parametrize(("errors", "status"), [("0", 0), ("2", 1)])
-def test_sanitizer(errors: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("errors", "status", "op"), [("2", 1, OPS[0]), *(("0", 0, op) for op in OPS)])
+def test_sanitizer(errors: str, status: int, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in that reports what it is told to."""
     stand_in = tmp_path / "compute-sanitizer"
     stand_in.write_text(f'#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift 2; done\n"$@"\necho "========= ERROR SUMMARY: {errors} errors"\n')
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found, outcomes, text = _results(str(HERE / "sanitize.py"), "1x2", "--target", "cpu", "--limit", "200")
+    found, outcomes, text = _results(str(HERE / "sanitize.py"), "1x2", "--op", op, "--target", "cpu", "--limit", "200")
     assert found == status, text
     assert outcomes == {"memcheck 1x2": "FAILED" if status else "ok"}, text
 

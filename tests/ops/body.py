@@ -35,16 +35,16 @@ def topology(world: str) -> Topology:
 
 def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str | None = None) -> mk.Split | None:
     """The default, one SM per role, or as many for communication as leave one for compute."""
-    roles = _roles(shape, op, algorithm)
+    used = roles(shape, op, algorithm)
     if name == "narrow":
-        return mk.Split(compute=1, **dict.fromkeys(roles, 1))
+        return mk.Split(compute=1, **dict.fromkeys(used, 1))
     if name == "wide":
         others = env.CPU_SMS.get() - 1
-        return mk.Split(**{role: len(range(i, others, len(roles))) for i, role in enumerate(roles)})
+        return mk.Split(**{role: len(range(i, others, len(used))) for i, role in enumerate(used)})
     return None
 
 
-def _roles(shape: Topology, op: str, algorithm: str | None) -> list[str]:
+def roles(shape: Topology, op: str, algorithm: str | None) -> list[str]:
     """That move data there."""
     remote, reduces, two_shot = shape.num_nodes > 1, op != "allgather_gemm", algorithm == "two_shot"
     used = {
