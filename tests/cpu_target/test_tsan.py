@@ -69,20 +69,17 @@ print("ended")
 """
 
 
+_CALLS = [(2, "allgather_gemm"), (1, "allgather_gemm"), (2, "gemm_reduce_scatter"), (1, "gemm_allreduce algorithm=two_shot")]
+_MORE = [
+    *((2, call) for call in ("gemm_allreduce algorithm=one_shot", "gemm_allreduce algorithm=two_shot")),
+    *((1, call) for call in ("gemm_allreduce algorithm=one_shot", "gemm_reduce_scatter")),
+    *((ranks, "gemm_reduce_scatter partials=float32") for ranks in (2, 1)),
+]
+
+
 @pytest.mark.tsan
-@pytest.mark.parametrize("ranks_per_node", [2, 1], ids=["one node", "two nodes"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        ["allgather_gemm"],
-        ["gemm_reduce_scatter"],
-        ["gemm_reduce_scatter", "partials=float32"],
-        ["gemm_allreduce", "algorithm=one_shot"],
-        ["gemm_allreduce", "algorithm=two_shot"],
-    ],
-    ids=" ".join,
-)
-def test_op_is_clean(ranks_per_node: int, call: list[str]) -> None:
+@pytest.mark.parametrize(("ranks_per_node", "call"), [*_CALLS, *(pytest.param(*case, marks=pytest.mark.slow) for case in _MORE)])
+def test_op_is_clean(ranks_per_node: int, call: str) -> None:
     """A whole operation, over direct access and over the network; with a CTA of each role."""
-    done = run(OP, ranks_per_node, *call, MKERNEL_CPU_SMS="4" if "algorithm=two_shot" in call else "3")
+    done = run(OP, ranks_per_node, *call.split(), MKERNEL_CPU_SMS="4" if "two_shot" in call else "3")
     assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]
