@@ -353,9 +353,8 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
       ptx::sync_cta();
     }
   }
-  if (ptx::warp_index() == 0) {
+  if (ptx::thread_index() == 0) {
     ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
-    ptx::sync_warp();                 // after inter_send, which is one thread's
     gemm_init(storage.gemm);
   }
   ptx::sync_cta();

@@ -76,7 +76,7 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
-  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
+  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;           // columns of a slice, and of one TMA load of a K-major B
   static constexpr uint32_t kLoadRows = detail::LoadRows<Config>::kValue;  // of A; what the others hold does not matter
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
@@ -141,25 +141,25 @@ MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
   return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
 }
 
-// Before a sync_cta; one warp, the barriers shared out among its lanes.
 template <class Config>
-MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {
-  const uint32_t lane = ptx::lane_index();
-  const auto init = [&](uint64_t* bars, uint32_t number, uint32_t arrivals) {
-    for (uint32_t i = lane; i < number; i += 32) ptx::mbarrier_init(bars + i, arrivals);
-  };
-  init(storage.stage_filled, Config::kStages, 1);
-  init(storage.stage_consumed, Config::kStages, kConsumerWarps);
-  init(storage.tile_offered, kTileQueue, 1);
-  init(storage.tile_taken, kTileQueue, kQueueReaders);
-  init(storage.block_written[0], kConsumerWarpgroups * kResultBuffers, kWarpgroup / 32);
-  init(storage.block_stored[0], kConsumerWarpgroups * kResultBuffers, 1);
-  if (lane == 0) {
-    ptx::mbarrier_init(&storage.entries_checked, 1);
-    storage.refused = 0;
-    storage.announce.init();
+MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta; a warp that shared them out was slower
+  for (uint32_t s = 0; s < Config::kStages; ++s) {
+    ptx::mbarrier_init(&storage.stage_filled[s], 1);
+    ptx::mbarrier_init(&storage.stage_consumed[s], kConsumerWarps);
   }
-  ptx::mbarrier_init_fence();
+  for (uint32_t q = 0; q < kTileQueue; ++q) {
+    ptx::mbarrier_init(&storage.tile_offered[q], 1);
+    ptx::mbarrier_init(&storage.tile_taken[q], kQueueReaders);
+  }
+  for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
+    for (uint32_t b = 0; b < kResultBuffers; ++b) {
+      ptx::mbarrier_init(&storage.block_written[w][b], kWarpgroup / 32);
+      ptx::mbarrier_init(&storage.block_stored[w][b], 1);
+    }
+  }
+  ptx::mbarrier_init(&storage.entries_checked, 1);
+  storage.refused = 0;
+  storage.announce.init();  // ends with the fence for all of them
 }
 
 // Reads the next item of the queue, as the loading or storing thread or as one warp of a consumer.

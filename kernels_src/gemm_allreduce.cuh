@@ -222,7 +222,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
     if (ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) inter_send_role(call, p, at.index);
     ptx::sync_cta();
   }
-  if (ptx::warp_index() == 0) {
+  if (ptx::thread_index() == 0) {
     ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
     gemm_init(storage.gemm);
   }

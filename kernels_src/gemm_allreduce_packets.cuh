@@ -196,7 +196,7 @@ struct Tiles : BasicOp {
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const Call call = begin_call(p.world, abi::kCompute);
-  if (ptx::warp_index() == 0) gemm_init(storage.gemm);
+  if (ptx::thread_index() == 0) gemm_init(storage.gemm);
   ptx::sync_cta();
   compute_role(call, Tiles(p), storage.gemm);
 }

@@ -41,8 +41,8 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const RoleIndex at = role_of(ptx::cta_index());
   const Call call = begin_call(p.world, at.role);
-  if (ptx::warp_index() == 0) {
-    if (at.role == abi::kInterSend && ptx::lane_index() == 0) inter_send_role(call, p, at.index);
+  if (ptx::thread_index() == 0) {
+    if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
     gemm_init(storage.gemm);
   }
   ptx::sync_cta();

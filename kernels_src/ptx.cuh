@@ -60,7 +60,7 @@ MK_DEVICE uint64_t clock_ns() {
 // passes, or an abort may have been requested. The caller polls again in every case.
 MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
   (void)flag, (void)value, (void)deadline;
-  asm volatile("nanosleep.u32 32;");
+  asm volatile("nanosleep.u32 100;");
 }
 
 // Polls of a flag (about a microsecond each) between two looks at the abort words. That of the host lies in host memory: with a look every 32
@@ -225,8 +225,8 @@ MK_DEVICE Words load_packet(const Words* p) {
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
   asm volatile(
-      "{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h}; st.relaxed.sys.global.b128 [%0], v; }" ::
-          "l"(p),
+      "{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h}; st.relaxed.sys.global.b128 [%0], v; "
+      "}" ::"l"(p),
       "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
       : "memory");
 }
