@@ -29,17 +29,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["APT", "Job", "Machines", "Outcome", "Unavailable", "pyverbs_path", "sysroot", "unavailable"]
+__all__ = ["APT", "Job", "Machines", "Outcome", "UnavailableError", "pyverbs_path", "sysroot", "unavailable"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 APT = "apt-get install -y --no-install-recommends qemu-system-x86"
 _PACKAGES = ("python3-pyverbs", "libibverbs1", "ibverbs-providers", "librdmacm1", "iproute2", "busybox-static")
-_MODULES = ["crc32_generic", "crc32c_generic", "virtio_ring", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio", "virtio_pci", "failover", "net_failover", "virtio_net", "9pnet", "9pnet_virtio", "netfs", "fscache", "9p", "overlay", "ib_core", "ib_uverbs", "ib_cm", "iw_cm", "configfs", "rdma_cm", "rdma_ucm", "udp_tunnel", "ip6_udp_tunnel", "rdma_rxe"]  # in the order of insertion
+_MODULES = """
+crc32_generic crc32c_generic virtio_ring virtio_pci_modern_dev virtio_pci_legacy_dev virtio virtio_pci failover net_failover
+virtio_net 9pnet 9pnet_virtio netfs fscache 9p overlay ib_core ib_uverbs ib_cm iw_cm configfs rdma_cm rdma_ucm udp_tunnel
+ip6_udp_tunnel rdma_rxe
+"""  # in the order of insertion
 _FORMAT = 3  # of the unpacked folder: raise it when _prepare changes
 CONTROL, RDMA = "10.77.0.{}", "10.78.0.{}"  # addresses; machine 0 has .1
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """The machines cannot be booted here; the text says why and what would help."""
 
 
@@ -58,23 +62,23 @@ def unavailable() -> str | None:
     """Why no machine can be booted here; None if one can. Downloads what is missing (once)."""
     try:
         sysroot()
-    except Unavailable as error:
+    except UnavailableError as error:
         return str(error)
     return None
 
 
 @functools.cache
-def _sysroot() -> Sysroot | Unavailable:
+def _sysroot() -> Sysroot | UnavailableError:
     try:
         return _prepare()
-    except Unavailable as error:
+    except UnavailableError as error:
         return error
 
 
 def sysroot() -> Sysroot:
-    """The kernel and the packages, unpacked. Raises Unavailable."""
+    """The kernel and the packages, unpacked. Raises UnavailableError."""
     found = _sysroot()
-    if isinstance(found, Unavailable):
+    if isinstance(found, UnavailableError):
         raise found
     return found
 
@@ -85,13 +89,13 @@ def pyverbs_path() -> str:
 
 def _prepare() -> Sysroot:
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise Unavailable("the machines are x86-64 Linux")
+        raise UnavailableError("the machines are x86-64 Linux")
     if os.geteuid() != 0:
-        raise Unavailable("must be root")
+        raise UnavailableError("must be root")
     if shutil.which("qemu-system-x86_64") is None:
-        raise Unavailable(f"no qemu-system-x86_64: {APT}")
+        raise UnavailableError(f"no qemu-system-x86_64: {APT}")
     if not all(map(shutil.which, ("apt-get", "apt-cache", "dpkg-deb", "tar"))):
-        raise Unavailable("needs a Debian host: kernel and RDMA packages come from its archive")
+        raise UnavailableError("needs a Debian host: kernel and RDMA packages come from its archive")
     image = _kernel_package()
     archives = _archives(image)
     name = hashlib.sha256(f"{_FORMAT} {archives}".encode()).hexdigest()[:16]
@@ -103,7 +107,7 @@ def _prepare() -> Sysroot:
         pyverbs = Path("/usr/lib/python3/dist-packages/pyverbs")  # installed on the host
     minor = f"cpython-{sys.version_info.major}{sys.version_info.minor}-"
     if not any(minor in file.name for file in pyverbs.glob("device.*.so")):
-        raise Unavailable(f"the distribution's pyverbs is not built for Python {platform.python_version()}")
+        raise UnavailableError(f"the distribution's pyverbs is not built for Python {platform.python_version()}")
     alone = folder / "pyverbs"
     alone.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -119,7 +123,7 @@ def _cache() -> Path:
 def _run(*command: str, cwd: Path | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300)
     if done.returncode:
-        raise Unavailable(f"`{shlex.join(command)}` failed: {(done.stderr or done.stdout).strip()[-300:]}")
+        raise UnavailableError(f"`{shlex.join(command)}` failed: {(done.stderr or done.stdout).strip()[-300:]}")
     return done.stdout
 
 
@@ -129,7 +133,7 @@ def _kernel_package() -> str:
         kind, _, name = line.strip().partition(": ")
         if kind == "Depends" and name.startswith("linux-image-"):
             return name
-    raise Unavailable("apt knows no linux-image-amd64: apt-get update")
+    raise UnavailableError("apt knows no linux-image-amd64: apt-get update")
 
 
 def _archives(image: str) -> list[str]:
@@ -140,7 +144,7 @@ def _archives(image: str) -> list[str]:
     policy = _run("apt-cache", "policy", image)
     version = next((line.split()[1] for line in policy.splitlines() if line.strip().startswith("Candidate:")), "(none)")
     if version == "(none)":
-        raise Unavailable(f"apt has no candidate of {image}: apt-get update")
+        raise UnavailableError(f"apt has no candidate of {image}: apt-get update")
     return sorted(f"{name}={version}" for name, version in {**new, image: version}.items())
 
 
@@ -170,7 +174,7 @@ def _unpack(folder: Path, images: Sequence[str], archives: Sequence[str]) -> Non
             new.rename(folder)
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        raise Unavailable(f"{folder} cannot be made")
+        raise UnavailableError(f"{folder} cannot be made")
 
 
 def _download(archive: str, downloads: Path) -> Path:
@@ -189,10 +193,12 @@ def _untar(archive: Path, folder: Path, only: Sequence[str]) -> None:
 
 def _make_initramfs(folder: Path, root: Path) -> None:
     found = {file.name.partition(".ko")[0].replace("-", "_"): file for file in folder.rglob("*.ko*")}
-    files: dict[str, tuple[int, bytes]] = dict.fromkeys(("bin", "modules", "proc", "sys", "dev", "host", "over", "rw", "root"), (16877, b""))
+    files: dict[str, tuple[int, bytes]] = dict.fromkeys(
+        ("bin", "modules", "proc", "sys", "dev", "host", "over", "rw", "root"), (16877, b"")
+    )
     busybox = next((file for file in (root / "usr/bin/busybox", root / "bin/busybox", Path("/bin/busybox")) if file.exists()), None)
     if busybox is None:
-        raise Unavailable("busybox-static holds no busybox")
+        raise UnavailableError("busybox-static holds no busybox")
     files["bin/busybox"] = (0o100755, busybox.read_bytes())
     for number, name in enumerate(_MODULES):
         if name in found:  # a module that is missing is built in, or insmod of those that need it says so
