@@ -34,12 +34,13 @@ __all__ = ["APT", "Job", "Machines", "Outcome", "UnavailableError", "pyverbs_pat
 REPOSITORY = Path(__file__).resolve().parents[2]
 APT = "apt-get install -y --no-install-recommends qemu-system-x86"
 _PACKAGES = ("python3-pyverbs", "libibverbs1", "ibverbs-providers", "librdmacm1", "iproute2", "busybox-static")
+# In the order of insertion.
 _MODULES = """
 crc32_generic crc32c_generic virtio_ring virtio_pci_modern_dev virtio_pci_legacy_dev virtio virtio_pci failover net_failover
 virtio_net 9pnet 9pnet_virtio netfs fscache 9p overlay ib_core ib_uverbs ib_cm iw_cm configfs rdma_cm rdma_ucm udp_tunnel
 ip6_udp_tunnel rdma_rxe
-"""  # in the order of insertion
-_FORMAT = 3  # of the unpacked folder: raise it when _prepare changes
+"""
+_FORMAT = 4  # of the unpacked folder: raise it when _prepare changes
 CONTROL, RDMA = "10.77.0.{}", "10.78.0.{}"  # addresses; machine 0 has .1
 
 
@@ -161,7 +162,7 @@ def _unpack(folder: Path, images: Sequence[str], archives: Sequence[str]) -> Non
         for archive in archives:
             package = archive.partition("=")[0]
             file = _download(archive, downloads)
-            only = ["--wildcards", "./boot/vmlinuz-*", *(f"*/{name}.ko*" for name in _MODULES)] if package in images else []
+            only = ["--wildcards", "./boot/vmlinuz-*", *(f"*/{name}.ko*" for name in _MODULES.split())] if package in images else []
             _untar(file, new if only else root, only)
         for name in merged:
             (root / name).unlink()  # else they would hide the host's own
@@ -193,14 +194,14 @@ def _untar(archive: Path, folder: Path, only: Sequence[str]) -> None:
 
 def _make_initramfs(folder: Path, root: Path) -> None:
     found = {file.name.partition(".ko")[0].replace("-", "_"): file for file in folder.rglob("*.ko*")}
-    files: dict[str, tuple[int, bytes]] = dict.fromkeys(
-        ("bin", "modules", "proc", "sys", "dev", "host", "over", "rw", "root"), (16877, b"")
-    )
-    busybox = next((file for file in (root / "usr/bin/busybox", root / "bin/busybox", Path("/bin/busybox")) if file.exists()), None)
+    folders = ("bin", "modules", "proc", "sys", "dev", "host", "over", "rw", "root")
+    files: dict[str, tuple[int, bytes]] = {name: (0o40755, b"") for name in folders}  # noqa: C420 - the mode reads better in octal
+    places = (root / "usr/bin/busybox", root / "bin/busybox", Path("/bin/busybox"))
+    busybox = next((file for file in places if file.exists()), None)
     if busybox is None:
         raise UnavailableError("busybox-static holds no busybox")
     files["bin/busybox"] = (0o100755, busybox.read_bytes())
-    for number, name in enumerate(_MODULES):
+    for number, name in enumerate(_MODULES.split()):
         if name in found:  # a module that is missing is built in, or insmod of those that need it says so
             data = found[name].read_bytes()
             files[f"modules/{number:02d}-{name}.ko"] = (0o100644, lzma.decompress(data) if found[name].suffix == ".xz" else data)
