@@ -91,6 +91,14 @@ def _bytes(text: str) -> int:
     return value
 
 
+def _list(text: str) -> list[str]:
+    """``mlx5_0:1,mlx5_1``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError("separate names by one comma")
+    return parts
+
+
 def _choice(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in names:
@@ -148,6 +156,22 @@ CPU_SEED = _declare("MKERNEL_CPU_SEED", "an integer >= 0", _natural, 0, "seed of
 TRANSPORT = _declare(
     "MKERNEL_TRANSPORT", "auto, rc, srd or emulated", _choice("auto", "rc", "srd", "emulated"), "auto", "how ranks of different nodes talk"
 )
+NIC = _declare(
+    "MKERNEL_NIC",
+    "device or device:port, by comma",
+    _optional(_list),
+    None,
+    "network cards by rank of a host (else the nearest)",
+)
+GID_INDEX = _declare("MKERNEL_GID_INDEX", "an integer >= 0", _optional(_natural), None, "index of the GID to use (else chosen by content)")
+RC_SIGNAL = _declare(
+    "MKERNEL_RC_SIGNAL",
+    "auto, atomic, write or imm",
+    _choice("auto", "atomic", "write", "imm"),
+    "auto",
+    "how rc raises a flag: fetch-and-add, else (no atomics) a message; write: only where no path of the network is adaptive",
+)
+RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "an integer >= 1", _positive, 4, "queue pairs of rc to each peer; channels share them")
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _duration, 50.0, "bandwidth of one emulated link; 0: not paced")
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _duration, 5.0, "latency of one emulated link")
 

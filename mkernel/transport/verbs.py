@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ERRNO_REMEDIES",
     "EVENTS",
     "STATUSES",
     "Access",
@@ -95,6 +96,21 @@ EVENTS: dict[int, tuple[str, bool, str, str]] = {
     17: ("IBV_EVENT_CLIENT_REREGISTER", False, "the subnet manager asks clients to register again", ""),
     18: ("IBV_EVENT_GID_CHANGE", False, "the port's GID table has changed", ""),
     19: ("IBV_EVENT_WQ_FATAL", True, "a work queue failed", "check the card's driver logs (dmesg)"),
+}
+
+# What may be done about a call that failed while connections were set up.
+ERRNO_REMEDIES: dict[int, str] = {
+    errno.EPERM: "allow locked memory: `ulimit -l unlimited`, LimitMEMLOCK=infinity for services",
+    errno.EACCES: "give the user access to /dev/infiniband",
+    errno.ENOENT: "load the card's kernel modules and ib_uverbs",
+    errno.ENODEV: "the device has gone: see `python -m mkernel doctor`",
+    errno.ENOMEM: "allow locked memory (`ulimit -l unlimited`), or pass a smaller heap_bytes",
+    errno.EINVAL: "is the GID still there, and the peer's network reachable? see `python -m mkernel doctor`",
+    errno.EOPNOTSUPP: "the card or its driver cannot do this: see docs/transports.md",
+    errno.ETIMEDOUT: "the peer's address cannot be resolved: check routes and `ip neigh`",
+    errno.EHOSTUNREACH: "no route to the peer: check routes, or choose another GID with MKERNEL_GID_INDEX",
+    errno.ENETUNREACH: "no route to the peer: check routes, or choose another GID with MKERNEL_GID_INDEX",
+    errno.ENOSPC: "the card is out of resources: fewer MKERNEL_RC_QUEUE_PAIRS",
 }
 
 
