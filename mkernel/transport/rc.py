@@ -257,7 +257,7 @@ class RcTransport(Transport):
             try:
                 connection.pair.commit()
             except verbs.VerbsError as error:
-                raise self._error(connection.peer, "post", _name(error), str(error), connection=connection) from error
+                raise self._error(connection.peer, "post", error.status, str(error), connection=connection) from error
         self._dirty.clear()
 
     def _build(self, connection: _Connection, pending: _Pending, *, signaled: bool) -> None:
@@ -305,7 +305,7 @@ class RcTransport(Transport):
         try:
             found = queue.poll(_POLL)
         except verbs.VerbsError as error:
-            raise self._error(None, "poll", _name(error), str(error)) from error
+            raise self._error(None, "poll", error.status, str(error)) from error
         for completion in found:
             if completion.status:
                 raise self._failure([c for c in found if c.status], receives=queue is not self._sends)
@@ -343,14 +343,14 @@ class RcTransport(Transport):
         try:
             self._receive(connection, slot)
         except verbs.VerbsError as error:
-            raise self._error(connection.peer, "receive", _name(error), str(error), connection=connection) from error
+            raise self._error(connection.peer, "receive", error.status, str(error), connection=connection) from error
 
     # ---- failures
     def _look_at_events(self) -> None:
         try:
             events = self._nic.events()
         except verbs.VerbsError as error:
-            raise self._error(None, "events", _name(error), str(error)) from error
+            raise self._error(None, "events", error.status, str(error)) from error
         for event in events:
             name, fatal, meaning, remedy = verbs.EVENTS.get(event.kind, (f"event {event.kind}", False, "unknown", ""))
             if fatal:
@@ -372,7 +372,7 @@ class RcTransport(Transport):
 
     def _setup_failure(self, error: verbs.VerbsError) -> TransportError:
         remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
-        return self._error(None, error.op, _name(error), str(error), remedy)
+        return self._error(None, error.op, error.status, str(error), remedy)
 
     def _error(
         self, peer: int | None, op: str, status: str, text: str, remedy: str = "", *, connection: _Connection | None = None
@@ -399,10 +399,6 @@ class RcTransport(Transport):
             self._undo.close()
 
 
-def _name(error: verbs.VerbsError) -> str:
-    return str(error).rpartition(": ")[2].partition(" ")[0]
-
-
 def retry_policy(timeout: float) -> verbs.RetryPolicy:
     """The longest retries that end in half of ``timeout`` seconds: the card gives up before the kernels do, and says why.
 
@@ -414,7 +410,7 @@ def retry_policy(timeout: float) -> verbs.RetryPolicy:
     return verbs.RetryPolicy(timeout=max(exponent, 8))
 
 
-def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: int) -> RcTransport:
+def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: int, kind: type[RcTransport] | None = None) -> RcTransport:
     """Register this rank's memory and open the queue pairs; not connected."""
     limits = nic.limits
     if signal == "auto":
@@ -435,8 +431,8 @@ def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: 
         nic.close()
         remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
         text = f"rank {wiring.rank} ({nic.port.device}:{nic.port.number}): {error} ({remedy})"
-        raise TransportError(text, op=error.op, status=_name(error), remedy=remedy) from error
-    return RcTransport(
+        raise TransportError(text, op=error.op, status=error.status, remedy=remedy) from error
+    return (kind or RcTransport)(
         nic,
         wiring.rank,
         wiring.peers,
@@ -459,7 +455,7 @@ def open_card(card: Card, rank: int) -> verbs.Nic:
         raise TransportError(f"rank {rank}: {error} ({remedy})", op="import pyverbs", status="ImportError", remedy=remedy) from error
     except verbs.VerbsError as error:
         remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
-        raise TransportError(f"rank {rank}: {error} ({remedy})", op=error.op, status=_name(error), remedy=remedy) from error
+        raise TransportError(f"rank {rank}: {error} ({remedy})", op=error.op, status=error.status, remedy=remedy) from error
 
 
 def create(wiring: Wiring) -> RcTransport:

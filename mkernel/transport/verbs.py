@@ -115,12 +115,12 @@ ERRNO_REMEDIES: dict[int, str] = {
 
 
 class VerbsError(Exception):
-    """A call across the boundary failed. ``op`` says which, ``code`` is its errno (0: unknown)."""
+    """A call across the boundary failed. ``op`` says which, ``code`` is its errno (0: unknown), ``status`` its name."""
 
     def __init__(self, op: str, code: int, text: str = "") -> None:
         self.op, self.code = op, code
-        name = errno.errorcode.get(code, str(code)) if code else "no errno"
-        super().__init__(f"{op}: {name}" + (f" ({text or os.strerror(code)})" if code or text else ""))
+        self.status = errno.errorcode.get(code, f"errno {code}") if code else "no errno"
+        super().__init__(f"{op}: {self.status}" + (f" ({text or os.strerror(code)})" if code or text else ""))
 
 
 class Access:
