@@ -374,7 +374,7 @@ _mapped: list[mmap.mmap] = []  # as long as the process: a card may use them to 
 
 def _map(memory: Memory) -> int:
     """Address of a segment in this process; 0 for GPU memory."""
-    if memory.dmabuf:
+    if memory.dmabuf or memory.fd < 0:
         return 0
     _mapped.append(mmap.mmap(memory.fd, memory.size))
     os.close(memory.fd)

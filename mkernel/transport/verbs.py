@@ -576,7 +576,7 @@ class _PyverbsCompletionQueue(CompletionQueue):
             self.queue = CQEX(nic.context, CqInitAttrEx(cqe=capacity, wc_flags=flags))
 
     def poll(self, limit: int) -> Sequence[Completion]:
-        # Each by itself: librxe before rdma-core 55 moves its index past the last entry when end_poll follows a next_poll that found nothing.
+        # Each by itself: librxe before rdma-core 55 moves its index past the last entry when end_poll follows a vain next_poll.
         queue = self.queue
         found: list[Completion] = []
         while len(found) < limit:
