@@ -444,7 +444,8 @@ class _PyverbsNic(Nic):
             max_message=port.max_msg_sz,
             inline_bytes=8,
             atomics=attributes.atomic_caps != self.enums.IBV_ATOMIC_NONE,
-            atomics_in_flight=min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom, 255),
+            # 16 is what cards offer. rxe offers 128: a retransmission of so much takes longer than the timeout, and never ends.
+            atomics_in_flight=min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom, 16),
         )
 
     def register(self, address: int, size: int, access: int) -> Region:
