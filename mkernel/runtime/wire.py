@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import secrets
@@ -31,6 +32,7 @@ _FRAME = struct.Struct("!BI")  # kind, bytes that follow
 _PART = struct.Struct("!I")
 _FDS = struct.Struct("!II")  # rank, descriptors
 _HELLO = struct.Struct("!32sI")  # token, rank
+_SIOCGIFADDR = 0x8915
 _SEND_SECONDS = 10.0  # a peer that takes no bytes for so long is stopped or swamped: give it up
 _PATIENCE_SECONDS = 0.05  # rank 0 tells everyone who waits when a collective has been incomplete for so long
 
@@ -412,10 +414,22 @@ def _own_addresses() -> list[str]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table which address faces outwards
         found.append(probe.getsockname()[0])
+    found += _interface_addresses()  # a cluster's network may have neither a default route nor names
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     return list(dict.fromkeys([*(a for a in found if not a.startswith("127.")), name, "127.0.0.1"]))
+
+
+def _interface_addresses() -> list[str]:
+    """IPv4 addresses of this host's network interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return found
 
 
 def _reach(addresses: Sequence[str], port: int, timeout: float) -> socket.socket:
