@@ -193,9 +193,9 @@ class RcTransport(Transport):
                 theirs = card["pairs"][str(self._rank)]
                 for connection, (number, psn) in zip(connections, theirs, strict=True):
                     remote = verbs.Remote(card["gid"], card["lid"], number, psn)
-                    for slot in range(self._receives):
-                        self._receive(connection, slot)
                     connection.pair.connect(remote, min(port.mtu, card["mtu"]), connection.psn, self._retry)
+                    for slot in range(self._receives):  # not in RESET; and nobody sends before all ranks are connected
+                        self._receive(connection, slot)
         except verbs.VerbsError as error:
             raise self._setup_failure(error) from error
 

@@ -239,6 +239,8 @@ class _Pair(verbs.QueuePair):
             self.flush()
 
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
+        if self.state == "RESET":
+            raise VerbsError("posting a receive", errno.EINVAL)
         if len(self.waiting) >= self.max_receive:
             raise VerbsError("posting a receive", errno.ENOMEM)
         self.waiting.append((wr_id, local, size, lkey))
