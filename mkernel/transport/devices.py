@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.transport import Card
 
-__all__ = ["DevicePort", "Gid", "card_for", "choose_gid", "distance", "find", "local_cpus", "problem"]
+__all__ = ["DevicePort", "Gid", "bar_bytes", "card_for", "choose_gid", "describe_distance", "distance", "find", "local_cpus", "problem"]
 
 SYSFS = Path("/sys")
 _ROCE_V2, _ROCE_V1 = "RoCE v2", "IB/RoCE v1"
@@ -173,6 +174,24 @@ def distance(gpu: str, port: DevicePort, root: Path = SYSFS) -> int:
         return apart
     numa = _text(device / "numa_node")
     return _FAR + (0 if numa == str(port.numa) else 1)
+
+
+def describe_distance(far: int) -> str:
+    """A distance, for people."""
+    if far < _FAR:
+        return f"{far - 2} PCI bridges between" if far > 2 else "on one PCI switch"
+    return "on the same NUMA node" if far == _FAR else "across the host" if far == _FAR + 1 else "place unknown"
+
+
+def bar_bytes(gpu: str, number: int, root: Path = SYSFS) -> int:
+    """Size of a PCI device's memory window; 0 where the host does not say."""
+    lines = _text(root / "bus/pci/devices" / gpu.lower() / "resource").splitlines()
+    with contextlib.suppress(IndexError, ValueError):
+        windows = [(int(first, 16), int(last, 16)) for first, last, _ in map(str.split, lines)]
+        # 64-bit windows take two entries: the second one is empty
+        sizes = [last - first + 1 for first, last in windows[:6] if last]
+        return sizes[number]
+    return 0
 
 
 def local_cpus(device: str, root: Path = SYSFS) -> set[int]:
