@@ -614,7 +614,7 @@ class _PyverbsQueuePair(QueuePair):
 
         self._nic, self._pair = nic, pair
         self.number = pair.qp_num
-        self._signaled = int(nic.enums.IBV_SEND_SIGNALED)
+        self._signaled, self._inline = int(nic.enums.IBV_SEND_SIGNALED), int(nic.enums.IBV_SEND_INLINE)
         self._entry = SGE(0, 0, 0)  # one for all: pyverbs makes a C struct of each
         self._word = (ctypes.c_uint64 * 1)()
         self._word_address = ctypes.addressof(self._word)
@@ -675,6 +675,7 @@ class _PyverbsQueuePair(QueuePair):
 
     def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool) -> None:
         pair = self._begin(wr_id, signaled)
+        pair.wr_flags |= self._inline  # implied by what follows; rxe wants to be told
         pair.wr_rdma_write(rkey, remote)
         self._word[0] = value
         pair.wr_set_inline_data(self._word_address, 8)
