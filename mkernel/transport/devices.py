@@ -110,8 +110,9 @@ def problem(name: str, ports: Sequence[DevicePort]) -> str:
         return "no EFA device" if name == "srd" else "no RDMA device"
     if not any(port.active for port in mine):
         return "no port is up: " + ", ".join(f"{port.name} is {port.state or 'in an unknown state'}" for port in mine)
-    if not any(port.active and choose_gid(port) for port in mine):
-        return f"{mine[0].name} has no GID (give its network interface an address)"
+    up = [port for port in mine if port.active]
+    if not any(map(choose_gid, up)):
+        return f"{up[0].name} has no GID (give its network interface an address)"
     return ""
 
 
