@@ -425,7 +425,7 @@ class _PyverbsNic(Nic):
         depth = attributes.max_qp_wr
         if srd is not None:
             caps = importlib.import_module("pyverbs.providers.efa.efa_enums")
-            writes = srd.device_caps & getattr(caps, "EFADV_DEVICE_ATTR_CAPS_RDMA_WRITE", 1 << 4)
+            writes = srd.device_caps & getattr(caps, "EFADV_DEVICE_ATTR_CAPS_RDMA_WRITE", 0)  # absent before rdma-core 46
             return Limits(
                 max_send=srd.max_sq_wr,
                 max_receive=srd.max_rq_wr,

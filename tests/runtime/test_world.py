@@ -604,19 +604,19 @@ def test_init_fails_on_all_ranks_alike() -> None:
         ("auto", 2, "aaaa", "emulated"),
         ("null", 2, "aabb", "null"),
         ("auto", 2, "aabb", "rc"),
-        ("auto", 2, "ccdd", "srd"),
-        ("auto", 2, "aadd", None),
+        ("auto", 2, "ccss", "srd"),
+        ("auto", 2, "aass", None),
         ("auto", 2, "eeff", None),
         ("emulated", 2, "aabb", None),
         ("rc", 4, "eeee", ""),
         ("rc", 2, "aaaa", "rc"),
-        ("rc", 2, "aadd", None),
-        ("srd", 2, "ccdd", "srd"),
+        ("rc", 2, "aass", None),
+        ("srd", 2, "ccss", "srd"),
         ("pigeon", 4, "aaaa", None),
     ],
 )
 def test_choice_of_transport(name: str, per_node: int, hosts: str, expected: str | None) -> None:
-    networks = {"a": "rc", "b": "rc srd", "c": "srd", "d": "srd"}  # what hosts have; e and f have none
+    networks = {"a": "rc", "b": "rc srd", "c": "srd", "s": "srd"}  # what hosts have; e and f have none
     cards = [
         Card(host, {}, networks={kind: "" if kind in networks.get(host, "").split() else "no device" for kind in ("rc", "srd")})
         for host in hosts
