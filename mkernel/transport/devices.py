@@ -180,7 +180,7 @@ def distance(gpu: str, port: DevicePort, root: Path = SYSFS) -> int:
 def describe_distance(far: int) -> str:
     """A distance, for people."""
     if far < _FAR:
-        return f"{far - 2} PCI bridges between" if far > 2 else "on one PCI switch"
+        return f"{far - 2} PCI bridges between" if far > 2 else "on one PCI bus"
     return "on the same NUMA node" if far == _FAR else "across the host" if far == _FAR + 1 else "place unknown"
 
 

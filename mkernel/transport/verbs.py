@@ -114,12 +114,15 @@ ERRNO_REMEDIES: dict[int, str] = {
 }
 
 
+_ERRNOS = errno.errorcode | {errno.EOPNOTSUPP: "EOPNOTSUPP"}  # which has two names, and verbs mean this one
+
+
 class VerbsError(Exception):
     """A call across the boundary failed. ``op`` says which, ``code`` is its errno (0: unknown), ``status`` its name."""
 
     def __init__(self, op: str, code: int, text: str = "") -> None:
         self.op, self.code = op, code
-        self.status = errno.errorcode.get(code, f"errno {code}") if code else "no errno"
+        self.status = _ERRNOS.get(code, f"errno {code}") if code else "no errno"
         super().__init__(f"{op}: {self.status}" + (f" ({text or os.strerror(code)})" if code or text else ""))
 
 
