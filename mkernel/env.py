@@ -80,6 +80,16 @@ def _at_least(convert: Callable[[str], Any], low: float) -> Callable[[str], Any]
     return parse
 
 
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(f"from {low} to {high}")
+        return value
+
+    return parse
+
+
 def _bytes(text: str) -> int:
     """``1073741824``, ``512M``, ``8G`` (binary units)."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -114,6 +124,7 @@ def _cache_home() -> Path:
 
 _natural, _positive = _at_least(int, 0), _at_least(int, 1)
 _duration = _at_least(float, 0.0)
+_byte, _nibble = _between(0, 255), _between(0, 15)
 
 # ---- compiling
 CACHE_DIR = _declare("MKERNEL_CACHE_DIR", "a path", _path, _cache_home, "compiled kernels and tuned splits ($XDG_CACHE_HOME/mkernel)")
@@ -164,6 +175,8 @@ NIC = _declare(
     "network cards by rank of a host (else the nearest)",
 )
 GID_INDEX = _declare("MKERNEL_GID_INDEX", "an integer >= 0", _optional(_natural), None, "index of the GID to use (else chosen by content)")
+TRAFFIC_CLASS = _declare("MKERNEL_TRAFFIC_CLASS", "0 to 255", _byte, 0, "traffic class of RDMA packets (RoCE: four times the DSCP)")
+SERVICE_LEVEL = _declare("MKERNEL_SERVICE_LEVEL", "0 to 15", _nibble, 0, "service level of RDMA packets (InfiniBand)")
 RC_SIGNAL = _declare(
     "MKERNEL_RC_SIGNAL",
     "auto, atomic, write or imm",

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mkernel import env
+
 __all__ = [
     "ERRNO_REMEDIES",
     "EVENTS",
@@ -528,8 +530,8 @@ class _PyverbsNic(Nic):
 
         # On InfiniBand the LID alone does inside a subnet; a global route is needed, and harmless, everywhere else.
         same_subnet = self.port.infiniband and gid.split(":")[:4] == self.port.gid.split(":")[:4]
-        route = GlobalRoute(dgid=GID(gid), sgid_index=self.port.gid_index, hop_limit=64)
-        return AHAttr(dlid=lid, port_num=self.port.number, is_global=0 if same_subnet else 1, gr=route)
+        route = GlobalRoute(dgid=GID(gid), sgid_index=self.port.gid_index, hop_limit=64, traffic_class=env.TRAFFIC_CLASS.get())
+        return AHAttr(dlid=lid, port_num=self.port.number, is_global=0 if same_subnet else 1, gr=route, sl=env.SERVICE_LEVEL.get())
 
     def events(self) -> list[Event]:
         if not self._event_files or not select.select(list(self._event_files), [], [], 0)[0]:
