@@ -116,7 +116,7 @@ ERRNO_REMEDIES: dict[int, str] = {
 }
 
 
-_ERRNOS = errno.errorcode | {errno.EOPNOTSUPP: "EOPNOTSUPP"}  # which has two names, and verbs mean this one
+_ERRNOS = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP"}  # which has two names, and verbs mean this one
 
 
 class VerbsError(Exception):
