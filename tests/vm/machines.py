@@ -438,7 +438,9 @@ class Machines:
         if "MKERNEL_CACHE_DIR" in os.environ:
             common["MKERNEL_CACHE_DIR"] = os.environ["MKERNEL_CACHE_DIR"]
         for number, job in enumerate(self.jobs[machine]):
-            variables = shlex.join(f"{name}={value}" for name, value in {**common, **job.environment}.items())
+            environment = {**common, **job.environment}
+            environment["PYTHONPATH"] = ":".join(filter(None, (job.environment.get("PYTHONPATH"), common["PYTHONPATH"])))
+            variables = shlex.join(f"{name}={value}" for name, value in environment.items())
             command = f"env {variables} {shlex.join([sys.executable, str(job.script), *job.arguments])}"
             files = f">/mnt/job/{number}.out 2>/mnt/job/{number}.err </dev/null"
             lines.append(f"({command} {files}; echo $? >/mnt/job/{number}.code) &")
