@@ -30,6 +30,7 @@ EVENT_POLLS = 64  # polls between two looks for asynchronous events
 _MASK = (1 << 64) - 1
 _POLL = 64  # completions a poll takes at most
 _WORD = 8
+_RNR_SECONDS = {22: 0.02048, 24: 0.04096, 26: 0.08192, 28: 0.16384}  # ibv codes of a pause between tries
 
 
 @dataclasses.dataclass(slots=True)
@@ -111,7 +112,9 @@ class RcTransport(Transport):
         peers = sorted(peers)
         limits = nic.limits
         self._depth = min(send_depth, limits.max_send)
-        self._receives = min(RECEIVE_DEPTH, limits.max_receive) if signal == "imm" else 0
+        total = len(peers) * queue_pairs
+        # What arrives must find room in the completion queue, however late it is polled.
+        self._receives = min(RECEIVE_DEPTH, limits.max_receive, limits.max_completions // max(total, 1)) if signal == "imm" else 0
         self._max_message = limits.max_message
         self._targets: dict[int, _Target] = {}
         self._flags: dict[tuple[int, int], tuple[_Connection, int]] = {}  # (peer, offset) -> its queue pair, the last value sent
@@ -124,7 +127,6 @@ class RcTransport(Transport):
         self._undo.callback(heap.close)
         self._undo.callback(signals.close)
         try:
-            total = len(peers) * queue_pairs
             words = 1 + total * self._receives + total * self._depth
             self._scratch = (ctypes.c_uint64 * words)()  # answers of atomics, received values, values to send
             self._scratch_region = nic.register(ctypes.addressof(self._scratch), ctypes.sizeof(self._scratch), verbs.Access.local_write)
@@ -402,12 +404,13 @@ class RcTransport(Transport):
 def retry_policy(timeout: float) -> verbs.RetryPolicy:
     """The longest retries that end in half of ``timeout`` seconds: the card gives up before the kernels do, and says why.
 
-    A card may wait up to four times the time it was told.
+    A card may wait up to four times the time it was told. A receiver without receives (mode imm) has up to a second.
     """
     exponent = 1
     while exponent < 20 and 4 * 7 * 4.096e-6 * 2 ** (exponent + 1) <= timeout / 2:
         exponent += 1
-    return verbs.RetryPolicy(timeout=max(exponent, 8))
+    pause = max(code for code, seconds in _RNR_SECONDS.items() if code == 22 or 6 * seconds <= timeout / 2)
+    return verbs.RetryPolicy(timeout=max(exponent, 8), rnr_timer=pause)
 
 
 def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: int, kind: type[RcTransport] | None = None) -> RcTransport:

@@ -451,9 +451,17 @@ def test_retries_end_before_the_kernels_give_up(timeout: float) -> None:
     policy = retry_policy(timeout)
     assert policy.retry_count <= 6
     assert policy.rnr_retry <= 6
+    assert 0.12 <= 6 * {22: 0.02048, 24: 0.04096, 26: 0.08192, 28: 0.16384}[policy.rnr_timer] <= max(timeout / 2, 0.13)
     longest = 4 * 7 * 4.096e-6 * 2**policy.timeout
     assert longest <= max(timeout / 2, 0.05)
     assert longest >= min(timeout / 4, 10)
+
+
+def test_what_arrives_always_has_room() -> None:
+    """Receives of all queue pairs together fit the completion queue, however few entries the card gives it."""
+    with StandinNetwork(opener("imm", queue_pairs=4), mood=Mood(max_completions=100)) as network:
+        assert [transport._receives for transport in network.transports] == [100 // 8] * 3
+        check_signal_never_before_data(network)
 
 
 @pytest.mark.parametrize("field", ["retry_count", "rnr_retry"])
