@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from mkernel.abi import RING_SLOTS
 from mkernel.errors import ArgumentError, TransportError
+from mkernel.proxy.engine import Engine
+from mkernel.proxy.ring import RingReader
 from mkernel.transport import Card, Wiring, verbs
 from mkernel.transport.base import Put
 from mkernel.transport.rc import RcTransport, _Connection, _Pending, loopback, open_transport, retry_policy
 from tests.transport.contract import CHECKS, check_signal_never_before_data
+from tests.transport.harness import Producer
 from tests.transport.standin import MOODS, Fabric, Mood, StandinNetwork, StandinNic
 
 
@@ -488,3 +493,69 @@ def test_loopback() -> None:
         fabric.cut.add(1)
         with pytest.raises(TransportError, match="RETRY_EXC"):
             loopback(Card("standin0", 1, 0), open_card=open_card)
+
+
+class IdlePair(verbs.QueuePair):
+    """Posts nothing; what asks for a completion has one at once."""
+
+    number = 7
+
+    def __init__(self, completed: list[verbs.Completion]) -> None:
+        self.completed = completed
+
+    def connect(self, remote: verbs.Remote, mtu: int, psn: int, retry: verbs.RetryPolicy) -> None: ...
+
+    def write(self, wr_id: int, *args: Any, signaled: bool, **more: Any) -> None: ...
+
+    def write_inline(self, wr_id: int, *args: Any, signaled: bool) -> None: ...
+
+    def fetch_add(self, wr_id: int, *args: Any, signaled: bool) -> None:
+        if signaled:
+            self.completed.append(verbs.Completion(wr_id, 0, self.number, False, 0, None, 0, 0))
+
+    def send(self, wr_id: int, *args: Any, signaled: bool, **more: Any) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None: ...
+
+    def fail(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class IdleQueue(verbs.CompletionQueue):
+    def __init__(self, capacity: int, completed: list[verbs.Completion]) -> None:
+        self.capacity, self.completed = capacity, completed
+
+    def poll(self, limit: int) -> list[verbs.Completion]:
+        found = self.completed[:limit]
+        del self.completed[:limit]
+        return found
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("burst", [1, RING_SLOTS], ids=["alone", "batched"])
+def test_cost_per_put(burst: int) -> None:
+    """Prints what ring, engine and transport cost in Python (``-s``); the card and pyverbs add theirs. Asserts only that it works."""
+    nic = Fabric().nic(0)
+    completed: list[verbs.Completion] = []
+    nic.rc_pair = lambda *args, **more: IdlePair(completed)  # type: ignore[method-assign]
+    nic.completion_queue = lambda capacity: IdleQueue(capacity, completed)  # type: ignore[method-assign]
+    transport = open_transport(nic, Wiring(**{**vars_of(wiring()), "heap_bytes": 1 << 30}), signal="atomic", queue_pairs=4)
+    transport.connect([b"", transport.card.replace(b'"1": [[', b'"0": [[')])
+    producer = Producer()
+    engine = Engine(RingReader(producer.buffer), transport)
+    spent, puts = 0, 20 * RING_SLOTS
+    while producer.head < puts:
+        for _ in range(burst):
+            channel = producer.head % 4
+            assert producer.issue(channel, 1, 0, 0, 1 << 18, 8 * channel, producer.head + 1) is not None
+        begin = time.process_time_ns()
+        while producer.completed < producer.head:
+            engine.step()
+        spent += time.process_time_ns() - begin
+    assert producer.completed == puts
+    print(f"rc over idle queue pairs, 256 KiB puts: {spent / 1e3 / puts:.2f} us per put")
+    engine.close()
