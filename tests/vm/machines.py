@@ -16,7 +16,6 @@ import json
 import lzma
 import os
 import platform
-import secrets
 import shlex
 import shutil
 import signal
@@ -29,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["APT", "Job", "Machines", "Outcome", "UnavailableError", "pyverbs_path", "sysroot", "unavailable"]
+__all__ = ["APT", "Job", "Machines", "Outcome", "UnavailableError", "sysroot", "unavailable"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 APT = "apt-get install -y --no-install-recommends qemu-system-x86"
@@ -84,8 +83,23 @@ def sysroot() -> Sysroot:
     return found
 
 
-def pyverbs_path() -> str:
-    return str(sysroot().pyverbs)
+# What jobs import. Compiling Python takes an emulated processor seconds per process, so the machines find it compiled.
+_IMPORTS = """
+numpy ml_dtypes mkernel mkernel.bench mkernel.cli.check mkernel.ops.allgather_gemm mkernel.proxy.process mkernel.runtime.assemble
+mkernel.runtime.cpu mkernel.transport.rc mkernel.transport.devices tests.ops.body tests.runtime.worker tests.transport.contract
+tests.transport.harness
+"""
+
+
+@functools.cache
+def _compiled_python() -> Path:
+    """A folder for PYTHONPYCACHEPREFIX with the bytecode of what jobs import."""
+    folder = _cache() / "bytecode"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONPATH": str(REPOSITORY)}
+    code = "import importlib, json, runpy, subprocess, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *_IMPORTS.split()], env=environment, check=True, timeout=120)
+    return folder
 
 
 def _prepare() -> Sysroot:
@@ -430,6 +444,7 @@ class Machines:
         common = {
             "PYTHONPATH": f"{REPOSITORY}:{self._sysroot.pyverbs}",
             "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPYCACHEPREFIX": str(_compiled_python()),
             "HOME": "/root",
             "OPENBLAS_NUM_THREADS": "1",
             "TEST_MACHINE": str(machine),
@@ -449,7 +464,3 @@ class Machines:
         lines.append("rdma resource show qp | grep -v 'type GSI\\|type SMI' >/mnt/job/left; rdma resource show mr >>/mnt/job/left")
         lines.append("ps -eo pid,args | grep '[m]kernel' >>/mnt/job/left")
         return "\n".join(lines) + "\n"
-
-
-def token() -> str:
-    return secrets.token_hex(8)
