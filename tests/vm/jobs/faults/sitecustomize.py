@@ -10,7 +10,8 @@ import os
 import sys
 from typing import Any
 
-_LATER = 40  # puts (deaf: messages) that go well
+_LATER = 40  # puts that go well
+_RECEIVES = 12  # of a queue pair of the deaf
 
 
 def _plant(kind: str, rank: int) -> None:
@@ -19,16 +20,13 @@ def _plant(kind: str, rank: int) -> None:
     from mkernel.transport.base import Put
     from mkernel.transport.rc import RcTransport
 
-    seen = 0
-
-    def now(transport: Any) -> bool:
-        nonlocal seen
-        seen += transport._rank == rank
-        return transport._rank == rank and seen > _LATER
-
     class Broken(RcTransport):
+        posted = 0
+        connected = False
+
         def post(self, put: Put) -> bool:
-            if kind != "deaf" and now(self):
+            self.posted += 1
+            if kind != "deaf" and self._rank == rank and self.posted > _LATER:
                 if kind == "rkey":
                     target = self._targets[put.dst_rank]
                     self._targets[put.dst_rank] = dataclasses.replace(target, heap_key=0x7FFFFF, signal_key=0x7FFFFF)
@@ -36,13 +34,13 @@ def _plant(kind: str, rank: int) -> None:
                     self._by_peer[put.dst_rank][0].pair.fail()
             return super().post(put)
 
-        def _receive(self, connection: Any, slot: int) -> None:
-            if kind != "deaf" or not self._targets or not self.__dict__.get("connected") or not now(self):
-                super()._receive(connection, slot)
-
         def connect(self, cards: Any) -> None:
             super().connect(cards)
-            self.__dict__["connected"] = True
+            self.connected = True
+
+        def _receive(self, connection: Any, slot: int) -> None:
+            if kind != "deaf" or self._rank != rank or (slot < _RECEIVES and not self.connected):
+                super()._receive(connection, slot)
 
     import mkernel.transport.rc
 
