@@ -21,7 +21,7 @@ def run(job: Job, machines: int, timeout: float) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize(("machines", "signal"), [(2, "atomic"), (2, "imm"), (4, "atomic")])
+@pytest.mark.parametrize(("machines", "signal"), [(2, "atomic"), (2, "imm"), (2, "write"), (4, "atomic")])
 def test_contract(machines: int, signal: str) -> None:
     outcomes = run(Job(JOBS / "contract.py", ("rc",), {"MKERNEL_RC_SIGNAL": signal}), machines, 200)
     assert [line["check"] for line in outcomes[0].lines] == list(CHECKS), str(outcomes[0])
