@@ -340,17 +340,21 @@ def _start_engine(
     from mkernel.proxy.ring import RingReader
 
     clock = time.monotonic_ns if cohort is None else cohort.now
+    others = [peer for peer in range(world.size) if world.topology.node(peer) != world.node]
+    # On cpu credits must be real release stores: kernels read them with acquire, and on AArch64 a plain store may come too early.
+    store = world.backend.copier().signal if world.target == "cpu" else None
     wiring = transport.Wiring(
         rank=world.rank,
         heap_address=world.heap_address,
         heap_bytes=world.heap_bytes,
         signal_bytes=world.signal_bytes,
-        peers=foreign,
+        peers=foreign or dict.fromkeys(others, (0, 0)),
         copier=world.backend.copier,
         clock_ns=clock,
+        signal_address=world.signal_address,
+        store=store,
+        timeout=world.options.timeout,
     )
-    # On cpu credits must be real release stores: kernels read them with acquire, and on AArch64 a plain store may come too early.
-    store = world.backend.copier().signal if world.target == "cpu" else None
     engine = Engine(RingReader(ring.view, store=store), transport.create(name, wiring), clock)
     if cohort is None:
         thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}").start()

@@ -1,7 +1,9 @@
-"""RDMA over reliable connections (InfiniBand, RoCE): a write carries the bytes of a put, an atomic add behind it raises the flag.
+"""RDMA over reliable connections (InfiniBand, RoCE): writes carry the bytes of puts, then an atomic, then fenced writes raise the flags.
 
-Why this keeps the contract: the operations of one queue pair take effect in the order in which they were posted, and the responder executes
-an atomic only when the writes before it are in memory. A put stays on the queue pair of its channel, and a flag on that of its first put.
+Why this keeps the contract: the responder executes an atomic only after the writes that were posted before it on its queue pair, and a
+fenced write begins only when that atomic has been answered. So no flag overtakes bytes, whatever the network does to packets. A put stays
+on the queue pair of its channel. The atomic adds nothing, to a word that is there for this; flags get their values, not differences:
+between two calls of a program a flag may be raised by others too, because plans share the flags.
 """
 
 from __future__ import annotations
@@ -27,25 +29,27 @@ __all__ = ["RcTransport", "create", "loopback"]
 SEND_DEPTH = 256  # work requests of a queue pair
 RECEIVE_DEPTH = 512  # mode imm: receives of a queue pair
 EVENT_POLLS = 64  # polls between two looks for asynchronous events
-_MASK = (1 << 64) - 1
+_NUMBERS = (1 << 38) - 1  # of puts, in the number of a work request
 _POLL = 64  # completions a poll takes at most
 _WORD = 8
+_SCRATCH = 2  # words: the peers' atomics, answers of this rank's
+_DATA, _SIGNAL, _BARRIER = range(3)  # low bits of a work request's number
 _RNR_SECONDS = {22: 0.02048, 24: 0.04096, 26: 0.08192, 28: 0.16384}  # ibv codes of a pause between tries
 
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    """A put that was accepted, and the work requests it takes."""
+    """A put that was accepted: its number on its queue pair, and the most work requests it takes."""
 
     put: Put
+    number: int
     requests: int
-    value: int  # mode atomic: what to add; else the flag's value
 
 
 class _Connection:
     """One queue pair to one peer."""
 
-    __slots__ = ("index", "next", "pair", "peer", "place", "posted", "psn", "room", "waiting")
+    __slots__ = ("accepted", "index", "pair", "peer", "place", "posted", "psn", "retired", "room", "waiting")
 
     def __init__(self, pair: verbs.QueuePair, peer: int, index: int, place: int, room: int) -> None:
         self.pair, self.peer, self.index, self.room = pair, peer, index, room
@@ -53,7 +57,7 @@ class _Connection:
         self.psn = secrets.randbits(24)
         self.waiting: list[_Pending] = []  # accepted since the last flush
         self.posted: deque[tuple[int, int, int]] = deque()  # (number, ticket, work requests), oldest first
-        self.next = 0  # number of the next put
+        self.accepted = self.retired = 0  # puts so far
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class _Target:
     heap_key: int
     signals: int
     signal_key: int
+    barrier: int  # a word for atomics
+    barrier_key: int
 
 
 class RcTransport(Transport):
@@ -78,8 +84,8 @@ class RcTransport(Transport):
     heap, signals
         This rank's segments, registered with ``nic``. Closed with the transport.
     signal
-        ``"atomic"``: fetch-and-add of the difference. ``"write"``: an inline write of the value, which may overtake its bytes where
-        routing is adaptive. ``"imm"``: a message whose receiver raises the flag; needs ``signal_address`` and ``store``.
+        ``"atomic"``: an atomic, then a fenced write. ``"write"``: a plain write, which may overtake its bytes where routing is adaptive.
+        ``"imm"``: a message whose receiver raises the flag; needs ``signal_address`` and ``store``.
     queue_pairs
         Per peer; channel c uses number c modulo this.
     retry
@@ -106,7 +112,7 @@ class RcTransport(Transport):
         self._count = queue_pairs
         self._retry = retry or verbs.RetryPolicy()
         self._signal_address, self._store = signal_address, store
-        self._post_signal = {"atomic": self._add, "write": self._overwrite, "imm": self._tell}[signal]
+        self._extra = 2 if signal == "atomic" else 1  # work requests of a put besides its writes
         if signal == "imm" and (store is None or not signal_address):
             raise ArgumentError("MKERNEL_RC_SIGNAL", signal, "the engine cannot write flags in GPU memory", "use atomic")
         peers = sorted(peers)
@@ -117,7 +123,7 @@ class RcTransport(Transport):
         self._receives = min(RECEIVE_DEPTH, limits.max_receive, limits.max_completions // max(total, 1)) if signal == "imm" else 0
         self._max_message = limits.max_message
         self._targets: dict[int, _Target] = {}
-        self._flags: dict[tuple[int, int], tuple[_Connection, int]] = {}  # (peer, offset) -> its queue pair, the last value sent
+        self._flags: dict[tuple[int, int], tuple[_Connection, int]] = {}  # (peer, offset) -> queue pair and number of its last put
         self._dirty: list[_Connection] = []
         self._outstanding = 0
         self._polls = 0
@@ -127,9 +133,10 @@ class RcTransport(Transport):
         self._undo.callback(heap.close)
         self._undo.callback(signals.close)
         try:
-            words = 1 + total * self._receives + total * self._depth
-            self._scratch = (ctypes.c_uint64 * words)()  # answers of atomics, received values, values to send
-            self._scratch_region = nic.register(ctypes.addressof(self._scratch), ctypes.sizeof(self._scratch), verbs.Access.local_write)
+            words = _SCRATCH + total * self._receives + total * self._depth
+            self._scratch = (ctypes.c_uint64 * words)()  # the word for atomics, their answers, received values, values to send
+            access = verbs.Access.local_write | (verbs.Access.remote_atomic if limits.atomics else 0)
+            self._scratch_region = nic.register(ctypes.addressof(self._scratch), ctypes.sizeof(self._scratch), access)
             self._undo.callback(self._scratch_region.close)
             # Room for everything that can be under way, so that it can overrun in no case; a card with shorter queues gets what it can do.
             self._sends = self._queue(total * self._depth)
@@ -180,6 +187,7 @@ class RcTransport(Transport):
                 "mtu": port.mtu,
                 "heap": [self._heap.address, self._heap.size, self._heap.rkey],
                 "signals": [self._signals.address, self._signals.size, self._signals.rkey],
+                "barrier": [self._scratch_region.address, self._scratch_region.rkey],
                 "pairs": {c: [[o.pair.number, o.psn] for o in self._by_peer[c]] for c in self._by_peer},
             }
         ).encode()
@@ -191,7 +199,9 @@ class RcTransport(Transport):
             for peer, connections in self._by_peer.items():
                 card = json.loads(cards[peer])
                 self._check_peer(peer, card)
-                self._targets[peer] = _Target(card["heap"][0], card["heap"][2], card["signals"][0], card["signals"][2])
+                heap, _, heap_key = card["heap"]
+                signals, _, signal_key = card["signals"]
+                self._targets[peer] = _Target(heap, heap_key, signals, signal_key, *card["barrier"])
                 theirs = card["pairs"][str(self._rank)]
                 for connection, (number, psn) in zip(connections, theirs, strict=True):
                     remote = verbs.Remote(card["gid"], card["lid"], number, psn)
@@ -215,25 +225,25 @@ class RcTransport(Transport):
     # ---- the transport
     def post(self, put: Put) -> bool:
         connection, data = self._check(put)
-        requests = data + 1
+        requests = data + self._extra
         if requests > self._depth:
-            room = (self._depth - 1) * self._max_message
+            room = (self._depth - self._extra) * self._max_message
             raise self._error(put.dst_rank, "put_signal", "too long", f"{put.bytes} bytes, the card takes {room} in one put")
         if connection.room < requests or self._completions_left < requests:
             return False
-        key = (put.dst_rank, put.signal_offset)
+        key, number = (put.dst_rank, put.signal_offset), connection.accepted
         owner, last = self._flags.get(key, (connection, 0))
-        if owner is not connection:
-            text = f"flag at {put.signal_offset} is used on channels {owner.index} and {put.channel}, which have no common order"
+        if owner is not connection and last >= owner.retired:
+            text = f"flag at {put.signal_offset} is under way on channel {put.channel} and another, which have no common order"
             raise self._error(put.dst_rank, "put_signal", "two channels", text)
-        self._flags[key] = (connection, put.signal_value)
+        self._flags[key] = (connection, number)
+        connection.accepted = number + 1
         connection.room -= requests
         self._completions_left -= requests
         self._outstanding += 1
         if not connection.waiting:
             self._dirty.append(connection)
-        value = (put.signal_value - last) & _MASK if self.signal == "atomic" else put.signal_value
-        connection.waiting.append(_Pending(put, requests, value))
+        connection.waiting.append(_Pending(put, number, requests))
         return True
 
     def _check(self, put: Put) -> tuple[_Connection, int]:
@@ -253,43 +263,62 @@ class RcTransport(Transport):
         """Build the work requests of everything accepted: only now is it known which is the last, and asks for a completion."""
         for connection in self._dirty:
             waiting, connection.waiting = connection.waiting, []
-            last = len(waiting) - 1
-            for place, pending in enumerate(waiting):
-                self._build(connection, pending, signaled=place == last)
+            self._build(connection, waiting)
             try:
                 connection.pair.commit()
             except verbs.VerbsError as error:
                 raise self._error(connection.peer, "post", error.status, str(error), connection=connection) from error
         self._dirty.clear()
 
-    def _build(self, connection: _Connection, pending: _Pending, *, signaled: bool) -> None:
+    def _build(self, connection: _Connection, waiting: Sequence[_Pending]) -> None:
+        last = waiting[-1]
+        for pending in waiting:
+            self._write(connection, pending)
+            connection.posted.append((pending.number, pending.put.ticket, pending.requests))
+            if self.signal == "write":
+                self._raise(connection, pending, signaled=pending is last, fenced=False)
+            elif self.signal == "imm":
+                self._tell(connection, pending, signaled=pending is last)
+        if self.signal == "atomic":
+            self._order(connection, last)
+            # Of several values of one flag only the last: these writes have no order among themselves.
+            newest = {pending.put.signal_offset: pending for pending in waiting}
+            for pending in sorted(newest.values(), key=_number):
+                self._raise(connection, pending, signaled=pending is last, fenced=True)
+
+    def _name(self, connection: _Connection, pending: _Pending, kind: int) -> int:
+        """The number of a work request, from which its put can be told."""
+        return connection.peer << 48 | connection.index << 40 | (pending.number & _NUMBERS) << 2 | kind
+
+    def _write(self, connection: _Connection, pending: _Pending) -> None:
         put, target, pair = pending.put, self._targets[connection.peer], connection.pair
-        number = connection.next
-        connection.next = number + 1
-        base = connection.index << 40 | connection.peer << 48 | (number & 0x7FFFFFFF) << 1
+        name = self._name(connection, pending, _DATA)
         source, destination = self._heap.address + put.src_offset, target.heap + put.dst_offset
         left, step = put.bytes, self._max_message
         while left:
             size = min(left, step)
-            pair.write(base, source, size, self._heap.lkey, destination, target.heap_key, signaled=False)
+            pair.write(name, source, size, self._heap.lkey, destination, target.heap_key, signaled=False)
             source, destination, left = source + size, destination + size, left - size
-        self._post_signal(connection, base | 1, put, pending.value, signaled)
-        connection.posted.append((number, put.ticket, pending.requests))
 
-    def _add(self, connection: _Connection, wr_id: int, put: Put, value: int, signaled: bool) -> None:
+    def _order(self, connection: _Connection, pending: _Pending) -> None:
+        """Everything before this is in memory before anything fenced behind it begins."""
         target, scratch = self._targets[connection.peer], self._scratch_region
+        name = self._name(connection, pending, _BARRIER)
+        answer = scratch.address + _WORD
+        connection.pair.fetch_add(name, answer, scratch.lkey, target.barrier, target.barrier_key, 0, signaled=False)
+
+    def _raise(self, connection: _Connection, pending: _Pending, *, signaled: bool, fenced: bool) -> None:
+        target, put = self._targets[connection.peer], pending.put
+        name = self._name(connection, pending, _SIGNAL)
         remote = target.signals + put.signal_offset
-        connection.pair.fetch_add(wr_id, scratch.address, scratch.lkey, remote, target.signal_key, value, signaled=signaled)
+        connection.pair.write_inline(name, put.signal_value, remote, target.signal_key, signaled=signaled, fenced=fenced)
 
-    def _overwrite(self, connection: _Connection, wr_id: int, put: Put, value: int, signaled: bool) -> None:
-        target = self._targets[connection.peer]
-        connection.pair.write_inline(wr_id, value, target.signals + put.signal_offset, target.signal_key, signaled=signaled)
-
-    def _tell(self, connection: _Connection, wr_id: int, put: Put, value: int, signaled: bool) -> None:
-        slot = 1 + len(self._connections) * self._receives + connection.place * self._depth + (connection.next - 1) % self._depth
-        self._scratch[slot] = value  # free again: at most `depth` puts are under way
-        scratch = self._scratch_region
-        connection.pair.send(wr_id, scratch.address + _WORD * slot, _WORD, scratch.lkey, signaled=signaled, imm=put.signal_offset // _WORD)
+    def _tell(self, connection: _Connection, pending: _Pending, *, signaled: bool) -> None:
+        slot = _SCRATCH + len(self._connections) * self._receives + connection.place * self._depth + pending.number % self._depth
+        self._scratch[slot] = pending.put.signal_value  # free again: at most `depth` puts are under way
+        scratch, flag = self._scratch_region, pending.put.signal_offset // _WORD
+        name = self._name(connection, pending, _SIGNAL)
+        connection.pair.send(name, scratch.address + _WORD * slot, _WORD, scratch.lkey, signaled=signaled, imm=flag)
 
     def poll(self) -> list[int]:
         self._polls += 1
@@ -316,12 +345,13 @@ class RcTransport(Transport):
     def _retire(self, wr_id: int, tickets: list[int]) -> None:
         """A completion of a queue pair is one of everything posted to it before."""
         connection = self._by_peer[wr_id >> 48][wr_id >> 40 & 0xFF]
-        number, posted = wr_id >> 1 & 0x7FFFFFFF, connection.posted
+        number, posted = wr_id >> 2 & _NUMBERS, connection.posted
         while posted:
             first, ticket, requests = posted[0]
-            if (number - first) & 0x7FFFFFFF > 0x3FFFFFFF:
+            if (number - first) & _NUMBERS > _NUMBERS >> 1:
                 break
             posted.popleft()
+            connection.retired = first + 1
             tickets.append(ticket)
             connection.room += requests
             self._completions_left += requests
@@ -329,7 +359,7 @@ class RcTransport(Transport):
 
     # ---- mode imm: the receiver's part
     def _receive(self, connection: _Connection, slot: int) -> None:
-        word = 1 + connection.place * self._receives + slot
+        word = _SCRATCH + connection.place * self._receives + slot
         scratch = self._scratch_region
         connection.pair.receive(connection.place << 32 | slot, scratch.address + _WORD * word, _WORD, scratch.lkey)
 
@@ -341,7 +371,7 @@ class RcTransport(Transport):
         if completion.imm is None or completion.size != _WORD or offset + _WORD > self._signals.size:
             raise self._error(connection.peer, "receive", "bad message", f"{completion.size} bytes for flag {completion.imm}")
         assert self._store is not None
-        self._store(self._signal_address + offset, self._scratch[1 + place * self._receives + slot])
+        self._store(self._signal_address + offset, self._scratch[_SCRATCH + place * self._receives + slot])
         try:
             self._receive(connection, slot)
         except verbs.VerbsError as error:
@@ -368,8 +398,7 @@ class RcTransport(Transport):
         name, meaning, remedy = verbs.STATUSES.get(first.status, (f"status {first.status}", "unknown to this version", ""))
         if first.vendor_error:
             meaning += f", vendor error {first.vendor_error:#x}"
-        signal = {"atomic": "fetch_add", "write": "write", "imm": "send"}[self.signal]
-        op = "receive" if receives else signal if first.wr_id & 1 else "write"
+        op = "receive" if receives else ("write", "send" if self.signal == "imm" else "signal", "fetch_add")[first.wr_id & 3]
         return self._error(connection.peer if connection else None, op, name, meaning, remedy, connection=connection)
 
     def _setup_failure(self, error: verbs.VerbsError) -> TransportError:
@@ -401,6 +430,10 @@ class RcTransport(Transport):
             self._undo.close()
 
 
+def _number(pending: _Pending) -> int:
+    return pending.number
+
+
 def retry_policy(timeout: float) -> verbs.RetryPolicy:
     """The longest retries that end in half of ``timeout`` seconds: the card gives up before the kernels do, and says why.
 
@@ -421,15 +454,14 @@ def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: 
     if signal == "atomic" and not limits.atomics:
         nic.close()
         raise ArgumentError("MKERNEL_RC_SIGNAL", signal, f"{nic.port.device} has no atomics", "set it to imm")
-    remote = verbs.Access.local_write | verbs.Access.remote_write
-    flags = remote | (verbs.Access.remote_atomic if limits.atomics else 0)
+    access = verbs.Access.local_write | verbs.Access.remote_write
 
-    def register(address: int, dmabuf: int, size: int, access: int) -> verbs.Region:
+    def register(address: int, dmabuf: int, size: int) -> verbs.Region:
         return nic.register_dmabuf(dmabuf, size, access) if dmabuf >= 0 else nic.register(address, size, access)
 
     try:
-        heap = register(wiring.heap_address, wiring.heap_dmabuf, wiring.heap_bytes, remote)
-        signals = register(wiring.signal_address, wiring.signal_dmabuf, wiring.signal_bytes, flags)
+        heap = register(wiring.heap_address, wiring.heap_dmabuf, wiring.heap_bytes)
+        signals = register(wiring.signal_address, wiring.signal_dmabuf, wiring.signal_bytes)
     except verbs.VerbsError as error:
         nic.close()
         remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")

@@ -270,8 +270,8 @@ class QueuePair(abc.ABC):
         """RDMA write; with ``imm`` it also consumes a receive of the peer."""
 
     @abc.abstractmethod
-    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool) -> None:
-        """RC: RDMA write of a 64-bit word that is taken over at once."""
+    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool, fenced: bool = False) -> None:
+        """RC: RDMA write of a 64-bit word that is taken over at once. ``fenced``: begins when all atomics before it have been answered."""
 
     @abc.abstractmethod
     def fetch_add(self, wr_id: int, local: int, lkey: int, remote: int, rkey: int, value: int, *, signaled: bool) -> None:
@@ -619,7 +619,8 @@ class _PyverbsQueuePair(QueuePair):
 
         self._nic, self._pair = nic, pair
         self.number = pair.qp_num
-        self._signaled, self._inline = int(nic.enums.IBV_SEND_SIGNALED), int(nic.enums.IBV_SEND_INLINE)
+        enums = nic.enums
+        self._signaled, self._inline, self._fence = map(int, (enums.IBV_SEND_SIGNALED, enums.IBV_SEND_INLINE, enums.IBV_SEND_FENCE))
         self._entry = SGE(0, 0, 0)  # one for all: pyverbs makes a C struct of each
         self._word = (ctypes.c_uint64 * 1)()
         self._word_address = ctypes.addressof(self._word)
@@ -678,9 +679,9 @@ class _PyverbsQueuePair(QueuePair):
             pair.wr_rdma_write_imm(rkey, remote, imm)
         self._end(pair, local, size, lkey, to)
 
-    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool) -> None:
+    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool, fenced: bool = False) -> None:
         pair = self._begin(wr_id, signaled)
-        pair.wr_flags |= self._inline  # implied by what follows; rxe wants to be told
+        pair.wr_flags |= self._inline | (self._fence if fenced else 0)  # inline is implied by what follows, but rxe wants to be told
         pair.wr_rdma_write(rkey, remote)
         self._word[0] = value
         pair.wr_set_inline_data(self._word_address, 8)

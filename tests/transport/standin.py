@@ -1,8 +1,9 @@
 """Network cards in this process, behind the verbs boundary, that do whatever the standards allow, as late as they allow it.
 
 Bytes are read at the source, and land, piece by piece, when ``Fabric.step`` says so: out of order, split, any time before the operation
-completes. On RC queue pairs atomics and messages wait for the writes before them (an inline write does not, where ``adaptive``), and sends
-complete in order. On SRD queue pairs nothing has an order. Queues are exactly as deep as was asked for, and overrunning one is an error.
+completes. On RC queue pairs atomics and messages wait for the operations before them, fenced writes for the atomics before them, and other
+writes for nothing, where the network is ``adaptive``; sends complete in order. On SRD queue pairs nothing has an order. Queues are exactly
+as deep as was asked for, and overrunning one is an error.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class _Work:
     signaled: bool
     imm: int | None = None
     value: int = 0
+    fenced: bool = False
     to: _Destination | None = None
     pieces: list[tuple[int, int]] | None = None  # what has not landed yet; None: not begun
     retries: int = 0
@@ -206,8 +208,8 @@ class _Pair(verbs.QueuePair):
         assert to is None or isinstance(to, _Destination)
         self._post(_Work("write", wr_id, local, size, lkey, remote, rkey, signaled, imm, to=to))
 
-    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool) -> None:
-        self._post(_Work("inline", wr_id, 0, 8, 0, remote, rkey, signaled, value=value))
+    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool, fenced: bool = False) -> None:
+        self._post(_Work("inline", wr_id, 0, 8, 0, remote, rkey, signaled, value=value, fenced=fenced))
 
     def fetch_add(self, wr_id: int, local: int, lkey: int, remote: int, rkey: int, value: int, *, signaled: bool) -> None:
         assert self.nic.limits.atomics
@@ -422,19 +424,17 @@ class Fabric:
         """Any operation that may move now."""
         if pair.kind == "SRD":
             return self.random.choice(list(itertools.islice(pair.work, 16)))
-        writes = []
+        free: list[_Work] = []
+        before = atomics = 0
         for work in itertools.islice(pair.work, 8):
             if work.ended:
                 continue
-            plain = (work.kind == "write" and work.imm is None) or (work.kind == "inline" and self.mood.adaptive)
-            if not plain:
-                if not writes:
-                    return work  # everything before it has ended
-                break
-            writes.append(work)
-            if not self.mood.adaptive:
-                break
-        return self.random.choice(writes) if writes else None
+            plain = (work.kind == "write" and work.imm is None) or work.kind == "inline"
+            if (not before) or (self.mood.adaptive and plain and not (work.fenced and atomics)):
+                free.append(work)
+            before += 1
+            atomics += work.kind == "add"
+        return self.random.choice(free) if free else None
 
     def _peer(self, pair: _Pair, work: _Work) -> _Pair | None:
         if pair.kind == "RC":
