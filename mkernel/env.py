@@ -182,7 +182,7 @@ RC_SIGNAL = _declare(
     "auto, atomic, write or imm",
     _choice("auto", "atomic", "write", "imm"),
     "auto",
-    "how rc raises a flag: fetch-and-add, a plain write (no routing may be adaptive), or a message (imm)",
+    "how rc raises a flag: behind an atomic, by a plain write (no routing may be adaptive), or by a message (imm)",
 )
 RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "an integer >= 1", _positive, 4, "queue pairs of rc to each peer; channels share them")
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _duration, 50.0, "bandwidth of one emulated link; 0: not paced")
