@@ -53,7 +53,7 @@ def test_the_boundary_over_the_real_pyverbs() -> None:
         "sizes": [8, 4],
         "imms": [None, 0x10002],
         "sources": [True, True],
-        "bytes": ["announce", "unce"],
+        "bytes": ["datagram", "gram"],
     }, line
 
 

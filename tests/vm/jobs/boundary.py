@@ -73,7 +73,7 @@ def datagram(nic: verbs.Nic, queue: verbs.CompletionQueue) -> dict[str, Any]:
     there = nic.destination(nic.port.gid, ends[1].number, QKEY)
     for slot in range(2):
         ends[1].receive(10 + slot, region.address + 100 * slot, 80, region.lkey)
-    memory[200:208] = b"announce"
+    memory[200:208] = b"datagram"
     ends[0].send(1, region.address + 200, 8, region.lkey, signaled=True, to=there)
     ends[0].send(2, region.address + 204, 4, region.lkey, signaled=True, imm=0x10002, to=there)
     ends[0].commit()
