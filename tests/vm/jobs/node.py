@@ -177,8 +177,10 @@ class RemoteNetwork:
         for _ in range(8):
             self.node.engine.step()
         state: list[Any] = [self.node.producer.completed, [self.node.flag(index) for index in range(64)]]
+        for wire in self.wires:
+            send(wire, ("state",))
         for rank in self.ranks[1:]:
-            completed, self.flags[rank] = self.call(rank, "state")
+            completed, self.flags[rank] = receive(self.wires[rank - 1])
             self.producers[rank].completed = completed
             state += [completed, self.flags[rank]]
         now = time.monotonic()
