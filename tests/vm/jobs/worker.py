@@ -19,22 +19,34 @@ from tests.ops.body import CALLS, Case, back_to_back, problems
 from tests.runtime.worker import tell
 
 ROWS = (0, 1, 7, 64)
-CASES = (Case("bfloat16", 136, 264), Case("float16", 72, 520, False))
+SHAPES = (("bfloat16", 136, 264), ("float16", 72, 520, False))
 HEAP = 16 << 20
 TIMEOUT = 10.0  # of the worlds that fail
 JOB = Path("/mnt/job")
 
 
+def cases() -> list[Case]:
+    """Of every fused operation that there is."""
+    found = [Case(*shape) for shape in SHAPES]
+    reductions = (("gemm_reduce_scatter", None), ("gemm_allreduce", "one_shot"), ("gemm_allreduce", "two_shot"))
+    for op, algorithm in reductions:
+        if hasattr(mk, op):
+            found += [Case(*shape, op=op, algorithm=algorithm) for shape in SHAPES[: 1 if algorithm else 2]]
+    return [*found, found[0]]
+
+
 def calls() -> None:
-    """Every fused operation, 3 x 8 calls of alternating plans without a barrier, all results checked afterwards."""
+    """Every fused operation, 8 calls of each case, without a barrier, all results checked afterwards."""
     seed = int(os.environ["TEST_SEED"])
     found: list[str] = []
+    count = 0
     with mk.init(target="cpu", heap_bytes=HEAP, timeout=120.0) as world:
-        for i, case in enumerate((*CASES, CASES[0])):
+        for i, case in enumerate(cases()):
             results = back_to_back(world, case, seed + i, 0.01, ROWS)
             assert len(results) == CALLS
+            count += CALLS
             found += problems(results)
-        tell(rank=world.rank, shape=f"{world.num_nodes}x{world.ranks_per_node}", packets=_packets(), calls=3 * CALLS, problems=found)
+        tell(rank=world.rank, shape=f"{world.num_nodes}x{world.ranks_per_node}", packets=_packets(), calls=count, problems=found)
 
 
 def _packets() -> int:
