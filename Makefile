@@ -24,7 +24,7 @@ else
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full test-gpu lint clean
+.PHONY: demo test test-full test-gpu test-rdma lint clean
 
 demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
@@ -37,6 +37,10 @@ test-full: $(call stamp,test)
 
 test-gpu: $(call stamp,test)
 	$(PY) -m pytest -m gpu $(PYTEST)
+
+# Real verbs in virtual machines: root, and apt-get install -y --no-install-recommends qemu-system-x86
+test-rdma: $(call stamp,test)
+	$(PY) -m pytest -m rdma --require-vm $(PYTEST)
 
 lint: $(call stamp,lint)
 	$(PY) -m ruff check .

@@ -80,6 +80,16 @@ def _at_least(convert: Callable[[str], Any], low: float) -> Callable[[str], Any]
     return parse
 
 
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(f"from {low} to {high}")
+        return value
+
+    return parse
+
+
 def _bytes(text: str) -> int:
     """``1073741824``, ``512M``, ``8G`` (binary units)."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -89,6 +99,14 @@ def _bytes(text: str) -> int:
     if value <= 0:
         raise ValueError("must be positive, e.g. 8G")
     return value
+
+
+def _list(text: str) -> list[str]:
+    """``mlx5_0:1,mlx5_1``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError("separate names by one comma")
+    return parts
 
 
 def _choice(*names: str) -> Callable[[str], str]:
@@ -106,6 +124,7 @@ def _cache_home() -> Path:
 
 _natural, _positive = _at_least(int, 0), _at_least(int, 1)
 _duration = _at_least(float, 0.0)
+_byte, _nibble = _between(0, 255), _between(0, 15)
 
 # ---- compiling
 CACHE_DIR = _declare("MKERNEL_CACHE_DIR", "a path", _path, _cache_home, "compiled kernels and tuned splits ($XDG_CACHE_HOME/mkernel)")
@@ -148,6 +167,24 @@ CPU_SEED = _declare("MKERNEL_CPU_SEED", "an integer >= 0", _natural, 0, "seed of
 TRANSPORT = _declare(
     "MKERNEL_TRANSPORT", "auto, rc, srd or emulated", _choice("auto", "rc", "srd", "emulated"), "auto", "how ranks of different nodes talk"
 )
+NIC = _declare(
+    "MKERNEL_NIC",
+    "device or device:port, by comma",
+    _optional(_list),
+    None,
+    "network cards by rank of a host (else the nearest)",
+)
+GID_INDEX = _declare("MKERNEL_GID_INDEX", "an integer >= 0", _optional(_natural), None, "index of the GID to use (else chosen by content)")
+TRAFFIC_CLASS = _declare("MKERNEL_TRAFFIC_CLASS", "0 to 255", _byte, 0, "traffic class of RDMA packets (RoCE: four times the DSCP)")
+SERVICE_LEVEL = _declare("MKERNEL_SERVICE_LEVEL", "0 to 15", _nibble, 0, "service level of RDMA packets (InfiniBand)")
+RC_SIGNAL = _declare(
+    "MKERNEL_RC_SIGNAL",
+    "auto, atomic, write or imm",
+    _choice("auto", "atomic", "write", "imm"),
+    "auto",
+    "how rc raises a flag: behind an atomic, by a plain write (no routing may be adaptive), or by a message (imm)",
+)
+RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "an integer >= 1", _positive, 4, "queue pairs of rc to each peer; channels share them")
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _duration, 50.0, "bandwidth of one emulated link; 0: not paced")
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _duration, 5.0, "latency of one emulated link")
 

@@ -43,10 +43,24 @@ class CompileError(Error):
 
 
 class TransportError(Error):
-    """The network failed; fatal for the world."""
+    """The network failed; fatal for the world.
 
-    def __init__(self, message: str, *, peer: int | None = None, op: str = "", status: str = "") -> None:
-        self.peer, self.op, self.status = peer, op, status
+    Attributes
+    ----------
+    peer
+        The rank at the other end; None where there is none.
+    op, status
+        What was being done, and how it ended (``IBV_WC_RETRY_EXC_ERR``, ``ENOMEM`` ...).
+    queue_pair
+        Number of the queue pair on this side, with RDMA.
+    remedy
+        What may be done about it; also part of the message.
+    """
+
+    def __init__(
+        self, message: str, *, peer: int | None = None, op: str = "", status: str = "", queue_pair: int | None = None, remedy: str = ""
+    ) -> None:
+        self.peer, self.op, self.status, self.queue_pair, self.remedy = peer, op, status, queue_pair, remedy
         super().__init__(message)
 
 

@@ -23,6 +23,7 @@ from covering import pairwise, product
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mkernel")
     group.addoption("--full", action="store_true", help="whole products of test axes instead of pairwise coverings, and tests marked slow")
+    group.addoption("--require-vm", action="store_true", help="tests that boot virtual machines fail, not skip, where none can be booted")
     group.addoption("--seed", type=int, default=None, help="of the random inputs (default: fresh, printed)")
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import dataclasses
 import difflib
 import importlib.util
+import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -18,6 +21,7 @@ from typing import Literal
 from mkernel import env, transport
 from mkernel.cli.launcher import find_mpirun, mpi_flavour
 from mkernel.errors import Error
+from mkernel.transport import devices
 
 __all__ = ["PROBES", "Finding"]
 
@@ -188,24 +192,98 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _verbs() -> Iterator[Finding]:
-    devices = Path("/sys/class/infiniband")
-    names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
-    if names:
-        yield Finding("ok", "verbs devices", ", ".join(f"{name} ({_port_states(devices / name)})" for name in names))
-    else:
+    """Cards, their ports, and everything that must be right for ``rc`` or ``srd``."""
+    ports = devices.find()
+    if not ports:
         yield Finding("note", "verbs devices", "none (ranks of one host need none)")
+    for port in ports:
+        yield _port(port)
+    yield from _distances(ports)
+    yield _locked_memory(bool(ports))
     if ctypes.util.find_library("ibverbs") is None:
         yield Finding("note", "libibverbs", "not installed", "apt-get install -y libibverbs1 ibverbs-providers")
-    if _absent("pyverbs"):
-        yield Finding("note", "pyverbs", "not installed", "pip install 'mkernel[rdma]'")
-    else:
-        yield Finding("ok", "pyverbs", "installed")
+    usable = yield from _pyverbs()
+    for port in ports:
+        if usable and port.active and port.transport == "rc" and (gid := devices.choose_gid(port)) is not None:
+            yield _loopback(port, gid.index)
     yield Finding("ok", "transports", ", ".join(transport.names()))
 
 
-def _port_states(device: Path) -> str:
-    ports = sorted((device / "ports").iterdir())
-    return ", ".join(f"port {port.name} {(port / 'state').read_text().split(':')[-1].strip().lower()}" for port in ports)
+def _port(port: devices.DevicePort) -> Finding:
+    gid = devices.choose_gid(port)
+    kind = f"{port.link_layer or 'unknown link layer'}, {port.state.lower() or 'state unknown'}, {port.rate or 'rate unknown'}"
+    detail = f"{kind}, for {port.transport}, GID {gid or 'none'}"
+    if not port.active:
+        return Finding("note", port.name, detail, "check cable and switch; `ibv_devinfo`, `ip link`")
+    if gid is None:
+        return Finding("note", port.name, detail, "give its network interface an address: `ip address add`")
+    if port.link_layer == "Ethernet" and "v2" not in gid.kind:
+        return Finding("note", port.name, detail, "RoCE v1 is not routed: give the network interface an IP address")
+    return Finding("ok", port.name, detail)
+
+
+def _distances(ports: Sequence[devices.DevicePort]) -> Iterator[Finding]:
+    """Each GPU with its nearest cards, and how much of its memory they can address at once (BAR1)."""
+    for gpu in _gpu_addresses():
+        by_distance: dict[int, list[str]] = {}
+        for port in ports:
+            by_distance.setdefault(devices.distance(gpu, port), []).append(port.name)
+        if by_distance:
+            near = min(by_distance)
+            yield Finding("ok", f"GPU {gpu}", f"nearest: {', '.join(by_distance[near])} ({devices.describe_distance(near)})")
+        bar = devices.bar_bytes(gpu, 1)
+        if ports and bar:
+            remedy = "" if bar >= 1 << 30 else "switch Resizable BAR on in the firmware, or keep heap_bytes below this"
+            yield Finding("ok" if not remedy else "note", f"GPU {gpu} BAR1", f"{bar >> 20} MiB: the most a card can register", remedy)
+
+
+def _gpu_addresses() -> list[str]:
+    found = []
+    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        with contextlib.suppress(OSError):
+            if (device / "vendor").read_text().strip() == "0x10de" and (device / "class").read_text().startswith(("0x0300", "0x0302")):
+                found.append(device.name)
+    return found
+
+
+def _locked_memory(needed: bool) -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:
+        return Finding("ok", "locked memory", "unlimited")
+    remedy = "`ulimit -l unlimited`; for services LimitMEMLOCK=infinity; for Slurm PropagateResourceLimitsExcept=MEMLOCK" if needed else ""
+    return Finding("note", "locked memory", f"at most {limit >> 10} KiB: too little to register a heap", remedy)
+
+
+def _pyverbs() -> Generator[Finding, None, bool]:
+    """Whether it works."""
+    remedy = "apt-get install -y python3-pyverbs, for the python3 it is built for: docs/transports.md"
+    if _absent("pyverbs"):
+        yield Finding("note", "pyverbs", "not installed (ranks of one host need none)", remedy)
+        return False
+    # In a process of its own: it sets up the root logger, and its libraries may be missing.
+    program = "import json; from mkernel.transport import verbs; f = verbs.features(); print(json.dumps([verbs.version(), f]))"
+    result = _run([sys.executable, "-c", program])
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        yield Finding("note", "pyverbs", f"cannot be imported: {lines[-1]}", remedy)
+        return False
+    version, features = json.loads(result.stdout.splitlines()[-1])
+    missing = [name for name, there in features.items() if not there]
+    if missing:
+        yield Finding("note", "pyverbs", f"{version or 'version unknown'}, without {', '.join(missing)}", "rdma-core 44 or newer has them")
+    else:
+        yield Finding("ok", "pyverbs", f"{version or 'version unknown'}, with {', '.join(features)}")
+    return True
+
+
+def _loopback(port: devices.DevicePort, gid_index: int) -> Finding:
+    """One put of the port to itself."""
+    card = f"Card({port.device!r}, {port.port}, {gid_index})"
+    result = _run([sys.executable, "-c", f"from mkernel.transport import Card, rc; print(rc.loopback({card}))"])
+    if result.returncode == 0:
+        return Finding("ok", f"{port.name} loopback", f"a put arrived (signal: {result.stdout.splitlines()[-1]})")
+    lines = result.stderr.strip().splitlines() or ["no message"]
+    return Finding("note", f"{port.name} loopback", lines[-1], "rc will fail on this port: docs/transports.md")
 
 
 # ---- files and switches

@@ -13,7 +13,7 @@ from typing import Self
 
 from mkernel.memory.segment import Segment
 
-__all__ = ["GRANULARITY", "Mapping", "MemfdSegment", "import_fd"]
+__all__ = ["GRANULARITY", "Mapping", "MemfdSegment", "SharedMemory", "import_fd"]
 
 GRANULARITY = 64 * 1024  # the largest page size of the hosts we run on (AArch64), so that sizes agree between machines
 
@@ -118,6 +118,29 @@ class Mapping:
     def __del__(self) -> None:
         if getattr(self, "address", 0):
             warnings.warn(f"Mapping of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
+
+
+class SharedMemory:
+    """``size`` bytes, zeroed, that another process can map by ``fd``. ``close`` is safe to call twice."""
+
+    def __init__(self, size: int) -> None:
+        self.size = _round_up(max(size, 1))
+        self.fd = _create(self.size)
+        try:
+            self.address = _map(None, self.size, _PROT_READ_WRITE, mmap.MAP_SHARED, self.fd)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        if self.address:
+            _unmap(self.address, self.size)
+            os.close(self.fd)
+            self.address = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "address", 0):
+            warnings.warn(f"SharedMemory of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 def import_fd(fd: int, size: int) -> Mapping:

@@ -27,6 +27,10 @@ class Segment(abc.ABC):
     def fd(self) -> int:
         """File descriptor that another process can map; owned by the segment. Also used by engines (emulated transport)."""
 
+    def dmabuf(self) -> int:
+        """Descriptor by which a network card reaches memory that no process can map by ``fd``; owned by the segment. -1: map ``fd``."""
+        return -1
+
     @abc.abstractmethod
     def map_peers(self, fds: Sequence[int]) -> None:
         """Map the parts of all local ranks, in local-rank order. The entry of this rank is ignored. The fds stay the caller's."""

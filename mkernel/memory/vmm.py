@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from mkernel.errors import Error
 from mkernel.memory.driver import DriverError, call, check, current, driver, native
 from mkernel.memory.segment import Segment
 
@@ -40,7 +41,7 @@ class VmmSegment(Segment):
     """
 
     def __init__(self, ordinal: int, context: Any, size: int, local_rank: int, ranks_per_node: int) -> None:
-        self._fd = -1
+        self._fd = self._dmabuf = -1
         self._undo: list[Callable[[], None]] = []
         if size < 0 or not 0 <= local_rank < ranks_per_node:
             raise ValueError(f"segment of {size} bytes for local rank {local_rank} of {ranks_per_node}")
@@ -66,6 +67,15 @@ class VmmSegment(Segment):
     def fd(self) -> int:
         return self._fd
 
+    def dmabuf(self) -> int:
+        if self._dmabuf < 0:
+            _require_rdma(self.ordinal)
+            kind = driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+            what = f"exporting {self.size} bytes of GPU {self.ordinal} as a dma-buf"
+            self._dmabuf = int(call(driver().cuMemGetHandleForAddressRange(self.address(), self.size, kind, 0), what))
+            os.set_inheritable(self._dmabuf, False)
+        return self._dmabuf
+
     def map_peers(self, fds: Sequence[int]) -> None:
         if self._fd < 0:
             raise ValueError("the segment is closed")
@@ -80,6 +90,9 @@ class VmmSegment(Segment):
                     _release(handle)
 
     def close(self) -> None:
+        if self._dmabuf >= 0:
+            os.close(self._dmabuf)
+            self._dmabuf = -1
         _unwind(self._undo)
         if self._fd >= 0:
             os.close(self._fd)
@@ -133,6 +146,20 @@ def granularity(ordinal: int) -> int:
     flag = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
     unit: int = call(cuda.cuMemGetAllocationGranularity(_properties(ordinal), flag), f"granularity of GPU {ordinal}")
     return unit
+
+
+def _require_rdma(ordinal: int) -> None:
+    """What a network card needs that writes to this GPU's memory by itself. Raises Error."""
+    cuda = driver()
+    numbers = cuda.CUdevice_attribute
+    for number, least, what, remedy in (
+        (numbers.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, 1, "cannot export memory as a dma-buf", "use the open GPU kernel modules"),
+        (numbers.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, 1, "does not let network cards reach its memory", ""),
+        # OWNER: what has arrived is visible to the GPU that owns the memory, without a flush
+        (numbers.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, 100, "does not order the writes of network cards", ""),
+    ):
+        if int(call(cuda.cuDeviceGetAttribute(number, ordinal), f"attributes of GPU {ordinal}")) < least:
+            raise Error(f"GPU {ordinal} {what}: no RDMA" + (f" ({remedy})" if remedy else "; see `python -m mkernel doctor`"))
 
 
 # ---- the driver's calls, each with what undoes it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -19,12 +20,15 @@ from mkernel.errors import AbortedError, ArgumentError, Error
 from mkernel.runtime import current
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
-from mkernel.runtime.placement import Card, Gpu, choose_device, choose_target, choose_topology, require_equal
+from mkernel.runtime.placement import Card, Gpu, choose_device, choose_network, choose_target, choose_topology, require_equal
 from mkernel.runtime.wire import SocketControl
 from mkernel.runtime.world import SIGNAL_BYTES, Options, Parts, World
+from mkernel.transport import TRANSPORTS, own_process
 
 if TYPE_CHECKING:
+    from mkernel.memory.segment import Segment
     from mkernel.plan.topology import Topology
+    from mkernel.proxy.process import EngineProcess
     from mkernel.runtime.cpu import Cohort
     from mkernel.runtime.device import Device, HostMemory
 
@@ -116,6 +120,7 @@ def assemble(
         raise ArgumentError("comm", topology.size, f"a world has at most {abi.MAX_RANKS} ranks")
     target = choose_target(cards, options.target) if make_device is None else "cpu" if options.target == "auto" else options.target
     transport = _choose_transport(options.transport, topology, cards)
+    separate = _in_own_process(transport, cohort)
     device: int | str = choose_device(cards, rank).ordinal if target == "cuda" and make_device is None else 0 if target == "cuda" else "cpu"
     waiting: Waiting = contextlib.nullcontext
     if cohort is not None:
@@ -135,7 +140,8 @@ def assemble(
             signals = backend.segment(SIGNAL_BYTES, *shape)
             undo.callback(signals.close)
             block = backend.allocate_host(ctypes.sizeof(abi.HostBlock))
-            ring = backend.allocate_host(ctypes.sizeof(abi.Ring)) if topology.num_nodes > 1 else None
+            shared = {"shared": True} if separate else {}
+            ring = backend.allocate_host(ctypes.sizeof(abi.Ring), **shared) if transport else None
             return backend, data, signals, block, ring
 
         backend, data, signals, block, ring = _together(bootstrap, "its device and memory", open_memory)
@@ -153,12 +159,16 @@ def assemble(
                 return {peer: (heap, flags) for peer, (heap, flags) in mapped.items()}
 
         foreign = _together(bootstrap, "the memory of its peers", share)
+        engine: EngineProcess | None = None
+        if separate:
+            assert ring is not None
+            engine = _open_engine(bootstrap, transport, cards, backend, topology, data, signals, ring, options.timeout, undo)
         start_engine: Callable[[World], Callable[[], None]] | None = None
         wakers: list[Callable[[], None]] = []
         if ring is not None:
 
             def start_engine(world: World) -> Callable[[], None]:
-                return _start_engine(world, transport, ring, foreign, cohort, wakers)
+                return _start_engine(world, transport, ring, foreign, cohort, wakers, engine)
 
         world = World(
             Parts(
@@ -192,8 +202,18 @@ def assemble(
 
 def _exchange_cards(bootstrap: Bootstrap, options: Options, *, probe: bool) -> list[Card]:
     gpus, problem, preferred = gpus_here() if probe and options.target in ("auto", "cuda") else ((), "", None)
-    card = Card(host_identity(), dataclasses.asdict(options), gpus, problem, preferred)
+    card = Card(host_identity(), dataclasses.asdict(options), gpus, problem, preferred, _networks_here())
     return [Card.from_json(json.loads(part)) for part in bootstrap.allgather(json.dumps(card.to_json()).encode())]
+
+
+def _networks_here() -> dict[str, str]:
+    """By RDMA transport, in order of preference: why it cannot be used here; empty if it can. Reads sysfs only."""
+    from mkernel.transport import devices
+
+    ports = devices.find()
+    missing = "pyverbs is not installed" if ports and importlib.util.find_spec("pyverbs") is None else ""
+    rdma = [name for name, entry in TRANSPORTS.items() if entry.rdma]
+    return {name: devices.problem(name, ports) or missing for name in rdma}
 
 
 def _together(bootstrap: Bootstrap, what: str, step: Callable[[], T]) -> T:
@@ -230,17 +250,75 @@ def _choose_transport(name: str, topology: Topology, cards: Sequence[Card]) -> s
     from mkernel import transport
 
     if name != "auto" and name not in transport.names():
-        raise ArgumentError("transport", repr(name), "not built yet", f"there are auto, {', '.join(transport.names())}")
+        raise ArgumentError("transport", repr(name), "no such transport", f"there are auto, {', '.join(transport.names())}")
     if topology.num_nodes == 1:
         return ""
     one_host = len({card.host for card in cards}) == 1
     if name == "auto":
-        if not one_host:
-            raise ArgumentError("transport", "auto", "no transport between hosts is built yet", "run all ranks on one host")
-        return "emulated"
+        return "emulated" if one_host else choose_network(cards)
     if name == "emulated" and not one_host:
-        raise ArgumentError("transport", repr(name), "the emulated transport connects ranks of one host only", "run all ranks on one host")
+        raise ArgumentError("transport", repr(name), "the emulated transport connects ranks of one host only", "use auto, rc or srd")
+    for rank, card in enumerate(cards):
+        if card.networks.get(name):
+            raise ArgumentError("transport", repr(name), f"rank {rank}: {card.networks[name]}", "see `python -m mkernel doctor`")
     return name
+
+
+def _in_own_process(transport: str, cohort: Cohort | None) -> bool:
+    """Whether the engine is a process; on one node (no transport) there is none at all."""
+    if not transport or cohort is None:
+        return bool(transport) and own_process(transport)
+    if TRANSPORTS[transport].rdma:
+        rule = "mk.launch on target cpu runs in virtual time"
+        raise ArgumentError("transport", repr(transport), rule, "start processes, or use emulated")
+    return False
+
+
+def _open_engine(
+    bootstrap: Bootstrap,
+    name: str,
+    cards: Sequence[Card],
+    backend: Device,
+    topology: Topology,
+    data: Segment,
+    signals: Segment,
+    ring: HostMemory,
+    timeout: float,
+    undo: contextlib.ExitStack,
+) -> EngineProcess:
+    """Start the engine's process, and connect it with those of the other ranks. Collective."""
+    from mkernel.proxy.process import EngineProcess, Layout, Memory
+    from mkernel.transport import devices
+
+    rank, rdma = bootstrap.rank, TRANSPORTS[name].rdma
+    place = [other for other, card in enumerate(cards) if card.host == cards[rank].host].index(rank)
+
+    def memory(segment: Segment) -> Memory:
+        if backend.target == "cpu":
+            return Memory(segment.fd, segment.size)
+        return Memory(segment.dmabuf() if rdma else -1, segment.size, dmabuf=True)
+
+    def start() -> EngineProcess:
+        card = devices.card_for(name, place, backend.pci_address) if rdma else None
+        process = EngineProcess(
+            Layout(
+                transport=name,
+                rank=rank,
+                peers=[peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)],
+                heap=memory(data),
+                signals=memory(signals),
+                ring=ring.fd,
+                card=card,
+                timeout=timeout,
+            )
+        )
+        undo.callback(process.close)
+        return process
+
+    engine = _together(bootstrap, "its network", start)
+    while (part := _together(bootstrap, "its network", engine.step)) is not None:
+        engine.give(bootstrap.allgather(part))
+    return engine
 
 
 def _start_engine(
@@ -250,24 +328,33 @@ def _start_engine(
     foreign: dict[int, tuple[int, int]],
     cohort: Cohort | None,
     wakers: list[Callable[[], None]],
+    process: EngineProcess | None,
 ) -> Callable[[], None]:
     """Returns what stops the engine."""
+    if process is not None:
+        process.watch(world.on_transport_error)
+        wakers.append(process.wake)
+        return process.close
     from mkernel import transport
     from mkernel.proxy.engine import Engine, EngineThread
     from mkernel.proxy.ring import RingReader
 
     clock = time.monotonic_ns if cohort is None else cohort.now
+    others = [peer for peer in range(world.size) if world.topology.node(peer) != world.node]
+    # On cpu credits must be real release stores: kernels read them with acquire, and on AArch64 a plain store may come too early.
+    store = world.backend.copier().signal if world.target == "cpu" else None
     wiring = transport.Wiring(
         rank=world.rank,
         heap_address=world.heap_address,
         heap_bytes=world.heap_bytes,
         signal_bytes=world.signal_bytes,
-        peers=foreign,
+        peers=foreign or dict.fromkeys(others, (0, 0)),
         copier=world.backend.copier,
         clock_ns=clock,
+        signal_address=world.signal_address,
+        store=store,
+        timeout=world.options.timeout,
     )
-    # On cpu credits must be real release stores: kernels read them with acquire, and on AArch64 a plain store may come too early.
-    store = world.backend.copier().signal if world.target == "cpu" else None
     engine = Engine(RingReader(ring.view, store=store), transport.create(name, wiring), clock)
     if cohort is None:
         thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}").start()

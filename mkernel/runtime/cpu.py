@@ -21,7 +21,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError, CompileError, Error
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
-from mkernel.memory.memfd import Mapping, MemfdSegment, import_fd
+from mkernel.memory.memfd import Mapping, MemfdSegment, SharedMemory, import_fd
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
 from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
@@ -574,6 +574,7 @@ class CpuDevice(Device):
         self._lock = threading.Lock()
         self._memory: list[np.ndarray[Any, Any]] = []
         self._imported: list[tuple[Mapping, _File]] = []
+        self._shared: list[SharedMemory] = []
 
     # ---- memory
     def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
@@ -594,7 +595,12 @@ class CpuDevice(Device):
     def allocate(self, size: int) -> int:
         return self._allocate(size).ctypes.data
 
-    def allocate_host(self, size: int) -> HostMemory:
+    def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
+        if shared:
+            memory = SharedMemory(size)
+            self._shared.append(memory)
+            view = memoryview((ctypes.c_char * size).from_address(memory.address)).cast("B")
+            return HostMemory(view, memory.address, memory.address, memory.fd)
         array = self._allocate(size)
         return HostMemory(array.data, array.ctypes.data, array.ctypes.data)
 
@@ -697,6 +703,9 @@ class CpuDevice(Device):
             for mapping, _ in self._imported:
                 mapping.close()
             self._imported.clear()
+            for memory in self._shared:
+                memory.close()
+            self._shared.clear()
             self._memory.clear()
 
 

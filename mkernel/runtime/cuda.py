@@ -20,6 +20,7 @@ from mkernel.jit.source import ENTRY
 from mkernel.jit.spec import KernelSpec
 from mkernel.memory import vmm
 from mkernel.memory.driver import DriverError, call, check, current, driver, native, prompt
+from mkernel.memory.memfd import SharedMemory
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
 from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
@@ -160,6 +161,7 @@ class CudaDevice(Device):
         cuda = driver()
         self.ordinal = ordinal
         self.name = _name(ordinal)
+        self.pci_address = _pci_address(ordinal)
         attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         self.sm_count = int(call(cuda.cuDeviceGetAttribute(attribute, ordinal), f"attributes of GPU {ordinal}"))
         self.xp = cupy
@@ -224,14 +226,21 @@ class CudaDevice(Device):
             self._finish(self._stream, f"zeroing {size} bytes")
         return address
 
-    def allocate_host(self, size: int) -> HostMemory:
+    def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
         cuda = driver()
+        fd = -1
         with self._lock, self._current():
-            host, free = _pinned(size)
-            self._frees.append(free)
+            if shared:
+                memory = SharedMemory(size)
+                self._frees.append(memory.close)
+                host, fd = memory.address, memory.fd
+                self._frees.append(_pin(host, memory.size))
+            else:
+                host, free = _pinned(size)
+                self._frees.append(free)
             address = int(call(cuda.cuMemHostGetDevicePointer(host, 0), f"address of {size} bytes of host memory"))
         ctypes.memset(host, 0, size)
-        return HostMemory(memoryview((ctypes.c_char * size).from_address(host)).cast("B"), address, host)
+        return HostMemory(memoryview((ctypes.c_char * size).from_address(host)).cast("B"), address, host, fd)
 
     def read(self, address: int, size: int) -> bytes:
         self.synchronize()
@@ -498,6 +507,19 @@ def _pinned(size: int) -> tuple[int, Callable[[], object]]:
     flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
     host = int(call(cuda.cuMemHostAlloc(size, flags), f"allocating {size} bytes of pinned host memory"))
     return host, lambda: call(cuda.cuMemFreeHost(host), f"freeing {size} bytes of pinned host memory")
+
+
+def _pin(host: int, size: int) -> Callable[[], object]:
+    """Let every GPU of the process address memory that is there already. Returns what undoes it."""
+    cuda = driver()
+    flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+    call(cuda.cuMemHostRegister(host, size, flags), f"pinning {size} bytes of shared host memory")
+    return lambda: call(cuda.cuMemHostUnregister(host), f"unpinning {size} bytes of shared host memory")
+
+
+def _pci_address(ordinal: int) -> str:
+    name: bytes = call(driver().cuDeviceGetPCIBusId(32, ordinal), f"PCI address of GPU {ordinal}")
+    return name.split(b"\0")[0].decode().lower()
 
 
 def _destroyer(event: Any) -> Callable[[], object]:

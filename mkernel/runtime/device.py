@@ -34,6 +34,7 @@ class HostMemory:
     view: memoryview
     address: int  # as the device sees it
     host_address: int
+    fd: int = -1  # of shared memory: what another process maps; belongs to the device
 
 
 class Copier(Protocol):
@@ -66,6 +67,7 @@ class Device(abc.ABC):
     name: str
     sm_count: int
     xp: Any  # cupy or numpy
+    pci_address: str = ""  # "0000:1b:00.0"; empty on cpu
 
     # ---- memory
     @abc.abstractmethod
@@ -85,7 +87,8 @@ class Device(abc.ABC):
         """Private device memory, zeroed; freed with the device. Returns its address."""
 
     @abc.abstractmethod
-    def allocate_host(self, size: int) -> HostMemory: ...
+    def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
+        """``shared``: another process can map it, by its ``fd``."""
 
     @abc.abstractmethod
     def read(self, address: int, size: int) -> bytes:

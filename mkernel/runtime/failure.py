@@ -34,6 +34,7 @@ class Failure:
     rank: int  # whose failure it is: for `lost` the rank that has gone, else the one that reported
     record: errors.FailureRecord | None = None
     derived: bool = False  # only an echo of another rank's failure, whose own report says more
+    details: dict[str, Any] | None = None  # of a transport's failure: peer, op, status ... as TransportError takes them
 
     def replaces(self, other: Failure | None) -> bool:
         """Whether this failure says more than ``other`` about why the world failed."""
@@ -52,7 +53,7 @@ class Failure:
         if self.kind == Kind.mismatch:
             return errors.MismatchError(self.message)
         if self.kind == Kind.transport:
-            return errors.TransportError(self.message, peer=self.rank)
+            return errors.TransportError(self.message, **(self.details or {"peer": self.rank}))
         return errors.AbortedError(self.message)
 
     def encode(self) -> bytes:

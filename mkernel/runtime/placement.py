@@ -32,6 +32,7 @@ class Card:
     gpus: tuple[Gpu, ...] = ()
     gpu_problem: str = ""  # why GPUs that seem to be there cannot be used
     preferred: int | None = None  # the ordinal the process has made current itself
+    networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -39,7 +40,7 @@ class Card:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Card:
         gpus = tuple(Gpu(g["ordinal"], g["identity"], (g["capability"][0], g["capability"][1]), tuple(g["peers"])) for g in fields["gpus"])
-        return cls(fields["host"], fields["options"], gpus, fields["gpu_problem"], fields["preferred"])
+        return cls(fields["host"], fields["options"], gpus, fields["gpu_problem"], fields["preferred"], fields["networks"])
 
 
 def require_equal(cards: Sequence[Card]) -> None:
@@ -73,6 +74,18 @@ def choose_topology(cards: Sequence[Card], ranks_per_node: int | None) -> Topolo
     if ranks_per_node < 1 or runs[0] % ranks_per_node:
         raise ArgumentError("ranks_per_node", ranks_per_node, f"must divide the {runs[0]} ranks of a host")
     return Topology(size, ranks_per_node)
+
+
+def choose_network(cards: Sequence[Card]) -> str:
+    """The RDMA transport that every rank can use, the first in order of preference. Raises ArgumentError with what is missing where."""
+    reasons = []
+    for name in cards[0].networks:
+        rank = next((rank for rank, card in enumerate(cards) if card.networks.get(name, "unknown")), None)
+        if rank is None:
+            return name
+        reasons.append(f"{name}: rank {rank}: {cards[rank].networks.get(name, 'unknown')}")
+    rule = f"the ranks are on several hosts, and no network fits all ({'; '.join(reasons)})"
+    raise ArgumentError("transport", "auto", rule, "see `python -m mkernel doctor`")
 
 
 def choose_target(cards: Sequence[Card], target: str) -> str:

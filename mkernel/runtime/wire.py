@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import secrets
@@ -31,8 +32,10 @@ _FRAME = struct.Struct("!BI")  # kind, bytes that follow
 _PART = struct.Struct("!I")
 _FDS = struct.Struct("!II")  # rank, descriptors
 _HELLO = struct.Struct("!32sI")  # token, rank
+_SIOCGIFADDR = 0x8915
 _SEND_SECONDS = 10.0  # a peer that takes no bytes for so long is stopped or swamped: give it up
 _PATIENCE_SECONDS = 0.05  # rank 0 tells everyone who waits when a collective has been incomplete for so long
+_SILENCE_SECONDS = 9  # a host whose kernel answers nothing for so long has gone
 
 _living: weakref.WeakSet[SocketControl] = weakref.WeakSet()
 
@@ -149,7 +152,7 @@ class SocketControl(Control):
                 continue
             expected.remove(rank)
             if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _tune(connection)
             self._links[rank] = _Link(rank, connection)
 
     # ---- descriptors
@@ -412,10 +415,22 @@ def _own_addresses() -> list[str]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table which address faces outwards
         found.append(probe.getsockname()[0])
+    found += _interface_addresses()  # a cluster's network may have neither a default route nor names
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     return list(dict.fromkeys([*(a for a in found if not a.startswith("127.")), name, "127.0.0.1"]))
+
+
+def _interface_addresses() -> list[str]:
+    """IPv4 addresses of this host's network interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return found
 
 
 def _reach(addresses: Sequence[str], port: int, timeout: float) -> socket.socket:
@@ -426,9 +441,22 @@ def _reach(addresses: Sequence[str], port: int, timeout: float) -> socket.socket
         except OSError as error:
             failures.append(f"{address}: {error}")
             continue
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _tune(connection)
         return connection
     raise Error(f"rank 0 cannot be reached on port {port}: {'; '.join(failures)}")
+
+
+def _tune(connection: socket.socket) -> None:
+    """Small messages at once; and a host that loses its power or its network sends no EOF, but stops answering."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 3),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, _SILENCE_SECONDS - _SILENCE_SECONDS // 3),
+        (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),  # for what was sent and is not acknowledged
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _read_exactly(connection: socket.socket, size: int) -> bytes:

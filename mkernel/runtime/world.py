@@ -446,8 +446,9 @@ class World:
 
     def on_transport_error(self, error: Exception) -> None:
         """The engine stopped."""
-        peer = getattr(error, "peer", None)
-        self._fail(Failure(Kind.transport, str(error), self.rank if peer is None else peer))
+        details = {name: getattr(error, name, None) for name in ("peer", "op", "status", "queue_pair", "remedy")}
+        rank = self.rank if details["peer"] is None else details["peer"]
+        self._fail(Failure(Kind.transport, str(error), rank, details=details))
 
     def _passed_by(self) -> Failure | None:
         """A mismatch, if this rank has launched a call before which others still wait for it in a collective."""

@@ -14,7 +14,7 @@ import numpy as np
 from mkernel import abi
 from mkernel.errors import ArgumentError, CompileError
 from mkernel.jit.spec import KernelSpec
-from mkernel.memory.memfd import MemfdSegment, import_fd
+from mkernel.memory.memfd import MemfdSegment, SharedMemory, import_fd
 from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
 
 MASK = (1 << abi.DIGEST_BITS) - 1
@@ -102,9 +102,15 @@ class FakeDevice(Device):
         self.blocks.append(ctypes.create_string_buffer(size + 64))
         return -(-ctypes.addressof(self.blocks[-1]) // 64) * 64
 
-    def allocate_host(self, size: int) -> HostMemory:
-        address = self.allocate(size)
-        return HostMemory(memoryview((ctypes.c_char * size).from_address(address)).cast("B"), address, address)
+    def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
+        fd = -1
+        if shared:
+            memory = SharedMemory(size)
+            self.mappings.append(memory)
+            address, fd = memory.address, memory.fd
+        else:
+            address = self.allocate(size)
+        return HostMemory(memoryview((ctypes.c_char * size).from_address(address)).cast("B"), address, address, fd)
 
     def read(self, address: int, size: int) -> bytes:
         self.synchronize()

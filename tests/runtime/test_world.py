@@ -603,13 +603,24 @@ def test_init_fails_on_all_ranks_alike() -> None:
         ("emulated", 4, "aaaa", ""),
         ("auto", 2, "aaaa", "emulated"),
         ("null", 2, "aabb", "null"),
-        ("auto", 2, "aabb", None),
+        ("auto", 2, "aabb", "rc"),
+        ("auto", 2, "ccss", "srd"),
+        ("auto", 2, "aass", None),
+        ("auto", 2, "eeff", None),
         ("emulated", 2, "aabb", None),
-        ("rc", 4, "aaaa", None),
+        ("rc", 4, "eeee", ""),
+        ("rc", 2, "aaaa", "rc"),
+        ("rc", 2, "aass", None),
+        ("srd", 2, "ccss", "srd"),
+        ("pigeon", 4, "aaaa", None),
     ],
 )
 def test_choice_of_transport(name: str, per_node: int, hosts: str, expected: str | None) -> None:
-    cards = [Card(host, {}) for host in hosts]
+    networks = {"a": "rc", "b": "rc srd", "c": "srd", "s": "srd"}  # what hosts have; e and f have none
+    cards = [
+        Card(host, {}, networks={kind: "" if kind in networks.get(host, "").split() else "no device" for kind in ("rc", "srd")})
+        for host in hosts
+    ]
     if expected is None:
         with pytest.raises(ArgumentError, match="transport"):
             _choose_transport(name, Topology(4, per_node), cards)
@@ -627,7 +638,7 @@ def test_choice_of_transport(name: str, per_node: int, hosts: str, expected: str
         ({"ranks_per_node": 2.0}, "ranks_per_node"),
         ({"ranks_per_node": 2}, "ranks_per_node"),
         ({"transport": "carrier pigeon"}, "transport"),
-        ({"transport": "rc"}, "transport"),
+        ({"transport": "rc", "ranks_per_node": 1}, "transport"),
         ({"target": "tpu"}, "target"),
         ({"colour": "red"}, "init_options"),
     ],

@@ -129,8 +129,9 @@ def _users(package: str) -> set[str]:
     }
 
 
-def test_pyverbs_stays_inside_its_transports() -> None:
-    assert {file.split("/")[0] for file in _users("pyverbs")} <= {"transport"}
+def test_pyverbs_stays_behind_its_boundary() -> None:
+    assert _users("pyverbs") == {"transport/verbs.py"}
+    assert [str(f) for f in FILES if 'import_module("pyverbs' in f.read_text() and f.name != "verbs.py"] == []
 
 
 def test_one_file_manages_virtual_memory() -> None:

@@ -1,0 +1,10 @@
+"""``python -m mkernel.proxy FD``: an engine's process. Started by ``mkernel.proxy.process``, of no use by hand."""
+
+from __future__ import annotations
+
+import sys
+
+from mkernel.proxy.process import serve
+
+if __name__ == "__main__":
+    sys.exit(serve(int(sys.argv[1])))

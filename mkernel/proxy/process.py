@@ -1,0 +1,469 @@
+"""The engine as a process of its own, which neither a busy rank nor its GIL can hold up: both ends.
+
+The rank (``EngineProcess``) gives it descriptors, offsets and numbers, nothing else; they talk in JSON over a socket pair. The process
+(``serve``) knows neither CUDA nor MPI, and dies with the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import gc
+import json
+import logging
+import mmap
+import os
+import platform
+import queue
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mkernel.errors import ArgumentError, Error, TransportError
+from mkernel.proxy.engine import Engine
+from mkernel.proxy.ring import RING_BYTES, RingReader
+from mkernel.transport import Card, Wiring, create
+
+__all__ = ["EngineProcess", "Layout", "Memory", "release_store", "scrubbed_environment", "serve"]
+
+_log = logging.getLogger("mkernel")
+
+# Variables by which MPI, PMI and batch systems know their processes: a child that inherits them may be taken for a rank.
+_LAUNCHER_PREFIXES = (
+    *("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_", "MPIR_", "MPICH_", "MV2_", "I_MPI_", "HYDRA_", "HYDI_"),
+    *("SLURM_", "FLUX_", "PALS_", "JSM_", "ALPS_", "TORCHELASTIC_"),
+)
+_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MKERNEL_RENDEZVOUS", "MKERNEL_RANK", "MKERNEL_SIZE"}
+_LENGTH = struct.Struct("=I")
+_START_SECONDS = 60.0
+_SPIN_NS = 200_000
+_NAP_NS = 1_000_000  # the longest: kernels may put without a launch (replayed graphs)
+_CLOSE_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """A segment: a descriptor that can be mapped, or a dma-buf."""
+
+    fd: int
+    size: int
+    dmabuf: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All that the process is given."""
+
+    transport: str
+    rank: int
+    peers: Sequence[int]  # ranks of other nodes
+    heap: Memory
+    signals: Memory
+    ring: int  # descriptor
+    card: Card | None
+    timeout: float
+
+    def encode(self, **more: int) -> bytes:
+        return json.dumps(dataclasses.asdict(self) | more).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> tuple[Layout, dict[str, int]]:
+        fields: dict[str, Any] = json.loads(text)
+        more = {name: int(fields.pop(name)) for name in ("wake", "parent")}
+        fields["heap"], fields["signals"] = Memory(**fields["heap"]), Memory(**fields["signals"])
+        if fields["card"] is not None:
+            fields["card"] = Card(**fields["card"])
+        return cls(**fields), more
+
+
+class _Channel:
+    """Messages over a stream socket: JSON objects, whose bytes travel as Latin-1 text."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._inbox = bytearray()
+
+    def send(self, **message: Any) -> None:
+        body = json.dumps(message).encode()
+        self.socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises EOFError when the other end has gone."""
+        while (message := self.take()) is None:
+            self.fill()
+        return message
+
+    def fill(self) -> None:
+        try:
+            part = self.socket.recv(1 << 20)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise EOFError
+        self._inbox += part
+
+    def take(self) -> dict[str, Any] | None:
+        if len(self._inbox) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._inbox)
+        end = _LENGTH.size + length
+        if len(self._inbox) < end:
+            return None
+        message: dict[str, Any] = json.loads(self._inbox[_LENGTH.size : end])
+        del self._inbox[:end]
+        return message
+
+
+# ---- the rank's end
+class EngineProcess:
+    """Starts the process and talks to it. Start it, answer ``step`` until it returns None, ``watch``, ``close``.
+
+    Parameters
+    ----------
+    layout
+        What the process works on. The descriptors stay the caller's and may be closed once ``step`` has returned None.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.rank = layout.rank
+        mine, theirs = socket.socketpair()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._channel = _Channel(mine)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._watcher: threading.Thread | None = None
+        try:
+            with theirs:
+                fds = {theirs.fileno(), self._wake, layout.heap.fd, layout.signals.fd, layout.ring}
+                self._process = _spawn([_interpreter(), "-P", "-m", "mkernel.proxy", str(theirs.fileno())], fds)
+            mine.sendall(_framed(layout.encode(wake=self._wake, parent=os.getpid())))
+        except BaseException:
+            mine.close()
+            os.close(self._wake)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def step(self) -> bytes | None:
+        """What the process wants to exchange with those of the other ranks; None once it runs.
+
+        Raises
+        ------
+        TransportError, ArgumentError
+            What it failed of.
+        """
+        self._channel.socket.settimeout(_START_SECONDS)
+        try:
+            message = self._channel.receive()
+        except EOFError:
+            raise self._ended() from None
+        except TimeoutError:
+            text = f"the engine process of rank {self.rank} did not start within {_START_SECONDS:g} s"
+            raise TransportError(text, op="start", status="timeout") from None
+        if "error" in message:
+            raise _error(message["error"])
+        if "exchange" in message:
+            return str(message["exchange"]).encode("latin1")
+        return None
+
+    def give(self, parts: Sequence[bytes]) -> None:
+        """The answer to ``step``: everybody's part, by rank."""
+        self._channel.send(parts=[part.decode("latin1") for part in parts])
+
+    def watch(self, on_error: Callable[[TransportError], object]) -> None:
+        """Call ``on_error`` once, on a thread of its own, if the engine fails or the process ends."""
+        self._channel.socket.settimeout(None)
+        self._watcher = threading.Thread(target=self._watch, args=(on_error,), name=f"mkernel-engine-{self.rank}", daemon=True)
+        self._watcher.start()
+
+    def _watch(self, on_error: Callable[[TransportError], object]) -> None:
+        try:
+            message = self._channel.receive()
+            error = _error(message["error"]) if "error" in message else None
+        except (EOFError, OSError):
+            error = self._ended()
+        if error is not None and not self._closing:
+            _log.error("engine stopped: %s", error)
+            on_error(error if isinstance(error, TransportError) else TransportError(str(error), status=type(error).__name__))
+
+    def wake(self) -> None:
+        """Commands are about to come: spin again."""
+        with contextlib.suppress(BlockingIOError):  # it has been told often enough
+            os.eventfd_write(self._wake, 1)
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Stop the process: politely, then by force. Safe to call twice."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        with contextlib.suppress(OSError):
+            self._channel.send(stop=True)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _log.error("the engine process of rank %d did not stop within %g s: killed", self.rank, timeout)
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_RDWR)  # ends the watcher's wait
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(timeout)
+        self._channel.socket.close()
+        os.close(self._wake)
+
+    def _ended(self) -> TransportError:
+        try:
+            code = self._process.wait(1.0)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        except subprocess.TimeoutExpired:
+            how = "closed its connection"
+        return TransportError(f"the engine process of rank {self.rank} {how}", op="engine", status="ended")
+
+
+class _Spawner(threading.Thread):
+    """Starts processes on a thread that lives as long as this process: the kernel kills a child when the *thread* that made it ends."""
+
+    def __init__(self) -> None:
+        super().__init__(name="mkernel-spawner", daemon=True)
+        self.pid = os.getpid()
+        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            order, answer = self._orders.get()
+            try:
+                answer.put((order(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+    def do(self, order: Callable[[], Any]) -> Any:
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._orders.put((order, answer))
+        result, error = answer.get()
+        if error is not None:
+            raise error
+        return result
+
+
+_spawner: _Spawner | None = None
+_spawner_lock = threading.Lock()
+
+
+def _spawn(command: list[str], fds: set[int]) -> subprocess.Popen[bytes]:
+    global _spawner
+    with _spawner_lock:
+        if _spawner is None or not _spawner.is_alive() or _spawner.pid != os.getpid():  # a forked child has no threads
+            _spawner = _Spawner()
+            _spawner.start()
+        spawner = _spawner
+    environment = scrubbed_environment(os.environ)
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=sorted(fds - {-1}), env=environment)
+
+    process: subprocess.Popen[bytes] = spawner.do(start)
+    return process
+
+
+def scrubbed_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """For the engine's process: no launcher's variables, no GPUs, and the same modules as here."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES}
+    package = str(Path(__file__).resolve().parents[2])
+    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([package, *(entry for entry in sys.path if entry)]))
+    kept["CUDA_VISIBLE_DEVICES"] = ""
+    return kept
+
+
+def _interpreter() -> str:
+    if not sys.executable:
+        raise ArgumentError("transport", "rc or srd", "the engine's process needs a Python interpreter, and this program does not name one")
+    return sys.executable
+
+
+def _framed(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
+def _error(fields: dict[str, Any]) -> Error:
+    if "argument" in fields:
+        return ArgumentError(fields["argument"], fields["value"], fields["rule"], fields["remedy"])
+    return TransportError(fields.pop("message"), **fields)
+
+
+# ---- the process's end
+def serve(fd: int) -> int:
+    """Run the engine whose rank is at the other end of a socket. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the rank decides
+    channel = _Channel(socket.socket(fileno=fd))
+    try:
+        fields = channel.receive()
+        layout, more = Layout.decode(json.dumps(fields).encode())
+        _die_with(more["parent"])
+        with contextlib.ExitStack() as stack:
+            try:
+                engine = _open(layout, channel, stack)
+            except Exception as error:
+                channel.send(error=_fields(error))
+                return 1
+            channel.send(ready=True)
+            gc.collect()
+            gc.freeze()
+            _Loop(engine, channel, more["wake"]).run()
+    except (EOFError, OSError):
+        return 0  # the rank has gone
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """No engine outlives its rank: by signal, and in any case by the end of the socket."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise EOFError
+
+
+def _open(layout: Layout, channel: _Channel, stack: contextlib.ExitStack) -> Engine:
+    def exchange(part: bytes) -> list[bytes]:
+        channel.send(exchange=part.decode("latin1"))
+        return [text.encode("latin1") for text in channel.receive()["parts"]]
+
+    store = release_store()
+    heap, signals = _map(layout.heap), _map(layout.signals)
+    ring = mmap.mmap(layout.ring, RING_BYTES)
+    os.close(layout.ring)
+    if layout.card is not None:
+        _move_near(layout.card.device)
+    wiring = Wiring(
+        rank=layout.rank,
+        heap_address=heap,
+        heap_bytes=layout.heap.size,
+        signal_bytes=layout.signals.size,
+        peers=dict.fromkeys(layout.peers, (0, 0)),
+        copier=_no_copier,
+        clock_ns=time.monotonic_ns,
+        signal_address=signals,
+        heap_dmabuf=layout.heap.fd if layout.heap.dmabuf else -1,
+        signal_dmabuf=layout.signals.fd if layout.signals.dmabuf else -1,
+        card=layout.card,
+        exchange=exchange,
+        store=store,
+        timeout=layout.timeout,
+    )
+    plain = platform.machine() in _ORDERED
+    reader = RingReader(memoryview(ring), store=None if plain else store)
+    engine = Engine(reader, create(layout.transport, wiring))
+    stack.callback(engine.close)
+    return engine
+
+
+_mapped: list[mmap.mmap] = []  # as long as the process: a card may use them to the end
+
+
+def _map(memory: Memory) -> int:
+    """Address of a segment in this process; 0 for GPU memory."""
+    if memory.dmabuf or memory.fd < 0:
+        return 0
+    _mapped.append(mmap.mmap(memory.fd, memory.size))
+    os.close(memory.fd)
+    return ctypes.addressof(ctypes.c_char.from_buffer(_mapped[-1]))
+
+
+def _move_near(device: str) -> None:
+    """To the CPUs near a card, as far as this process may use them."""
+    from mkernel.transport.devices import local_cpus
+
+    near = local_cpus(device) & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+
+
+def _no_copier() -> Any:
+    raise ArgumentError("transport", "emulated", "runs in the rank's own process")
+
+
+_ORDERED = ("x86_64", "AMD64")  # machines that keep plain stores in order
+
+
+def release_store() -> Callable[[int, int], object]:
+    """``store(address, value)`` of a 64-bit word, with release."""
+    if platform.machine() in _ORDERED:
+        word = ctypes.c_uint64
+
+        def store(address: int, value: int) -> None:
+            word.from_address(address).value = value  # one aligned instruction
+
+        return store
+    function = getattr(ctypes.CDLL("libatomic.so.1"), "__atomic_store_8")
+    function.restype, function.argtypes = None, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
+    return lambda address, value: function(address, value, 3)  # __ATOMIC_RELEASE
+
+
+class _Loop:
+    """Steps the engine until the rank says stop, or goes."""
+
+    def __init__(self, engine: Engine, channel: _Channel, wake: int) -> None:
+        self._engine, self._channel, self._wake = engine, channel, wake
+        self._files = [channel.socket.fileno(), wake]
+
+    def run(self) -> None:
+        step, now_ns = self._engine.step, time.monotonic_ns
+        moved_ns = looked_ns = now_ns()
+        try:
+            while not self._told_to_stop():
+                if step():
+                    moved_ns = now_ns()
+                    if moved_ns - looked_ns < _NAP_NS:
+                        continue
+                    nap = 0
+                else:
+                    idle_ns = now_ns() - moved_ns
+                    if idle_ns < _SPIN_NS:
+                        os.sched_yield()
+                        continue
+                    nap = min(idle_ns // 8, _NAP_NS)
+                if self._wait(nap):
+                    moved_ns = now_ns()
+                looked_ns = now_ns()
+            return
+        except (TransportError, ArgumentError) as error:
+            self._channel.send(error=_fields(error))
+        while "stop" not in self._channel.receive():  # queue pairs stay until then: a peer shall learn the reason, not a symptom
+            pass
+
+    def _told_to_stop(self) -> bool:
+        message = self._channel.take()
+        return message is not None and "stop" in message
+
+    def _wait(self, nap_ns: int) -> bool:
+        """Sleep. Whether the rank has something to say, e.g. that it has launched a kernel."""
+        ready, _, _ = select.select(self._files, (), (), nap_ns * 1e-9)
+        if self._channel.socket.fileno() in ready:
+            self._channel.fill()
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        return bool(ready)
+
+
+def _fields(error: Exception) -> dict[str, Any]:
+    """An error, as JSON takes it."""
+    if isinstance(error, ArgumentError):
+        return {"argument": error.argument, "value": str(error.value), "rule": error.rule, "remedy": error.remedy}
+    if isinstance(error, TransportError):
+        fields = {name: getattr(error, name) for name in ("peer", "op", "status", "queue_pair", "remedy")}
+        return {"message": str(error), **fields}
+    status = errno.errorcode.get(error.errno or 0, "OSError") if isinstance(error, OSError) else type(error).__name__
+    return {"message": f"the engine failed: {type(error).__name__}: {error}", "op": "open", "status": status}

@@ -1,0 +1,227 @@
+"""The network cards of this host, from sysfs: which ports are up, which GID to speak with, which card is near which GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from mkernel import env
+from mkernel.errors import ArgumentError
+from mkernel.transport import Card
+
+__all__ = ["DevicePort", "Gid", "bar_bytes", "card_for", "choose_gid", "describe_distance", "distance", "find", "local_cpus", "problem"]
+
+SYSFS = Path("/sys")
+_ROCE_V2, _ROCE_V1 = "RoCE v2", "IB/RoCE v1"
+_FAR = 1 << 16  # distance of devices that share no PCI root
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gid:
+    """One entry of a port's GID table."""
+
+    index: int
+    address: ipaddress.IPv6Address
+    kind: str  # as sysfs says it: "RoCE v2", "IB/RoCE v1"
+    interface: str  # network interface; empty on InfiniBand
+
+    def __str__(self) -> str:
+        mapped = self.address.ipv4_mapped
+        return f"{self.index}: {mapped or self.address} ({self.kind}{', ' + self.interface if self.interface else ''})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DevicePort:
+    """One port of one device."""
+
+    device: str
+    port: int
+    state: str  # "ACTIVE", "DOWN" ...
+    link_layer: str  # "InfiniBand", "Ethernet", "Unspecified" (EFA)
+    rate: str  # "400 Gb/sec (4X NDR)"
+    driver: str  # "mlx5_core", "efa"; empty for software devices
+    path: Path | None  # of the PCI device
+    numa: int
+    gids: tuple[Gid, ...]
+
+    @property
+    def active(self) -> bool:
+        return self.state == "ACTIVE"
+
+    @property
+    def transport(self) -> str:
+        """The transport this device is for."""
+        return "srd" if self.driver == "efa" else "rc"
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}:{self.port}"
+
+
+def find(root: Path = SYSFS) -> list[DevicePort]:
+    """Every port of every RDMA device, in order of name. Raises nothing: what cannot be read is left out or empty."""
+    folder = root / "class/infiniband"
+    found = []
+    for device in sorted(folder.iterdir()) if folder.is_dir() else ():
+        ports = device / "ports"
+        pci = device / "device"
+        path = pci.resolve() if pci.exists() else None
+        driver = (pci / "driver").resolve().name if (pci / "driver").exists() else ""
+        numa = _text(pci / "numa_node")
+        for port in sorted(ports.iterdir(), key=lambda p: p.name) if ports.is_dir() else ():
+            found.append(
+                DevicePort(
+                    device.name,
+                    int(port.name),
+                    _text(port / "state").partition(":")[2].strip(),
+                    _text(port / "link_layer"),
+                    _text(port / "rate"),
+                    driver,
+                    path,
+                    int(numa) if numa.lstrip("-").isdigit() else -1,
+                    tuple(_gids(port)),
+                )
+            )
+    return found
+
+
+def choose_gid(port: DevicePort) -> Gid | None:
+    """The GID to speak with: by content, never by index.
+
+    RoCE v2 before v1 (v1 is not routed); of its addresses IPv4, then global IPv6, then link-local. InfiniBand and EFA: the first one.
+    """
+    if port.link_layer != "Ethernet":
+        return port.gids[0] if port.gids else None
+
+    def rank(gid: Gid) -> tuple[bool, int, int]:
+        reach = 0 if gid.address.ipv4_mapped else 2 if gid.address.is_link_local else 1
+        return gid.kind != _ROCE_V2, reach, gid.index
+
+    return min(port.gids, key=rank, default=None)
+
+
+def problem(name: str, ports: Sequence[DevicePort]) -> str:
+    """Why the transport ``name`` cannot be used with these ports; empty if it can."""
+    mine = [port for port in ports if port.transport == name]
+    if not mine:
+        return "no EFA device" if name == "srd" else "no RDMA device"
+    if not any(port.active for port in mine):
+        return "no port is up: " + ", ".join(f"{port.name} is {port.state or 'in an unknown state'}" for port in mine)
+    up = [port for port in mine if port.active]
+    if not any(map(choose_gid, up)):
+        return f"{up[0].name} has no GID (give its network interface an address)"
+    return ""
+
+
+def card_for(name: str, place: int, gpu: str = "", ports: Sequence[DevicePort] | None = None, root: Path = SYSFS) -> Card:
+    """The card of the rank with this place on its host: ``MKERNEL_NIC``'s, else the nearest to its GPU; equally near ones take turns.
+
+    Parameters
+    ----------
+    name
+        ``"rc"`` or ``"srd"``.
+    place
+        Number of the rank among those of its host.
+    gpu
+        PCI address of its GPU, e.g. ``"0000:1b:00.0"``; empty on target cpu.
+
+    Raises
+    ------
+    ArgumentError
+        No card fits; says what is there.
+    """
+    ports = find(root) if ports is None else ports
+    remedy = "see `python -m mkernel doctor`"
+    candidates = [port for port in ports if port.transport == name and port.active and choose_gid(port)]
+    wished = env.NIC.get()
+    if wished:
+        wish = wished[place % len(wished)]
+        named = [port for port in ports if wish in (port.device, port.name)]
+        candidates = [port for port in named if port in candidates]
+        if not candidates:
+            there = ", ".join(f"{port.name} ({port.state.lower()})" for port in ports) or "none"
+            raise ArgumentError("MKERNEL_NIC", wish, f"no such port, or it cannot be used for {name}: there are {there}", remedy)
+    if not candidates:
+        raise ArgumentError("transport", repr(name), problem(name, ports), remedy)
+    if gpu:
+        apart = [distance(gpu, port, root) for port in candidates]
+        candidates = [port for port, far in zip(candidates, apart, strict=True) if far == min(apart)]
+    port = candidates[place % len(candidates)]
+    gid = choose_gid(port)
+    assert gid is not None
+    index = env.GID_INDEX.get()
+    if index is not None and index not in {g.index for g in port.gids}:
+        there = ", ".join(map(str, port.gids))
+        raise ArgumentError("MKERNEL_GID_INDEX", index, f"{port.name} has no such GID: there are {there}", "unset it")
+    return Card(port.device, port.port, gid.index if index is None else index)
+
+
+def distance(gpu: str, port: DevicePort, root: Path = SYSFS) -> int:
+    """PCI bridges between a GPU and a card: what `nvidia-smi topo` calls PIX, PXB ... as a number; far when they share no PCI root."""
+    device = root / "bus/pci/devices" / gpu.lower()
+    if port.path is None or not device.exists():
+        return 2 * _FAR
+    mine, theirs = device.resolve().parts, port.path.parts
+    shared = 0
+    for one, other in zip(mine, theirs, strict=False):
+        if one != other:
+            break
+        shared += 1
+    apart = len(mine) + len(theirs) - 2 * shared
+    if any(part.startswith("pci") for part in mine[:shared]):
+        return apart
+    numa = _text(device / "numa_node")
+    return _FAR + (0 if numa == str(port.numa) else 1)
+
+
+def describe_distance(far: int) -> str:
+    """A distance, for people."""
+    if far < _FAR:
+        return f"{far - 2} PCI bridges between" if far > 2 else "on one PCI bus"
+    return "on the same NUMA node" if far == _FAR else "across the host" if far == _FAR + 1 else "place unknown"
+
+
+def bar_bytes(gpu: str, number: int, root: Path = SYSFS) -> int:
+    """Size of a PCI device's memory window; 0 where the host does not say."""
+    lines = _text(root / "bus/pci/devices" / gpu.lower() / "resource").splitlines()
+    with contextlib.suppress(IndexError, ValueError):
+        windows = [(int(first, 16), int(last, 16)) for first, last, _ in map(str.split, lines)]
+        # 64-bit windows take two entries: the second one is empty
+        sizes = [last - first + 1 for first, last in windows[:6] if last]
+        return sizes[number]
+    return 0
+
+
+def local_cpus(device: str, root: Path = SYSFS) -> set[int]:
+    """The CPUs near a device; empty where the host does not say."""
+    cpus: set[int] = set()
+    for part in _text(root / "class/infiniband" / device / "device/local_cpulist").split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _gids(port: Path) -> list[Gid]:
+    gids = []
+    for entry in sorted((port / "gids").glob("*"), key=lambda p: int(p.name)):
+        text = _text(entry)
+        try:
+            address = ipaddress.IPv6Address(text)
+        except ValueError:
+            continue
+        if int(address) & ((1 << 64) - 1) == 0 and int(address) >> 64 in (0, 0xFE80 << 48):
+            continue  # an empty entry: zeros, or the default prefix and no interface
+        kind = _text(port / "gid_attrs/types" / entry.name)
+        gids.append(Gid(int(entry.name), address, kind, _text(port / "gid_attrs/ndevs" / entry.name)))
+    return gids
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # empty entries of a GID table answer EINVAL
+        return ""

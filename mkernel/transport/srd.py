@@ -1,0 +1,592 @@
+"""RDMA over SRD queue pairs (AWS EFA): reliable, exactly once, in no order. The receiver counts, and raises the signals itself.
+
+A put travels as RDMA writes with an immediate (channel, sequence) that carry its bytes, and one SEND that announces it: sequence, number of
+writes, signal. The receiver's engine counts what has come for each sequence, and stores a signal once its put is whole and all earlier puts
+of its channel have been released. Nothing on the wire is assumed to keep order, the announcement included.
+
+Both kinds of message consume a receive of the peer. The sender spends credits for them; the receiver returns credits, and says how many
+puts it has released, in every announcement that goes the other way, and in updates of their own when there is nothing to announce.
+
+- Puts to one peer that are not known to be released stay below ``WINDOW``, below half of the sequence space: sequences may wrap.
+- An update needs no credit; ``SPARE`` receives are kept for them. At most one update is not known to be delivered, so they arrive in the
+  order of sending, and only that one can be overtaken by the numbers it carries. Each raises the credits by a quarter of them all, or the
+  releases by a quarter of the window, and the peer cannot use more than it has seen: 4 + 4 + 1 can be waiting at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import secrets
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from mkernel.errors import TransportError
+from mkernel.transport import Wiring, verbs
+from mkernel.transport.base import Put, Transport
+from mkernel.transport.rc import open_card
+
+__all__ = ["SPARE", "UPDATE", "WINDOW", "Incoming", "Outgoing", "ProtocolError", "SrdTransport", "create", "imm", "open_transport"]
+
+SEQUENCE_BITS = 16
+SEQUENCES = 1 << SEQUENCE_BITS
+CHANNELS = 1 << (32 - SEQUENCE_BITS)
+WINDOW = SEQUENCES // 8
+SPARE = 9  # receives for updates
+
+UPDATE = 0xFFFFFFFF  # in place of a number of writes: no put, only the counts
+DEPTH = 256  # work requests of a queue pair
+CREDITS = 512  # receives of a queue pair for messages of the peer
+BACKLOG = 64  # puts to one peer that wait for credits, before `post` refuses
+EVENT_POLLS = 64  # polls between two looks for asynchronous events
+
+# What a SEND carries: channel, sequence, writes (or UPDATE), signal offset, signal value, then two cumulative counts, of which the greatest
+# ever seen is true: messages that the receiver of this has been allowed to send, and its puts that have been released.
+_MESSAGE = struct.Struct("<HHIQQQQ")
+_SLOT = 64  # bytes, holds one
+_POLL = 64  # completions a poll takes at most
+
+
+class ProtocolError(Exception):
+    """The peer sent what it may not send: a bug, or another version of mkernel."""
+
+
+def imm(channel: int, sequence: int) -> int:
+    """The immediate of a put's writes."""
+    return channel << SEQUENCE_BITS | sequence
+
+
+class Outgoing:
+    """The sender's half of one direction between two ranks: numbers puts, and stays inside what the peer allows.
+
+    Parameters
+    ----------
+    credits
+        Receives that the peer had posted for messages when the connection was made.
+    """
+
+    __slots__ = ("_begun", "_granted", "_next", "_released", "_sent", "_window")
+
+    def __init__(self, credits: int, window: int = WINDOW) -> None:
+        self._granted = credits
+        self._window = window
+        self._sent = self._begun = self._released = 0
+        self._next: dict[int, int] = {}  # channel -> sequence of its next put
+
+    @property
+    def room(self) -> int:
+        """Messages that may be sent now."""
+        return self._granted - self._sent
+
+    @property
+    def open(self) -> bool:
+        """Whether another put may begin."""
+        return self._begun - self._released < self._window
+
+    def begin(self, channel: int) -> int:
+        """The sequence of a new put, which must be ``open`` to it."""
+        sequence = self._next.get(channel, 0)
+        self._next[channel] = (sequence + 1) % SEQUENCES
+        self._begun += 1
+        return sequence
+
+    def spend(self) -> None:
+        """A message goes out."""
+        self._sent += 1
+
+    def update(self, granted: int, released: int) -> None:
+        """What the peer last said, or said earlier."""
+        if released > self._begun or granted < 0:
+            raise ProtocolError(f"released {released} puts of {self._begun}")
+        if granted > self._granted:
+            self._granted = granted
+        if released > self._released:
+            self._released = released
+
+
+class _Channel:
+    __slots__ = ("next", "waiting")
+
+    def __init__(self) -> None:
+        self.next = 0  # sequence of the next put to be released
+        self.waiting: dict[int, list[int]] = {}  # sequence -> [writes come, writes to come or -1, signal offset, signal value]
+
+
+class Incoming:
+    """The receiver's half: counts messages, and releases signals in the order of their channels.
+
+    Parameters
+    ----------
+    release
+        ``release(signal_offset, signal_value)`` makes a signal visible.
+    credits
+        Receives posted for messages; those for updates come on top.
+    """
+
+    __slots__ = ("_channels", "_consumed", "_credits", "_release", "_released", "_told_granted", "_told_released", "_window")
+
+    def __init__(self, release: Callable[[int, int], object], credits: int, window: int = WINDOW) -> None:
+        self._release = release
+        self._credits = credits
+        self._window = window
+        self._channels: dict[int, _Channel] = {}
+        self._consumed = self._released = 0
+        self._told_granted, self._told_released = credits, 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the peer should be told of credits and releases now, if need be by an update."""
+        more = self._credits + self._consumed - self._told_granted
+        return 4 * more >= self._credits or 4 * (self._released - self._told_released) >= self._window
+
+    def tell(self) -> tuple[int, int]:
+        """(granted, released), about to be sent."""
+        self._told_granted, self._told_released = self._credits + self._consumed, self._released
+        return self._told_granted, self._told_released
+
+    def write(self, imm: int) -> None:
+        """The bytes of a write have come, and its receive is posted again."""
+        self._consumed += 1
+        channel, sequence = imm >> SEQUENCE_BITS, imm & (SEQUENCES - 1)
+        state, put = self._put(channel, sequence)
+        put[0] += 1
+        if put[0] == put[1] and sequence == state.next:
+            self._advance(state)
+        elif put[0] > put[1] >= 0:
+            raise ProtocolError(f"channel {channel}, sequence {sequence}: more than {put[1]} writes")
+
+    def announce(self, channel: int, sequence: int, writes: int, signal_offset: int, signal_value: int) -> None:
+        """An announcement has come, and its receive is posted again."""
+        self._consumed += 1
+        state, put = self._put(channel, sequence)
+        if put[1] >= 0:
+            raise ProtocolError(f"channel {channel}, sequence {sequence}: announced twice")
+        if put[0] > writes:
+            raise ProtocolError(f"channel {channel}, sequence {sequence}: {put[0]} writes came, {writes} announced")
+        put[1], put[2], put[3] = writes, signal_offset, signal_value
+        if put[0] == writes and sequence == state.next:
+            self._advance(state)
+
+    def _put(self, channel: int, sequence: int) -> tuple[_Channel, list[int]]:
+        state = self._channels.get(channel)
+        if state is None:
+            state = self._channels[channel] = _Channel()
+        put = state.waiting.get(sequence)
+        if put is None:
+            if (sequence - state.next) % SEQUENCES >= self._window:
+                raise ProtocolError(f"channel {channel}: sequence {sequence} is outside the window that begins at {state.next}")
+            put = state.waiting[sequence] = [0, -1, 0, 0]
+        return state, put
+
+    def _advance(self, state: _Channel) -> None:
+        waiting = state.waiting
+        while (put := waiting.get(state.next)) is not None and put[0] == put[1]:
+            self._release(put[2], put[3])
+            del waiting[state.next]
+            state.next = (state.next + 1) % SEQUENCES
+            self._released += 1
+
+
+class _Job:
+    """A put under way: first its writes are posted, then its announcement; it is complete when all of them are."""
+
+    __slots__ = ("offset", "pending", "put", "sequence")
+
+    def __init__(self, put: Put) -> None:
+        self.put = put
+        self.sequence = -1  # not begun
+        self.offset = 0  # bytes posted
+        self.pending = 1  # posted and not completed; the announcement counts from the beginning
+
+
+class _Peer:
+    """One queue pair, and all that is known of the rank it talks to."""
+
+    __slots__ = (
+        "backlog", "credits", "destination", "free", "heap", "heap_key", "incoming", "jobs", "outgoing", "pair", "place", "rank", "touched",
+        "updating",
+    )  # fmt: skip
+
+    def __init__(
+        self, rank: int, place: int, pair: verbs.QueuePair, depth: int, credits: int, release: Callable[[int, int], object]
+    ) -> None:
+        self.rank, self.place, self.pair, self.credits = rank, place, pair, credits
+        self.incoming = Incoming(release, credits)
+        self.outgoing: Outgoing | None = None  # not connected
+        self.destination: verbs.Destination | None = None
+        self.heap = self.heap_key = 0
+        self.backlog: deque[_Job] = deque()
+        self.free = list(range(depth - 1))  # work requests of the send queue; one more is the update's
+        self.jobs: list[_Job | None] = [None] * depth  # by work request
+        self.updating = False
+        self.touched = False  # something is to be handed to the card
+
+
+class SrdTransport(Transport):
+    """Puts by counted datagrams. Open it, exchange ``card`` with all ranks, ``connect``.
+
+    Parameters
+    ----------
+    nic
+        The opened port. Closed with the transport.
+    rank, peers
+        This rank, and all ranks of other nodes.
+    heap
+        This rank's data heap, registered with ``nic``. Closed with the transport.
+    signal_address, signal_bytes
+        This rank's signal segment, in host memory.
+    store
+        ``store(address, value)`` writes a 64-bit word with release.
+    depth, credits
+        Work requests and message receives of each queue pair; a device with shorter queues gets what it can do.
+    """
+
+    def __init__(
+        self,
+        nic: verbs.Nic,
+        rank: int,
+        peers: Iterable[int],
+        heap: verbs.Region,
+        signal_address: int,
+        signal_bytes: int,
+        store: Callable[[int, int], object],
+        *,
+        depth: int = DEPTH,
+        credits: int = CREDITS,
+    ) -> None:
+        self._nic, self._rank, self._heap = nic, rank, heap
+        self._signal_address, self._signal_bytes, self._store = signal_address, signal_bytes, store
+        self._qkey = secrets.randbits(31)
+        self._max_message = nic.limits.max_message
+        self._touched: list[_Peer] = []
+        self._outstanding = 0
+        self._polls = 0
+        self._closed = False
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(nic.close)
+        self._undo.callback(heap.close)
+        try:
+            self._open(sorted(peers), depth, credits)
+        except verbs.VerbsError as error:
+            self._undo.close()
+            raise self._setup_failure(error) from error
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _open(self, peers: Sequence[int], depth: int, credits: int) -> None:
+        limits, count = self._nic.limits, max(len(peers), 1)
+        self._depth = min(depth, limits.max_send, limits.max_completions // count)
+        receives = min(credits + SPARE, limits.max_receive, limits.max_completions // count)
+        if self._depth < 2 or receives < SPARE + 4:
+            text = f"{limits.max_completions} entries of a completion queue do not do for {count} peers"
+            raise self._error(None, "open", "too small", text, "fewer ranks per card")
+        self._receives = receives
+        self._slots = (ctypes.c_char * (_SLOT * count * (self._depth + receives)))()
+        self._slots_view = memoryview(self._slots).cast("B")
+        address = ctypes.addressof(self._slots)
+        self._slots_region = self._nic.register(address, len(self._slots), verbs.Access.local_write)
+        self._undo.callback(self._slots_region.close)
+        self._sends = self._nic.completion_queue(count * self._depth)
+        self._undo.callback(self._sends.close)
+        self._arrivals = self._nic.completion_queue(count * receives)
+        self._undo.callback(self._arrivals.close)
+        self._peers: list[_Peer] = []
+        for place, rank in enumerate(peers):
+            pair = self._nic.srd_pair(self._sends, self._arrivals, max_send=self._depth, max_receive=receives, qkey=self._qkey)
+            peer = _Peer(rank, place, pair, self._depth, receives - SPARE, self._release)
+            self._undo.callback(pair.close)
+            self._undo.callback(self._fail, peer)
+            self._peers.append(peer)
+            for slot in range(receives):
+                self._receive(peer, slot)
+        self._by_rank = {peer.rank: peer for peer in self._peers}
+
+    @staticmethod
+    def _fail(peer: _Peer) -> None:
+        """To the error state before anything is freed: from then on the card leaves memory alone."""
+        with contextlib.suppress(verbs.VerbsError):  # e.g. the device is gone
+            peer.pair.fail()
+
+    # ---- connecting
+    @property
+    def card(self) -> bytes:
+        """What the other ranks must know to connect to this one."""
+        return json.dumps(
+            {
+                "gid": self._nic.port.gid,
+                "qkey": self._qkey,
+                "heap": [self._heap.address, self._heap.size, self._heap.rkey],
+                "signals": self._signal_bytes,
+                "pairs": {peer.rank: [peer.pair.number, peer.credits] for peer in self._peers},
+            }
+        ).encode()
+
+    def connect(self, cards: Sequence[bytes]) -> None:
+        """Connect to all peers; ``cards`` of every rank, by rank."""
+        try:
+            for peer in self._peers:
+                card = json.loads(cards[peer.rank])
+                if card["heap"][1] != self._heap.size or card["signals"] != self._signal_bytes:
+                    text = f"heap_bytes is {card['heap'][1]} on rank {peer.rank} and {self._heap.size} here"
+                    raise self._error(peer.rank, "connect", "mismatch", text, "pass the same heap_bytes everywhere")
+                number, credits = card["pairs"][str(self._rank)]
+                peer.destination = self._nic.destination(card["gid"], number, card["qkey"])
+                self._undo.callback(peer.destination.close)
+                self._undo.callback(self._fail, peer)  # nothing may be on its way to a destination that is closed
+                peer.heap, _, peer.heap_key = card["heap"]
+                peer.outgoing = Outgoing(credits)
+        except verbs.VerbsError as error:
+            raise self._setup_failure(error) from error
+
+    # ---- the transport
+    def post(self, put: Put) -> bool:
+        peer = self._by_rank.get(put.dst_rank)
+        if peer is None or peer.outgoing is None:
+            raise self._error(put.dst_rank, "put_signal", "unreachable", f"no connection: only to {sorted(self._by_rank)}")
+        self._check(put)
+        if len(peer.backlog) >= BACKLOG:
+            return False
+        peer.backlog.append(_Job(put))
+        self._outstanding += 1
+        self._touch(peer)
+        return True
+
+    def _check(self, put: Put) -> None:
+        rank = put.dst_rank
+        if not 0 <= put.channel < CHANNELS:
+            raise self._error(rank, "put_signal", "bad channel", f"channel {put.channel}: there are {CHANNELS}")
+        if max(put.src_offset, put.dst_offset) + put.bytes > self._heap.size:
+            text = f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes} outside the data heap of {self._heap.size} bytes"
+            raise self._error(rank, "put_signal", "bad address", text)
+        if put.signal_offset + 8 > self._signal_bytes or put.signal_offset % 8:
+            text = f"flag at {put.signal_offset} outside the signal segment of {self._signal_bytes} bytes (or not aligned)"
+            raise self._error(rank, "put_signal", "bad address", text)
+
+    def _touch(self, peer: _Peer) -> None:
+        if not peer.touched:
+            peer.touched = True
+            self._touched.append(peer)
+
+    def flush(self) -> None:
+        """Post what credits and send queues allow, one doorbell per peer."""
+        for peer in self._touched:
+            peer.touched = False
+            self._pump(peer)
+            if peer.incoming.due and not peer.updating:
+                peer.updating = True
+                self._send(peer, self._depth - 1, 0, 0, UPDATE, 0, 0)
+            try:
+                peer.pair.commit()
+            except verbs.VerbsError as error:
+                raise self._error(peer.rank, "post", _name(error), str(error), queue_pair=peer.pair.number) from error
+        self._touched.clear()
+
+    def _pump(self, peer: _Peer) -> None:
+        backlog, outgoing, free, pair = peer.backlog, peer.outgoing, peer.free, peer.pair
+        assert outgoing is not None
+        step, heap = self._max_message, self._heap
+        while backlog:
+            job = backlog[0]
+            put = job.put
+            if job.sequence < 0:
+                if not outgoing.open:
+                    return
+                job.sequence = outgoing.begin(put.channel)
+            while True:
+                if not free or outgoing.room <= 0:
+                    return
+                slot = free.pop()
+                peer.jobs[slot] = job
+                outgoing.spend()
+                if job.offset == put.bytes:
+                    break
+                size = min(put.bytes - job.offset, step)
+                source, target = heap.address + put.src_offset + job.offset, peer.heap + put.dst_offset + job.offset
+                number = imm(put.channel, job.sequence)
+                wr_id = peer.place * self._depth + slot
+                pair.write(wr_id, source, size, heap.lkey, target, peer.heap_key, signaled=True, imm=number, to=peer.destination)
+                job.offset += size
+                job.pending += 1
+            self._send(peer, slot, put.channel, job.sequence, -(-put.bytes // step), put.signal_offset, put.signal_value)
+            backlog.popleft()
+
+    def _send(self, peer: _Peer, slot: int, channel: int, sequence: int, writes: int, signal_offset: int, signal_value: int) -> None:
+        wr_id = peer.place * self._depth + slot
+        place = wr_id * _SLOT
+        _MESSAGE.pack_into(self._slots, place, channel, sequence, writes, signal_offset, signal_value, *peer.incoming.tell())
+        region = self._slots_region
+        peer.pair.send(wr_id, region.address + place, _MESSAGE.size, region.lkey, signaled=True, to=peer.destination)
+
+    def poll(self) -> list[int]:
+        self._polls += 1
+        if self._polls % EVENT_POLLS == 0:
+            self._look_at_events()
+        for completion in self._completions(self._arrivals):
+            self._arrived(completion)
+        done: list[int] = []
+        depth = self._depth
+        for completion in self._completions(self._sends):
+            place, slot = divmod(completion.wr_id, depth)
+            peer = self._peers[place]
+            if peer.backlog:
+                self._touch(peer)
+            if slot == depth - 1:
+                peer.updating = False
+                self._touch(peer)
+                continue
+            peer.free.append(slot)
+            job = peer.jobs[slot]
+            assert job is not None
+            peer.jobs[slot] = None
+            job.pending -= 1
+            if not job.pending:
+                done.append(job.put.ticket)
+        self._outstanding -= len(done)
+        if self._touched:
+            self.flush()
+        return done
+
+    def _completions(self, queue: verbs.CompletionQueue) -> Sequence[verbs.Completion]:
+        try:
+            found = queue.poll(_POLL)
+        except verbs.VerbsError as error:
+            raise self._error(None, "poll", _name(error), str(error)) from error
+        for completion in found:
+            if completion.status:
+                raise self._failure([c for c in found if c.status], receives=queue is self._arrivals)
+        return found
+
+    # ---- the receiver's part
+    def _receive(self, peer: _Peer, slot: int) -> None:
+        place = len(self._slots) - _SLOT * (1 + peer.place * self._receives + slot)
+        region = self._slots_region
+        peer.pair.receive(peer.place * self._receives + slot, region.address + place, _SLOT, region.lkey)
+
+    def _arrived(self, completion: verbs.Completion) -> None:
+        place, slot = divmod(completion.wr_id, self._receives)
+        peer = self._peers[place]
+        try:
+            if completion.imm is None:
+                self._read(peer, len(self._slots) - _SLOT * (1 + completion.wr_id), completion.size)
+            else:
+                peer.incoming.write(completion.imm)
+            self._receive(peer, slot)
+        except ProtocolError as error:
+            remedy = "do all ranks run the same version of mkernel?"
+            raise self._error(peer.rank, "receive", "protocol", str(error), remedy, queue_pair=peer.pair.number) from error
+        except verbs.VerbsError as error:
+            raise self._error(peer.rank, "receive", _name(error), str(error), queue_pair=peer.pair.number) from error
+        if peer.backlog or peer.incoming.due:
+            self._touch(peer)
+
+    def _read(self, peer: _Peer, place: int, size: int) -> None:
+        """A message that lies in the receives' memory."""
+        if size != _MESSAGE.size:
+            raise ProtocolError(f"a message of {size} bytes")
+        channel, sequence, writes, signal_offset, signal_value, granted, released = _MESSAGE.unpack_from(self._slots, place)
+        if peer.outgoing is None:
+            raise ProtocolError("a message before the connection")
+        peer.outgoing.update(granted, released)
+        if writes != UPDATE:
+            peer.incoming.announce(channel, sequence, writes, signal_offset, signal_value)
+
+    def _release(self, signal_offset: int, signal_value: int) -> None:
+        """The card has written every byte of this put before it completed the receives: raise the flag."""
+        if signal_offset + 8 > self._signal_bytes or signal_offset % 8:
+            raise ProtocolError(f"flag at {signal_offset} outside the signal segment of {self._signal_bytes} bytes (or not aligned)")
+        self._store(self._signal_address + signal_offset, signal_value)
+
+    # ---- failures
+    def _look_at_events(self) -> None:
+        try:
+            events = self._nic.events()
+        except verbs.VerbsError as error:
+            raise self._error(None, "events", _name(error), str(error)) from error
+        for event in events:
+            name, fatal, meaning, remedy = verbs.EVENTS.get(event.kind, (f"event {event.kind}", False, "unknown", ""))
+            if fatal:
+                raise self._error(None, "asynchronous event", name, meaning, remedy)
+
+    def _failure(self, failed: Sequence[verbs.Completion], *, receives: bool) -> TransportError:
+        """The first cause: what was flushed because its queue pair had failed says nothing itself."""
+        first = next((completion for completion in failed if completion.status != verbs.FLUSHED), failed[0])
+        if first.status == verbs.FLUSHED:
+            self._look_at_events()
+        peer = self._peers[first.wr_id // (self._receives if receives else self._depth)]
+        name, meaning, remedy = verbs.STATUSES.get(first.status, (f"status {first.status}", "unknown to this version", ""))
+        if first.vendor_error:
+            meaning += f", vendor error {first.vendor_error:#x}"
+        return self._error(peer.rank, "receive" if receives else "put_signal", name, meaning, remedy, queue_pair=peer.pair.number)
+
+    def _setup_failure(self, error: verbs.VerbsError) -> TransportError:
+        remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
+        return self._error(None, error.op, _name(error), str(error), remedy)
+
+    def _error(
+        self, peer: int | None, op: str, status: str, text: str, remedy: str = "", *, queue_pair: int | None = None
+    ) -> TransportError:
+        port = self._nic.port
+        where = f"rank {self._rank} ({port.device}:{port.number}" + (f", queue pair {queue_pair}" if queue_pair is not None else "") + ")"
+        to = "" if peer is None else f" to rank {peer}"
+        message = f"{where}: {op}{to}: {status}: {text}" + (f" ({remedy})" if remedy else "")
+        return TransportError(message, peer=peer, op=op, status=status, queue_pair=queue_pair, remedy=remedy)
+
+    # ---- the rest
+    def next_event_ns(self) -> int | None:
+        return 0 if self._outstanding else None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._undo.close()
+
+
+def _name(error: verbs.VerbsError) -> str:
+    return errno.errorcode.get(error.code, str(error.code))
+
+
+def open_transport(nic: verbs.Nic, wiring: Wiring) -> SrdTransport:
+    """Register this rank's memory and open the queue pairs; not connected. Closes ``nic`` when it fails."""
+    limits = nic.limits
+    problem = remedy = ""
+    if not limits.srd:
+        problem, remedy = f"{nic.port.device} has no SRD queue pairs", "use transport='rc'"
+    elif not limits.rdma_write:
+        problem, remedy = f"{nic.port.device} has no RDMA writes, or this pyverbs does not know of them", "see docs/transports.md"
+    elif wiring.store is None or not wiring.signal_address:
+        problem, remedy = "the engine cannot write the signal segment", "see docs/transports.md"
+    if problem:
+        nic.close()
+        raise TransportError(f"rank {wiring.rank}: srd: {problem} ({remedy})", op="open", status="unsupported", remedy=remedy)
+    access = verbs.Access.local_write | verbs.Access.remote_write
+    try:
+        if wiring.heap_dmabuf >= 0:
+            heap = nic.register_dmabuf(wiring.heap_dmabuf, wiring.heap_bytes, access)
+        else:
+            heap = nic.register(wiring.heap_address, wiring.heap_bytes, access)
+    except verbs.VerbsError as error:
+        remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
+        text = f"rank {wiring.rank} ({nic.port.device}:{nic.port.number}): {error} ({remedy})"
+        nic.close()
+        raise TransportError(text, op=error.op, status=_name(error), remedy=remedy) from error
+    assert wiring.store is not None
+    return SrdTransport(nic, wiring.rank, wiring.peers, heap, wiring.signal_address, wiring.signal_bytes, wiring.store)
+
+
+def create(wiring: Wiring) -> SrdTransport:
+    """For the registry: opens the card, exchanges addresses with all ranks, connects. Collective."""
+    card, exchange = wiring.card, wiring.exchange
+    if card is None or exchange is None:
+        raise ValueError("srd needs a card and an exchange")
+    transport = open_transport(open_card(card, wiring.rank), wiring)
+    try:
+        transport.connect(exchange(transport.card))
+        exchange(b"")  # nobody sends to a rank that does not know the sender yet
+    except BaseException:
+        transport.close()
+        raise
+    return transport

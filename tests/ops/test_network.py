@@ -1,0 +1,80 @@
+"""Fused calls over rc and srd, between cards that do everything as late, as split and as disordered as they may; planted bugs must show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mkernel as mk
+from mkernel.errors import TransportError
+from mkernel.transport import rc, srd
+from tests.ops import standin
+from tests.ops.body import Case, back_to_back, problems, topology
+from tests.transport.standin import MOODS
+from tests.transport.test_rc import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
+
+ROWS = (0, 7, 129, 300)
+CASES = (Case("bfloat16", 200, 72), Case("float16", 64, 136, False))
+
+
+def open_rc(signal: str = "atomic", kind: type[rc.RcTransport] | None = None) -> Any:
+    return lambda nic, wiring: rc.open_transport(nic, wiring, signal=signal, queue_pairs=2, kind=kind)
+
+
+KINDS = {"atomic": (open_rc("atomic"), False), "imm": (open_rc("imm"), False), "srd": (srd.open_transport, True)}
+
+
+def run(world: str, fn: Any, *args: Any, seed: int) -> list[Any]:
+    shape = topology(world)
+    return mk.launch(
+        fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, heap_bytes=32 << 20, transport=standin.NAME, timeout=20.0
+    )
+
+
+def calls(world: Any, seed: int) -> list[str]:
+    return [problem for i, case in enumerate(CASES) for problem in problems(back_to_back(world, case, seed + i, 0.0, ROWS))]
+
+
+@pytest.mark.parametrize("world", ["2x2", "4x1"])
+@pytest.mark.parametrize("mood", ["prompt", "late", "split", "short_queues"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, mood: str, kind: str) -> None:
+    seed = request.config.getoption("--seed")
+    opener, unordered = KINDS[kind]
+    standin.join(monkeypatch, opener, topology(world).size, MOODS[mood], seed, srd=unordered)
+    assert run(world, calls, seed, seed=seed) == [[]] * topology(world).size
+
+
+@pytest.mark.parametrize("bug", [SignalBeforeData, SignalOnAnotherQueuePair, EpochEarly], ids=lambda bug: bug.__name__)
+def test_a_planted_bug_shows(monkeypatch: pytest.MonkeyPatch, bug: type[rc.RcTransport]) -> None:
+    found = []
+    for seed in range(4):
+        standin.join(monkeypatch, open_rc(kind=bug), 4, MOODS["slow"], seed)
+        try:
+            found += [problem for some in run("2x2", calls, seed, seed=seed) for problem in some]
+        except mk.Error as error:
+            found.append(str(error))
+        if found:
+            return
+    raise AssertionError(f"{bug.__name__} was not noticed")
+
+
+def test_a_lost_card_is_everybodys_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = standin.join(monkeypatch, open_rc(), 4, MOODS["late"], 1)
+    heard = {}
+
+    def lose(world: Any) -> None:
+        calls(world, 1)
+        world.barrier()
+        fabric.cut.add(3)
+        try:
+            calls(world, 2)
+        except mk.Error as error:
+            heard[world.rank] = error
+            raise
+
+    with pytest.raises(TransportError, match="IBV_WC_RETRY_EXC_ERR"):
+        run("2x2", lose, seed=1)
+    assert set(heard) == {0, 1, 2, 3}
+    assert {type(error) for error in heard.values()} == {TransportError}

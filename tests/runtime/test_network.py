@@ -1,0 +1,159 @@
+"""Worlds whose engines are processes: they start with the world, end with it, and what they fail of is every rank's failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkernel.errors import ArgumentError, TransportError
+from mkernel.runtime import wire
+from mkernel.runtime.failure import Failure, Kind
+from mkernel.runtime.launch import run
+from mkernel.runtime.placement import Card, choose_network
+from mkernel.runtime.world import Options, World
+from tests.runtime.fake import FakeDevice
+
+DETAILS = {"peer": 3, "op": "write", "status": "IBV_WC_RETRY_EXC_ERR", "queue_pair": 77, "remedy": "look at it"}
+
+
+def ranks(use: Callable[[World], Any], count: int = 2, per_node: int = 1, transport: str = "null") -> list[Any]:
+    options = Options(target="cpu", heap_bytes=1 << 16, ranks_per_node=per_node, transport=transport, timeout=10.0, entry_timeout=10.0)
+    return run(use, count, options, make_device=FakeDevice)
+
+
+def engines() -> list[int]:
+    """Processes of engines that this one has started and that are alive."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            command = (status.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z" and b"mkernel.proxy" in command:
+            found.append(int(status.parent.name))
+    return found
+
+
+def until_failed(world: World) -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        world.check()
+        time.sleep(0.01)
+
+
+def test_engines_live_as_long_as_their_world() -> None:
+    def use(world: World) -> int:
+        world.barrier()
+        alive = len(engines())
+        world.barrier()
+        return alive
+
+    assert ranks(use, 4, 2) == [4] * 4
+    assert engines() == []
+
+
+def test_one_node_has_no_engine() -> None:
+    assert ranks(lambda world: (engines(), world._ring_memory), 2, 2) == [([], None)] * 2
+
+
+def test_the_end_of_an_engine_ends_the_world() -> None:
+    caught: dict[int, BaseException] = {}
+
+    def use(world: World) -> None:
+        world.barrier()
+        if world.rank == 0:
+            os.kill(engines()[0], signal.SIGKILL)
+        try:
+            until_failed(world)
+        except TransportError as error:
+            caught[world.rank] = error
+            raise
+
+    with pytest.raises(TransportError, match="was killed by signal 9"):
+        ranks(use)
+    assert set(caught) == {0, 1}
+    assert len({str(error) for error in caught.values()}) == 1
+    assert engines() == []
+
+
+def test_a_failure_of_the_network_is_told_in_full() -> None:
+    caught = {}
+
+    def use(world: World) -> None:
+        world.barrier()
+        if world.rank == 0:
+            world.on_transport_error(TransportError("the peer is gone", **DETAILS))  # type: ignore[arg-type]
+        try:
+            until_failed(world)
+        except TransportError as error:
+            caught[world.rank] = {name: getattr(error, name) for name in DETAILS}
+            assert str(error) == "the peer is gone"
+            raise
+
+    with pytest.raises(TransportError):
+        ranks(use)
+    assert caught == {0: DETAILS, 1: DETAILS}
+
+
+def test_details_travel() -> None:
+    failure = Failure(Kind.transport, "text", 3, details=DETAILS)
+    assert Failure.decode(failure.encode()) == failure
+    error = Failure.decode(failure.encode()).error()
+    assert isinstance(error, TransportError)
+    assert {name: getattr(error, name) for name in DETAILS} == DETAILS
+
+
+def test_a_network_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from mkernel.transport import devices
+
+    monkeypatch.setattr(devices.find, "__defaults__", (tmp_path,))
+    with pytest.raises(ArgumentError, match=r"'rc'.*rank 0: no RDMA device.*doctor"):
+        ranks(lambda world: None, transport="rc")
+    with pytest.raises(ArgumentError, match=r"'srd'.*rank 0: no EFA device.*doctor"):
+        ranks(lambda world: None, transport="srd")
+    assert engines() == []
+
+
+def test_auto_needs_a_network_that_all_ranks_have() -> None:
+    def cards(*networks: dict[str, str]) -> list[Card]:
+        return [Card(f"host{i}", {}, networks=dict(network)) for i, network in enumerate(networks)]
+
+    both, only_rc, none = {"rc": "", "srd": ""}, {"rc": "", "srd": "no EFA device"}, {"rc": "no port is up", "srd": "no EFA device"}
+    assert choose_network(cards(both, both)) == "rc"
+    assert choose_network(cards(both, only_rc)) == "rc"
+    with pytest.raises(ArgumentError, match=r"rc: rank 1: no port is up; srd: rank 1: no EFA device.*doctor"):
+        choose_network(cards(both, none))
+
+
+def test_virtual_time_knows_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mkernel.runtime import assemble
+
+    monkeypatch.setattr(assemble, "_networks_here", lambda: {"rc": "", "srd": ""})
+    import mkernel as mk
+
+    with pytest.raises(ArgumentError, match="virtual time"):
+        mk.launch(lambda world: None, ranks=2, ranks_per_node=1, target="cpu", transport="rc")
+
+
+def test_hosts_without_names_and_routes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's own network often has neither: the interfaces' addresses are there all the same."""
+    monkeypatch.setattr(wire.socket, "gethostname", lambda: "no-such-name.invalid")
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.socket.socket, "connect", refuse)
+        addresses = wire._own_addresses()
+    usable = [address for address in addresses if address != "no-such-name.invalid"]
+    assert set(wire._interface_addresses()) <= {*usable, "127.0.0.1"}
+    with wire._listen_tcp() as listener:
+        for address in usable:
+            wire._reach([address], listener.getsockname()[1], 5.0).close()
+
+
+def refuse(*args: Any) -> None:
+    raise OSError("no route")

@@ -1,0 +1,89 @@
+"""The verbs boundary against pyverbs in name only: where it is found, which errors it raises, that it is not needed elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from mkernel.errors import TransportError
+from mkernel.transport import Card, rc, verbs
+
+
+@pytest.fixture
+def pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A package of that name with its exceptions and nothing else."""
+    package, errors = types.ModuleType("pyverbs"), types.ModuleType("pyverbs.pyverbs_error")
+    package.__path__ = []
+
+    class PyverbsError(Exception):
+        pass
+
+    class PyverbsRDMAError(PyverbsError):
+        def __init__(self, text: str, error_code: int = -1) -> None:
+            super().__init__(text)
+            self.error_code = error_code
+
+    errors.PyverbsError, errors.PyverbsRDMAError = PyverbsError, PyverbsRDMAError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyverbs", package)
+    monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", errors)
+    verbs._enums.cache_clear()
+    yield package
+    verbs._enums.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["enums", "libibverbs_enums"])
+def test_both_names_of_the_enums(pyverbs: types.ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = types.ModuleType(f"pyverbs.{name}")
+    monkeypatch.setitem(sys.modules, f"pyverbs.{name}", module)
+    assert verbs._enums() is module
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"), [(errno.ENOMEM, "ENOMEM", errno.ENOMEM), (-errno.EINVAL, "EINVAL", errno.EINVAL), (-1, "no errno", 0)]
+)
+def test_errors_keep_their_number(pyverbs: types.ModuleType, code: int, status: str, expected: int) -> None:
+    from pyverbs.pyverbs_error import PyverbsRDMAError
+
+    with pytest.raises(verbs.VerbsError) as caught, verbs._verb("opening x"):
+        raise PyverbsRDMAError("Failed to open", code)
+    assert (caught.value.op, caught.value.code, caught.value.status) == ("opening x", expected, status)
+    assert str(caught.value).startswith(f"opening x: {status}")
+
+
+def test_errors_without_number_keep_their_text(pyverbs: types.ModuleType) -> None:
+    from pyverbs.pyverbs_error import PyverbsError
+
+    with pytest.raises(verbs.VerbsError, match="no such device"), verbs._verb("opening x"):
+        raise PyverbsError("no such device")
+    with pytest.raises(ZeroDivisionError), verbs._verb("opening x"):
+        raise ZeroDivisionError
+
+
+def test_without_pyverbs_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+    with pytest.raises(TransportError, match=r"install pyverbs: docs/transports\.md"):
+        rc.open_card(Card("mlx5_0", 1, 0), 3)
+
+
+def test_the_boundary_imports_nothing_of_pyverbs() -> None:
+    program = "import sys, mkernel.transport.rc, mkernel.transport.srd; sys.exit(any('pyverbs' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_tables_are_complete() -> None:
+    assert list(verbs.STATUSES) == list(range(24))
+    assert list(verbs.EVENTS) == list(range(20))
+    assert all(
+        name.startswith("IBV_WC_") and meaning and (remedy or not number) for number, (name, meaning, remedy) in verbs.STATUSES.items()
+    )
+    for name, fatal, meaning, remedy in verbs.EVENTS.values():
+        assert name.startswith("IBV_EVENT_")
+        assert meaning
+        assert bool(remedy) == fatal
+    assert verbs.STATUSES[verbs.FLUSHED][0] == "IBV_WC_WR_FLUSH_ERR"
+    assert not hasattr(verbs.Access, "relaxed_ordering"), "a signal could overtake its data on the way to memory"

@@ -1,0 +1,52 @@
+"""Python imports this at its start where this folder is on the path: breaks the transport inside a rank's engine process, after a while.
+
+``TEST_FAULT`` is ``kind:rank``. ``rkey``: writes have a wrong key; ``qp``: a queue pair is forced to error; ``deaf``: no receives are
+posted any more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_LATER = 40  # puts that go well
+_RECEIVES = 12  # of a queue pair of the deaf
+
+
+def _plant(kind: str, rank: int) -> None:
+    import dataclasses
+
+    from mkernel.transport.base import Put
+    from mkernel.transport.rc import RcTransport
+
+    class Broken(RcTransport):
+        posted = 0
+        connected = False
+
+        def post(self, put: Put) -> bool:
+            self.posted += 1
+            if kind != "deaf" and self._rank == rank and self.posted > _LATER:
+                if kind == "rkey":
+                    target = self._targets[put.dst_rank]
+                    self._targets[put.dst_rank] = dataclasses.replace(target, heap_key=0x7FFFFF, signal_key=0x7FFFFF)
+                else:
+                    self._by_peer[put.dst_rank][0].pair.fail()
+            return super().post(put)
+
+        def connect(self, cards: Any) -> None:
+            super().connect(cards)
+            self.connected = True
+
+        def _receive(self, connection: Any, slot: int) -> None:
+            if kind != "deaf" or self._rank != rank or (slot < _RECEIVES and not self.connected):
+                super()._receive(connection, slot)
+
+    import mkernel.transport.rc
+
+    mkernel.transport.rc.RcTransport = Broken  # type: ignore[misc]
+
+
+if "TEST_FAULT" in os.environ and "mkernel.proxy" in sys.orig_argv:
+    _kind, _, _rank = os.environ["TEST_FAULT"].partition(":")
+    _plant(_kind, int(_rank))

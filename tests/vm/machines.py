@@ -1,0 +1,466 @@
+"""Small virtual machines with a real RDMA stack (``rdma_rxe``), joined by a lossless wire: verbs without a NIC.
+
+A machine is QEMU in software emulation, with the distribution's kernel. It sees the host's files, this checkout and this interpreter at the
+same paths, read-only under a layer of its own memory. Machine 0 holds the wires the others are plugged into. Each machine has two: ``eth0``
+for control (10.77.0.x) and ``eth1``, which carries ``rxe0`` (10.78.0.x), so that a test may cut one without the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import lzma
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["APT", "Job", "Machines", "Outcome", "UnavailableError", "sysroot", "unavailable"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+APT = "apt-get install -y --no-install-recommends qemu-system-x86"
+_PACKAGES = ("python3-pyverbs", "libibverbs1", "ibverbs-providers", "librdmacm1", "iproute2", "busybox-static")
+# In the order of insertion.
+_MODULES = """
+crc32_generic crc32c_generic virtio_ring virtio_pci_modern_dev virtio_pci_legacy_dev virtio virtio_pci failover net_failover
+virtio_net 9pnet 9pnet_virtio netfs fscache 9p overlay ib_core ib_uverbs ib_cm iw_cm configfs rdma_cm rdma_ucm udp_tunnel
+ip6_udp_tunnel rdma_rxe
+"""
+_FORMAT = 4  # of the unpacked folder: raise it when _prepare changes
+CONTROL, RDMA = "10.77.0.{}", "10.78.0.{}"  # addresses; machine 0 has .1
+
+
+class UnavailableError(Exception):
+    """The machines cannot be booted here; the text says why and what would help."""
+
+
+# ---- what the machines are made of
+
+
+@dataclasses.dataclass(frozen=True)
+class Sysroot:
+    kernel: Path
+    initramfs: Path
+    root: Path  # laid over the host's files
+    pyverbs: Path  # put on PYTHONPATH: holds the pyverbs package and nothing else
+
+
+def unavailable() -> str | None:
+    """Why no machine can be booted here; None if one can. Downloads what is missing (once)."""
+    try:
+        sysroot()
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _sysroot() -> Sysroot | UnavailableError:
+    try:
+        return _prepare()
+    except UnavailableError as error:
+        return error
+
+
+def sysroot() -> Sysroot:
+    """The kernel and the packages, unpacked. Raises UnavailableError."""
+    found = _sysroot()
+    if isinstance(found, UnavailableError):
+        raise found
+    return found
+
+
+# What jobs import. Compiling Python takes an emulated processor seconds per process, so the machines find it compiled.
+_IMPORTS = """
+numpy ml_dtypes mkernel mkernel.bench mkernel.cli.check mkernel.ops.allgather_gemm mkernel.proxy.process mkernel.runtime.assemble
+mkernel.runtime.cpu mkernel.transport.rc mkernel.transport.devices tests.ops.body tests.runtime.worker tests.transport.contract
+tests.transport.harness
+"""
+
+
+@functools.cache
+def _compiled_python() -> Path:
+    """A folder for PYTHONPYCACHEPREFIX with the bytecode of what jobs import."""
+    folder = _cache() / "bytecode"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONPATH": str(REPOSITORY)}
+    code = "import importlib, json, runpy, subprocess, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *_IMPORTS.split()], env=environment, check=True, timeout=120)
+    return folder
+
+
+def _prepare() -> Sysroot:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise UnavailableError("the machines are x86-64 Linux")
+    if os.geteuid() != 0:
+        raise UnavailableError("must be root")
+    if shutil.which("qemu-system-x86_64") is None:
+        raise UnavailableError(f"no qemu-system-x86_64: {APT}")
+    if not all(map(shutil.which, ("apt-get", "apt-cache", "dpkg-deb", "tar"))):
+        raise UnavailableError("needs a Debian host: kernel and RDMA packages come from its archive")
+    image = _kernel_package()
+    archives = _archives(image)
+    name = hashlib.sha256(f"{_FORMAT} {archives}".encode()).hexdigest()[:16]
+    folder = _cache() / name
+    if not (folder / "ready").exists():
+        _unpack(folder, [image], archives)
+    pyverbs = folder / "root/usr/lib/python3/dist-packages/pyverbs"
+    if not pyverbs.is_dir():
+        pyverbs = Path("/usr/lib/python3/dist-packages/pyverbs")  # installed on the host
+    minor = f"cpython-{sys.version_info.major}{sys.version_info.minor}-"
+    if not any(minor in file.name for file in pyverbs.glob("device.*.so")):
+        raise UnavailableError(f"the distribution's pyverbs is not built for Python {platform.python_version()}")
+    alone = folder / "pyverbs"
+    alone.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (alone / "pyverbs").symlink_to(pyverbs)
+    return Sysroot(next(folder.glob("vmlinuz*")), folder / "initramfs", folder / "root", alone)
+
+
+def _cache() -> Path:
+    """Beside mkernel's own cache, but never the temporary one of a test run: these downloads are large."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mkernel-vm"
+
+
+def _run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300)
+    if done.returncode:
+        raise UnavailableError(f"`{shlex.join(command)}` failed: {(done.stderr or done.stdout).strip()[-300:]}")
+    return done.stdout
+
+
+def _kernel_package() -> str:
+    """The package behind linux-image-amd64; its name holds a version and changes. The -cloud kernels have no rdma_rxe."""
+    for line in _run("apt-cache", "depends", "linux-image-amd64").splitlines():
+        kind, _, name = line.strip().partition(": ")
+        if kind == "Depends" and name.startswith("linux-image-"):
+            return name
+    raise UnavailableError("apt knows no linux-image-amd64: apt-get update")
+
+
+def _archives(image: str) -> list[str]:
+    """``package=version`` of all that must be unpacked: the packages, with what they need and the host has not."""
+    lines = _run("apt-get", "install", "-y", "--no-install-recommends", "--simulate", *_PACKAGES).splitlines()
+    wanted = [line.split() for line in lines if line.startswith("Inst ")]  # Inst name [old] (version suite [arch])
+    new = {fields[1]: next(field for field in fields[2:] if field.startswith("("))[1:] for fields in wanted}
+    policy = _run("apt-cache", "policy", image)
+    version = next((line.split()[1] for line in policy.splitlines() if line.strip().startswith("Candidate:")), "(none)")
+    if version == "(none)":
+        raise UnavailableError(f"apt has no candidate of {image}: apt-get update")
+    return sorted(f"{name}={version}" for name, version in {**new, image: version}.items())
+
+
+def _unpack(folder: Path, images: Sequence[str], archives: Sequence[str]) -> None:
+    downloads = _cache() / "archives"
+    downloads.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="new-", dir=_cache()) as temporary:
+        new, root = Path(temporary) / "new", Path(temporary) / "new/root"
+        (root / "usr").mkdir(parents=True)
+        merged = ("bin", "sbin", "lib", "lib64")
+        for name in merged:
+            (root / "usr" / name).mkdir()
+            (root / name).symlink_to(f"usr/{name}")
+        for archive in archives:
+            package = archive.partition("=")[0]
+            file = _download(archive, downloads)
+            only = ["--wildcards", "./boot/vmlinuz-*", *(f"*/{name}.ko*" for name in _MODULES.split())] if package in images else []
+            _untar(file, new if only else root, only)
+        for name in merged:
+            (root / name).unlink()  # else they would hide the host's own
+        next((new / "boot").glob("vmlinuz-*")).rename(new / "vmlinuz")
+        _make_initramfs(new, root)
+        for rest in ("boot", "lib", "usr"):
+            shutil.rmtree(new / rest, ignore_errors=True)
+        (new / "ready").touch()
+        with contextlib.suppress(OSError):  # somebody else was faster
+            new.rename(folder)
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UnavailableError(f"{folder} cannot be made")
+
+
+def _download(archive: str, downloads: Path) -> Path:
+    file = downloads / f"{archive.replace(':', '%3a')}.deb"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(prefix="get-", dir=downloads) as temporary:
+            _run("apt-get", "download", "-o", "APT::Sandbox::User=root", archive, cwd=Path(temporary))
+            next(Path(temporary).glob("*.deb")).rename(file)
+    return file
+
+
+def _untar(archive: Path, folder: Path, only: Sequence[str]) -> None:
+    command = f"dpkg-deb --fsys-tarfile {shlex.quote(str(archive))} | tar -x --keep-directory-symlink -C {shlex.quote(str(folder))} "
+    _run("bash", "-o", "pipefail", "-c", command + shlex.join(only))
+
+
+def _make_initramfs(folder: Path, root: Path) -> None:
+    found = {file.name.partition(".ko")[0].replace("-", "_"): file for file in folder.rglob("*.ko*")}
+    folders = ("bin", "modules", "proc", "sys", "dev", "host", "over", "rw", "root")
+    files: dict[str, tuple[int, bytes]] = {name: (0o40755, b"") for name in folders}  # noqa: C420 - the mode reads better in octal
+    places = (root / "usr/bin/busybox", root / "bin/busybox", Path("/bin/busybox"))
+    busybox = next((file for file in places if file.exists()), None)
+    if busybox is None:
+        raise UnavailableError("busybox-static holds no busybox")
+    files["bin/busybox"] = (0o100755, busybox.read_bytes())
+    for number, name in enumerate(_MODULES.split()):
+        if name in found:  # a module that is missing is built in, or insmod of those that need it says so
+            data = found[name].read_bytes()
+            files[f"modules/{number:02d}-{name}.ko"] = (0o100644, lzma.decompress(data) if found[name].suffix == ".xz" else data)
+    files["init"] = (0o100755, _INIT.encode())
+    (folder / "initramfs").write_bytes(_cpio(files))
+
+
+def _cpio(files: Mapping[str, tuple[int, bytes]]) -> bytes:
+    """An archive in the format "newc"."""
+    out = io.BytesIO()
+    for number, (name, (mode, data)) in enumerate([*files.items(), ("TRAILER!!!", (0, b""))], 1):
+        fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name) + 1, 0)
+        out.write(b"070701" + b"".join(b"%08X" % field for field in fields) + name.encode() + b"\0")
+        out.write(b"\0" * (-out.tell() % 4) + data)
+        out.write(b"\0" * (-out.tell() % 4))
+    return out.getvalue()
+
+
+# Runs as process 1. What the kernel's command line holds as name=value is in the environment.
+_INIT = """#!/bin/busybox sh
+/bin/busybox --install -s /bin
+export PATH=/bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+for module in /modules/*.ko; do insmod $module; done
+nine="trans=virtio,version=9p2000.L,msize=524288"
+mount -t 9p -o $nine,cache=loose,ro host /host
+mount -t 9p -o $nine,cache=loose,ro over /over
+mount -t tmpfs -o size=80% rw /rw
+mkdir /rw/upper /rw/work
+mount -t overlay -o lowerdir=/over:/host,upperdir=/rw/upper,workdir=/rw/work root /root
+for name in proc sys dev mnt; do mkdir -p /root/$name; done
+mount -t proc proc /root/proc
+mount -t sysfs sys /root/sys
+mount -t devtmpfs dev /root/dev
+mkdir -p /root/dev/shm /root/mnt/job
+mount -t tmpfs shm /root/dev/shm
+mount -t 9p -o $nine job /root/mnt/job
+ulimit -l unlimited
+ip link set lo up
+ip link set eth0 up
+ip address add $ADDRESS0/24 dev eth0
+ip link set eth1 mtu 4200 up
+ip address add $ADDRESS1/24 dev eth1
+unset nine module name
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+chroot /root rdma link add rxe0 type rxe netdev eth1
+chroot /root sh /mnt/job/run
+dmesg > /root/mnt/job/dmesg
+sync
+poweroff -f
+"""
+
+
+# ---- machines
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One process in one machine: a Python script with arguments and environment."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a process ended. ``code`` is None when its machine went away under it."""
+
+    machine: int
+    code: int | None
+    out: str
+    errors: str
+    left: str = ""  # RDMA objects and processes that outlived it, one per line
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+
+    def __str__(self) -> str:
+        return f"machine {self.machine}: exit status {self.code}\n{self.out}\n{self.errors}\n{self.left}"
+
+
+class Machines:
+    """Boots one machine for each list of jobs; each runs its jobs side by side and powers off.
+
+    Parameters
+    ----------
+    jobs
+        By machine. Every process has ``TEST_MACHINE``, ``TEST_MACHINES`` and ``PYTHONPATH`` (pyverbs) in its environment.
+    timeout
+        Seconds after which every machine is killed.
+    megabytes, cpus
+        Of each machine.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Sequence[Job]], *, timeout: float = 120.0, megabytes: int = 512, cpus: int = 1, folder: Path | None = None
+    ) -> None:
+        self.jobs = [list(some) for some in jobs]
+        self._sysroot = sysroot()
+        self._timeout = timeout
+        self._megabytes = megabytes
+        self._cpus = cpus
+        self._own = tempfile.TemporaryDirectory(prefix="mkernel-vm-", ignore_cleanup_errors=True)
+        self.folder = folder or Path(self._own.name)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        for machine in range(len(self.jobs)):
+            self._start(machine)
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        for machine in range(len(self._processes)):
+            self.kill(machine)
+        self._own.cleanup()
+
+    def kill(self, machine: int) -> None:
+        """Like pulling the plug."""
+        process = self._processes[machine]
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def file(self, machine: int, name: str) -> Path:
+        """A file that the machine knows as ``/mnt/job/<name>``."""
+        return self.folder / f"machine{machine}" / name
+
+    def wait_for(self, machine: int, name: str, timeout: float = 60.0) -> str:
+        """The text of such a file as soon as it exists."""
+        file, end = self.file(machine, name), time.monotonic() + timeout
+        while not file.exists():
+            if time.monotonic() > end or self._processes[machine].poll() is not None:
+                raise AssertionError(f"machine {machine} never wrote {name}\n{self.console(machine)}\n{self._texts(machine)}")
+            time.sleep(0.02)
+        return file.read_text()
+
+    def wait(self) -> list[Outcome]:
+        """Wait until all machines are off (their ``timeout`` bounds it): the processes' outcomes, in the order of ``jobs``."""
+        for process in self._processes:
+            process.wait()
+        return [outcome for machine in range(len(self.jobs)) for outcome in self._outcomes(machine)]
+
+    def console(self, machine: int) -> str:
+        file = self.folder / f"console{machine}"
+        return file.read_text(errors="replace")[-4000:] if file.exists() else ""
+
+    def _texts(self, machine: int) -> str:
+        return "\n".join(map(str, self._outcomes(machine)))
+
+    def _outcomes(self, machine: int) -> Iterator[Outcome]:
+        def text(name: str) -> str:
+            file = self.file(machine, name)
+            return file.read_text(errors="replace") if file.exists() else ""
+
+        for number in range(len(self.jobs[machine])):
+            code = text(f"{number}.code").strip()
+            errors = text(f"{number}.err") + ("" if code else self.console(machine))
+            yield Outcome(machine, int(code) if code else None, text(f"{number}.out"), errors, text("left"))
+
+    def _start(self, machine: int) -> None:
+        here = self.folder / f"machine{machine}"
+        here.mkdir(parents=True)
+        (here / "run").write_text(self._script(machine))
+        environment = {
+            "ADDRESS0": CONTROL.format(machine + 1),
+            "ADDRESS1": RDMA.format(machine + 1),
+        }
+        values = " ".join(f"{name}={value}" for name, value in environment.items())
+        command = ["timeout", "--signal=KILL", str(self._timeout), "qemu-system-x86_64"]
+        # Never KVM: inside other virtual machines a /dev/kvm that opens may still hang.
+        command += [
+            "-M",
+            "q35",
+            "-accel",
+            "tcg,thread=multi",
+            "-cpu",
+            "Nehalem,+rdrand",
+            "-m",
+            str(self._megabytes),
+            "-smp",
+            str(self._cpus),
+        ]
+        command += ["-nodefaults", "-display", "none", "-no-reboot", "-serial", f"file:{self.folder / f'console{machine}'}"]
+        command += ["-kernel", str(self._sysroot.kernel), "-initrd", str(self._sysroot.initramfs)]
+        command += ["-append", f"console=ttyS0 quiet panic=-1 mitigations=off {values}"]
+        for tag, path, access in (("host", "/", ",readonly=on"), ("over", self._sysroot.root, ",readonly=on"), ("job", here, "")):
+            command += ["-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap{access}"]
+            command += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+        for wire in range(2):
+            command += self._wire(machine, wire)
+        output = (self.folder / f"qemu{machine}").open("wb")
+        self._processes.append(subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True))
+        if machine == 0:
+            self._wait_for_sockets()
+
+    def _wire(self, machine: int, wire: int) -> list[str]:
+        """A hub in machine 0 with a socket for each other machine: unlike datagrams, it loses nothing."""
+        device = ["-device", f"virtio-net-pci,netdev=n{wire},mac=52:54:00:00:{wire:02x}:{machine + 1:02x},romfile="]
+        if machine:
+            return ["-netdev", f"stream,id=n{wire},server=off,addr.type=unix,addr.path={self._socket(machine, wire)}", *device]
+        hub = ["-netdev", f"hubport,id=n{wire},hubid={wire}"]
+        for peer in range(1, len(self.jobs)):
+            hub += ["-netdev", f"stream,id=s{wire}p{peer},server=on,addr.type=unix,addr.path={self._socket(peer, wire)}"]
+            hub += ["-netdev", f"hubport,id=h{wire}p{peer},hubid={wire},netdev=s{wire}p{peer}"]
+        return [*hub, *device]
+
+    def _socket(self, machine: int, wire: int) -> Path:
+        return Path(self._own.name) / f"wire{wire}-{machine}"
+
+    def _wait_for_sockets(self) -> None:
+        wanted = [self._socket(peer, wire) for peer in range(1, len(self.jobs)) for wire in range(2)]
+        end = time.monotonic() + 20
+        while not all(socket.exists() for socket in wanted):
+            if time.monotonic() > end or self._processes[0].poll() is not None:
+                raise AssertionError(f"machine 0 did not start: {(self.folder / 'qemu0').read_text(errors='replace')}")
+            time.sleep(0.01)
+
+    def _script(self, machine: int) -> str:
+        """The machine's jobs side by side; then what they left behind."""
+        lines = [f"cd {shlex.quote(str(REPOSITORY))}"]
+        common = {
+            "PYTHONPATH": f"{REPOSITORY}:{self._sysroot.pyverbs}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPYCACHEPREFIX": str(_compiled_python()),
+            "HOME": "/root",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TEST_MACHINE": str(machine),
+            "TEST_MACHINES": str(len(self.jobs)),
+        }
+        if "MKERNEL_CACHE_DIR" in os.environ:
+            common["MKERNEL_CACHE_DIR"] = os.environ["MKERNEL_CACHE_DIR"]
+        for number, job in enumerate(self.jobs[machine]):
+            environment = {**common, **job.environment}
+            environment["PYTHONPATH"] = ":".join(filter(None, (job.environment.get("PYTHONPATH"), common["PYTHONPATH"])))
+            variables = shlex.join(f"{name}={value}" for name, value in environment.items())
+            command = f"env {variables} {shlex.join([sys.executable, str(job.script), *job.arguments])}"
+            files = f">/mnt/job/{number}.out 2>/mnt/job/{number}.err </dev/null"
+            lines.append(f"({command} {files}; echo $? >/mnt/job/{number}.code) &")
+        lines.append("wait")
+        lines.append("sleep 0.2")  # the kernel takes queue pairs of a killed process down in its own time
+        lines.append("rdma resource show qp | grep -v 'type GSI\\|type SMI' >/mnt/job/left; rdma resource show mr >>/mnt/job/left")
+        lines.append("ps -eo pid,args | grep '[m]kernel' >>/mnt/job/left")
+        return "\n".join(lines) + "\n"
