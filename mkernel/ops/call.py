@@ -69,8 +69,8 @@ def matmul_call(
 ) -> Any:
     """One call of an op that makes a matrix of two.
 
-    ``problem(world, a view, b view, *options)`` checks and describes it; ``bind(world, problem, views of a, b and the result, split, stream)``
-    prepares its launch. Both are called only for arguments not seen before.
+    ``problem(world, a view, b view, *options)`` checks and describes it; ``bind(world, problem, views of a, b and the result, split,
+    stream)`` prepares its launch. Both are called only for arguments not seen before.
     """
     w = current.current(world)
     key = w.backend.key

@@ -132,7 +132,8 @@ class ReducePlan:
     @functools.cached_property
     def digest(self) -> int:
         """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((self.op, self.problem, self.split, self.tile, self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets))
+        order = self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets
+        text = repr((self.op, self.problem, self.split, self.tile, order))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -348,9 +349,9 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/reduce.cuh``).
 
     Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
-    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``, ``("partials", rank, tile)``
-    and ``("packets", rank, tile)``. A rank's tiles are one
-    chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
+    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``, and of packets
+    ``("partials", rank, tile)``, ``("packets", rank, tile)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a
+    tile waits for fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     steps = _Steps(plan)

@@ -33,6 +33,7 @@ class FakePlan:
     name: str = "enter"
     workspace_bytes: int = 0
     flag_words: int = 0
+    packet_bytes: int = 0
     grid: int = 4
 
     @property

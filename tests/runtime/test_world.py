@@ -22,7 +22,7 @@ from mkernel.runtime import current
 from mkernel.runtime.assemble import HEAP_BYTES, _choose_transport, join
 from mkernel.runtime.launch import launch, run
 from mkernel.runtime.placement import Card
-from mkernel.runtime.world import SIGNAL_BYTES, Options, World
+from mkernel.runtime.world import Options, World
 from tests.runtime.fake import FakeDevice, FakePlan, Parameters
 
 TARGETS = ["cpu", "cuda"]
@@ -261,7 +261,7 @@ def test_workspace_grows_and_old_plans_follow(target: str) -> None:
 
 def test_too_many_flags() -> None:
     def use(w: World) -> None:
-        fits = (SIGNAL_BYTES - abi.SIGNAL_FLAGS) // 8
+        fits = (abi.FLAG_BYTES - abi.SIGNAL_FLAGS) // 8
         w.executable(1, lambda: FakePlan(digest=1, flag_words=fits))
         with pytest.raises(ArgumentError) as caught:
             w.executable(2, lambda: FakePlan(digest=2, flag_words=fits + 1))
