@@ -10,7 +10,7 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kSlices;
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kSlices, kLoadRows;
 // kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;

@@ -58,26 +58,14 @@ struct TileCoordinate {
   bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
 };
 
-// Config::kLoadRows: how many rows of a tile of A are loaded where M is smaller than a tile. Kernels of many rows leave it out.
-namespace detail {
-template <class Config, class = void>
-struct LoadRows {
-  static constexpr uint32_t kValue = 64 * kConsumerWarpgroups;
-};
-template <class Config>
-struct LoadRows<Config, Void<Config::kLoadRows>> {
-  static constexpr uint32_t kValue = Config::kLoadRows;
-};
-}  // namespace detail
-
 template <class Config>
 struct GemmShape {
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kTilesN = (Config::kN + kBlockN - 1) / kBlockN;
   static constexpr uint32_t kStepsK = (Config::kK + kBlockK - 1) / kBlockK;
-  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;           // columns of a slice, and of one TMA load of a K-major B
-  static constexpr uint32_t kLoadRows = detail::LoadRows<Config>::kValue;  // of A; what the others hold does not matter
+  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice, and of one TMA load of a K-major B
+  static constexpr uint32_t kLoadRows = Config::kLoadRows;  // of a tile of A, where there are no more; what the others hold does not matter
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kStageBlocks / kConsumerWarpgroups);

@@ -19,7 +19,7 @@ from mkernel.ops.arguments import (
 )
 from mkernel.ops.call import BoundCall, check_result, matmul_call, set_map
 from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M
+from mkernel.plan.gemm import BLOCK_K
 from mkernel.plan.split import Split, SplitError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _bind(
     gather = heap + executable.scratch_offset if size > 1 and rows else b.address
     tensor_map = world.backend.tensor_map
     inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, plan.b_columns)
-    a_box, plane = (BLOCK_K, BLOCK_M, 1), extent * k * ITEM
+    a_box, plane = (BLOCK_K, plan.load_rows, 1), extent * k * ITEM
     parameters = Parameters(
         a=a.address,
         gather_offset=executable.scratch_offset,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M, THREADS, GemmTile, choose_tile
+from mkernel.plan.gemm import BLOCK_K, BLOCK_M, THREADS, GemmTile, choose_load_rows, choose_tile
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -90,6 +90,7 @@ class AllGatherGemmPlan:
             "kChunkRows": self.chunk_rows,
             "kParts": self.parts,
             "kSlices": self.slices,
+            "kLoadRows": self.load_rows,
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
 
@@ -146,6 +147,11 @@ class AllGatherGemmPlan:
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"workspace {self.workspace_bytes} bytes"
         )
+
+    @property
+    def load_rows(self) -> int:
+        """Of a tile of A."""
+        return choose_load_rows(self.problem.rows)
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
     @property

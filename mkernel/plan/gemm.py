@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["BLOCK_K", "BLOCK_M", "THREADS", "GemmTile", "choose_tile"]
+__all__ = ["BLOCK_K", "BLOCK_M", "THREADS", "GemmTile", "choose_load_rows", "choose_tile"]
 
 BLOCK_M = 128
 BLOCK_K = 64
@@ -14,6 +14,8 @@ SHARED_LIMIT = 232448  # dynamic shared memory of one CTA on sm_90
 _RESULT_BYTES = 2 * 2 * 64 * 128  # staging of results: two buffers of 64 rows x 128 bytes per consumer warpgroup
 _BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
 _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares the memory of the stages (kernels_src/copy.cuh)
+
+_LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
 
 # Throughput of one SM against the 128 x 256 tile, measured (docs/benchmarks.md).
 _RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.88, 64: 0.58}
@@ -36,6 +38,11 @@ class GemmTile:
         """With as many stages as fit, at most 8."""
         stage = (BLOCK_M + block_n) * BLOCK_K * 2
         return cls(block_n, min(8, (SHARED_LIMIT - _RESULT_BYTES - _BARRIER_BYTES) // stage))
+
+
+def choose_load_rows(rows: int) -> int:
+    """How many rows of a tile of A to load where the matrix has ``rows``."""
+    return next((load for load in _LOAD_ROWS if rows <= load), BLOCK_M)
 
 
 def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0) -> GemmTile:

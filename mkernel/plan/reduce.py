@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_M, THREADS, GemmTile, choose_tile
+from mkernel.plan.gemm import BLOCK_M, THREADS, GemmTile, choose_load_rows, choose_tile
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -41,7 +41,6 @@ _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
 _PACKET_VALUES = 5 << 20  # bytes of a result up to which packets are faster
-_LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
@@ -310,9 +309,8 @@ def make_plan(
         tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if problem.topology.size > 1 else 0.0)
         if problem.one_shot:
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N))
-    load_rows = next((rows for rows in _LOAD_ROWS if problem.rows <= rows), BLOCK_M)
     wanted = split or Split()
-    plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=load_rows)
+    plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=choose_load_rows(problem.rows))
     if group_tiles is None:
         rows = min(_GROUP_M, tile_rows)
         group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
