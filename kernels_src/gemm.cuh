@@ -229,6 +229,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
       if (ok) offer_item(storage, at, tile * Op::kParts + part);
     }
   }
+  if (lane == 0) leave_call(call);  // this CTA takes no more tiles; the epoch it has read at its start
   offer_item(storage, at, kStop);
 }
 
@@ -497,7 +498,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
     ptx::store_wait_read<0>();
     give_back();
   }
-  ptx::store_wait<0>();
+  // What is stored has been read; that it is complete the end of the kernel sees to.
   if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
 }
 
@@ -513,10 +514,7 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
     } else if (warp == 1) {
       schedule_tiles(call, op, storage);
     } else if (warp == 2) {
-      if (ptx::lane_index() == 0) {
-        store_tiles(op, storage);
-        leave_call(call);  // the other warps have done their part, but for flags that are being raised
-      }
+      if (ptx::lane_index() == 0) store_tiles(op, storage);
     } else {
       if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry<Config>(call);  // of a CTA that computes from the start
       if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });

@@ -145,7 +145,8 @@ struct EntryFlags {
 };
 MK_DEVICE bool wait_all_entered(const Call& call) { return wait_all(call, EntryFlags{}, call.world.size - 1); }
 
-// The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, after all of the CTA's work.
+// The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, when the CTA takes no more tiles (its threads
+// read the epoch at their start); the next call begins when this kernel has ended.
 MK_DEVICE void leave_call(const Call& call) {
   abi::ControlBlock* control = control_block(call.world);
   if (ptx::atomic_add_acq_rel(&control->exit_counter, 1) + 1 == ptx::cta_count()) {
