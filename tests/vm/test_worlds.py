@@ -13,7 +13,7 @@ from tests.ops.body import CALLS, USES, Rank, topology
 from tests.vm.jobs import worker
 from tests.vm.machines import Job, Machines, Outcome
 
-pytestmark = pytest.mark.rdma
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end sooner by themselves
 JOBS = Path(__file__).parent / "jobs"
 WORLDS = ("2x2", "4x1")
 
