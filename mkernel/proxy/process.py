@@ -45,10 +45,10 @@ _LAUNCHER_PREFIXES = (
 )
 _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MKERNEL_RENDEZVOUS", "MKERNEL_RANK", "MKERNEL_SIZE"}
 _LENGTH = struct.Struct("=I")
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0  # pinning a large heap takes its time
 _SPIN_NS = 200_000
 _NAP_NS = 1_000_000  # the longest: kernels may put without a launch (replayed graphs)
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

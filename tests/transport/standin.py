@@ -565,7 +565,15 @@ class StandinNetwork:
         self.heaps = [MemfdSegment(heap_bytes, 0, 1) for _ in self.ranks]
         self.signals = [MemfdSegment(1 << 16, 0, 1) for _ in self.ranks]
         self.producers = [Producer() for _ in self.ranks]
+        self.engines: list[Engine] = []
         self.transports: list[Any] = []
+        try:
+            self._open(open, srd)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, open: Callable[[StandinNic, Wiring], Any], srd: bool) -> None:
         for rank in self.ranks:
             wiring = Wiring(
                 rank=rank,

@@ -9,7 +9,7 @@ import pytest
 from tests.transport.contract import CHECKS
 from tests.vm.machines import Job, Machines, Outcome
 
-pytestmark = pytest.mark.rdma
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end sooner by themselves
 JOBS = Path(__file__).parent / "jobs"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.vm.machines import Job, Machines
 
-pytestmark = pytest.mark.rdma
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end sooner by themselves
 VERBS = Path(__file__).parent / "jobs/verbs.py"
 
 
