@@ -42,6 +42,12 @@ SURVIVORS = "MKERNEL_TEST_SURVIVORS"  # where those meet that are left
 OP = OPS[0]  # what the ranks call
 
 
+def _say(line: str) -> None:
+    """One line in one write: those of several ranks must not run into each other."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("world", help="NODESxRANKS, or mpirun")
@@ -86,8 +92,8 @@ class Rank:
             begin = time.monotonic()
             detail = step()
             if int(os.environ["MKERNEL_RANK"]) == 0:
-                print(f"RESULT {name}\tok\t{detail}, {time.monotonic() - begin:.1f} s", flush=True)
-        print("SURVIVED", flush=True)
+                _say(f"RESULT {name}\tok\t{detail}, {time.monotonic() - begin:.1f} s")
+        _say("SURVIVED")
         return 0
 
     def open(self, **options: Any) -> Any:
