@@ -10,7 +10,7 @@ pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mk
 
 from mkernel.jit import cuda
 from mkernel.plan.gemm import GemmTile
-from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.plan.topology import Topology
 from tests.nvrtc.test_kernels import (
     _SECONDS,
@@ -27,7 +27,16 @@ def plan_of(how: str, world: str, block_n: int, dtype: str, row_major: bool, par
     nodes, per_node = map(int, world.split("x"))
     op, algorithm = (REDUCE_SCATTER, "two_shot") if how == REDUCE_SCATTER else (ALLREDUCE, how)
     problem = ReduceProblem(op, Topology(nodes * per_node, per_node), 1024, 4 * block_n + 64, k, dtype, row_major, partials, algorithm)
-    return make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mkernel.plan.reduce.fits_packets", lambda plan: False)
+        return make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+
+
+def packets_of(algorithm: str, size: int, block_n: int, rows: int, dtype: str = "bfloat16", row_major: bool = True, k: int = 2048) -> ReducePlan:
+    problem = ReduceProblem(ALLREDUCE, Topology(size, size), rows, 4 * block_n + 64, k, dtype, row_major, "output", algorithm)
+    plan = make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+    assert plan.packets
+    return plan
 
 
 @pytest.mark.cases(
@@ -45,6 +54,26 @@ def test_kernel(caplog: pytest.LogCaptureFixture, how: str, world: str, block_n:
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
     assert {"UTMALDG", "UTMASTG"} <= operations, "TMA"
     assert ("UBLKCP" in operations) == (world != "1x1" or how == "one_shot"), "bulk copies"
+    assert not operations & {"STL", "LDL", "STACK"}, "local memory"
+    assert not {name for name in instructions if "MULTI" in name or name.startswith("LDGMC")}, "multicast"
+    assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
+
+
+@pytest.mark.cases(
+    algorithm=ALGORITHMS, size=(2, 3, 4, 8), block_n=(64, 128), rows=(16, 1000), row_major=(True, False), dtype=("bfloat16", "float16")
+)
+def test_packets(
+    caplog: pytest.LogCaptureFixture, algorithm: str, size: int, block_n: int, rows: int, row_major: bool, dtype: str
+) -> None:
+    instructions = compiled(caplog, packets_of(algorithm, size, block_n, rows, dtype, row_major).spec)
+    operations = {name.split(".")[0] for name in instructions}
+    kind = ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
+    assert "UBLKCP" not in operations, "nothing is copied in bulk"
+    assert {name for name in instructions if "128" in name and "SYS" in name and name.startswith(("LD", "ST"))} >= {
+        "LDG.E.128.STRONG.SYS",
+        "STG.E.128.STRONG.SYS",
+    }, "whole packets"
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
     assert not {name for name in instructions if "MULTI" in name or name.startswith("LDGMC")}, "multicast"
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
@@ -68,3 +97,15 @@ def test_compiling_is_quick(how: str) -> None:
         seconds.append(time.thread_time() - begin)
     print("seconds of processor time to compile:", ", ".join(f"{s:.2f}" for s in seconds))
     assert min(seconds) <= (_SECONDS if how != "two_shot" else _SECONDS_TWO_SHOT)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compiling_packets_is_quick(algorithm: str) -> None:
+    seconds = []
+    for k in (1024, 1032, 1040):
+        spec = packets_of(algorithm, 8, 128, 1000, k=k).spec
+        begin = time.thread_time()
+        cuda.compile(spec)
+        seconds.append(time.thread_time() - begin)
+    print("seconds of processor time to compile:", ", ".join(f"{s:.2f}" for s in seconds))
+    assert min(seconds) <= _SECONDS

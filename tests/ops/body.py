@@ -34,10 +34,12 @@ def topology(world: str) -> Topology:
 
 
 def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str | None = None) -> mk.Split | None:
-    """The default, one SM per role, or as many for communication as leave one for compute."""
+    """The default, one SM per role, as many for communication as leave one for compute, or what keeps an all-reduce from packets."""
     used = roles(shape, op, algorithm)
     if name == "narrow":
         return mk.Split(compute=1, **dict.fromkeys(used, 1))
+    if name == "pulls":  # the default of a large all-reduce, whose small ones go in packets
+        return mk.Split(intra_comm=1) if "intra_comm" in used else None
     if name == "wide":
         others = env.CPU_SMS.get() - 1
         return mk.Split(**{role: len(range(i, others, len(used))) for i, role in enumerate(used)})

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
-from tests.ops.body import Case, Rank, problems, topology, use_of
+from tests.ops.body import Case, Rank, bits, problems, topology, use_of
 
 _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
@@ -31,17 +31,22 @@ WORKLOADS = {
     "reduce exactly": (Case("bfloat16", 64, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),
     "reduce short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (7, 130), 20.0),
     "reduce slow": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (7, 130), 400.0),
-    "one shot": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
+    "one shot": (Case("bfloat16", 64, 264, op=_ALL, partials="float32", algorithm="one_shot"), 4, (129, 7), 20.0),
     "one shot slow": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 400.0),
-    "two shot": (Case("bfloat16", 64, 520, op=_ALL, algorithm="two_shot"), 4, (300, 129), 20.0),
-    "two shot short": (Case("bfloat16", 64, 72, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
+    "two shot": (Case("bfloat16", 64, 520, split="pulls", op=_ALL, algorithm="two_shot"), 4, (300, 129), 20.0),
+    "two shot short": (Case("bfloat16", 64, 72, split="pulls", op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
+    "packets": (Case("bfloat16", 64, 264, op=_ALL, algorithm="two_shot"), 4, (129, 7), 20.0),
+    "packets in one step": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
+    "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
 }
 
 
-def _calls(world: Any, workload: str, seed: int) -> list[str]:
+def _calls(world: Any, workload: str, seed: int) -> tuple[list[str], list[bytes]]:
+    """What is wrong, and what must be the same on all ranks."""
     case, count, rows, _ = WORKLOADS[workload]
     rank = Rank(world, case, seed, rows)
-    return problems([rank.call(number, rows[number % len(rows)], use_of(7 * number + 2, case)) for number in range(count)])
+    results = [rank.call(number, rows[number % len(rows)], use_of(7 * number + 2, case)) for number in range(count)]
+    return problems(results), bits(results) if case.op == _ALL else []
 
 
 def check(world: str, workload: str, seed: int) -> str | None:
@@ -57,7 +62,9 @@ def check(world: str, workload: str, seed: int) -> str | None:
         raise
     except Error as error:
         return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
-    return next((f"wrong: {problem}" for of_rank in found for problem in of_rank), None)
+    if any(same != found[0][1] for _, same in found):
+        return "wrong: ranks have different bits"
+    return next((f"wrong: {problem}" for of_rank, _ in found for problem in of_rank), None)
 
 
 def main(world: str, workload: str, seed: str) -> None:

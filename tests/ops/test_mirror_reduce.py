@@ -14,7 +14,7 @@ import pytest
 
 from mkernel import abi
 from mkernel.jit import cpu
-from mkernel.plan.gemm import GemmTile
+from mkernel.plan.gemm import BLOCK_M, GemmTile
 from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
@@ -105,8 +105,10 @@ def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials:
     if split.intra_comm == 0 and op == ALLREDUCE and not one_shot and topology.size > 1:
         split = dataclasses.replace(split, intra_comm=1)
     problem = ReduceProblem(op, topology, rows, n, 64, "bfloat16", False, partials, algorithm)
-    plan = make_plan(problem, split.total, split, GemmTile.deepest(block_n), group_tiles)
-    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mkernel.plan.reduce.fits_packets", lambda plan: False)  # those are for test_mirror_packets.py
+        plan = make_plan(problem, split.total, split, GemmTile.deepest(block_n), group_tiles)
+    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, load_rows=BLOCK_M)  # one kernel for all rows
 
 
 each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}x{case[1]}")

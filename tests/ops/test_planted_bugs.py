@@ -73,8 +73,7 @@ BUGS = [
     Bug(
         "forwarded before it has come",
         "allgather_gemm.cuh",
-        "    ptx::fence_proxy_async();\n    return here;",
-        "    ptx::fence_proxy_async();\n    return true;",
+        "    if (!wait_chunk(call, p, pushed_source(p, item), pushed_chunk(p, item))) break;\n",
         world="2x2",
     ),
     Bug(
@@ -160,7 +159,7 @@ BUGS = [
     Bug(
         "no proxy fence before forwarding",
         "allgather_gemm.cuh",
-        "    ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies\n",
         found_as="missing fence.proxy.async",
         world="2x2",
     ),
@@ -247,7 +246,8 @@ BUGS = [
     Bug(
         "partial tiles go to ranks that have not entered",
         "gemm.cuh",
-        "      ptx::mbarrier_wait(&storage.entries_checked, 0);\n",
+        "      ptx::mbarrier_wait(&storage.entries_checked, 0);\n      refused",
+        "      refused",
         workload="reduce short",
         seeds=40,
     ),
@@ -319,18 +319,25 @@ BUGS = [
     Bug(
         "a finished tile is pulled before it is there",
         "gemm_allreduce.cuh",
-        "    return here;",
-        "    return true;",
+        "    ok = pulled.wait(call, u);\n",
         workload="two shot",
     ),
     Bug(
         "no proxy fence before a finished tile is pulled",
         "gemm_allreduce.cuh",
-        "    ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies\n",
         found_as="missing fence.proxy.async",
         workload="two shot",
     ),
-    Bug("nobody is told of a forwarded tile", "gemm_allreduce.cuh", " queue.push(at, flag(u));", " {}", "deadlock", "2x2", "two shot"),
+    Bug(
+        "nobody is told of a forwarded tile",
+        "gemm_allreduce.cuh",
+        " forward.push(forwarding, pulled.flag(u));",
+        " {}",
+        found_as="deadlock",
+        world="2x2",
+        workload="two shot",
+    ),
     Bug(
         "one shot does not wait",
         "gemm_allreduce_one_shot.cuh",
@@ -354,6 +361,79 @@ BUGS = [
         seeds=1,
         missed=_READ_AGAIN,
     ),
+    # Packets.
+    Bug(
+        "packets of the call before",
+        "gemm_allreduce_packets.cuh",
+        "    v.word[kPacketWords] = static_cast<uint32_t>(call.epoch);\n",
+        "    v.word[kPacketWords] = static_cast<uint32_t>(call.epoch) - 1;\n",
+        found_as="deadlock",
+        workload="packets",
+    ),
+    Bug(
+        "packets are not waited for",
+        "gemm_allreduce_packets.cuh",
+        "          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from;\n",
+        found_as="wrong",
+        workload="packets",
+    ),
+    Bug(
+        "packets of any call are taken",
+        "gemm_allreduce_packets.cuh",
+        ".word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing",
+        ".word[kPacketWords] == 0) missing",
+        found_as="wrong",
+        workload="packets short",
+    ),
+    Bug(
+        "only one source's packets are waited for",
+        "gemm_allreduce_packets.cuh",
+        "          if (v[s * kBatch + b].word[kPacketWords] !=",
+        "          if (s == Sources - 1 && v[s * kBatch + b].word[kPacketWords] !=",
+        found_as="wrong",
+        world="1x3",
+        workload="packets in one step",
+    ),
+    Bug(
+        "packets go to ranks that have not entered",
+        "gemm.cuh",
+        "      ptx::mbarrier_wait(&storage.entries_checked, 0);\n      if (storage.refused == 0)",
+        "      if (storage.refused == 0)",
+        workload="packets short",
+        seeds=40,
+    ),
+    Bug(
+        "the last row is not sent",
+        "gemm_allreduce_packets.cuh",
+        "      if (row + half * 8 >= p.rows) continue;\n",
+        "      if (row + half * 8 + 1 >= p.rows) continue;\n",
+        found_as="deadlock",
+        workload="packets",
+    ),
+    Bug(
+        "a row that is not there is waited for",
+        "gemm_allreduce_packets.cuh",
+        "      if (row < p.rows) add_all<0>(call, d, group, all);\n",
+        "      add_all<0>(call, d, group, all);\n",
+        found_as="deadlock",
+        workload="packets in one step",
+    ),
+    Bug(
+        "own values are added unrounded",
+        "gemm_allreduce_packets.cuh",
+        "            ptx::unpack<Shape::kElement>(s == rank ? own.word[j] : v[s * kBatch + b].word[j], x, y);\n",
+        "            ptx::unpack<Shape::kElement>(v[s * kBatch + b].word[j], x, y);\n            if (s == rank) x = d[e], y = d[e + 1];\n",
+        found_as="ranks have different bits",
+        workload="packets in one step",
+    ),
+    Bug(
+        "sums overlap what they are made of",
+        "gemm_allreduce_packets.cuh",
+        "sums = kWorldSize * owned();",
+        "sums = 0;",
+        world="1x3",
+        workload="packets",
+    ),
     # The end of a call.
     Bug("the tile counter is not reset", "sync.cuh", "    control->tile_counter = 0;\n"),
     Bug("the epoch does not advance", "sync.cuh", "    control->epoch = call.epoch;\n"),
@@ -375,7 +455,7 @@ BUGS = [
         tsan=True,
         slow=True,
     ),
-    Bug("a flag's slot is given back too early", "announce.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
+    Bug("a flag's slot is given back too early", "handover.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
 ]
 
 
@@ -441,12 +521,14 @@ def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None,
         ("1x2", "chunks"),
         ("1x2", "reduce short"),
         ("1x2", "two shot short"),
+        ("1x2", "packets short"),
         *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
         *(
             pytest.param(world, workload, marks=pytest.mark.slow)
             for world in ("1x2", "2x2", "4x1")
             for workload in ("reduce", "reduce exactly", "one shot", "two shot")
         ),
+        *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets", "packets in one step")),
     ],
 )
 def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, workload: str) -> None:

@@ -1,4 +1,5 @@
-"""The plans of gemm_reduce_scatter and gemm_allreduce: pure Python. tests/ops/test_mirror.py compares the kernels' copy of the schedule."""
+"""The plans of gemm_reduce_scatter and gemm_allreduce by bulk copies: pure Python. tests/ops/test_mirror_reduce.py compares the kernels' copy of
+the schedule; test_plan_packets.py is about what else an all-reduce inside a node may be."""
 
 from __future__ import annotations
 
@@ -38,6 +39,12 @@ def problem_of(topology: Topology, how: str, rows: int, n: int, **changes: Any) 
 
 def plan_of(topology: Topology, how: str, rows: int, n: int, sms: int = 12, split: Split | None = None, **changes: Any) -> ReducePlan:
     return dataclasses.replace(make_plan(problem_of(topology, how, rows, n), sms, split), **changes)
+
+
+@pytest.fixture(autouse=True)
+def _no_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the values are."""
+    monkeypatch.setattr("mkernel.plan.reduce.fits_packets", lambda plan: False)
 
 
 def label(topology: Topology) -> str:
@@ -324,7 +331,7 @@ def test_a_split_that_does_not_fit(world: Topology, how: str, split: Split, rule
 
 @each_how
 def test_the_number_of_rows_is_no_compile_time_constant(how: str) -> None:
-    few, many = (plan_of(Topology(4, 4), how, rows, 512, tile=GemmTile(128, 4), group_tiles=8, chunk_tiles=4) for rows in (3, 3000))
+    few, many = (plan_of(Topology(4, 4), how, rows, 512, tile=GemmTile(128, 4), group_tiles=8, chunk_tiles=4) for rows in (65, 3000))
     assert few.spec == many.spec
     assert few.digest != many.digest
 
@@ -367,9 +374,15 @@ def test_the_first_line_of_the_description_tells_plans_apart() -> None:
 
 
 def test_few_rows_go_in_one_step() -> None:
-    one, four = Topology(1, 1), Topology(4, 4)
-    assert choose_algorithm(four, 8, 8192) == "one_shot"
-    assert choose_algorithm(four, 8192, 8192) == "two_shot"
-    chosen = [choose_algorithm(four, rows, 8192) for rows in range(0, 1000, 8)]
-    assert chosen == sorted(chosen), "one step up to some number of rows, two from there on"
+    one = Topology(1, 1)
+    for topology in (Topology(2, 2), Topology(4, 2), Topology(4, 1), Topology(32, 8)):
+        assert choose_algorithm(topology, 1, 8192) == "one_shot"
+        assert choose_algorithm(topology, 8192, 8192) == "two_shot"
+        chosen = [choose_algorithm(topology, rows, 8192) for rows in range(0, 1000, 8)]
+        assert chosen == sorted(chosen), "one step up to some number of rows, two from there on"
     assert choose_algorithm(one, 10**6, 10**6) == choose_algorithm(one, 1, 8)
+
+
+@pytest.mark.parametrize("size", range(3, 9))
+def test_more_than_two_ranks_inside_a_node_always_take_two_steps(size: int) -> None:
+    assert {choose_algorithm(Topology(size, size), rows, n) for rows in (0, 1, 8192) for n in (8, 8192)} == {"two_shot"}

@@ -25,6 +25,18 @@ MK_DEVICE void multiply(char* smem) {
   reinterpret_cast<volatile float*>(smem)[ptx::thread_index()] = sum;
 }
 
+MK_DEVICE void words(char* smem, ptx::Words* packets) {
+  ptx::Words v = ptx::load_packet(packets);
+  ptx::store_shared(smem, v);
+  v = ptx::load_shared(smem + 16);
+  float low, high, sum = 0.0f;
+  ptx::unpack<ptx::Element::kBFloat16>(v.word[0], low, high);
+  sum += low + high;
+  ptx::unpack<ptx::Element::kFloat16>(v.word[1], low, high);
+  v.word[2] = ptx::bits(sum + low + high + ptx::from_bits(v.word[3]));
+  ptx::store_packet(packets + 1, v);
+}
+
 MK_DEVICE void collective(char* smem) {
   ptx::sync_cta();
   ptx::sync_warp();
@@ -79,6 +91,7 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   if (ptx::thread_index() == 0) {
     asynchronous(smem, reinterpret_cast<uint64_t*>(smem + 65536), reinterpret_cast<char*>(p.memory), &p.map);
     memory(reinterpret_cast<uint64_t*>(p.memory));
+    words(smem, reinterpret_cast<ptx::Words*>(p.memory));
   }
 }
 

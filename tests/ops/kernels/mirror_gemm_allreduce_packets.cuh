@@ -1,0 +1,23 @@
+// The order of tiles, and how much room packets take. Included after the kernel.
+#pragma once
+#include "gemm_allreduce_packets.cuh"
+#include "mirror_reduce.cuh"
+
+MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
+  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+  return mkernel::Tiles(p).num_tiles();
+}
+MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+  const mkernel::Tiles tiles(p);
+  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
+}
+
+// The end of the last block of packets that the exchange reaches, in bytes from the start of their range.
+MKC_API uint64_t mirror_packet_bytes(const mirror::Shape* shape) {
+  const mkernel::Parameters p = mirror::parameters(0, *shape);
+  const mkernel::Tiles tiles(p);
+  const uint64_t groups = p.tiles * tiles.warps();
+  const uint64_t blocks = Config::kTwoShot == 0 ? mkernel::kWorldSize * groups : mkernel::kWorldSize * tiles.owned() + groups;
+  return blocks * mkernel::kWarpPackets * sizeof(ptx::Words);
+}
