@@ -53,7 +53,7 @@ def texts(outcomes: list[Outcome]) -> str:
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("world", WORLDS)
 def test_fused_operations(world: str, pytestconfig: pytest.Config) -> None:
-    outcomes = run(jobs("calls", world, TEST_SEED=str(pytestconfig.getoption("--seed"))))
+    outcomes = run(jobs("calls", world, TEST_SEED=str(pytestconfig.getoption("--seed"))), timeout=540)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0 and not outcome.left, texts(outcomes)
         (line,) = outcome.lines
