@@ -373,7 +373,7 @@ BUGS = [
     Bug(
         "packets are not waited for",
         "gemm_allreduce_packets.cuh",
-        "          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from;\n",
+        "          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from, writer = Sources > 1 ? s : peer;\n",
         found_as="wrong",
         workload="packets",
     ),
