@@ -175,6 +175,7 @@ struct Tiles : BasicOp {
     Patience patience(call, p.world.timeout_ns);
     while (true) {
       const ptx::Words* missing = nullptr;
+      uint32_t writer = peer;
 #pragma unroll
       for (uint32_t s = 0; s < Sources; ++s) {
 #pragma unroll
@@ -182,12 +183,12 @@ struct Tiles : BasicOp {
           const ptx::Words* from = at(s, b);
           if (from == nullptr) continue;
           v[s * kBatch + b] = ptx::load_packet(from);
-          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from;
+          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from, writer = Sources > 1 ? s : peer;
         }
       }
       if (missing == nullptr) return true;
       const uint64_t* flag = reinterpret_cast<const uint64_t*>(missing) + 1;  // the number is the upper half of a packet's upper word
-      if (!patience.goes_on(flag, call.epoch << 32, Awaited{abi::kFlagChunk, 0, peer}, call.epoch, 0)) return false;
+      if (!patience.goes_on(flag, call.epoch << 32, Awaited{abi::kFlagChunk, 0, writer}, call.epoch, 0)) return false;
     }
   }
 };

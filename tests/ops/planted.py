@@ -37,6 +37,7 @@ WORKLOADS = {
     "two shot short": (Case("bfloat16", 64, 72, split="pulls", op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
     "packets": (Case("bfloat16", 64, 264, op=_ALL, algorithm="two_shot"), 4, (129, 7), 20.0),
     "packets in one step": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
+    "packets short in one step": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 20.0),
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
 }
 

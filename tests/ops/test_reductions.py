@@ -15,7 +15,7 @@ import mkernel as mk
 from mkernel import env
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, choose_algorithm, make_plan
 from mkernel.plan.topology import Topology
 from mkernel.transport import emulated
 from tests.ops.body import (
@@ -50,12 +50,20 @@ _AXES: dict[str, Any] = {
     "partials": ("output", "float32"),
 }
 # By split: SMs (several for each of three communication roles), and how long a put should be (chunks that begin and end amid groups).
-_SETTINGS = {"default": (4, 1 << 20), "narrow": (4, 100 << 10), "wide": (6, 1 << 20)}
+_SETTINGS = {"default": (4, 1 << 20), "narrow": (4, 70 << 10), "wide": (6, 1 << 20)}
 
 
 def case_of(how: str, dtype: str, k: int, n: int, row_major: bool = True, split: str = "default", partials: str = "output") -> Case:
-    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    """Two-shot by bulk copies, unless ``how`` is "packets"; one-shot inside a node by packets, unless partial tiles are float32."""
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, "two_shot" if how == "packets" else how)
+    split = "pulls" if how == "two_shot" and split == "default" else split
     return Case(dtype, k, n, row_major, split, op, partials, algorithm)
+
+
+def each(*worlds: str) -> pytest.MarkDecorator:
+    """Worlds and ways to go about it."""
+    inside = [(world, "packets") for world in worlds if topology(world).size == topology(world).ranks_per_node > 1]
+    return pytest.mark.parametrize(("world", "how"), [*itertools.product(worlds, HOWS), *inside])
 
 
 def rows_of(n: int) -> tuple[int, ...]:
@@ -153,6 +161,33 @@ def test_every_element(
         check(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.n), seed=seed))
 
 
+@pytest.mark.cases(
+    world=("1x2", "1x3", "1x4", "1x8"),
+    how=("one_shot", "packets"),
+    shape=((64, 264), (136, 72), (8, 8)),
+    sms=(1, 4),
+    dtype=("bfloat16", "float16"),
+    row_major=(True, False),
+)
+def test_packets(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    world: str,
+    how: str,
+    shape: tuple[int, int],
+    sms: int,
+    dtype: str,
+    row_major: bool,
+) -> None:
+    """Rows about the edges of a thread's, of a warp's and of a tile; every number of them once, back to back."""
+    monkeypatch.setenv("MKERNEL_CPU_SMS", str(sms))
+    case, rows = case_of(how, dtype, *shape, row_major), (1, 7, 8, 16, 17, 128, 129, 300)
+    problem = ReduceProblem(ALLREDUCE, topology(world), 300, case.n, case.k, dtype, row_major, "output", case.algorithm or "")
+    assert make_plan(problem, sms).packets
+    for seed in list(seeds(request))[:: 1 if request.config.getoption("--full") else 2]:
+        check(ranks(back_to_back, world, case, seed, 0.0, rows, seed=seed))
+
+
 # ---- the checks themselves
 
 
@@ -218,8 +253,7 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[Resul
     return results, world.backend.cohort.trace, world.backend.cohort.turns
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("how", HOWS)
+@each(*WORLDS)
 def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed, case = request.config.getoption("--seed"), case_of(how, "bfloat16", 136, 72)
     first, again, other = (
@@ -257,8 +291,7 @@ def _network(patch: pytest.MonkeyPatch, seed: int, window_us: float) -> None:
     patch.setattr(emulated, "Faults", lambda: faults)
 
 
-@pytest.mark.parametrize("world", ["1x4", "2x2"])
-@pytest.mark.parametrize("how", HOWS)
+@each("1x4", "2x2")
 @pytest.mark.parametrize("partials", ["output", pytest.param("float32", marks=pytest.mark.slow)])
 def test_fifty_runs_give_the_same_bits(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str, partials: str
@@ -275,12 +308,11 @@ def test_fifty_runs_give_the_same_bits(
     _same(runs())
 
 
-@pytest.mark.parametrize("world", ["1x4", "2x2"])
-@pytest.mark.parametrize("how", HOWS)
+@each("1x4", "2x2")
 def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
-    """One CTA per role: every wait matters."""
+    """One CTA per role: every wait matters. All of them for packets, or no tile would overtake another."""
     first, count = request.config.getoption("--seed"), 200 if request.config.getoption("--full") else 10
-    case = case_of(how, "float16", 64, 520, split="narrow")
+    case = case_of(how, "float16", 64, 520, split="default" if how == "packets" else "narrow")
 
     def runs() -> Iterator[list[list[Result]]]:
         for seed in range(first, first + count):
@@ -290,8 +322,7 @@ def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pyte
     _same(runs())
 
 
-@pytest.mark.parametrize("world", [world for world in WORLDS if world != "1x1"])
-@pytest.mark.parametrize("how", HOWS)
+@each(*(world for world in WORLDS if world != "1x1"))
 def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
     """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
     monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.005)
@@ -333,6 +364,7 @@ def test_plans_of_different_ops_alternate(request: pytest.FixtureRequest, world:
         case_of(REDUCE_SCATTER, "bfloat16", 72, 200),
         case_of("one_shot", "float16", 8, 8),
         case_of("two_shot", "bfloat16", 64, 64, split="narrow"),
+        case_of("packets", "bfloat16", 64, 72),
         case_of("two_shot", "float16", 136, 520, False, partials="float32"),
         case_of(REDUCE_SCATTER, "float16", 8, 264, False, "narrow", "float32"),
         Case("bfloat16", 64, 64, op=ALLREDUCE),
@@ -349,14 +381,16 @@ def _planned(world: Any, how: str) -> tuple[list[str], bytes]:
     plan = mk.plan(case.op, a, b, world=world, **case.options)
     assert plan.can_run()
     assert plan.split.total <= world.backend.sm_count
-    assert (plan.workspace_bytes > 0) == (world.size > 1 or how == "one_shot")
+    in_packets = how != REDUCE_SCATTER and world.num_nodes == 1 and world.size > 1
+    assert (plan.workspace_bytes > 0) == ((world.size > 1 or how == "one_shot") and not in_packets)
     out = aligned((40, 96), "float16")
     assert plan.run(a, b, out=out) is out
     call = getattr(mk, case.op)
     results = [plan.run(a, b), call(_Lent(a), _Lent(b), **case.options), call(a, np.asfortranarray(b), split=plan.split, **case.options)]
     assert all(result.tobytes() == out.tobytes() for result in results)
     if how != REDUCE_SCATTER:  # by size, and that is small here
-        assert mk.gemm_allreduce(a, b).tobytes() == mk.gemm_allreduce(a, b, algorithm="one_shot").tobytes()
+        usual = choose_algorithm(world.topology, 40, 96)
+        assert mk.gemm_allreduce(a, b).tobytes() == mk.gemm_allreduce(a, b, algorithm=usual).tobytes()
     return plan.describe().splitlines(), out.tobytes()
 
 
