@@ -40,7 +40,7 @@ test-gpu: $(call stamp,test)
 
 # Real verbs in virtual machines: root, and apt-get install -y --no-install-recommends qemu-system-x86
 test-rdma: $(call stamp,test)
-	$(PY) -m pytest -m rdma --require-vm $(PYTEST)
+	$(PY) -m pytest -m rdma --require-vm --full $(PYTEST)
 
 lint: $(call stamp,lint)
 	$(PY) -m ruff check .

@@ -51,7 +51,7 @@ def texts(outcomes: list[Outcome]) -> str:
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["2x2", pytest.param("4x1", marks=pytest.mark.slow)])
 def test_fused_operations(world: str, pytestconfig: pytest.Config) -> None:
     outcomes = run(jobs("calls", world, TEST_SEED=str(pytestconfig.getoption("--seed"))), timeout=540)
     for rank, outcome in enumerate(outcomes):
