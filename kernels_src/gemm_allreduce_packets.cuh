@@ -186,7 +186,8 @@ struct Tiles : BasicOp {
           const ptx::Words* from = at(s, b);
           if (from == nullptr) continue;
           v[s * kBatch + b] = ptx::load_packet(from);
-          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from, writer = Sources > 1 ? s : peer;
+          if (v[s * kBatch + b].word[kPacketWords] == static_cast<uint32_t>(call.epoch)) continue;
+          missing = from, writer = Sources > 1 ? s : peer;
         }
       }
       if (missing == nullptr) return true;

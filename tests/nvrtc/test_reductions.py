@@ -32,7 +32,9 @@ def plan_of(how: str, world: str, block_n: int, dtype: str, row_major: bool, par
         return make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
 
 
-def packets_of(algorithm: str, size: int, block_n: int, rows: int, dtype: str = "bfloat16", row_major: bool = True, k: int = 2048) -> ReducePlan:
+def packets_of(
+    algorithm: str, size: int, block_n: int, rows: int, dtype: str = "bfloat16", row_major: bool = True, k: int = 2048
+) -> ReducePlan:
     problem = ReduceProblem(ALLREDUCE, Topology(size, size), rows, 4 * block_n + 64, k, dtype, row_major, "output", algorithm)
     plan = make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
     assert plan.packets
@@ -62,9 +64,7 @@ def test_kernel(caplog: pytest.LogCaptureFixture, how: str, world: str, block_n:
 @pytest.mark.cases(
     algorithm=ALGORITHMS, size=(2, 3, 4, 8), block_n=(64, 128), rows=(16, 1000), row_major=(True, False), dtype=("bfloat16", "float16")
 )
-def test_packets(
-    caplog: pytest.LogCaptureFixture, algorithm: str, size: int, block_n: int, rows: int, row_major: bool, dtype: str
-) -> None:
+def test_packets(caplog: pytest.LogCaptureFixture, algorithm: str, size: int, block_n: int, rows: int, row_major: bool, dtype: str) -> None:
     instructions = compiled(caplog, packets_of(algorithm, size, block_n, rows, dtype, row_major).spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
