@@ -87,13 +87,15 @@ struct Tiles : BasicOp {
         if (row + 8 < p.rows) receive<1, false>(call, d, from, owner);
         return;
       }
+      bool ok = true;
 #pragma unroll 1
-      for (uint32_t i = 1; i < kWorldSize; ++i) {  // after the own values, unrounded, the others' from the next rank on
+      for (uint32_t i = 1; ok && i < kWorldSize; ++i) {  // after the own values, unrounded, the others' from the next rank on
         const uint32_t source = (rank + i) % kWorldSize;
         const ptx::Words* from = packets(rank, source * owned() + slot);
-        if (row < p.rows) receive<0, true>(call, d, from, source);
-        if (row + 8 < p.rows) receive<1, true>(call, d, from, source);
+        if (row < p.rows) ok = receive<0, true>(call, d, from, source);
+        if (ok && row + 8 < p.rows) ok = receive<1, true>(call, d, from, source);
       }
+      if (!ok) return;  // nobody may take what is not the sum for it
 #pragma unroll 1
       for (uint32_t i = 1; i < kWorldSize; ++i) send(call, d, packets((rank + i) % kWorldSize, sums + group), row);
     }
@@ -119,13 +121,13 @@ struct Tiles : BasicOp {
       for (uint32_t i = 0; i < kPackets; ++i) ptx::store_packet(to + (half * kPackets + i) * 32, packet(call, d, half, i));
     }
   }
-  // One row from one rank: added to the own values, or instead of them.
+  // One row from one rank: added to the own values, or instead of them. False: it did not come.
   template <uint32_t Half, bool Adds>
-  MK_DEVICE void receive(const Call& call, float (&d)[Config::kBlockN / 2], const ptx::Words* from, uint32_t source) const {
+  MK_DEVICE bool receive(const Call& call, float (&d)[Config::kBlockN / 2], const ptx::Words* from, uint32_t source) const {
 #pragma unroll
     for (uint32_t first = 0; first < kPackets; first += kBatch) {
       ptx::Words v[kBatch];
-      if (!wait_packets<1>(call, v, [&](uint32_t, uint32_t b) { return from + (Half * kPackets + first + b) * 32; }, source)) return;
+      if (!wait_packets<1>(call, v, [&](uint32_t, uint32_t b) { return from + (Half * kPackets + first + b) * 32; }, source)) return false;
 #pragma unroll
       for (uint32_t b = 0; b < kBatch; ++b) {
 #pragma unroll
@@ -138,6 +140,7 @@ struct Tiles : BasicOp {
         }
       }
     }
+    return true;
   }
   // One row from all ranks, added up in the order of the ranks; the own values rounded, as the others see them.
   template <uint32_t Half>
@@ -183,7 +186,8 @@ struct Tiles : BasicOp {
           const ptx::Words* from = at(s, b);
           if (from == nullptr) continue;
           v[s * kBatch + b] = ptx::load_packet(from);
-          if (v[s * kBatch + b].word[kPacketWords] != static_cast<uint32_t>(call.epoch)) missing = from, writer = Sources > 1 ? s : peer;
+          if (v[s * kBatch + b].word[kPacketWords] == static_cast<uint32_t>(call.epoch)) continue;
+          missing = from, writer = Sources > 1 ? s : peer;
         }
       }
       if (missing == nullptr) return true;

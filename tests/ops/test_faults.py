@@ -39,7 +39,7 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
     return [result.lines[0] for rank, result in enumerate(results) if rank != but]
 
 
-@some(("1x3", "2x2", "3x1"), ("1x3", "one_shot"), ("2x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+@some(("1x3", "2x2", "3x1"), ("1x3", "one_shot"), ("1x3", "packets"), ("2x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
 def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     results = ranks("killed", world, how, TEST_DEATH=str(tmp_path / "death"), SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
     assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results
@@ -80,7 +80,7 @@ def test_a_rank_that_never_calls(world: str, how: str) -> None:
         assert line["closing"]["error"] is None
 
 
-@some(("1x2", "2x2"), ("1x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+@some(("1x2", "2x2"), ("1x2", "gemm_reduce_scatter"), ("1x2", "packets"), ("2x2", "two_shot"))
 def test_a_rank_that_hangs_inside_a_kernel(world: str, how: str) -> None:
     results = ranks("slow_inside", world, how)
     assert [result.code for result in results] == [0] * len(results), results

@@ -60,10 +60,19 @@ def case_of(how: str, dtype: str, k: int, n: int, row_major: bool = True, split:
     return Case(dtype, k, n, row_major, split, op, partials, algorithm)
 
 
-def each(*worlds: str) -> pytest.MarkDecorator:
-    """Worlds and ways to go about it."""
+def some_seeds(request: pytest.FixtureRequest) -> range:
+    """One, or all with --full: there are many cases."""
+    return seeds(request) if request.config.getoption("--full") else seeds(request)[:1]
+
+
+def each(worlds: tuple[str, ...], *usual: tuple[str, str]) -> pytest.MarkDecorator:
+    """Worlds and ways to go about it: these, and all with --full."""
     inside = [(world, "packets") for world in worlds if topology(world).size == topology(world).ranks_per_node > 1]
-    return pytest.mark.parametrize(("world", "how"), [*itertools.product(worlds, HOWS), *inside])
+    possible = [*itertools.product(worlds, HOWS), *inside]
+    assert set(usual) <= set(possible)
+    return pytest.mark.parametrize(
+        ("world", "how"), [pytest.param(*case, marks=[] if case in usual else pytest.mark.slow) for case in possible]
+    )
 
 
 def rows_of(n: int) -> tuple[int, ...]:
@@ -157,7 +166,7 @@ def test_every_element(
 ) -> None:
     case = case_of(how, dtype, *shape, row_major, split, partials)
     settle(monkeypatch, split)
-    for seed in seeds(request):
+    for seed in some_seeds(request):
         check(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.n), seed=seed))
 
 
@@ -184,7 +193,7 @@ def test_packets(
     case, rows = case_of(how, dtype, *shape, row_major), (1, 7, 8, 16, 17, 128, 129, 300)
     problem = ReduceProblem(ALLREDUCE, topology(world), 300, case.n, case.k, dtype, row_major, "output", case.algorithm or "")
     assert make_plan(problem, sms).packets
-    for seed in list(seeds(request))[:: 1 if request.config.getoption("--full") else 2]:
+    for seed in some_seeds(request):
         check(ranks(back_to_back, world, case, seed, 0.0, rows, seed=seed))
 
 
@@ -253,7 +262,17 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[Resul
     return results, world.backend.cohort.trace, world.backend.cohort.turns
 
 
-@each(*WORLDS)
+@each(
+    WORLDS,
+    ("1x1", "two_shot"),
+    ("1x2", "one_shot"),
+    ("1x4", REDUCE_SCATTER),
+    ("1x4", "two_shot"),
+    ("1x4", "packets"),
+    ("2x2", "one_shot"),
+    ("2x2", "two_shot"),
+    ("4x1", REDUCE_SCATTER),
+)
 def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed, case = request.config.getoption("--seed"), case_of(how, "bfloat16", 136, 72)
     first, again, other = (
@@ -291,7 +310,7 @@ def _network(patch: pytest.MonkeyPatch, seed: int, window_us: float) -> None:
     patch.setattr(emulated, "Faults", lambda: faults)
 
 
-@each("1x4", "2x2")
+@each(("1x4", "2x2"), ("1x4", REDUCE_SCATTER), ("1x4", "packets"), ("2x2", "one_shot"), ("2x2", "two_shot"))
 @pytest.mark.parametrize("partials", ["output", pytest.param("float32", marks=pytest.mark.slow)])
 def test_fifty_runs_give_the_same_bits(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str, partials: str
@@ -308,7 +327,7 @@ def test_fifty_runs_give_the_same_bits(
     _same(runs())
 
 
-@each("1x4", "2x2")
+@each(("1x4", "2x2"), ("1x4", "one_shot"), ("1x4", "two_shot"), ("1x4", "packets"), ("2x2", REDUCE_SCATTER), ("2x2", "one_shot"))
 def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
     """One CTA per role: every wait matters. All of them for packets, or no tile would overtake another."""
     first, count = request.config.getoption("--seed"), 200 if request.config.getoption("--full") else 10
@@ -322,7 +341,9 @@ def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pyte
     _same(runs())
 
 
-@each(*(world for world in WORLDS if world != "1x1"))
+@each(
+    ("1x2", "1x4", "2x2", "4x1"), ("1x2", "one_shot"), ("1x4", REDUCE_SCATTER), ("1x4", "packets"), ("2x2", "two_shot"), ("4x1", "one_shot")
+)
 def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
     """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
     monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.005)
@@ -330,9 +351,8 @@ def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest
     check(ranks(back_to_back, world, case_of(how, "float16", 200, 72), seed, 0.05, (0, 7, 129), seed=seed))
 
 
-@pytest.mark.parametrize("world", ["2x2", "4x1"])
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("window_us", [5.0, 2000.0])
+@each(("2x2", "4x1"), ("2x2", REDUCE_SCATTER), ("2x2", "one_shot"), ("4x1", "two_shot"))
+@pytest.mark.parametrize("window_us", [pytest.param(5.0, marks=pytest.mark.slow), 2000.0])
 def test_a_network_that_delays_and_reorders(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str, window_us: float
 ) -> None:

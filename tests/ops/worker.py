@@ -20,7 +20,7 @@ import mkernel as mk
 from tests.ops.body import Case, back_to_back, bits, problems
 from tests.runtime.worker import outcome, tell
 
-HOW = os.environ.get("TEST_HOW", "allgather_gemm")  # an op, or an algorithm of gemm_allreduce
+HOW = os.environ.get("TEST_HOW", "allgather_gemm")  # an op, an algorithm of gemm_allreduce, or "packets": two-shot, with few values
 _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _ROWS = (0, 1, 129)
 CASES = {
@@ -56,19 +56,19 @@ def calls() -> None:
 
 # ---- faults: rank 1 is the one that fails
 
-_SMALL, _LARGE = 40, 12000  # rows of a; the large call takes seconds
+_SMALL, _LARGE = 40, 8000 if HOW == "packets" else 12000  # rows of a; the large call takes seconds
 _INSIDE = 0.3  # seconds from the beginning of a call to the middle of its kernel
 
 
 def _operands(world: Any, rows: int) -> tuple[Any, Any]:
     """The same on every rank, and so small that all sums are exact."""
     rng = np.random.default_rng(rows)
-    rows *= 1 if HOW == "allgather_gemm" else world.size
+    rows *= 1 if HOW in ("allgather_gemm", "packets") else world.size
     return tuple(rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, 512), (512, 256)))
 
 
 def _options() -> dict[str, Any]:
-    return {"algorithm": HOW} if HOW in ("one_shot", "two_shot") else {}
+    return {"algorithm": HOW} if HOW in ("one_shot", "two_shot") else {"algorithm": "two_shot"} if HOW == "packets" else {}
 
 
 def _op() -> str:
@@ -93,7 +93,8 @@ def _small_call(world: Any) -> None:
 def _large_operands(world: Any) -> tuple[Any, Any]:
     """Of a call that is planned, so that it begins with its kernel."""
     operands = _operands(world, _LARGE)
-    mk.plan(_op(), *operands, world=world, **_options())
+    plan = mk.plan(_op(), *operands, world=world, **_options())
+    assert HOW != "packets" or plan.workspace_bytes == 0
     world.barrier()
     return operands
 

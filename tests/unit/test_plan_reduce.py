@@ -1,5 +1,7 @@
-"""The plans of gemm_reduce_scatter and gemm_allreduce by bulk copies: pure Python. tests/ops/test_mirror_reduce.py compares the kernels' copy of
-the schedule; test_plan_packets.py is about what else an all-reduce inside a node may be."""
+"""The plans of gemm_reduce_scatter and gemm_allreduce by bulk copies: pure Python. For packets: test_plan_packets.py.
+
+tests/ops/test_mirror_reduce.py compares the kernels' copy of the schedule.
+"""
 
 from __future__ import annotations
 
