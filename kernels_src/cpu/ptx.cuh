@@ -184,7 +184,8 @@ MK_DEVICE Words load_packet(const Words* p) {
   mkc_check_word(p, sizeof(uint64_t));
   const auto* half = reinterpret_cast<const uint64_t*>(p);
   const uint64_t high = __atomic_load_n(half + 1, __ATOMIC_ACQUIRE), low = __atomic_load_n(half, __ATOMIC_RELAXED);
-  return Words{{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
+  return Words{
+      {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
   mkc_check_word(p, sizeof(uint64_t));
