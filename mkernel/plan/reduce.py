@@ -144,12 +144,12 @@ class ReducePlan:
         layout = "row-major" if p.b_row_major else "transposed"
         rows = p.rows * p.topology.size if self.op == REDUCE_SCATTER else p.rows
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
-        how = f"{p.algorithm}, " if self.op == ALLREDUCE else ""
+        how = f"{p.algorithm}{' in packets' if self.packets else ''}, " if self.op == ALLREDUCE else ""
+        travel = "packets of six values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in groups of {self.group_tiles}, "
-            f"puts of {self.chunk_tiles} tiles\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
             f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
         )
