@@ -192,9 +192,10 @@ def test_deadline_in_real_time() -> None:
 
 def test_ctrl_c_ends_a_launch() -> None:
     script = """
-import _thread, threading, numpy as np
+import _thread, signal, threading, numpy as np
 from mkernel.runtime.cpu import CpuDevice
 from tests.cpu_target.harness import Ping, aligned, load
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 kernel = load("ping", Ping, threads=32)
 flags, result = aligned((2, 8), np.uint64), aligned(2, np.uint64)
 device = CpuDevice()

@@ -46,7 +46,8 @@ def plans(case: Case, world: str) -> list[AllGatherGemmPlan]:
 @pytest.fixture(scope="module")
 def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile what the tests of this module will need, beside them: a test that comes too early waits for its own kernel only."""
-    wanted = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == "test_every_element"]
+    name, module = "test_every_element", request.module
+    wanted = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == name and item.module is module]
     specs: dict[KernelSpec, None] = {}
     for p in wanted:
         specs |= dict.fromkeys(plan.spec for plan in plans(Case(p["dtype"], *p["shape"], p["row_major"], p["split"]), p["world"]))
