@@ -110,7 +110,7 @@ BUGS = [
     Bug(
         "nobody waits for the result's stores",
         "gemm.cuh",
-        "    ptx::store_wait_read<0>();\n    give_back();\n  }\n  ptx::store_wait<0>();\n",
+        "    ptx::store_wait_read<0>();\n    give_back();\n  }\n",
         "    give_back();\n  }\n",
         found_as="bulk stores in flight",
     ),
@@ -146,7 +146,7 @@ BUGS = [
     Bug(
         "a block is never given back", "gemm.cuh", "ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);", ";", found_as="deadlock"
     ),
-    Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();"),
+    Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();", seeds=40),
     Bug(
         "a CTA begins before its barriers are ready",
         "allgather_gemm.cuh",

@@ -260,9 +260,14 @@ def test_the_default_split_always_fits(topology: Topology, sms: int) -> None:
 
 def test_the_number_of_rows_is_no_compile_time_constant() -> None:
     topology = Topology(4, 4)
-    few, many = (plan_of(topology, rows, 512, 512, tile=GemmTile(128, 4)) for rows in (3, 3000))
+    few, many = (plan_of(topology, rows, 512, 512, tile=GemmTile(128, 4)) for rows in (65, 3000))
     assert few.spec == many.spec
     assert few.digest != many.digest
+
+
+def test_the_fewest_rows_are_loaded_alone() -> None:
+    loaded = {rows: plan_of(Topology(4, 4), rows, 512, 512).load_rows for rows in (0, 1, 16, 17, 32, 33, 64, 65, 128, 300)}
+    assert loaded == {0: 16, 1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128, 128: 128, 300: 128}
 
 
 def test_plans_that_differ_have_other_digests() -> None:
