@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.vm import machines
+from tests.vm.machines import Machines, unavailable
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _machines_can_boot(request: pytest.FixtureRequest) -> None:
-    reason = machines.unavailable()
-    if reason is None:
-        return
-    if request.config.getoption("--require-vm"):
+@pytest.fixture(scope="package")
+def machines(request: pytest.FixtureRequest) -> Iterator[Machines]:
+    """Those of all tests here."""
+    reason = unavailable()
+    if reason is not None and request.config.getoption("--require-vm"):
         pytest.fail(f"no virtual machines here: {reason}", pytrace=False)
-    pytest.skip(f"no virtual machines here: {reason}")
+    if reason is not None:
+        pytest.skip(f"no virtual machines here: {reason}")
+    with Machines() as machines:
+        yield machines

@@ -13,26 +13,29 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end so
 JOBS = Path(__file__).parent / "jobs"
 
 
-def run(job: Job, machines: int, timeout: float) -> list[Outcome]:
+def run(machines: Machines, job: Job, count: int, timeout: float) -> list[Outcome]:
     """The same job in every machine; all must succeed and leave nothing behind."""
-    with Machines([[job]] * machines, timeout=timeout) as booted:
-        outcomes = booted.wait()
+    outcomes = machines.run([[job]] * count, timeout=timeout)
     assert all(outcome.code == 0 and not outcome.left for outcome in outcomes), "\n".join(map(str, outcomes))
     return outcomes
 
 
 @pytest.mark.parametrize(
-    ("machines", "signal"),
-    [(2, "atomic"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "imm"), (2, "write"), (4, "atomic")))],
+    ("count", "signals"),
+    [(2, "atomic"), pytest.param(2, "imm write", marks=pytest.mark.slow), pytest.param(4, "atomic", marks=pytest.mark.slow)],
 )
-def test_contract(machines: int, signal: str) -> None:
-    outcomes = run(Job(JOBS / "contract.py", ("rc",), {"MKERNEL_RC_SIGNAL": signal}), machines, 200)
-    assert [line["check"] for line in outcomes[0].lines] == list(CHECKS), str(outcomes[0])
+def test_contract(machines: Machines, count: int, signals: str) -> None:
+    outcomes = run(machines, Job(JOBS / "contract.py", ("rc", *signals.split())), count, 200)
+    expected = [(signal, check) for signal in signals.split() for check in CHECKS]
+    assert [(line["signal"], line["check"]) for line in outcomes[0].lines] == expected, str(outcomes[0])
 
 
-@pytest.mark.parametrize(("machines", "small", "large"), [(2, 50_000, 150), pytest.param(4, 2_000, 30, marks=pytest.mark.slow)])
-def test_pipelined_puts(machines: int, small: int, large: int, pytestconfig: pytest.Config) -> None:
-    """10^5 puts of 8 to 256 bytes and 300 of up to 4 MiB, in two directions at once; in a ring of four machines fewer."""
+@pytest.mark.parametrize(
+    ("count", "small", "large"),
+    [(2, 4_000, 15), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 50_000, 150), (4, 2_000, 30)))],
+)
+def test_pipelined_puts(machines: Machines, count: int, small: int, large: int, pytestconfig: pytest.Config) -> None:
+    """10^5 puts of 8 to 256 bytes and 300 of up to 4 MiB, in two directions at once; fewer without --full and between four machines."""
     seed = str(pytestconfig.getoption("--seed"))
-    outcomes = run(Job(JOBS / "puts.py", ("rc", str(small), str(large), seed)), machines, 280)
-    assert [line["puts"] for outcome in outcomes for line in outcome.lines] == [small + large] * machines
+    outcomes = run(machines, Job(JOBS / "puts.py", ("rc", str(small), str(large), seed)), count, 280)
+    assert [line["puts"] for outcome in outcomes for line in outcome.lines] == [small + large] * count

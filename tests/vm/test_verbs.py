@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.vm.machines import Job, Machines
+from tests.vm.machines import Job, Machines, Round
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end sooner by themselves
 VERBS = Path(__file__).parent / "jobs/verbs.py"
 
 
-def test_write_then_fetch_add_between_two_machines() -> None:
-    with Machines([[Job(VERBS)], [Job(VERBS)]], timeout=90) as machines:
-        outcomes = machines.wait()
+def test_write_then_fetch_add_between_two_machines(machines: Machines) -> None:
+    outcomes = machines.run([[Job(VERBS)], [Job(VERBS)]])
     for machine, outcome in enumerate(outcomes):
         assert outcome.code == 0, str(outcome)
         (line,) = outcome.lines
@@ -27,19 +26,19 @@ def test_write_then_fetch_add_between_two_machines() -> None:
         ), str(outcome)
 
 
-def test_a_machine_that_is_killed_is_seen() -> None:
-    script = Path(__file__).parent / "jobs/sleeper.py"
-    with Machines([[Job(script)], [Job(script)]], timeout=60) as machines:
-        machines.wait_for(1, "started")
-        machines.kill(1)
-        machines.file(0, "go").touch()
-        outcomes = machines.wait()
+def test_a_machine_that_is_killed_is_seen(machines: Machines) -> None:
+    def kill(running: Round) -> None:
+        running.wait_for(1, "started")
+        running.kill(1)
+        running.file(0, "go").touch()
+
+    sleeper = Job(Path(__file__).parent / "jobs/sleeper.py")
+    outcomes = machines.run([[sleeper], [sleeper]], meanwhile=kill)
     assert [outcome.code for outcome in outcomes] == [0, None], "\n".join(map(str, outcomes))
 
 
-def test_the_boundary_over_the_real_pyverbs() -> None:
-    with Machines([[Job(VERBS.with_name("boundary.py"))]], timeout=90) as machines:
-        (outcome,) = machines.wait()
+def test_the_boundary_over_the_real_pyverbs(machines: Machines) -> None:
+    (outcome,) = machines.run([[Job(VERBS.with_name("boundary.py"))]])
     assert outcome.code == 0 and not outcome.left, str(outcome)
     (line,) = outcome.lines
     assert line["port"] == ["rxe0", 5, False] and line["gid"] == "10.78.0.1", line
@@ -57,10 +56,8 @@ def test_the_boundary_over_the_real_pyverbs() -> None:
     }, line
 
 
-def test_doctor_puts_through_the_card() -> None:
-    doctor = VERBS.with_name("doctor.py")
-    with Machines([[Job(doctor)]], timeout=240) as machines:
-        (outcome,) = machines.wait()
+def test_doctor_puts_through_the_card(machines: Machines) -> None:
+    (outcome,) = machines.run([[Job(VERBS.with_name("doctor.py"))]], timeout=240)
     assert outcome.code == 0 and not outcome.left, str(outcome)
     lines = [line.split() for line in outcome.out.splitlines()]
     assert any(line[:2] == ["ok", "rxe0:1"] and "10.78.0.1" in line for line in lines), str(outcome)

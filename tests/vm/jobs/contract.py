@@ -1,8 +1,13 @@
-"""``python contract.py <transport>``: the contract's body between machines. Machine 0 drives, and prints one line per check."""
+"""``python contract.py <transport> <signal> ...``: the contract's body between machines, for each way to raise signals.
+
+Machine 0 drives, and prints one line per check.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import sys
 import time
 
@@ -11,21 +16,22 @@ from node import MACHINE, Node, RemoteNetwork, Wires, send, serve
 from tests.transport.contract import CHECKS
 
 
-def main(transport: str) -> None:
+def main(transport: str, signals: list[str]) -> None:
     wires = Wires()
-    for name, check in CHECKS.items():
+    for signal, name in itertools.product(signals, CHECKS):
+        os.environ["MKERNEL_RC_SIGNAL"] = signal
         node = Node(wires, transport)
         if MACHINE:
             serve(node, wires.all[0])
         else:
             begin = time.monotonic()
-            check(RemoteNetwork(node, wires))
+            CHECKS[name](RemoteNetwork(node, wires))
             for wire in wires.all:
                 send(wire, ("end",))
-            print(json.dumps({"check": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
+            print(json.dumps({"signal": signal, "check": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
         wires.exchange(b"")
         node.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

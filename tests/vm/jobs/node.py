@@ -25,7 +25,10 @@ from tests.transport.harness import Producer
 
 MACHINE, MACHINES = int(os.environ["TEST_MACHINE"]), int(os.environ["TEST_MACHINES"])
 PORT = 5001
+PATIENCE = 60.0  # seconds, with the other machines
 SIGNAL_BYTES = 1 << 16
+TIMEOUT = 60.0  # of the cards' retries too: no test here is about them, and machines may stand still for seconds
+QUIET = 40.0  # seconds without any change after which nothing more is expected: longer than the retries
 
 
 class Wires:
@@ -34,14 +37,14 @@ class Wires:
     def __init__(self) -> None:
         if MACHINE == 0:
             with socket.create_server(("10.77.0.1", PORT)) as server:
-                server.settimeout(60)
+                server.settimeout(PATIENCE)
                 found = {}
                 while len(found) < MACHINES - 1:
                     wire = server.accept()[0]
                     found[int.from_bytes(wire.recv(1), "little")] = wire
             self.all = [found[machine] for machine in sorted(found)]
         else:
-            end = time.monotonic() + 60
+            end = time.monotonic() + PATIENCE
             while True:
                 try:
                     wire = socket.create_connection(("10.77.0.1", PORT), 2)
@@ -53,7 +56,7 @@ class Wires:
             wire.sendall(bytes([MACHINE]))
             self.all = [wire]
         for wire in self.all:
-            wire.settimeout(60)
+            wire.settimeout(PATIENCE)
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def exchange(self, mine: bytes) -> list[bytes]:
@@ -90,7 +93,7 @@ def _exactly(wire: socket.socket, size: int) -> bytes:
 class Node:
     """The rank of a machine has its number. ``transport``: its name; the heap is zero."""
 
-    def __init__(self, wires: Wires, transport: str, heap_bytes: int = 1 << 20, timeout: float = 10.0) -> None:
+    def __init__(self, wires: Wires, transport: str, heap_bytes: int = 1 << 20) -> None:
         self.rank = MACHINE
         self.memory = mmap.mmap(-1, heap_bytes + SIGNAL_BYTES)
         self.view = memoryview(self.memory)
@@ -110,7 +113,7 @@ class Node:
             card=card_for(transport, 0),
             exchange=wires.exchange,
             store=self._store,
-            timeout=timeout,
+            timeout=TIMEOUT,
         )
         self.transport = create(transport, wiring)
         self.engine = Engine(RingReader(self.producer.buffer), self.transport, time.monotonic_ns)
@@ -173,7 +176,7 @@ class RemoteNetwork:
             self.node.heap[offset : offset + len(data)] = data
 
     def turn(self) -> bool:
-        """A little time; False when nothing has changed for a second."""
+        """A little time; False when nothing has changed for long."""
         for _ in range(8):
             self.node.engine.step()
         state: list[Any] = [self.node.producer.completed, [self.node.flag(index) for index in range(64)]]
@@ -186,7 +189,7 @@ class RemoteNetwork:
         now = time.monotonic()
         if state != self.last:
             self.last, self.moved = state, now
-        return now - self.moved < 1.0
+        return now - self.moved < QUIET
 
 
 class _RemoteProducer:
@@ -212,7 +215,7 @@ def serve(node: Node, wire: socket.socket) -> None:
         except BlockingIOError:
             continue
         finally:
-            wire.settimeout(60)
+            wire.settimeout(PATIENCE)
         request = receive(wire)
         if request[0] == "end":
             return

@@ -1,10 +1,12 @@
 """Says that it runs, and ends when told to."""
 
+import os
 import time
 from pathlib import Path
 
-Path("/mnt/job/started").touch()
+job = Path(os.environ["TEST_JOB"])
+(job / "started").touch()
 end = time.monotonic() + 60
-while not Path("/mnt/job/go").exists() and time.monotonic() < end:
+while not (job / "go").exists() and time.monotonic() < end:
     time.sleep(0.05)
-raise SystemExit(0 if Path("/mnt/job/go").exists() else 1)
+raise SystemExit(0 if (job / "go").exists() else 1)

@@ -15,38 +15,61 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import mkernel as mk
-from tests.ops.body import CALLS, Case, back_to_back, problems
+from mkernel.transport.devices import choose_gid, find
+from tests.ops.body import Case, Rank, Result, problems, use_of
 from tests.runtime.worker import tell
 
 ROWS = (0, 1, 7, 64)
 SHAPES = (("bfloat16", 136, 264), ("float16", 72, 520, False))
+SMALL = Case("float16", 72, 520)  # of the worlds that fail
 HEAP = 16 << 20
 TIMEOUT = 10.0  # of the worlds that fail
-JOB = Path("/mnt/job")
+GOOD = 3  # calls that go well before
+PATIENCE = 90.0  # seconds until something must have broken
+CALLS = 20  # of each operation, back to back
+LONGEST_DELAY = 0.01  # seconds before a call
+JOB = Path(os.environ.get("TEST_JOB", ""))  # what the host sees
 
 
-def cases() -> list[Case]:
+def cases() -> dict[str, list[Case]]:
     """Of every fused operation that there is."""
-    found = [Case(*shape) for shape in SHAPES]
-    reductions = (("gemm_reduce_scatter", None), ("gemm_allreduce", "one_shot"), ("gemm_allreduce", "two_shot"))
-    for op, algorithm in reductions:
-        if hasattr(mk, op):
-            found += [Case(*shape, op=op, algorithm=algorithm) for shape in SHAPES[: 1 if algorithm else 2]]
-    return [*found, found[0]]
+    found = {"allgather_gemm": [Case(*shape) for shape in SHAPES]}
+    if hasattr(mk, "gemm_reduce_scatter"):
+        found["gemm_reduce_scatter"] = [Case(*shape, op="gemm_reduce_scatter") for shape in SHAPES]
+    if hasattr(mk, "gemm_allreduce"):
+        algorithms = ("one_shot", "two_shot")
+        found["gemm_allreduce"] = [Case(*SHAPES[0], op="gemm_allreduce", algorithm=algorithm) for algorithm in algorithms]
+    return found
 
 
 def calls() -> None:
-    """Every fused operation, 8 calls of each case, without a barrier, all results checked afterwards."""
+    """Every fused operation, 20 calls back to back whose plans alternate, then all of them in turn; the results are checked afterwards."""
     seed = int(os.environ["TEST_SEED"])
-    found: list[str] = []
-    count = 0
+    count: dict[str, int] = {}
+    results: list[Result] = []
     with mk.init(target="cpu", heap_bytes=HEAP, timeout=120.0) as world:
-        for i, case in enumerate(cases()):
-            results = back_to_back(world, case, seed + i, 0.01, ROWS)
-            assert len(results) == CALLS
-            count += CALLS
-            found += problems(results)
-        tell(rank=world.rank, shape=f"{world.num_nodes}x{world.ranks_per_node}", packets=_packets(), calls=count, problems=found)
+        ranks = {op: [Rank(world, case, seed + i, ROWS) for i, case in enumerate(some)] for op, some in cases().items()}
+        for op, some in ranks.items():
+            found = _calls(some, range(CALLS), seed)
+            count[op] = len(found)
+            results += found
+        everybody = [rank for some in ranks.values() for rank in some]
+        results += _calls(everybody, range(CALLS, CALLS + len(everybody)), seed)
+        shape = f"{world.num_nodes}x{world.ranks_per_node}"
+        tell(rank=world.rank, shape=shape, packets=_packets(), calls=count, problems=problems(results))
+
+
+def _calls(ranks: list[Rank], numbers: range, seed: int) -> list[Result]:
+    """Call after call without a barrier, some ranks late, each on other inputs, rows and ways to lay arrays out."""
+    order = np.random.default_rng([seed, 7])  # the same on every rank
+    rows = [ROWS[i % len(ROWS)] for i in order.permutation(len(numbers))]
+    uses = order.permutation(len(numbers))
+    delays = np.random.default_rng([seed, 8, ranks[0].world.rank]).random(len(numbers)) * LONGEST_DELAY
+    found = []
+    for i, number in enumerate(numbers):
+        rank = ranks[number % len(ranks)]
+        found.append(rank.call(number, rows[i], use_of(int(uses[i]), rank.case), delays[i]))
+    return found
 
 
 def _packets() -> int:
@@ -64,7 +87,7 @@ def _call(rank: int) -> None:
 
 def _until_it_fails(world: Any) -> dict[str, Any]:
     """Call after call. What came of it, and the seconds between the last good call and the error."""
-    well, good, end = time.monotonic(), 0, time.monotonic() + 90
+    well, good, end = time.monotonic(), 0, time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
             _call(world.rank)
@@ -78,7 +101,7 @@ def _until_it_fails(world: Any) -> dict[str, Any]:
                 "good": good,
             }
         well, good = time.monotonic(), good + 1
-        if good == 3:
+        if good == GOOD:
             (JOB / f"going{world.rank}").touch()
     return {"error": None, "good": good}
 
@@ -98,12 +121,14 @@ def link_down() -> None:
     world = mk.init(target="cpu", heap_bytes=HEAP, timeout=TIMEOUT)
     rank = world.rank
     if rank == 1:
-        threading.Thread(target=_cut_soon, daemon=True).start()
+        threading.Thread(target=_cut_when_told, daemon=True).start()
     told = _until_it_fails(world)
     world.close()
     if rank == 1:
         _link("up")
-    time.sleep(2.0)  # until the address and the GID are there again
+    end = time.monotonic() + PATIENCE
+    while not _has_address() and time.monotonic() < end:
+        time.sleep(0.1)
     host, _, port = os.environ["MKERNEL_RENDEZVOUS"].rpartition(":")
     os.environ["MKERNEL_RENDEZVOUS"] = f"{host}:{int(port) + 1}"
     with mk.init(target="cpu", heap_bytes=HEAP, timeout=TIMEOUT) as second:
@@ -112,10 +137,15 @@ def link_down() -> None:
         tell(rank=rank, **told, second=second.size)
 
 
-def _cut_soon() -> None:
-    while not (JOB / "going1").exists():
+def _cut_when_told() -> None:
+    while not (JOB / "cut").exists():
         time.sleep(0.05)
     _link("down")
+
+
+def _has_address() -> bool:
+    gids = [choose_gid(port) for port in find() if port.active]
+    return any(gid is not None and gid.address.ipv4_mapped for gid in gids)
 
 
 def _link(state: str) -> None:
