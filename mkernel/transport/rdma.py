@@ -16,7 +16,7 @@ from mkernel.transport.base import Put, Transport
 __all__ = ["EXPLAIN_SECONDS", "RdmaTransport", "join", "open_card", "register"]
 
 EVENT_POLLS = 64  # polls between two looks for asynchronous events
-EXPLAIN_SECONDS = 0.5  # how long to look for what put a queue pair in error, when all that is known is that it is
+EXPLAIN_SECONDS = 1.0  # how long to look for what put a queue pair in error, when all that is known is that it is
 _EXPLAIN_PAUSE = 0.002
 _POLL = 64  # completions a poll takes at most
 _WORD = 8
