@@ -89,10 +89,10 @@ class FakeDevice(Device):
             self.work.task_done()
 
     # ---- memory
-    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> MemfdSegment:
+    def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> MemfdSegment:
         return MemfdSegment(size, local_rank, ranks_per_node)
 
-    def import_segment(self, fd: int, size: int) -> int:
+    def import_segment(self, fd: int, size: int, *, host: bool = False) -> int:
         self.mappings.append(import_fd(fd, size))
         return self.mappings[-1].address
 

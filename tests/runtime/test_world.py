@@ -586,10 +586,10 @@ def test_puts_travel_between_emulated_nodes(target: str) -> None:
 
 def test_init_fails_on_all_ranks_alike() -> None:
     class Broken(FakeDevice):
-        def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Any:
+        def segment(self, *args: Any, **options: Any) -> Any:
             if self.rank == 1:
                 raise OSError("no memory")
-            return super().segment(size, local_rank, ranks_per_node)
+            return super().segment(*args, **options)
 
     with pytest.raises(OSError, match="no memory") as caught:
         run(lambda w: None, 3, Options(target="cuda", heap_bytes=1 << 16), make_device=Broken)
