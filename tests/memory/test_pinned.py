@@ -1,4 +1,5 @@
 """Segments in pinned host memory, under a driver that keeps books: what is pinned when, in which context, and that nothing is left."""
+# ruff: noqa: N802 - the driver's names
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ def test_a_segment_left_open_is_named(cuda: Driver) -> None:
 def test_the_driver_has_what_is_asked_for() -> None:
     """The names, in the bindings: they need no GPU."""
     bindings = pytest.importorskip("cuda.bindings.driver")
-    for name in [name for name in vars(Driver) if name.startswith("cu") or name.startswith("CU_")]:
+    for name in [name for name in vars(Driver) if name.startswith(("cu", "CU_"))]:
         assert hasattr(bindings, name), name
     for name in vars(Driver.CUdevice_attribute):
         assert hasattr(bindings.CUdevice_attribute, name), name
