@@ -29,11 +29,9 @@ def open_rc(signal: str = "atomic", kind: type[rc.RcTransport] | None = None) ->
 KINDS = {"atomic": (open_rc("atomic"), False), "imm": (open_rc("imm"), False), "srd": (srd.open_transport, True)}
 
 
-def run(world: str, fn: Any, *args: Any, seed: int) -> list[Any]:
+def run(world: str, fn: Any, *args: Any, seed: int, transport: str = standin.NAME) -> list[Any]:
     shape = topology(world)
-    return mk.launch(
-        fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, heap_bytes=32 << 20, transport=standin.NAME, timeout=20.0
-    )
+    return mk.launch(fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, heap_bytes=32 << 20, transport=transport, timeout=20.0)
 
 
 def calls(world: Any, seed: int) -> list[str]:
@@ -48,6 +46,13 @@ def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     opener, unordered = KINDS[kind]
     standin.join(monkeypatch, opener, topology(world).size, MOODS[mood], seed, srd=unordered)
     assert run(world, calls, seed, seed=seed) == [[]] * topology(world).size
+
+
+def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``tests/gpu/run_gpu.py signals`` does on GPUs."""
+    monkeypatch.setenv("MKERNEL_EMULATED_HOST_SIGNALS", "1")
+    seed = request.config.getoption("--seed")
+    assert run("2x2", calls, seed, seed=seed, transport="emulated") == [[]] * 4
 
 
 @pytest.mark.parametrize("bug", [SignalBeforeData, SignalOnAnotherQueuePair, EpochEarly], ids=lambda bug: bug.__name__)

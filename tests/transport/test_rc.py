@@ -445,6 +445,15 @@ def test_flags_in_gpu_memory_need_atomics_or_writes() -> None:
         open_transport(Fabric().nic(0), Wiring(**{**vars_of(wiring()), "signal_address": 0}), signal="imm", queue_pairs=1)
 
 
+def test_flags_in_host_memory_are_asked_for() -> None:
+    """Without atomics, and with the flags in GPU memory: which of them goes was decided before the card was opened."""
+    nic = Fabric(Mood(atomics=False)).nic(0)
+    given = Wiring(**{**vars_of(wiring()), "signal_address": 0, "signal_dmabuf": 8})
+    with pytest.raises(ArgumentError, match=r"MKERNEL_RC_SIGNAL.*no atomics.*imm on all ranks"):
+        open_transport(nic, given, signal="auto", queue_pairs=1)
+    assert nic.closed
+
+
 def vars_of(wiring: Wiring) -> dict[str, Any]:
     return {name: getattr(wiring, name) for name in wiring.__dataclass_fields__}
 
