@@ -97,7 +97,7 @@ class EpochEarly(RcTransport):
 
     def _build(self, connection: _Connection, waiting: Sequence[_Pending]) -> None:
         for pending in waiting:
-            pending.put = dataclasses.replace(pending.put, signal_value=pending.put.signal_value + 1)
+            pending.put = pending.put._replace(signal_value=pending.put.signal_value + 1)
         super()._build(connection, waiting)
 
 
@@ -135,7 +135,7 @@ class CompletedAtPost(RcTransport):
 class LostByte(RcTransport):
     def _write(self, connection: _Connection, pending: _Pending) -> None:
         put = pending.put
-        pending.put = dataclasses.replace(put, bytes=max(put.bytes - 1, 0))
+        pending.put = put._replace(bytes=max(put.bytes - 1, 0))
         super()._write(connection, pending)
         pending.put = put
 
