@@ -333,6 +333,10 @@ def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: 
     """Register this rank's memory and open the queue pairs; not connected."""
     limits = nic.limits
     if signal == "auto":
+        if not limits.atomics and wiring.signal_dmabuf >= 0:
+            nic.close()
+            rule = f"{nic.port.device} has no atomics, and flags lie in GPU memory"
+            raise ArgumentError("MKERNEL_RC_SIGNAL", signal, rule, "set it to imm on all ranks: flags then lie in host memory")
         signal = "atomic" if limits.atomics else "imm"
     if signal == "atomic" and not limits.atomics:
         nic.close()
