@@ -93,7 +93,7 @@ def sysroot() -> Sysroot:
 # What jobs import. Compiling Python takes an emulated processor seconds per process, so the machines find it compiled.
 _IMPORTS = """
 numpy ml_dtypes mkernel mkernel.bench mkernel.cli.check mkernel.ops.allgather_gemm mkernel.proxy.process mkernel.runtime.assemble
-mkernel.runtime.cpu mkernel.transport.rc mkernel.transport.devices tests.ops.body tests.runtime.worker tests.transport.contract
+mkernel.runtime.cpu mkernel.transport.rc mkernel.transport.devices mkernel.cli.doctor tests.ops.body tests.transport.contract
 tests.transport.harness
 """
 

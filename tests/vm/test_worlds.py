@@ -44,14 +44,16 @@ def texts(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.parametrize("world", ["2x2", pytest.param("4x1", marks=pytest.mark.slow)])
 def test_fused_operations(machines: Machines, world: str, pytestconfig: pytest.Config) -> None:
-    cases = worker.cases()
+    """20 calls of each operation, without --full 8."""
+    cases, calls = worker.cases(), 20 if pytestconfig.getoption("--full") else 8
     compile(world, *(case for some in cases.values() for case in some))
-    outcomes = machines.run(jobs("calls", world, TEST_SEED=str(pytestconfig.getoption("--seed"))), timeout=540)
+    environment = {"TEST_SEED": str(pytestconfig.getoption("--seed")), "TEST_CALLS": str(calls)}
+    outcomes = machines.run(jobs("calls", world, **environment), timeout=540)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0 and not outcome.left, texts(outcomes)
         (line,) = outcome.lines
         assert line.pop("packets") > 0, "nothing went over the card"
-        assert line == {"rank": rank, "shape": world, "calls": dict.fromkeys(cases, worker.CALLS), "problems": []}, texts(outcomes)
+        assert line == {"rank": rank, "shape": world, "calls": dict.fromkeys(cases, calls), "problems": []}, texts(outcomes)
 
 
 def fails(machines: Machines, scenario: str, world: str, meanwhile: Any = None, **environment: str) -> list[Outcome]:

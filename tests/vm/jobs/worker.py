@@ -26,7 +26,6 @@ HEAP = 16 << 20
 TIMEOUT = 10.0  # of the worlds that fail
 GOOD = 3  # calls that go well before
 PATIENCE = 90.0  # seconds until something must have broken
-CALLS = 20  # of each operation, back to back
 LONGEST_DELAY = 0.01  # seconds before a call
 JOB = Path(os.environ.get("TEST_JOB", ""))  # what the host sees
 
@@ -43,18 +42,18 @@ def cases() -> dict[str, list[Case]]:
 
 
 def calls() -> None:
-    """Every fused operation, 20 calls back to back whose plans alternate, then all of them in turn; the results are checked afterwards."""
-    seed = int(os.environ["TEST_SEED"])
+    """Every fused operation, back to back and with plans that alternate, then all of them in turn; the results are checked afterwards."""
+    seed, times = int(os.environ["TEST_SEED"]), int(os.environ["TEST_CALLS"])
     count: dict[str, int] = {}
     results: list[Result] = []
     with mk.init(target="cpu", heap_bytes=HEAP, timeout=120.0) as world:
         ranks = {op: [Rank(world, case, seed + i, ROWS) for i, case in enumerate(some)] for op, some in cases().items()}
         for op, some in ranks.items():
-            found = _calls(some, range(CALLS), seed)
+            found = _calls(some, range(times), seed)
             count[op] = len(found)
             results += found
         everybody = [rank for some in ranks.values() for rank in some]
-        results += _calls(everybody, range(CALLS, CALLS + len(everybody)), seed)
+        results += _calls(everybody, range(times, times + len(everybody)), seed)
         shape = f"{world.num_nodes}x{world.ranks_per_node}"
         tell(rank=world.rank, shape=shape, packets=_packets(), calls=count, problems=problems(results))
 
