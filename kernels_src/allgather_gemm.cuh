@@ -113,7 +113,6 @@ MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source
 
 struct ChunkFlags {  // one part of one source, from block `first` on
   const Parameters& p;
-  uint64_t epoch;
   uint32_t source, first, part;
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
 };
@@ -162,7 +161,7 @@ struct Tiles : BasicOp {
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
     const uint32_t first = begin / Config::kChunkRows;
-    return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
+    return wait_all(call, ChunkFlags{p, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }

@@ -49,7 +49,6 @@ struct Tiles : BasicOp {
   }
   struct SlotFlags {  // by source rank
     const Parameters& p;
-    uint64_t epoch;
     uint32_t index;
     MK_DEVICE uint32_t flag(uint32_t source) const {
       const bool remote = source / kR != p.world.node;
@@ -58,7 +57,7 @@ struct Tiles : BasicOp {
     MK_DEVICE bool wait(const Call& call, uint32_t source) const { return wait_flag(call, p, flag(source), source); }
   };
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t) const {  // warp function
-    return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);
+    return wait_all(call, SlotFlags{p, c.index}, kWorldSize);
   }
   MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
   MK_DEVICE char* destination(const TileCoordinate& c, uint32_t i) const {

@@ -164,7 +164,6 @@ struct OwnedTiles : BasicOp {
   struct AddendFlags {
     const OwnedTiles& op;
     const TileCoordinate& c;
-    uint64_t epoch;
     MK_DEVICE bool arrived(uint32_t i) const { return !c.is_sum && i >= kR - 1; }
     MK_DEVICE uint32_t flag(uint32_t i) const {
       return arrived(i) ? arrived_flag(op.p, i - (kR - 1) + 1, c.index / Config::kChunkTiles) : op.addend_index(c, i);
@@ -177,7 +176,7 @@ struct OwnedTiles : BasicOp {
     MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_flag(call, op.p, flag(i), writer(i)); }
   };
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
-    return wait_all(call, AddendFlags{*this, c, call.epoch}, addends(c, part));
+    return wait_all(call, AddendFlags{*this, c}, addends(c, part));
   }
 
   // ---- where a tile goes: a sum to where the network reads it, a partial tile to the node's rank on the owner's rail

@@ -193,7 +193,7 @@ BUGS = [
     Bug(
         "nobody waits for partial tiles",
         "reduce.cuh",
-        "    return wait_all(call, AddendFlags{*this, c, call.epoch}, addends(c, part));",
+        "    return wait_all(call, AddendFlags{*this, c}, addends(c, part));",
         "    return true;",
         workload="reduce",
     ),
@@ -208,8 +208,8 @@ BUGS = [
     Bug(
         "the last partial tile is not waited for",
         "reduce.cuh",
-        "AddendFlags{*this, c, call.epoch}, addends(c, part));",
-        "AddendFlags{*this, c, call.epoch}, addends(c, part) - 1);",
+        "AddendFlags{*this, c}, addends(c, part));",
+        "AddendFlags{*this, c}, addends(c, part) - 1);",
         world="1x4",
         workload="reduce",
     ),
@@ -341,7 +341,7 @@ BUGS = [
     Bug(
         "one shot does not wait",
         "gemm_allreduce_one_shot.cuh",
-        "    return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);",
+        "    return wait_all(call, SlotFlags{p, c.index}, kWorldSize);",
         "    return true;",
         workload="one shot",
     ),

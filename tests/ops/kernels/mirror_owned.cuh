@@ -40,7 +40,7 @@ MKC_API uint32_t mirror_addends(uint32_t rank, const mirror::Shape* shape, uint3
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
   const mkernel::Tiles tiles(p, 0, 0);
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
-  const mkernel::Tiles::AddendFlags flags{tiles, c, 1};
+  const mkernel::Tiles::AddendFlags flags{tiles, c};
   const uint32_t count = tiles.addends(c, part);
   for (uint32_t i = 0; i < count; ++i) *out++ = mirror::Place{mirror::in_heap(tiles.addend(c, i)), flags.writer(i), flags.flag(i)};
   return count;
