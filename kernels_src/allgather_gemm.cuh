@@ -202,13 +202,8 @@ struct PushedChunks {
   MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
   MK_DEVICE uint32_t end() const { return num_chunks(p) * Config::kNumNodes; }
   MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, chunk(item)); }
-  MK_DEVICE bool ready(uint32_t item) {
-    if (is_own(item)) return true;
-    if (!arrived.is_filled(arrival) || arrived.front(arrival) == kNoMore) return false;
-    arrived.take(arrival);
-    return true;
-  }
-  MK_DEVICE bool wait(uint32_t) { return arrived.front(arrival) != kNoMore; }  // own chunks are ready
+  MK_DEVICE bool ready(uint32_t item) { return is_own(item) || arrived.try_take(arrival); }
+  MK_DEVICE bool wait(uint32_t) { return arrived.wait(arrival); }  // own chunks are ready
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     if (is_own(item)) {
       load_own(p, item, offset, smem, bytes, bar);

@@ -105,12 +105,8 @@ struct PulledTiles {
     if (loading.item == item) return loading.bytes;
     return storing.item == item ? storing.bytes : known(item).bytes;
   }
-  MK_DEVICE bool ready(uint32_t) {
-    if (!arrived.is_filled(at) || arrived.front(at) == kNoMore) return false;
-    arrived.take(at);
-    return true;
-  }
-  MK_DEVICE bool wait(uint32_t) { return arrived.front(at) != kNoMore; }
+  MK_DEVICE bool ready(uint32_t) { return arrived.try_take(at); }
+  MK_DEVICE bool wait(uint32_t) { return arrived.wait(at); }
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
     if (loading.item != item) loading = known(item);
     const Unit& u = loading.unit;
