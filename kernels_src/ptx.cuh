@@ -36,7 +36,6 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
-MK_DEVICE uint32_t ballot(bool v) { return __ballot_sync(0xffffffffu, v); }  // a bit per lane
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
 template <uint32_t Registers>
@@ -47,8 +46,6 @@ template <uint32_t Registers>
 MK_DEVICE void registers_decrease() {  // warpgroup
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
-
-MK_DEVICE uint32_t highest_bit(uint32_t v) { return 31 - __clz(static_cast<int>(v)); }  // v != 0
 
 // ---- time
 MK_DEVICE uint64_t clock_ns() {
