@@ -119,13 +119,11 @@ struct ChunkFlags {  // one part of one source, from block `first` on
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
 // (their chunks arrive together), in groups of group_m tile rows that share B.
-struct Tiles : BasicOp {
-  const Parameters& p;
-  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
+struct Tiles : BasicOp<Config, Parameters> {
+  using BasicOp::BasicOp;
 
-  MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = rows_per_shard() * kWorldSize * Shape::kTilesN;
+    const uint32_t tiles = tile_rows() * kWorldSize * Shape::kTilesN;
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
@@ -134,7 +132,7 @@ struct Tiles : BasicOp {
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
-    const uint32_t per_shard = rows_per_shard() * Shape::kTilesN;
+    const uint32_t per_shard = tile_rows() * Shape::kTilesN;
     constexpr uint32_t kLocal = Config::kRanksPerNode - 1, kRemote = kWorldSize - Config::kRanksPerNode;
     uint32_t shards = 1, first = 0;  // of the tile's class: how many shards, and the first one's distance from this rank
     if (tile >= per_shard * Config::kRanksPerNode) {
@@ -142,7 +140,7 @@ struct Tiles : BasicOp {
     } else if (tile >= per_shard) {
       tile -= per_shard, shards = kLocal, first = 1;
     }
-    const RasterPosition at = raster<Config>(tile, rows_per_shard() * shards, p.group_m);
+    const RasterPosition at = raster<Config>(tile, tile_rows() * shards, p.group_m);
     return TileCoordinate{source(first + at.row % shards), at.row / shards, at.column, slice, 0, false};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
@@ -164,12 +162,10 @@ struct Tiles : BasicOp {
     return wait_all(call, ChunkFlags{p, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : c.plane * kParts + part; }
   MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * kPartK : 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, c.plane);
+    store_result(c, panel, warpgroup, smem, c.plane);
   }
 };
 
@@ -352,7 +348,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
     gemm_init(storage.gemm);
   }
   ptx::sync_cta();
-  compute_role(call, Tiles{p}, storage.gemm);
+  compute_role(call, Tiles(p), storage.gemm);
 }
 
 }  // namespace mkernel

@@ -5,7 +5,7 @@
 // Warpgroups 1 and 2 each multiply 64 rows of the tile, add what other ranks computed of it, and write blocks of it to shared memory.
 //
 // A tile is done in parts: an item of the tile queue is one part of one tile, and is handed over when the inputs of that part are there.
-// A kernel provides an Op (BasicOp has what most do not need):
+// A kernel provides an Op (BasicOp has what most have in common):
 //   uint32_t num_tiles();                               tiles that the CTAs of this rank share
 //   kCommCtas                                           CTAs that do something else first; those that compute have the last indices
 //   uint32_t assigned(i);                               the i-th tile that only this CTA does, before all others; kStop: no more
@@ -97,18 +97,6 @@ struct GemmStorage {
   Handover announce;
 };
 
-// What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
-struct BasicOp {
-  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
-  MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
-  MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
-  MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
-  MK_DEVICE uint32_t rows(const TileCoordinate&) const { return 0; }
-  MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
-  MK_DEVICE void raise(const Call&, uint32_t) const {}
-};
-
 // The order of the tiles of `tile_rows` rows of tiles: groups of group_m rows that share B, column by column.
 struct RasterPosition {
   uint32_t row, column;
@@ -128,6 +116,37 @@ template <class Config>
 MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
   return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
 }
+
+// What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags; and where tiles are whose rows
+// are p.rows rows of the maps p.a_map and p.c_map, plane 0, with all of K, and whose columns those of p.b_map.
+template <class Config, class Parameters>
+struct BasicOp {
+  using Shape = GemmShape<Config>;
+  const Parameters& p;
+  MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
+
+  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
+  MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
+  MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
+  MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
+  MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
+  MK_DEVICE void raise(const Call&, uint32_t) const {}
+
+  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
+  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
+    const uint32_t left = p.rows - c.m * Shape::kBlockM;
+    return left < Shape::kBlockM ? left : Shape::kBlockM;
+  }
+  MK_DEVICE void store_result(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem, int32_t plane = 0) const {
+    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, plane);
+  }
+};
 
 template <class Config>
 MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta; a warp that shared them out was slower

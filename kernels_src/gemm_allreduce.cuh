@@ -21,12 +21,10 @@ static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a fi
 // Owners have runs of equal length of all tiles in raster order; the last ones may have fewer.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
-  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE RasterPosition position(uint32_t owner, uint32_t index) const {
     return raster<Config>(owner * p.tiles + index, tile_rows(), p.group_m);
   }
   MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return owner * p.tiles + index < tile_rows() * Shape::kTilesN; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (!is_own(c)) return store_partial(c, panel, warpgroup, smem);
     store_result(c, panel, warpgroup, smem);

@@ -17,9 +17,8 @@ static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such rol
 MK_DEVICE uint32_t slot(const Parameters& p, uint32_t source, uint32_t tile) { return source * p.tiles + tile; }
 
 // First all tiles are multiplied and sent, then all are added up.
-struct Tiles : BasicOp {
-  const Parameters& p;
-  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
+struct Tiles : BasicOp<Config, Parameters> {
+  using BasicOp::BasicOp;
   // A tile has one part. With a constant 1 NVRTC (13.5) spills 224 bytes at kBlockN = 256.
   static constexpr uint32_t kParts = 2, kCommCtas = kCommunicating;
   static constexpr bool kAdds = true, kAnnounces = true;
@@ -28,21 +27,12 @@ struct Tiles : BasicOp {
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
     const bool is_sum = tile >= p.tiles;
     const uint32_t index = is_sum ? tile - p.tiles : tile;
-    const RasterPosition at = raster<Config>(index, (p.rows + Shape::kBlockM - 1) / Shape::kBlockM, p.group_m);
+    const RasterPosition at = raster<Config>(index, tile_rows(), p.group_m);
     return TileCoordinate{p.world.rank, at.row, at.column, 0, index, is_sum};
   }
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return c.is_sum; }
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const { return c.is_sum ? 0 : Shape::kStepsK; }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
-  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
-    const uint32_t left = p.rows - c.m * Shape::kBlockM;
-    return left < Shape::kBlockM ? left : Shape::kBlockM;
-  }
   MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t) const { return c.is_sum ? kWorldSize : 0; }
   MK_DEVICE const char* addend(const TileCoordinate& c, uint32_t source) const {
     return own_heap(p) + partial_offset(p, slot(p, source, c.index));
@@ -64,10 +54,7 @@ struct Tiles : BasicOp {
     return heap(p.world, (p.world.local_rank + i) % kR) + partial_offset(p, slot(p, p.world.rank, c.index));
   }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    if (c.is_sum) {
-      ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
-      return;
-    }
+    if (c.is_sum) return store_result(c, panel, warpgroup, smem);
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
 #pragma unroll
     for (uint32_t i = 0; i < kR; ++i) {

@@ -13,7 +13,6 @@ static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 // An owner's tiles are those of its rows.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
-  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE RasterPosition position(uint32_t, uint32_t index) const { return raster<Config>(index, tile_rows(), p.group_m); }
   MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t) const { return c.plane; }

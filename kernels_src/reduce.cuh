@@ -82,11 +82,10 @@ MK_DEVICE bool wait_flag(const Call& call, const Parameters& p, uint32_t flag, u
 // one group later, the own ones: what they add has then had time to come.
 // Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), bool exists(owner, index).
 template <class Derived>
-struct OwnedTiles : BasicOp {
-  const Parameters& p;
+struct OwnedTiles : BasicOp<Config, Parameters> {
   uint32_t sums_begin, sums_stride;  // of inter_reduce: the sums that this CTA makes
   MK_DEVICE OwnedTiles(const Parameters& parameters, uint32_t begin, uint32_t stride)
-      : p(parameters), sums_begin(begin), sums_stride(stride) {}
+      : BasicOp(parameters), sums_begin(begin), sums_stride(stride) {}
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
   static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1, kCommCtas = kCommunicating;
@@ -140,14 +139,6 @@ struct OwnedTiles : BasicOp {
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t part) const { return part == 1 || c.is_sum; }
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t part) const { return part == 0 && !c.is_sum ? Shape::kStepsK : 0; }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
-  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
-    const uint32_t left = p.rows - c.m * Shape::kBlockM;
-    return left < Shape::kBlockM ? left : Shape::kBlockM;
-  }
 
   // A sum: what the node's ranks have of it, from the own one on. An own tile: after its product the node's others', then the other nodes' sums.
   MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t part) const {
@@ -190,9 +181,6 @@ struct OwnedTiles : BasicOp {
     char* tile = c.is_sum ? own_heap(p) + sum_offset(p, node_distance(p.world, c.plane), c.index)
                           : heap(p.world, adder(c)) + partial_offset(p, sent_index(c));
     if (bytes != 0) ptx::bulk_store(tile + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
-  }
-  MK_DEVICE void store_result(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
   }
   MK_DEVICE void raise_partial(const Call& call, const TileCoordinate& c) const {  // warp function
     if (ptx::lane_index() != 0) return;

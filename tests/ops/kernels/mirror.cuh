@@ -24,13 +24,13 @@ inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
 
 MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles{p}.num_tiles();
+  return mkernel::Tiles(p).num_tiles();
 }
 
 // Four words per tile: source rank, row of tiles in its shard, column of tiles, slice.
 MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles{p};
+  const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
     const mkernel::TileCoordinate c = tiles.coordinate(tile);
     *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice;
