@@ -189,28 +189,28 @@ struct PushedChunks {
   uint64_t since;
 
   MK_DEVICE bool is_own(uint32_t item) const { return item < num_chunks(p); }
-  MK_DEVICE uint32_t source(uint32_t item) const { return pushed_source(p, item); }
-  MK_DEVICE uint32_t chunk(uint32_t item) const { return pushed_chunk(p, item); }
-  MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, source(item), chunk(item)); }
-  MK_DEVICE uint64_t plane(uint32_t item) const { return plane_offset(p, source(item)) + chunk_offset(p, chunk(item)); }
+  MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, pushed_source(p, item), pushed_chunk(p, item)); }
+  MK_DEVICE uint64_t offset_of(uint32_t item) const {  // in the heap of every rank of the node
+    return plane_offset(p, pushed_source(p, item)) + chunk_offset(p, pushed_chunk(p, item));
+  }
 
   MK_DEVICE uint32_t first() const { return begin; }
   MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
   MK_DEVICE uint32_t end() const { return num_chunks(p) * Config::kNumNodes; }
-  MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, chunk(item)); }
+  MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, pushed_chunk(p, item)); }
   MK_DEVICE bool ready(uint32_t item) { return is_own(item) || arrived.try_take(arrival); }
   MK_DEVICE bool wait(uint32_t) { return arrived.wait(arrival); }  // own chunks are ready
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     if (is_own(item)) {
       load_own(p, item, offset, smem, bytes, bar);
     } else {
-      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + plane(item) + offset, bytes, bar);
+      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + offset_of(item) + offset, bytes, bar);
     }
   }
   MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
     for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + plane(item) + offset, smem, bytes);
+      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + offset_of(item) + offset, smem, bytes);
     }
   }
   MK_DEVICE void announce(uint32_t item) {
