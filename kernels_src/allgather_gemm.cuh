@@ -3,21 +3,18 @@
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
 // nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
 #pragma once
-#include "handover.cuh"
 #include "copy.cuh"
 #include "gemm.cuh"
-#include "ring.cuh"
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kSlices, kLoadRows;
-// kSharedBytes, kParameterBytes
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce (0),
+// kChunkRows, kParts, kSlices, kLoadRows; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
-constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
 constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2;  // of one row
 static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
-static_assert(Config::kParts == 1 || Config::kNumNodes == 1, "puts are contiguous in a");
+static_assert(Config::kParts == 1 || kNodes == 1, "puts are contiguous in a");
 
 // ---- arguments
 struct alignas(64) Parameters {
@@ -97,18 +94,12 @@ MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, vo
   }
 }
 MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * kRowBytes; }
-MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) { return p.flag_offset + uint64_t(flag) * sizeof(uint64_t); }
 MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
-MK_DEVICE const uint64_t* chunk_flag(const Parameters& p, uint32_t source, uint32_t chunk) {  // this rank's
-  return reinterpret_cast<uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, flag_index(p, source, chunk)));
-}
 MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
-  const abi::World& world = call.world;
-  const uint32_t local = source % Config::kRanksPerNode;  // its rail peer in this node forwards what comes from another node
-  const uint32_t writer =
-      source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
-  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, flag_index(p, source, chunk), writer},
-                 world.timeout_ns);
+  const abi::World& world = p.world;
+  const uint32_t local = source % kR;  // its rail peer in this node forwards what comes from another node
+  const uint32_t writer = source / kR == world.node || local == world.local_rank ? source : world.node * kR + local;
+  return wait_flag(call, p, flag_index(p, source, chunk), writer);
 }
 
 struct ChunkFlags {  // one part of one source, from block `first` on
@@ -133,10 +124,10 @@ struct Tiles : BasicOp<Config, Parameters> {
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
     const uint32_t per_shard = tile_rows() * Shape::kTilesN;
-    constexpr uint32_t kLocal = Config::kRanksPerNode - 1, kRemote = kWorldSize - Config::kRanksPerNode;
+    constexpr uint32_t kLocal = kR - 1, kRemote = kWorldSize - kR;
     uint32_t shards = 1, first = 0;  // of the tile's class: how many shards, and the first one's distance from this rank
-    if (tile >= per_shard * Config::kRanksPerNode) {
-      tile -= per_shard * Config::kRanksPerNode, shards = kRemote, first = Config::kRanksPerNode;
+    if (tile >= per_shard * kR) {
+      tile -= per_shard * kR, shards = kRemote, first = kR;
     } else if (tile >= per_shard) {
       tile -= per_shard, shards = kLocal, first = 1;
     }
@@ -144,14 +135,10 @@ struct Tiles : BasicOp<Config, Parameters> {
     return TileCoordinate{source(first + at.row % shards), at.row / shards, at.column, slice, 0, false};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
-  MK_DEVICE uint32_t source(uint32_t distance) const {
-    constexpr uint32_t kR = Config::kRanksPerNode;
-    const uint32_t node = (p.world.node + distance / kR) % Config::kNumNodes;
-    return node * kR + (p.world.local_rank + distance % kR) % kR;
-  }
+  MK_DEVICE uint32_t source(uint32_t distance) const { return rank_at(p.world, distance / kR, distance % kR); }
 
   // ---- for the GEMM
-  static constexpr uint32_t kParts = Config::kParts, kCommCtas = Config::kIntraComm + Config::kInterSend;
+  static constexpr uint32_t kParts = Config::kParts;
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return kParts; }
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK / kParts; }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
@@ -171,14 +158,12 @@ struct Tiles : BasicOp<Config, Parameters> {
 
 // ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags, warp 2 waits for what is to be forwarded.
 // Items: the chunks of this rank's shard, then those that the rail peers have put here.
-constexpr uint32_t kOthers = Config::kNumNodes > 1 ? Config::kNumNodes - 1 : 1;  // no 0: a division by it would draw a warning
 MK_DEVICE uint32_t pushed_source(const Parameters& p, uint32_t item) {
   if (item < num_chunks(p)) return p.world.rank;
-  const uint32_t distance = 1 + (item - num_chunks(p)) % kOthers;
-  return (p.world.node + distance) % Config::kNumNodes * Config::kRanksPerNode + p.world.local_rank;
+  return rail_peer(p.world, 1 + (item - num_chunks(p)) % kOtherNodes);
 }
 MK_DEVICE uint32_t pushed_chunk(const Parameters& p, uint32_t item) {
-  return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOthers;
+  return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOtherNodes;
 }
 struct PushedChunks {
   const Parameters& p;
@@ -196,7 +181,7 @@ struct PushedChunks {
 
   MK_DEVICE uint32_t first() const { return begin; }
   MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
-  MK_DEVICE uint32_t end() const { return num_chunks(p) * Config::kNumNodes; }
+  MK_DEVICE uint32_t end() const { return num_chunks(p) * kNodes; }
   MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, pushed_chunk(p, item)); }
   MK_DEVICE bool ready(uint32_t item) { return is_own(item) || arrived.try_take(arrival); }
   MK_DEVICE bool wait(uint32_t) { return arrived.wait(arrival); }  // own chunks are ready
@@ -209,8 +194,8 @@ struct PushedChunks {
   }
   MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
-    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + offset_of(item) + offset, smem, bytes);
+    for (uint32_t i = 1; i < kR; ++i) {
+      ptx::bulk_store(heap(p.world, local_peer(p.world, i)) + offset_of(item) + offset, smem, bytes);
     }
   }
   MK_DEVICE void announce(uint32_t item) {
@@ -223,8 +208,8 @@ struct PushedChunks {
 MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index, Handover::Position& at) {
   const abi::World& world = p.world;
 #pragma unroll 1
-  for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
+  for (uint32_t i = 1; i < kR; ++i) {
+    if (!wait_entered(call, world.node * kR + local_peer(world, i))) return;
   }
   Trace trace(world, 2);
   CopyRing ring(storage.pieces, storage.copy_barriers);
@@ -239,7 +224,7 @@ MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, Storage& s
   uint32_t item = index;
   while (item < num_chunks(p)) item += Config::kIntraComm;
 #pragma unroll 1
-  for (; item < num_chunks(p) * Config::kNumNodes; item += Config::kIntraComm) {
+  for (; item < num_chunks(p) * kNodes; item += Config::kIntraComm) {
     if (!wait_chunk(call, p, pushed_source(p, item), pushed_chunk(p, item))) break;
     ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
     storage.arrived.push(at, item);
@@ -253,15 +238,10 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
     Handover::Position at;
     push_chunks(call, p, storage, index, at);
     storage.announce.push(at, kNoMore);
-  } else if (Config::kNumNodes > 1 && warp == 2 && ptx::lane_index() == 0) {
+  } else if (kNodes > 1 && warp == 2 && ptx::lane_index() == 0) {
     wait_for_chunks(call, p, storage, index);
   } else if (warp == 1) {
-    storage.announce.serve([&](uint32_t flag) {
-      for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {  // a lane per peer
-        char* peer = signals(p.world, (p.world.local_rank + i) % Config::kRanksPerNode);
-        ptx::store_release_sys(reinterpret_cast<uint64_t*>(peer + flag_offset(p, flag)), call.epoch);
-      }
-    });
+    storage.announce.serve([&](uint32_t flag) { raise_flag(call, p, flag, 1); });
   }
 }
 
@@ -285,7 +265,7 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
 };
 
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  if constexpr (Config::kNumNodes > 1) {
+  if constexpr (kNodes > 1) {
     const abi::World& world = p.world;
     Trace trace(world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
@@ -299,8 +279,8 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& s
         ring.copy(staged);
       }
 #pragma unroll 1
-      for (uint32_t i = 1; i < Config::kNumNodes; ++i) {
-        const uint32_t peer = (world.node + i) % Config::kNumNodes * Config::kRanksPerNode + world.local_rank;
+      for (uint32_t i = 1; i < kNodes; ++i) {
+        const uint32_t peer = rail_peer(world, i);
         if (!wait_entered(call, peer)) return;
         const Put put{1 + index,
                       peer,
@@ -320,21 +300,17 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& s
 }
 
 // ---- the role switch
-MK_DEVICE uint32_t role_of(uint32_t cta) {  // sums on the right: a comparison of unsigned with a constant 0 draws a warning
-  if (cta + 1 <= Config::kIntraComm) return abi::kIntraComm;
-  return cta + 1 <= Config::kIntraComm + Config::kInterSend ? abi::kInterSend : abi::kCompute;
-}
-
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const uint32_t cta = ptx::cta_index(), role = role_of(cta);
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
     if (role == abi::kIntraComm) {
       storage.announce.init();
       storage.arrived.init();
     }
-    if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
+    if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
   }
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) {

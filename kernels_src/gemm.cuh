@@ -7,7 +7,6 @@
 // A tile is done in parts: an item of the tile queue is one part of one tile, and is handed over when the inputs of that part are there.
 // A kernel provides an Op (BasicOp has what most have in common):
 //   uint32_t num_tiles();                               tiles that the CTAs of this rank share
-//   kCommCtas                                           CTAs that do something else first; those that compute have the last indices
 //   uint32_t assigned(i);                               the i-th tile that only this CTA does, before all others; kStop: no more
 //   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
 //   kParts, uint32_t parts(c);                          parts of a tile at most, and of this one (0: there is no such tile)
@@ -211,7 +210,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   Trace trace(call.world, 0);
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
-  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - Op::kCommCtas : kStop;
+  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - kCommCtas : kStop;
   bool first = true, checked = false, ok = true;
 #pragma unroll 1
   while (ok) {
@@ -224,7 +223,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
         tile = given, given = kStop;
       } else {
         tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
-        tile = ptx::broadcast(tile, 0) + ptx::cta_count() - Op::kCommCtas;
+        tile = ptx::broadcast(tile, 0) + ptx::cta_count() - kCommCtas;
       }
       last = tile >= num_tiles;
     }
@@ -535,7 +534,7 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
     } else if (warp == 2) {
       if (ptx::lane_index() == 0) store_tiles(op, storage);
     } else {
-      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry<Config>(call);  // of a CTA that computes from the start
+      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);  // of a CTA that computes from the start
       if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
     }
   } else {

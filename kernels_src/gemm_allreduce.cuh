@@ -37,10 +37,7 @@ struct Tiles : OwnedTiles<Tiles> {
   MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
     const TileCoordinate c = coordinate(tile);
     if (!is_own(c)) return raise_partial(call, c);
-    for (uint32_t i = (kNodes > 1 ? 0 : 1) + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer; the own one is for inter_send
-      const uint32_t peer = (p.world.local_rank + i) % kR;
-      ptx::store_release_sys(flag_word(p, peer, finished_flag(p, 0, p.world.local_rank, c.index)), call.epoch);
-    }
+    raise_flag(call, p, finished_flag(p, 0, p.world.local_rank, c.index), kNodes > 1 ? 0 : 1);  // the own one is for inter_send
   }
 };
 
@@ -162,11 +159,7 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
       ring.copy(pulled);
     }
   } else if (warp == 1) {
-    storage.forward.serve([&](uint32_t flag) {
-      for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer
-        ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
-      }
-    });
+    storage.forward.serve([&](uint32_t flag) { raise_flag(call, p, flag, 1); });
   }
 }
 
@@ -199,21 +192,22 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 // ---- the role switch. inter_reduce is compute that makes its sums first.
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const RoleIndex at = role_of(ptx::cta_index());
-  const Call call = begin_call(p.world, at.role);
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
+  const Call call = begin_call(p.world, role);
   if constexpr (Config::kIntraComm > 0) {
-    if (at.role == abi::kIntraComm) {
+    if (role == abi::kIntraComm) {
       if (ptx::thread_index() == 0) {
         storage.arrived.init();
         storage.forward.init();
       }
       ptx::sync_cta();
-      intra_comm_role(call, p, storage, at.index);
+      intra_comm_role(call, p, storage, cta);
       ptx::sync_cta();
     }
   }
-  if (at.role == abi::kInterSend) {
-    if (ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) inter_send_role(call, p, at.index);
+  if (role == abi::kInterSend) {
+    if (ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) inter_send_role(call, p, cta - kFirstInterSend);
     ptx::sync_cta();
   }
   if (ptx::thread_index() == 0) {
@@ -221,7 +215,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
     gemm_init(storage.gemm);
   }
   ptx::sync_cta();
-  compute_role(call, Tiles(p, at.index, at.role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
+  compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
 }
 
 }  // namespace mkernel

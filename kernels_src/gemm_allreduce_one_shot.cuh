@@ -20,7 +20,7 @@ MK_DEVICE uint32_t slot(const Parameters& p, uint32_t source, uint32_t tile) { r
 struct Tiles : BasicOp<Config, Parameters> {
   using BasicOp::BasicOp;
   // A tile has one part. With a constant 1 NVRTC (13.5) spills 224 bytes at kBlockN = 256.
-  static constexpr uint32_t kParts = 2, kCommCtas = kCommunicating;
+  static constexpr uint32_t kParts = 2;
   static constexpr bool kAdds = true, kAnnounces = true;
 
   MK_DEVICE uint32_t num_tiles() const { return 2 * p.tiles; }
@@ -51,7 +51,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
   MK_DEVICE char* destination(const TileCoordinate& c, uint32_t i) const {
-    return heap(p.world, (p.world.local_rank + i) % kR) + partial_offset(p, slot(p, p.world.rank, c.index));
+    return heap(p.world, local_peer(p.world, i)) + partial_offset(p, slot(p, p.world.rank, c.index));
   }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (c.is_sum) return store_result(c, panel, warpgroup, smem);
@@ -63,10 +63,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE bool announces(const TileCoordinate& c) const { return !c.is_sum; }
   MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
-    for (uint32_t i = ptx::lane_index(); i < kR; i += 32) {      // a lane per rank of the node
-      const uint32_t flag = slot(p, p.world.rank, coordinate(tile).index);
-      ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
-    }
+    raise_flag(call, p, slot(p, p.world.rank, coordinate(tile).index), 0);
   }
 };
 
@@ -103,10 +100,11 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const RoleIndex at = role_of(ptx::cta_index());
-  const Call call = begin_call(p.world, at.role);
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
+  const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
-    if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
+    if (role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
     gemm_init(storage.gemm);
   }
   ptx::sync_cta();

@@ -16,7 +16,7 @@ struct Storage {
   GemmStorage<Config> gemm;
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
-static_assert(kNodes == 1 && kCommunicating == 0 && Config::kBlockN <= 128, "no such roles; registers");
+static_assert(kNodes == 1 && kCommCtas == 0 && Config::kBlockN <= 128, "no such roles; registers");
 
 // Packets lie in a range of the signal segment that holds nothing else, so that what is left from an earlier call is always older than this one.
 // p.partial_offset is its start, p.tiles the number of all tiles. A thread has two rows of a tile, and kPackets packets of each.
@@ -27,7 +27,7 @@ constexpr uint32_t kWarpPackets = 2 * kPackets * 32;
 
 struct Tiles : BasicOp<Config, Parameters> {
   using BasicOp::BasicOp;
-  static constexpr uint32_t kParts = 1, kCommCtas = 0;
+  static constexpr uint32_t kParts = 1;
   static constexpr bool kExchanges = kWorldSize > 1;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles; }

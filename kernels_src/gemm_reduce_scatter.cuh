@@ -38,14 +38,15 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 // ---- the role switch. inter_reduce is compute that makes its sums first.
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const RoleIndex at = role_of(ptx::cta_index());
-  const Call call = begin_call(p.world, at.role);
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
+  const Call call = begin_call(p.world, role);
   if (ptx::thread_index() == 0) {
-    if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
+    if (role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
     gemm_init(storage.gemm);
   }
   ptx::sync_cta();
-  compute_role(call, Tiles(p, at.index, at.role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
+  compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
 }
 
 }  // namespace mkernel

@@ -13,9 +13,6 @@ namespace mkernel {
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce,
 // kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
-constexpr uint32_t kR = Config::kRanksPerNode, kNodes = Config::kNumNodes, kWorldSize = kNodes * kR;
-constexpr uint32_t kOtherNodes = kNodes > 1 ? kNodes - 1 : 1;  // no 0: a division by it would draw a warning
-constexpr uint32_t kCommunicating = Config::kIntraComm + Config::kInterSend + Config::kInterReduce;  // CTAs that do not compute at first
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
 
@@ -39,9 +36,6 @@ struct alignas(64) Parameters {
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 
 // ---- where things are
-MK_DEVICE uint32_t node_distance(const abi::World& world, uint32_t rank) {  // of the rank's node, from this one on
-  return (rank / kR + kNodes - world.node) % kNodes;
-}
 MK_DEVICE uint32_t num_chunks(const Parameters& p) { return (p.tiles + Config::kChunkTiles - 1) / Config::kChunkTiles; }
 // Partial tiles at the rank that adds them up, by distances: of the owner's node, and of their source's local rank. Its own are not stored.
 MK_DEVICE uint32_t partial_index(const Parameters& p, uint32_t owner_distance, uint32_t source_distance, uint32_t index) {
@@ -60,7 +54,7 @@ MK_DEVICE uint64_t result_offset(const Parameters& p, uint32_t distance, uint32_
   return p.result_offset + (distance * p.tiles + index) * kResultBytes;
 }
 
-// ---- flags: index into the op's words of the signal segment
+// ---- flags, by number
 MK_DEVICE uint32_t sum_flag(const Parameters& p, uint32_t distance, uint32_t index) {
   return (kWorldSize - 1 + distance - 1) * p.tiles + index;
 }
@@ -69,13 +63,6 @@ MK_DEVICE uint32_t arrived_flag(const Parameters& p, uint32_t distance, uint32_t
 }
 MK_DEVICE uint32_t finished_flag(const Parameters& p, uint32_t distance, uint32_t local_rank, uint32_t index) {  // of that owner's tile
   return (kWorldSize - 1 + kNodes - 1) * p.tiles + (kNodes - 1) * num_chunks(p) + (distance * kR + local_rank) * p.tiles + index;
-}
-MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) { return p.flag_offset + uint64_t(flag) * sizeof(uint64_t); }
-MK_DEVICE uint64_t* flag_word(const Parameters& p, uint32_t local_rank, uint32_t flag) {
-  return reinterpret_cast<uint64_t*>(signals(p.world, local_rank) + flag_offset(p, flag));
-}
-MK_DEVICE bool wait_flag(const Call& call, const Parameters& p, uint32_t flag, uint32_t writer) {
-  return wait_ge(call, flag_word(p, p.world.local_rank, flag), call.epoch, Awaited{abi::kFlagChunk, flag, writer}, p.world.timeout_ns);
 }
 
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
@@ -88,7 +75,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
       : BasicOp(parameters), sums_begin(begin), sums_stride(stride) {}
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
-  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1, kCommCtas = kCommunicating;
+  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
   static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }
@@ -101,8 +88,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t peer(uint32_t i) const {  // the i-th other owner
     constexpr uint32_t kRemote = kWorldSize - kR;
     const bool remote = i < kRemote;
-    const uint32_t node = remote ? 1 + i % kOtherNodes : 0, local = remote ? 1 + i / kOtherNodes : 1 + i - kRemote;
-    return (p.world.node + node) % kNodes * kR + (p.world.local_rank + local) % kR;
+    return rank_at(p.world, remote ? 1 + i % kOtherNodes : 0, remote ? 1 + i / kOtherNodes : 1 + i - kRemote);
   }
   MK_DEVICE TileCoordinate at(uint32_t owner, uint32_t index, bool is_sum) const {
     const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
@@ -113,7 +99,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
       if (tile >= num_tiles()) {
         const uint32_t sum = tile - num_tiles(), begin = sum / (p.group_tiles * kOtherNodes) * p.group_tiles;
         const uint32_t rest = sum - begin * kOtherNodes, size = group_size(begin), distance = 1 + rest / size;
-        return at((p.world.node + distance) % kNodes * kR + p.world.local_rank, begin + rest % size, true);
+        return at(rail_peer(p.world, distance), begin + rest % size, true);
       }
     }
     const uint32_t groups = (p.tiles + p.group_tiles - 1) / p.group_tiles, first = kPeers * group_size(0);
@@ -161,8 +147,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     }
     MK_DEVICE uint32_t writer(uint32_t i) const {
       const abi::World& world = op.p.world;
-      if (arrived(i)) return (world.node + i - (kR - 1) + 1) % kNodes * kR + world.local_rank;
-      return world.node * kR + (world.local_rank + (c.is_sum ? i : i + 1)) % kR;
+      return arrived(i) ? rail_peer(world, i - (kR - 1) + 1) : world.node * kR + local_peer(world, c.is_sum ? i : i + 1);
     }
     MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_flag(call, op.p, flag(i), writer(i)); }
   };
@@ -202,7 +187,7 @@ MK_DEVICE bool send_tiles(const Call& call, const Parameters& p, const Tiles& ti
 #pragma unroll 1
   for (uint32_t item = index; item < num_chunks(p) * (kNodes - 1); item += Config::kInterSend) {
     const uint32_t first = item / kOtherNodes * Config::kChunkTiles, distance = 1 + item % kOtherNodes;
-    const uint32_t count = tiles.count(distance, first), peer = (p.world.node + distance) % kNodes * kR + p.world.local_rank;
+    const uint32_t count = tiles.count(distance, first), peer = rail_peer(p.world, distance);
     const uint64_t begin = trace.now();
 #pragma unroll 1
     for (uint32_t i = 0; i < count; ++i) {
@@ -232,8 +217,7 @@ MK_DEVICE uint32_t chunk_count(const Op& op, uint32_t owner, uint32_t first) {
 template <class Op>
 struct SumsToSend {
   const Op& op;
-  MK_DEVICE uint32_t owner(uint32_t distance) const { return (op.p.world.node + distance) % kNodes * kR + op.p.world.local_rank; }
-  MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const { return chunk_count(op, owner(distance), first); }
+  MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const { return chunk_count(op, rail_peer(op.p.world, distance), first); }
   MK_DEVICE uint32_t flag(uint32_t distance, uint32_t index) const { return sum_flag(op.p, distance, index); }
   MK_DEVICE uint64_t src(uint32_t distance, uint32_t index) const { return sum_offset(op.p, distance, index); }
   MK_DEVICE uint64_t dst(uint32_t distance, uint32_t index) const { return arrived_offset(op.p, kNodes - distance, index); }
@@ -242,19 +226,5 @@ struct SumsToSend {
     return arrived_flag(op.p, kNodes - distance, first / Config::kChunkTiles);
   }
 };
-
-// ---- roles: intra_comm first, then inter_send, then inter_reduce; the rest compute
-struct RoleIndex {
-  abi::Role role;
-  uint32_t index;  // among the CTAs of the role
-};
-MK_DEVICE RoleIndex role_of(uint32_t cta) {  // sums on the left: a comparison of unsigned with a constant 0 draws a warning
-  if (cta + 1 <= Config::kIntraComm) return RoleIndex{abi::kIntraComm, cta};
-  cta -= Config::kIntraComm;
-  if (cta + 1 <= Config::kInterSend) return RoleIndex{abi::kInterSend, cta};
-  cta -= Config::kInterSend;
-  if (cta + 1 <= Config::kInterReduce) return RoleIndex{abi::kInterReduce, cta};
-  return RoleIndex{abi::kCompute, cta - Config::kInterReduce};
-}
 
 }  // namespace mkernel

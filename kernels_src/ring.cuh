@@ -1,6 +1,6 @@
 // Device side of the command ring: puts to ranks of other nodes, executed by the engine (mkernel/proxy).
 #pragma once
-#include "sync.cuh"
+#include "world.cuh"
 
 namespace mkernel {
 
@@ -43,21 +43,15 @@ MK_DEVICE bool wait_put(const Call& call, uint64_t ticket, uint32_t peer) {
 }
 
 // Tells every rank that this one has entered the call. One warp of the grid: a lane per peer of the node, so that no release waits for another.
-template <class Config>
 MK_DEVICE void announce_entry(const Call& call) {
   const abi::World& world = call.world;
   const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, world.digest);
-#pragma unroll 1
-  for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {
-    const uint32_t peer = (world.local_rank + i) % Config::kRanksPerNode;
-    ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(world, peer) + offset), value);
-  }
-  if constexpr (Config::kNumNodes > 1) {
+  release_to_node(world, offset, value, 1);
+  if constexpr (kNodes > 1) {
     if (ptx::lane_index() != 0) return;
 #pragma unroll 1
-    for (uint32_t i = Config::kRanksPerNode; i < Config::kRanksPerNode * Config::kNumNodes; ++i) {
-      const uint32_t first = world.node * Config::kRanksPerNode;  // ranks of the other nodes, from the next node on
-      issue_put(call, Put{kEntryChannel, (first + i) % world.size, 0, 0, 0, offset, value});
+    for (uint32_t i = kR; i < kWorldSize; ++i) {  // ranks of the other nodes, from the next node on
+      issue_put(call, Put{kEntryChannel, (world.node * kR + i) % world.size, 0, 0, 0, offset, value});
     }
   }
 }

@@ -87,6 +87,7 @@ class AllGatherGemmPlan:
             "kRanksPerNode": topology.ranks_per_node,
             "kIntraComm": self.split.intra_comm or 0,
             "kInterSend": self.split.inter_send or 0,
+            "kInterReduce": self.split.inter_reduce or 0,
             "kChunkRows": self.chunk_rows,
             "kParts": self.parts,
             "kSlices": self.slices,

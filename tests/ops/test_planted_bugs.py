@@ -79,7 +79,7 @@ BUGS = [
     Bug(
         "no entry before a push",
         "allgather_gemm.cuh",
-        "    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;\n",
+        "    if (!wait_entered(call, world.node * kR + local_peer(world, i))) return;\n",
         workload="short",
         seeds=40,
     ),

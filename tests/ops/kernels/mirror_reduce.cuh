@@ -42,4 +42,4 @@ void write_tile(const Tiles& tiles, uint32_t tile, uint32_t* out) {
 }
 }  // namespace mirror
 
-MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta).role; }
+MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta); }
