@@ -264,38 +264,34 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE void announce(uint32_t) const {}
 };
 
+struct ShardToSend {
+  const Parameters& p;
+  CopyRing& ring;
+  uint32_t chunk;
+  MK_DEVICE uint32_t end() const { return num_chunks(p); }
+  MK_DEVICE bool prepare(const Call&, uint32_t next) {
+    chunk = next;
+    if (p.stage_send != 0) {
+      StagedChunk staged{p, chunk};
+      ring.copy(staged);
+    }
+    return true;
+  }
+  MK_DEVICE uint32_t puts() const { return kNodes - 1; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {
+    const uint64_t offset = chunk_offset(p, chunk), flag = flag_offset(p, flag_index(p, p.world.rank, chunk));
+    return Put{
+        channel,   rail_peer(p.world, 1 + i), p.send_offset + offset, plane_offset(p, p.world.rank) + offset, chunk_bytes(p, chunk), flag,
+        call.epoch};
+  }
+};
+
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   if constexpr (kNodes > 1) {
-    const abi::World& world = p.world;
-    Trace trace(world, 2);
+    Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
-    uint64_t last_put = 0;
-    uint32_t last_peer = world.rank;
-#pragma unroll 1
-    for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
-      const uint64_t begin = trace.now();
-      if (p.stage_send != 0) {
-        StagedChunk staged{p, chunk};
-        ring.copy(staged);
-      }
-#pragma unroll 1
-      for (uint32_t i = 1; i < kNodes; ++i) {
-        const uint32_t peer = rail_peer(world, i);
-        if (!wait_entered(call, peer)) return;
-        const Put put{1 + index,
-                      peer,
-                      p.send_offset + chunk_offset(p, chunk),
-                      plane_offset(p, world.rank) + chunk_offset(p, chunk),
-                      chunk_bytes(p, chunk),
-                      flag_offset(p, flag_index(p, world.rank, chunk)),
-                      call.epoch};
-        last_put = issue_put(call, put);
-        last_peer = peer;
-        if (last_put == 0) return;
-      }
-      trace.record(abi::kTracePut, chunk, begin);
-    }
-    if (last_put != 0) wait_put(call, last_put, last_peer);  // the call ends only when its inputs may be reused
+    ShardToSend chunks{p, ring, 0};
+    put_chunks(call, chunks, 1 + index, index, trace);
   }
 }
 

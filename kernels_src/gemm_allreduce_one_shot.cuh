@@ -68,32 +68,32 @@ struct Tiles : BasicOp<Config, Parameters> {
 };
 
 // ---- inter_send: chunks of this rank's partial tiles to all ranks of the other nodes (one thread)
+struct PartialsToSend {
+  const Parameters& p;
+  uint32_t first, count;  // slots
+  MK_DEVICE uint32_t end() const { return num_chunks(p); }
+  MK_DEVICE bool prepare(const Call& call, uint32_t chunk) {
+    const uint32_t left = p.tiles - chunk * Config::kChunkTiles;
+    first = slot(p, p.world.rank, chunk * Config::kChunkTiles), count = left < Config::kChunkTiles ? left : Config::kChunkTiles;
+#pragma unroll 1
+    for (uint32_t i = 0; i < count; ++i) {
+      if (!wait_flag(call, p, first + i, p.world.rank)) return false;
+    }
+    return true;
+  }
+  MK_DEVICE uint32_t puts() const { return kWorldSize - kR; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {  // from the next node on
+    const uint64_t offset = partial_offset(p, first);
+    const uint32_t peer = (p.world.node * kR + kR + i) % kWorldSize;
+    return Put{channel, peer, offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch};
+  }
+};
+
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {
   if constexpr (kNodes > 1) {
     Trace trace(p.world, 2);
-    uint64_t last_put = 0;
-    uint32_t last_peer = p.world.rank;
-#pragma unroll 1
-    for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
-      const uint64_t begin = trace.now();
-      const uint32_t first = slot(p, p.world.rank, chunk * Config::kChunkTiles), left = p.tiles - chunk * Config::kChunkTiles;
-      const uint32_t count = left < Config::kChunkTiles ? left : Config::kChunkTiles;
-#pragma unroll 1
-      for (uint32_t i = 0; i < count; ++i) {
-        if (!wait_flag(call, p, first + i, p.world.rank)) return;
-      }
-#pragma unroll 1
-      for (uint32_t i = kR; i < kWorldSize; ++i) {  // from the next node on
-        const uint32_t peer = (p.world.node * kR + i) % kWorldSize;
-        if (!wait_entered(call, peer)) return;
-        const uint64_t offset = partial_offset(p, first);
-        last_put = issue_put(call, Put{1 + index, peer, offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch});
-        last_peer = peer;
-        if (last_put == 0) return;
-      }
-      trace.record(abi::kTracePut, chunk, begin);
-    }
-    if (last_put != 0) wait_put(call, last_put, last_peer);  // the next call may overwrite what they read
+    PartialsToSend chunks{p, 0, 0};
+    put_chunks(call, chunks, 1 + index, index, trace);
   }
 }
 

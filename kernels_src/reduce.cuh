@@ -175,33 +175,36 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   }
 };
 
-// ---- inter_send: one thread puts chunks of tiles to the rail peers, each once all its tiles have their flag.
-// Tiles: uint32_t count(distance, first): how many of the chunk's tiles there are; flag(distance, index) and writer();
+// ---- inter_send: chunks of tiles to the rail peers.
+// Tiles: uint32_t count(distance, first): how many of the chunk's tiles there are; flag(distance, index): of this rank, told when one is done;
 //        src(distance, index), dst(distance, index): offsets in the heaps of this rank and of the peer; bytes(): of a tile;
 //        peer_flag(distance, first): at the peer.
-// Returns false when the call has failed.
 template <class Tiles>
-MK_DEVICE bool send_tiles(const Call& call, const Parameters& p, const Tiles& tiles, uint32_t channel, uint32_t index, Trace& trace) {
-  uint64_t last_put = 0;
-  uint32_t last_peer = p.world.rank;
-#pragma unroll 1
-  for (uint32_t item = index; item < num_chunks(p) * (kNodes - 1); item += Config::kInterSend) {
-    const uint32_t first = item / kOtherNodes * Config::kChunkTiles, distance = 1 + item % kOtherNodes;
-    const uint32_t count = tiles.count(distance, first), peer = rail_peer(p.world, distance);
-    const uint64_t begin = trace.now();
+struct TilesToSend {
+  const Parameters& p;
+  const Tiles& tiles;
+  uint32_t distance, first, count;
+  MK_DEVICE uint32_t end() const { return num_chunks(p) * (kNodes - 1); }
+  MK_DEVICE bool prepare(const Call& call, uint32_t item) {
+    first = item / kOtherNodes * Config::kChunkTiles, distance = 1 + item % kOtherNodes;
+    count = tiles.count(distance, first);
 #pragma unroll 1
     for (uint32_t i = 0; i < count; ++i) {
       if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;
     }
-    if (count == 0) continue;
-    if (!wait_entered(call, peer)) return false;
-    last_put = issue_put(call, Put{channel, peer, tiles.src(distance, first), tiles.dst(distance, first), count * tiles.bytes(),
-                                   flag_offset(p, tiles.peer_flag(distance, first)), call.epoch});
-    last_peer = peer;
-    if (last_put == 0) return false;
-    trace.record(abi::kTracePut, item, begin);
+    return true;
   }
-  return last_put == 0 || wait_put(call, last_put, last_peer);
+  MK_DEVICE uint32_t puts() const { return count != 0 ? 1 : 0; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t) const {
+    const uint64_t flag = flag_offset(p, tiles.peer_flag(distance, first));
+    return Put{channel,   rail_peer(p.world, distance), tiles.src(distance, first), tiles.dst(distance, first), count * tiles.bytes(), flag,
+               call.epoch};
+  }
+};
+template <class Tiles>
+MK_DEVICE void send_tiles(const Call& call, const Parameters& p, const Tiles& tiles, uint32_t channel, uint32_t index, Trace& trace) {
+  TilesToSend<Tiles> chunks{p, tiles, 0, 0, 0};
+  put_chunks(call, chunks, channel, index, trace);
 }
 
 // How many of the tiles [first, first + kChunkTiles) of an owner there are.
