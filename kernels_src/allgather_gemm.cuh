@@ -3,8 +3,7 @@
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
 // nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
 #pragma once
-#include "copy.cuh"
-#include "gemm.cuh"
+#include "intra_comm.cuh"
 
 namespace mkernel {
 
@@ -36,16 +35,6 @@ struct alignas(64) Parameters {
 };
 
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
-
-struct Storage {
-  union {
-    GemmStorage<Config> gemm;
-    CopyPieces pieces;
-  };
-  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
-  Handover announce, arrived;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
 // ---- where things are
 // A chunk is kChunkRows rows (a block) of one part of K. Chunks travel, and are numbered, in groups of part_blocks blocks: the first part of
@@ -205,21 +194,27 @@ struct PushedChunks {
   }
 };
 
-MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index, Handover::Position& at) {
-  const abi::World& world = p.world;
+MK_DEVICE bool node_entered(const Call& call) {
 #pragma unroll 1
   for (uint32_t i = 1; i < kR; ++i) {
-    if (!wait_entered(call, world.node * kR + local_peer(world, i))) return;
+    if (!wait_entered(call, call.world.node * kR + local_peer(call.world, i))) return false;
   }
-  Trace trace(world, 2);
-  CopyRing ring(storage.pieces, storage.copy_barriers);
-  PushedChunks chunks{p, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
-  ring.copy(chunks);
-  at = chunks.at;
+  return true;
+}
+MK_DEVICE void push_chunks(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  Handover::Position at;
+  if (node_entered(call)) {
+    Trace trace(p.world, 2);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    PushedChunks chunks{p, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
+    ring.copy(chunks);
+    at = chunks.at;
+  }
+  storage.announce.push(at, kNoMore);
 }
 
 // Hands over what the rail peers have put here for this CTA to forward. One thread.
-MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
   Handover::Position at;
   uint32_t item = index;
   while (item < num_chunks(p)) item += Config::kIntraComm;
@@ -232,17 +227,11 @@ MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, Storage& s
   storage.arrived.push(at, kNoMore);
 }
 
-MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  const uint32_t warp = ptx::warp_index();
-  if (warp == 0 && ptx::lane_index() == 0) {
-    Handover::Position at;
-    push_chunks(call, p, storage, index, at);
-    storage.announce.push(at, kNoMore);
-  } else if (kNodes > 1 && warp == 2 && ptx::lane_index() == 0) {
-    wait_for_chunks(call, p, storage, index);
-  } else if (warp == 1) {
-    storage.announce.serve([&](uint32_t flag) { raise_flag(call, p, flag, 1); });
-  }
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  const auto wait = [&] {
+    if constexpr (kNodes > 1) wait_for_chunks(call, p, storage, index);
+  };
+  intra_comm(call, p, storage, [&] { push_chunks(call, p, storage, index); }, wait);
 }
 
 // ---- inter_send: this rank's chunks to its rail peers (one thread)
@@ -286,7 +275,7 @@ struct ShardToSend {
   }
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
   if constexpr (kNodes > 1) {
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
@@ -297,29 +286,14 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& s
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
+  CopyingStorage& storage = shared_storage<CopyingStorage>();
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0) {
-    if (role == abi::kIntraComm) {
-      storage.announce.init();
-      storage.arrived.init();
-    }
-    if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
-  }
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
   if constexpr (Config::kIntraComm > 0) {
-    if (role == abi::kIntraComm) {
-      ptx::sync_cta();
-      intra_comm_role(call, p, storage, cta);
-      ptx::sync_cta();
-    }
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }
-  if (ptx::thread_index() == 0) {
-    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
   compute_role(call, Tiles(p), storage.gemm);
 }
 

@@ -24,6 +24,7 @@ class CopyRing {
     for (uint32_t s = 0; s < kPieceStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
     ptx::mbarrier_init_fence();
   }
+  MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
   // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
   // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);

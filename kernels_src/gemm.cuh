@@ -116,6 +116,13 @@ MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
   return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
 }
 
+// The shared memory of the CTA, as a kernel lays it out.
+template <class Storage>
+MK_DEVICE Storage& shared_storage() {
+  static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+  return *reinterpret_cast<Storage*>(ptx::shared_memory());
+}
+
 // What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags; and where tiles are whose rows
 // are p.rows rows of the maps p.a_map and p.c_map, plane 0, with all of K, and whose columns those of p.b_map.
 template <class Config, class Parameters>
@@ -148,7 +155,7 @@ struct BasicOp {
 };
 
 template <class Config>
-MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta; a warp that shared them out was slower
+MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp that shared them out was slower
   for (uint32_t s = 0; s < Config::kStages; ++s) {
     ptx::mbarrier_init(&storage.stage_filled[s], 1);
     ptx::mbarrier_init(&storage.stage_consumed[s], kConsumerWarps);
@@ -520,10 +527,12 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
 }
 
-// All threads of the CTA, after gemm_init and a sync_cta; computes until the tile counter runs out, then leaves the call. Nothing may
-// follow: each warpgroup ends with its own number of registers.
+// All threads of the CTA; whatever one did before is done when it comes here. Computes until the tile counter runs out, then leaves the call.
+// Nothing may follow: each warpgroup ends with its own number of registers.
 template <class Config, class Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  if (ptx::thread_index() == 0) gemm_init(storage);
+  ptx::sync_cta();
   const uint32_t warp = ptx::warp_index();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();

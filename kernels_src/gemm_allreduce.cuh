@@ -2,20 +2,11 @@
 // generated source after `struct Config`. Tiles have owners, as in a reduce-scatter (reduce.cuh); an owner leaves the finished tile in its heap,
 // whence the node's other ranks pull it into their C. Across nodes it is put to each rail peer once, and that rank's node pulls it there.
 #pragma once
-#include "copy.cuh"
+#include "intra_comm.cuh"
 #include "reduce.cuh"
 
 namespace mkernel {
 
-struct Storage {
-  union {
-    GemmStorage<Config> gemm;
-    CopyPieces pieces;
-  };
-  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
-  Handover arrived, forward;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a finished tile is one panel");
 
 // Owners have runs of equal length of all tiles in raster order; the last ones may have fewer.
@@ -126,7 +117,7 @@ struct PulledTiles {
 };
 
 // Hands over every item of this CTA that has come, and tells warp 1 what to forward. One thread.
-MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Handover& arrived, Handover& forward) {
+MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, CopyingStorage& storage) {
   Handover::Position arrival, forwarding;
   bool ok = true;
 #pragma unroll 1
@@ -139,28 +130,22 @@ MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Hando
     ok = pulled.wait(call, u);
     if (!ok) break;
     ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
-    if (kR > 1 && pulled.is_forwarded(u)) forward.push(forwarding, pulled.flag(u));
-    arrived.push(arrival, item);
+    if (kR > 1 && pulled.is_forwarded(u)) storage.announce.push(forwarding, pulled.flag(u));
+    storage.arrived.push(arrival, item);
   }
-  arrived.push(arrival, kNoMore);
-  forward.push(forwarding, kNoMore);
+  storage.arrived.push(arrival, kNoMore);
+  storage.announce.push(forwarding, kNoMore);
 }
 
-MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  const uint32_t warp = ptx::warp_index();
-  if (ptx::lane_index() == 0 && (warp == 0 || warp == 2)) {
-    Trace trace(p.world, 2);
-    const Tiles tiles(p, 0, 0);
-    PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
-    if (warp == 2) {
-      wait_for_tiles(call, pulled, storage.arrived, storage.forward);
-    } else {
-      CopyRing ring(storage.pieces, storage.copy_barriers);
-      ring.copy(pulled);
-    }
-  } else if (warp == 1) {
-    storage.forward.serve([&](uint32_t flag) { raise_flag(call, p, flag, 1); });
-  }
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  const Tiles tiles(p, 0, 0);
+  Trace trace(p.world, 2);
+  PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
+  const auto copy = [&] {
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    ring.copy(pulled);
+  };
+  intra_comm(call, p, storage, copy, [&] { wait_for_tiles(call, pulled, storage); });
 }
 
 // ---- inter_send: sums of this node to their owners (thread 0) beside finished tiles to the rail peers (thread 32)
@@ -191,30 +176,16 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 
 // ---- the role switch. inter_reduce is compute that makes its sums first.
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
+  CopyingStorage& storage = shared_storage<CopyingStorage>();
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
   if constexpr (Config::kIntraComm > 0) {
-    if (role == abi::kIntraComm) {
-      if (ptx::thread_index() == 0) {
-        storage.arrived.init();
-        storage.forward.init();
-      }
-      ptx::sync_cta();
-      intra_comm_role(call, p, storage, cta);
-      ptx::sync_cta();
-    }
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }
-  if (role == abi::kInterSend) {
-    if (ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) inter_send_role(call, p, cta - kFirstInterSend);
-    ptx::sync_cta();
+  if (role == abi::kInterSend && ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) {
+    inter_send_role(call, p, cta - kFirstInterSend);
   }
-  if (ptx::thread_index() == 0) {
-    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
   compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
 }
 

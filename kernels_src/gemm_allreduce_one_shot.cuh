@@ -6,10 +6,6 @@
 
 namespace mkernel {
 
-struct Storage {
-  GemmStorage<Config> gemm;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such roles");
 
 // p.tiles is the number of all tiles; every rank has room for (world size, tiles) partial tiles, and a flag for each. Of a rank on another node
@@ -99,16 +95,11 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0) {
-    if (role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
-  compute_role(call, Tiles(p), storage.gemm);
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
+  compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

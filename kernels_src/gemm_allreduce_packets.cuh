@@ -12,10 +12,6 @@
 
 namespace mkernel {
 
-struct Storage {
-  GemmStorage<Config> gemm;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 static_assert(kNodes == 1 && kCommCtas == 0 && Config::kBlockN <= 128, "no such roles; registers");
 
 // Packets lie in a range of the signal segment that holds nothing else, so that what is left from an earlier call is always older than this one.
@@ -193,11 +189,8 @@ struct Tiles : BasicOp<Config, Parameters> {
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const Call call = begin_call(p.world, abi::kCompute);
-  if (ptx::thread_index() == 0) gemm_init(storage.gemm);
-  ptx::sync_cta();
-  compute_role(call, Tiles(p), storage.gemm);
+  compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

@@ -5,11 +5,6 @@
 
 namespace mkernel {
 
-struct Storage {
-  GemmStorage<Config> gemm;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
-
 // An owner's tiles are those of its rows.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
@@ -37,16 +32,12 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 
 // ---- the role switch. inter_reduce is compute that makes its sums first.
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0) {
-    if (role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
-  compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
+  compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0),
+               shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

@@ -79,7 +79,7 @@ BUGS = [
     Bug(
         "no entry before a push",
         "allgather_gemm.cuh",
-        "    if (!wait_entered(call, world.node * kR + local_peer(world, i))) return;\n",
+        "    if (!wait_entered(call, call.world.node * kR + local_peer(call.world, i))) return false;\n",
         workload="short",
         seeds=40,
     ),
@@ -149,9 +149,9 @@ BUGS = [
     Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();", seeds=40),
     Bug(
         "a CTA begins before its barriers are ready",
-        "allgather_gemm.cuh",
-        "  ptx::sync_cta();\n  compute_role",
-        "  compute_role",
+        "gemm.cuh",
+        "gemm_init(storage);\n  ptx::sync_cta();\n",
+        "gemm_init(storage);\n",
         found_as="not been initialized",
     ),
     # Proxies.
@@ -171,8 +171,9 @@ BUGS = [
     ),
     Bug(
         "no proxy fence when a communication CTA joins compute",
-        "allgather_gemm.cuh",
-        "    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles\n",
+        "copy.cuh",
+        "ptx::fence_proxy_async_shared(); }  // shared memory changes hands",
+        "}  // shared memory changes hands",
         missed="the emulator tracks ordinary writes that bulk copies read, not writes of bulk copies that ordinary ones replace",
     ),
     # Partial tiles, sums and finished tiles.
@@ -331,7 +332,7 @@ BUGS = [
     Bug(
         "nobody is told of a forwarded tile",
         "gemm_allreduce.cuh",
-        " forward.push(forwarding, pulled.flag(u));",
+        " storage.announce.push(forwarding, pulled.flag(u));",
         " {}",
         found_as="deadlock",
         world="2x2",
