@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M, THREADS, GemmTile, choose_load_rows, choose_tile
+from mkernel.plan.gemm import BLOCK_K, BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -26,7 +25,6 @@ _SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
-_GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,14 +57,11 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGatherGemmPlan:
+class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     """Tile, chunks, split and buffers for one problem on one kind of device."""
 
-    problem: AllGatherGemmProblem
-    split: Split
-    tile: GemmTile
     chunk_rows: int  # rows of a chunk
-    group_m: int = _GROUP_M  # tile rows that share columns of B
+    group_m: int = GROUP_M  # tile rows that share columns of B
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
@@ -75,35 +70,13 @@ class AllGatherGemmPlan:
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
-        problem, topology = self.problem, self.problem.topology
-        constants = {
-            "kN": problem.n,
-            "kK": problem.k,
-            "kBlockN": self.tile.block_n,
-            "kStages": self.tile.stages,
-            "kFloat16": int(problem.dtype == "float16"),
-            "kBRowMajor": int(problem.b_row_major),
-            "kNumNodes": topology.num_nodes,
-            "kRanksPerNode": topology.ranks_per_node,
-            "kIntraComm": self.split.intra_comm or 0,
-            "kInterSend": self.split.inter_send or 0,
-            "kInterReduce": self.split.inter_reduce or 0,
+        constants = self.constants | {
             "kChunkRows": self.chunk_rows,
             "kParts": self.parts,
             "kSlices": self.slices,
             "kLoadRows": self.load_rows,
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
-
-    @functools.cached_property
-    def digest(self) -> int:
-        """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks, self.slices))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-    @property
-    def grid(self) -> int:
-        return self.split.total
 
     @property
     def plane_bytes(self) -> int:
@@ -156,15 +129,6 @@ class AllGatherGemmPlan:
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
     @property
-    def tile_rows(self) -> int:
-        """Rows of tiles per shard."""
-        return math.ceil(self.problem.rows / BLOCK_M)
-
-    @property
-    def tiles_n(self) -> int:
-        return math.ceil(self.problem.n / self.tile.block_n)
-
-    @property
     def num_tiles(self) -> int:
         """Whole tiles, before any is halved."""
         return self.problem.topology.size * self.tile_rows * self.tiles_n
@@ -199,11 +163,9 @@ class AllGatherGemmPlan:
         local, remote = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
         for shards, first in ((1, 0), (local, 1), (remote, topology.ranks_per_node)):
             rows = self.tile_rows * shards
-            for group in range(0, rows, self.group_m):
-                in_group = min(self.group_m, rows - group)
-                for n in range(self.tiles_n):
-                    for row in range(group, group + in_group):
-                        yield Tile(self.source(rank, first + row % shards), row // shards, n)
+            for index in range(rows * self.tiles_n):
+                row, n = raster(index, rows, self.tiles_n, self.group_m)
+                yield Tile(self.source(rank, first + row % shards), row // shards, n)
 
     def tile_chunks(self, tile: Tile) -> list[int]:
         """The chunks of its source's shard that a tile reads, part by part."""
