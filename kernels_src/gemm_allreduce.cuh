@@ -138,7 +138,7 @@ MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Copyi
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
-  const Tiles tiles(p, 0, 0);
+  const Tiles tiles(p);
   Trace trace(p.world, 2);
   PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
   const auto copy = [&] {
@@ -165,7 +165,7 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
   if constexpr (kNodes > 1) {
     const bool sends_sums = ptx::thread_index() == 0;
     Trace trace(p.world, sends_sums ? 2 : 1);
-    const Tiles tiles(p, 0, 0);
+    const Tiles tiles(p);
     if (sends_sums) {
       send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
     } else {

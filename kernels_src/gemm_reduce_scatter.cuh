@@ -25,7 +25,7 @@ struct Tiles : OwnedTiles<Tiles> {
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // one thread
   if constexpr (kNodes > 1) {
     Trace trace(p.world, 2);
-    const Tiles tiles(p, 0, 0);
+    const Tiles tiles(p);
     send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
   }
 }

@@ -71,7 +71,7 @@ MK_DEVICE uint32_t finished_flag(const Parameters& p, uint32_t distance, uint32_
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
   uint32_t sums_begin, sums_stride;  // of inter_reduce: the sums that this CTA makes
-  MK_DEVICE OwnedTiles(const Parameters& parameters, uint32_t begin, uint32_t stride)
+  MK_DEVICE explicit OwnedTiles(const Parameters& parameters, uint32_t begin = 0, uint32_t stride = 0)
       : BasicOp(parameters), sums_begin(begin), sums_stride(stride) {}
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 

@@ -1,6 +1,7 @@
 // allgather_gemm's schedule for the host, to be compared with mkernel/plan/allgather_gemm.py.
 #pragma once
 #include "allgather_gemm.cuh"
+#include "mirror_world.cuh"
 
 namespace mirror {
 struct Shape {  // what a plan decides at run time
@@ -8,12 +9,7 @@ struct Shape {  // what a plan decides at run time
 };
 inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
   mkernel::Parameters p{};
-  p.world.rank = rank;
-  p.world.size = mkernel::kWorldSize;
-  p.world.num_nodes = Config::kNumNodes;
-  p.world.ranks_per_node = Config::kRanksPerNode;
-  p.world.node = rank / Config::kRanksPerNode;
-  p.world.local_rank = rank % Config::kRanksPerNode;
+  p.world = world_of(rank);
   p.rows = shape.rows;
   p.whole_tiles = shape.whole_tiles;
   p.group_m = shape.group_m;
@@ -55,4 +51,3 @@ MKC_API uint32_t mirror_chunk_index(const mirror::Shape* shape, uint32_t block, 
   const mkernel::Chunk back = mkernel::chunk_at(p, index);
   return back.block == block && back.part == part ? index : 0xffffffffu;
 }
-MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta); }

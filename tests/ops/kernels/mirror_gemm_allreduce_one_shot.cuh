@@ -2,16 +2,6 @@
 #include "gemm_allreduce_one_shot.cuh"
 #include "mirror_reduce.cuh"
 
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles(p).num_tiles();
-}
-MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p);
-  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
-}
-
 // What a sum adds, in order; the rank is whose tile it is. Returns how many.
 MKC_API uint32_t mirror_addends(uint32_t rank, const mirror::Shape* shape, uint32_t tile, uint32_t part, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
