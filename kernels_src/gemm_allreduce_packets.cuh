@@ -182,7 +182,10 @@ struct Tiles : BasicOp<Config, Parameters> {
       }
       if (missing == nullptr) return true;
       const uint64_t* flag = reinterpret_cast<const uint64_t*>(missing) + 1;  // the number is the upper half of a packet's upper word
-      if (!patience.goes_on(flag, call.epoch << 32, Awaited{abi::kFlagChunk, 0, writer}, call.epoch, 0)) return false;
+      const abi::State state = patience.pass(flag, call.epoch << 32);
+      if (state == abi::kRunning) continue;
+      fail(call, state, Awaited{abi::kFlagChunk, 0, writer}, call.epoch, 0);
+      return false;
     }
   }
 };
