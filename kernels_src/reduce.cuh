@@ -94,26 +94,31 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
-  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
-    if constexpr (kNodes > 1) {
-      if (tile >= num_tiles()) {
-        const uint32_t sum = tile - num_tiles(), begin = sum / (p.group_tiles * kOtherNodes) * p.group_tiles;
-        const uint32_t rest = sum - begin * kOtherNodes, size = group_size(begin), distance = 1 + rest / size;
-        return at(rail_peer(p.world, distance), begin + rest % size, true);
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {  // calls at() once: it is long
+    uint32_t owner = p.world.rank, begin = 0, rest = tile;    // of the group, and the tile's number in it
+    bool is_sum = false;
+    const uint32_t groups = (p.tiles + p.group_tiles - 1) / p.group_tiles, first = kPeers * group_size(0);
+    if (kNodes > 1 && tile >= num_tiles()) {
+      rest = tile - num_tiles(), begin = rest / (p.group_tiles * kOtherNodes) * p.group_tiles, is_sum = true;
+      rest -= begin * kOtherNodes;
+      owner = rail_peer(p.world, 1 + rest / group_size(begin)), rest %= group_size(begin);
+    } else if (tile < first) {
+      owner = peer(tile / group_size(0)), rest = tile % group_size(0);
+    } else {
+      rest -= first;
+      if (groups > 1) {
+        const uint32_t whole = rest / (kWorldSize * p.group_tiles), group = whole + 1 < groups - 1 ? whole + 1 : groups - 1;
+        rest -= (group - 1) * kWorldSize * p.group_tiles;
+        begin = group * p.group_tiles;
+        const uint32_t sent = kPeers * group_size(begin);
+        if (rest < sent) {
+          owner = peer(rest / group_size(begin)), rest %= group_size(begin);
+        } else {
+          rest -= sent, begin -= p.group_tiles;
+        }
       }
     }
-    const uint32_t groups = (p.tiles + p.group_tiles - 1) / p.group_tiles, first = kPeers * group_size(0);
-    if (tile < first) return at(peer(tile / group_size(0)), tile % group_size(0), false);
-    uint32_t group = 1, rest = tile - first;
-    if (groups > 1) {
-      const uint32_t whole = rest / (kWorldSize * p.group_tiles);
-      group = whole + 1 < groups - 1 ? whole + 1 : groups - 1;
-      rest -= (group - 1) * kWorldSize * p.group_tiles;
-      const uint32_t begin = group * p.group_tiles, sent = kPeers * group_size(begin);
-      if (rest < sent) return at(peer(rest / group_size(begin)), begin + rest % group_size(begin), false);
-      rest -= sent;
-    }
-    return at(p.world.rank, (group - 1) * p.group_tiles + rest, false);
+    return at(owner, begin + rest, is_sum);
   }
   MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles; }
 
