@@ -15,7 +15,10 @@ struct Tiles : OwnedTiles<Tiles> {
   MK_DEVICE RasterPosition position(uint32_t owner, uint32_t index) const {
     return raster<Config>(owner * p.tiles + index, tile_rows(), p.group_m);
   }
-  MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return owner * p.tiles + index < tile_rows() * Shape::kTilesN; }
+  MK_DEVICE uint32_t count_of(uint32_t owner) const {
+    const uint32_t all = tile_rows() * Shape::kTilesN, begin = owner * p.tiles, left = all > begin ? all - begin : 0;
+    return left < p.tiles ? left : p.tiles;
+  }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (!is_own(c)) return store_partial(c, panel, warpgroup, smem);
     store_result(c, panel, warpgroup, smem);
@@ -161,16 +164,35 @@ struct ResultsToSend {
   }
 };
 
+struct EitherToSend {  // in one loop: two are as much code again
+  bool is_sums;
+  SumsToSend<Tiles> sums;
+  ResultsToSend results;
+  MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const {
+    return is_sums ? sums.count(distance, first) : results.count(distance, first);
+  }
+  MK_DEVICE uint32_t flag(uint32_t distance, uint32_t index) const {
+    return is_sums ? sums.flag(distance, index) : results.flag(distance, index);
+  }
+  MK_DEVICE uint64_t src(uint32_t distance, uint32_t index) const {
+    return is_sums ? sums.src(distance, index) : results.src(distance, index);
+  }
+  MK_DEVICE uint64_t dst(uint32_t distance, uint32_t index) const {
+    return is_sums ? sums.dst(distance, index) : results.dst(distance, index);
+  }
+  MK_DEVICE uint64_t bytes() const { return is_sums ? sums.bytes() : results.bytes(); }
+  MK_DEVICE uint32_t peer_flag(uint32_t distance, uint32_t first) const {
+    return is_sums ? sums.peer_flag(distance, first) : results.peer_flag(distance, first);
+  }
+};
+
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // both threads
   if constexpr (kNodes > 1) {
-    const bool sends_sums = ptx::thread_index() == 0;
-    Trace trace(p.world, sends_sums ? 2 : 1);
+    const bool is_sums = ptx::thread_index() == 0;
+    Trace trace(p.world, is_sums ? 2 : 1);
     const Tiles tiles(p);
-    if (sends_sums) {
-      send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
-    } else {
-      send_tiles(call, p, ResultsToSend{tiles}, 1 + Config::kInterSend + index, index, trace);
-    }
+    const EitherToSend sent{is_sums, SumsToSend<Tiles>{tiles}, ResultsToSend{tiles}};
+    send_tiles(call, p, sent, (is_sums ? 1 : 1 + Config::kInterSend) + index, index, trace);
   }
 }
 

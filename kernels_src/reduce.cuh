@@ -67,7 +67,7 @@ MK_DEVICE uint32_t finished_flag(const Parameters& p, uint32_t distance, uint32_
 
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
 // one group later, the own ones: what they add has then had time to come.
-// Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), bool exists(owner, index).
+// Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
   uint32_t sums_begin, sums_stride;  // of inter_reduce: the sums that this CTA makes
@@ -90,8 +90,9 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     const bool remote = i < kRemote;
     return rank_at(p.world, remote ? 1 + i % kOtherNodes : 0, remote ? 1 + i / kOtherNodes : 1 + i - kRemote);
   }
+  MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return index < derived().count_of(owner); }
   MK_DEVICE TileCoordinate at(uint32_t owner, uint32_t index, bool is_sum) const {
-    const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
+    const RasterPosition position = exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {  // calls at() once: it is long
@@ -125,7 +126,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   // ---- for the GEMM
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
   MK_DEVICE uint32_t parts(const TileCoordinate& c) const {
-    if (!derived().exists(c.plane, c.index)) return 0;
+    if (!exists(c.plane, c.index)) return 0;
     return is_own(c) ? kParts : 1;
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t part) const { return part == 1 || c.is_sum; }
@@ -215,11 +216,8 @@ MK_DEVICE void send_tiles(const Call& call, const Parameters& p, const Tiles& ti
 // How many of the tiles [first, first + kChunkTiles) of an owner there are.
 template <class Op>
 MK_DEVICE uint32_t chunk_count(const Op& op, uint32_t owner, uint32_t first) {
-  uint32_t count = 0;
-#pragma unroll 1
-  for (; count < Config::kChunkTiles && first + count < op.p.tiles && op.exists(owner, first + count); ++count) {
-  }
-  return count;
+  const uint32_t tiles = op.count_of(owner), left = tiles > first ? tiles - first : 0;
+  return left < Config::kChunkTiles ? left : Config::kChunkTiles;
 }
 
 template <class Op>
