@@ -3,11 +3,13 @@
 #   PYTHON=python3.12   the interpreter to build .venv with (default: the newest there is)
 #   VENV=none           use PYTHON as it is, with what it has installed
 #   PYTEST="-k name"    more arguments for pytest
+#   JOBS=1              tests at once (default: one per core)
 
 PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11 3; do \
   python$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v python$$v; break; }; done)
 VENV ?= .venv
 PYTEST ?=
+JOBS ?= $(shell nproc)
 APT := apt-get install -y make g++ python3 python3-venv
 
 # The CUDA of the driver, "13", "12" or nothing: decides which GPU packages the demo installs.
@@ -30,10 +32,10 @@ demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
 
 test: $(call stamp,test)
-	$(PY) -m pytest -m "not gpu" $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" $(PYTEST)
 
 test-full: $(call stamp,test)
-	$(PY) -m pytest -m "not gpu" --full $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" --full $(PYTEST)
 
 test-gpu: $(call stamp,test)
 	$(PY) -m pytest -m gpu $(PYTEST)

@@ -187,6 +187,13 @@ RC_SIGNAL = _declare(
 RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "an integer >= 1", _positive, 4, "queue pairs of rc to each peer; channels share them")
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _duration, 50.0, "bandwidth of one emulated link; 0: not paced")
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _duration, 5.0, "latency of one emulated link")
+EMULATED_HOST_SIGNALS = _declare(
+    "MKERNEL_EMULATED_HOST_SIGNALS",
+    "1 or 0",
+    _boolean,
+    False,
+    "emulated links raise flags in host memory, as srd does: to test kernels with such flags",
+)
 
 
 @contextlib.contextmanager

@@ -68,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, reason in skips.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("rdma"):
+            item.add_marker(pytest.mark.xdist_group("machines"))  # each boots several: one after the other
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from mkernel.errors import Error
 
-__all__ = ["DriverError", "call", "check", "current", "driver", "native", "prompt"]
+__all__ = ["DriverError", "call", "check", "current", "driver", "native", "prompt", "unwind"]
 
 _REMEDIES = {
     2: "free GPU memory, or pass a smaller heap_bytes",
@@ -109,3 +110,13 @@ class current:  # noqa: N801
         cuda = driver()
         cuda.cuThreadExchangeStreamCaptureMode(self._mode)
         call(cuda.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+
+def unwind(undo: list[Callable[[], None]]) -> None:
+    """Newest first. At the end of the process the driver may be gone already, and has freed everything."""
+    while undo:
+        try:
+            undo.pop()()
+        except DriverError as error:
+            if not error.gone:
+                raise

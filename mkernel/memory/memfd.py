@@ -49,6 +49,8 @@ class MemfdSegment(Segment):
         The host is out of address space, descriptors or memory.
     """
 
+    mappable = True
+
     def __init__(self, size: int, local_rank: int, ranks_per_node: int) -> None:
         self._fd = -1
         self._reserved = 0
@@ -94,7 +96,7 @@ class MemfdSegment(Segment):
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            warnings.warn(f"MemfdSegment of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(f"{type(self).__name__} of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 class Mapping:

@@ -21,6 +21,7 @@ class Segment(abc.ABC):
     stride: int  # bytes between two local ranks in this process's address space
     base: int  # address of local rank 0's part
     local_rank: int
+    mappable: bool  # any process can map ``fd`` and read and write there; else network cards get in by ``dmabuf``
 
     @property
     @abc.abstractmethod
@@ -28,7 +29,7 @@ class Segment(abc.ABC):
         """File descriptor that another process can map; owned by the segment. Also used by engines (emulated transport)."""
 
     def dmabuf(self) -> int:
-        """Descriptor by which a network card reaches memory that no process can map by ``fd``; owned by the segment. -1: map ``fd``."""
+        """Descriptor by which a network card reaches memory that is not ``mappable``; owned by the segment. Else -1."""
         return -1
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mkernel.errors import Error
-from mkernel.memory.driver import DriverError, call, check, current, driver, native
+from mkernel.memory.driver import call, check, current, driver, native, unwind
 from mkernel.memory.segment import Segment
 
 __all__ = ["VmmMapping", "VmmSegment", "granularity", "import_fd"]
@@ -39,6 +39,8 @@ class VmmSegment(Segment):
     DriverError
         Out of memory or address space, or the GPU cannot share memory by file descriptor.
     """
+
+    mappable = False
 
     def __init__(self, ordinal: int, context: Any, size: int, local_rank: int, ranks_per_node: int) -> None:
         self._fd = self._dmabuf = -1
@@ -93,7 +95,7 @@ class VmmSegment(Segment):
         if self._dmabuf >= 0:
             os.close(self._dmabuf)
             self._dmabuf = -1
-        _unwind(self._undo)
+        unwind(self._undo)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -122,7 +124,7 @@ class VmmMapping:
             raise
 
     def close(self) -> None:
-        _unwind(self._undo)
+        unwind(self._undo)
 
     def __enter__(self) -> Self:
         return self
@@ -227,16 +229,6 @@ def _zero(context: Any, address: int, size: int) -> None:
             check(native("cuStreamSynchronize", ctypes.c_void_p)(int(stream)), f"zeroing {size} bytes")
         finally:
             call(cuda.cuStreamDestroy(stream), "destroying a stream")
-
-
-def _unwind(undo: list[Callable[[], None]]) -> None:
-    """Newest first. At the end of the process the driver may be gone already, and has freed everything."""
-    while undo:
-        try:
-            undo.pop()()
-        except DriverError as error:
-            if not error.gone:
-                raise
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -20,10 +20,19 @@ from mkernel.errors import AbortedError, ArgumentError, Error
 from mkernel.runtime import current
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
-from mkernel.runtime.placement import Card, Gpu, choose_device, choose_network, choose_target, choose_topology, require_equal
+from mkernel.runtime.placement import (
+    Card,
+    Gpu,
+    choose_device,
+    choose_network,
+    choose_signals,
+    choose_target,
+    choose_topology,
+    require_equal,
+)
 from mkernel.runtime.wire import SocketControl
 from mkernel.runtime.world import SIGNAL_BYTES, Options, Parts, World
-from mkernel.transport import TRANSPORTS, own_process
+from mkernel.transport import TRANSPORTS, host_signals, own_process
 
 if TYPE_CHECKING:
     from mkernel.memory.segment import Segment
@@ -121,6 +130,7 @@ def assemble(
     target = choose_target(cards, options.target) if make_device is None else "cpu" if options.target == "auto" else options.target
     transport = _choose_transport(options.transport, topology, cards)
     separate = _in_own_process(transport, cohort)
+    host = choose_signals(cards, transport)
     device: int | str = choose_device(cards, rank).ordinal if target == "cuda" and make_device is None else 0 if target == "cuda" else "cpu"
     waiting: Waiting = contextlib.nullcontext
     if cohort is not None:
@@ -137,7 +147,8 @@ def assemble(
             shape = (topology.local_rank(rank), topology.ranks_per_node)
             data = backend.segment(heap_bytes, *shape)
             undo.callback(data.close)
-            signals = backend.segment(SIGNAL_BYTES, *shape)
+            # Packets must be stored at once, which PCIe does not promise: there is no room for them in host memory.
+            signals = backend.segment(abi.FLAG_BYTES if host else SIGNAL_BYTES, *shape, host=host)
             undo.callback(signals.close)
             block = backend.allocate_host(ctypes.sizeof(abi.HostBlock))
             shared = {"shared": True} if separate else {}
@@ -154,9 +165,11 @@ def assemble(
                 if transport != "emulated":
                     return {}
                 foreign = [peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)]
-                segments = (data.size, signals.size)
-                mapped = {peer: [backend.import_segment(*part) for part in zip(fds[peer], segments, strict=True)] for peer in foreign}
-                return {peer: (heap, flags) for peer, (heap, flags) in mapped.items()}
+
+                def mapped(heap: int, flags: int) -> tuple[int, int]:
+                    return backend.import_segment(heap, data.size), backend.import_segment(flags, signals.size, host=host)
+
+                return {peer: mapped(*fds[peer]) for peer in foreign}
 
         foreign = _together(bootstrap, "the memory of its peers", share)
         engine: EngineProcess | None = None
@@ -168,7 +181,7 @@ def assemble(
         if ring is not None:
 
             def start_engine(world: World) -> Callable[[], None]:
-                return _start_engine(world, transport, ring, foreign, cohort, wakers, engine)
+                return _start_engine(world, transport, ring, foreign, cohort, wakers, engine, host)
 
         world = World(
             Parts(
@@ -202,7 +215,9 @@ def assemble(
 
 def _exchange_cards(bootstrap: Bootstrap, options: Options, *, probe: bool) -> list[Card]:
     gpus, problem, preferred = gpus_here() if probe and options.target in ("auto", "cuda") else ((), "", None)
-    card = Card(host_identity(), dataclasses.asdict(options), gpus, problem, preferred, _networks_here())
+    card = Card(
+        host_identity(), dataclasses.asdict(options), gpus, problem, preferred, _networks_here(), list(filter(host_signals, TRANSPORTS))
+    )
     return [Card.from_json(json.loads(part)) for part in bootstrap.allgather(json.dumps(card.to_json()).encode())]
 
 
@@ -294,7 +309,7 @@ def _open_engine(
     place = [other for other, card in enumerate(cards) if card.host == cards[rank].host].index(rank)
 
     def memory(segment: Segment) -> Memory:
-        if backend.target == "cpu":
+        if segment.mappable:
             return Memory(segment.fd, segment.size)
         return Memory(segment.dmabuf() if rdma else -1, segment.size, dmabuf=True)
 
@@ -329,6 +344,7 @@ def _start_engine(
     cohort: Cohort | None,
     wakers: list[Callable[[], None]],
     process: EngineProcess | None,
+    host: bool,
 ) -> Callable[[], None]:
     """Returns what stops the engine."""
     if process is not None:
@@ -337,6 +353,7 @@ def _start_engine(
         return process.close
     from mkernel import transport
     from mkernel.proxy.engine import Engine, EngineThread
+    from mkernel.proxy.process import release_store
     from mkernel.proxy.ring import RingReader
 
     clock = time.monotonic_ns if cohort is None else cohort.now
@@ -352,7 +369,7 @@ def _start_engine(
         copier=world.backend.copier,
         clock_ns=clock,
         signal_address=world.signal_address,
-        store=store,
+        store=release_store() if store is None and host else store,
         timeout=world.options.timeout,
     )
     engine = Engine(RingReader(ring.view, store=store), transport.create(name, wiring), clock)

@@ -577,14 +577,14 @@ class CpuDevice(Device):
         self._shared: list[SharedMemory] = []
 
     # ---- memory
-    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
+    def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> Segment:
         if self.cohort is not None:
             self._segments += 1
             name = f"rank {self.rank}, segment {self._segments} ({size >> 10} KiB)"
             return CohortSegment(self.cohort, name, size, local_rank, ranks_per_node)
         return MemfdSegment(size, local_rank, ranks_per_node)
 
-    def import_segment(self, fd: int, size: int) -> int:
+    def import_segment(self, fd: int, size: int, *, host: bool = False) -> int:
         mapping = import_fd(fd, size)
         self._imported.append((mapping, _file(fd)))
         return mapping.address

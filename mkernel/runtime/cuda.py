@@ -20,7 +20,8 @@ from mkernel.jit.source import ENTRY
 from mkernel.jit.spec import KernelSpec
 from mkernel.memory import vmm
 from mkernel.memory.driver import DriverError, call, check, current, driver, native, prompt
-from mkernel.memory.memfd import SharedMemory
+from mkernel.memory.memfd import SharedMemory, import_fd
+from mkernel.memory.pinned import PinnedSegment, pin
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
 from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
@@ -205,11 +206,13 @@ class CudaDevice(Device):
         return call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
 
     # ---- memory
-    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
+    def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> Segment:
+        if host:
+            return PinnedSegment(self.ordinal, self._context, size, local_rank, ranks_per_node)
         return vmm.VmmSegment(self.ordinal, self._context, size, local_rank, ranks_per_node)
 
-    def import_segment(self, fd: int, size: int) -> int:
-        mapping = vmm.import_fd(fd, size, self.ordinal)
+    def import_segment(self, fd: int, size: int, *, host: bool = False) -> int:
+        mapping = import_fd(fd, size) if host else vmm.import_fd(fd, size, self.ordinal)
         with self._lock:
             self._frees.append(mapping.close)
         return mapping.address
@@ -234,7 +237,7 @@ class CudaDevice(Device):
                 memory = SharedMemory(size)
                 self._frees.append(memory.close)
                 host, fd = memory.address, memory.fd
-                self._frees.append(_pin(host, memory.size))
+                self._frees.append(pin(self._context, host, memory.size))
             else:
                 host, free = _pinned(size)
                 self._frees.append(free)
@@ -507,14 +510,6 @@ def _pinned(size: int) -> tuple[int, Callable[[], object]]:
     flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
     host = int(call(cuda.cuMemHostAlloc(size, flags), f"allocating {size} bytes of pinned host memory"))
     return host, lambda: call(cuda.cuMemFreeHost(host), f"freeing {size} bytes of pinned host memory")
-
-
-def _pin(host: int, size: int) -> Callable[[], object]:
-    """Let every GPU of the process address memory that is there already. Returns what undoes it."""
-    cuda = driver()
-    flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
-    call(cuda.cuMemHostRegister(host, size, flags), f"pinning {size} bytes of shared host memory")
-    return lambda: call(cuda.cuMemHostUnregister(host), f"unpinning {size} bytes of shared host memory")
 
 
 def _pci_address(ordinal: int) -> str:

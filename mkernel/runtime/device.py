@@ -71,11 +71,11 @@ class Device(abc.ABC):
 
     # ---- memory
     @abc.abstractmethod
-    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Segment:
-        """A symmetric segment (rounded up to the granularity)."""
+    def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> Segment:
+        """A symmetric segment (rounded up to the granularity). ``host``: in host memory, which engines write and kernels address."""
 
     @abc.abstractmethod
-    def import_segment(self, fd: int, size: int) -> int:
+    def import_segment(self, fd: int, size: int, *, host: bool = False) -> int:
         """Map one rank's part of a segment of another (emulated) node, for the engine's use. Freed with the device. Returns its address."""
 
     @abc.abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 from mkernel.errors import ArgumentError
 from mkernel.plan.topology import Topology
 
-__all__ = ["Card", "Gpu", "choose_device", "choose_target", "choose_topology", "require_equal"]
+__all__ = ["Card", "Gpu", "choose_device", "choose_signals", "choose_target", "choose_topology", "require_equal"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Card:
     gpu_problem: str = ""  # why GPUs that seem to be there cannot be used
     preferred: int | None = None  # the ordinal the process has made current itself
     networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
+    host_signals: list[str] = dataclasses.field(default_factory=list)  # transports whose flags lie in host memory
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -40,7 +41,7 @@ class Card:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Card:
         gpus = tuple(Gpu(g["ordinal"], g["identity"], (g["capability"][0], g["capability"][1]), tuple(g["peers"])) for g in fields["gpus"])
-        return cls(fields["host"], fields["options"], gpus, fields["gpu_problem"], fields["preferred"], fields["networks"])
+        return cls(**{**fields, "gpus": gpus})
 
 
 def require_equal(cards: Sequence[Card]) -> None:
@@ -86,6 +87,17 @@ def choose_network(cards: Sequence[Card]) -> str:
         reasons.append(f"{name}: rank {rank}: {cards[rank].networks.get(name, 'unknown')}")
     rule = f"the ranks are on several hosts, and no network fits all ({'; '.join(reasons)})"
     raise ArgumentError("transport", "auto", rule, "see `python -m mkernel doctor`")
+
+
+def choose_signals(cards: Sequence[Card], transport: str) -> bool:
+    """Whether flags lie in host memory, where an engine raises them. Raises ArgumentError where the ranks' environments differ."""
+    for rank, card in enumerate(cards):
+        if (transport in card.host_signals) != (transport in cards[0].host_signals):
+            rule = f"rank {rank} raises flags otherwise than rank 0"
+            raise ArgumentError(
+                "transport", repr(transport), rule, "set MKERNEL_RC_SIGNAL and MKERNEL_EMULATED_HOST_SIGNALS alike on all ranks"
+            )
+    return transport in cards[0].host_signals
 
 
 def choose_target(cards: Sequence[Card], target: str) -> str:

@@ -574,8 +574,9 @@ class World:
             raise ArgumentError(
                 "flag_words", plan.flag_words, f"the signal segment has room for {flags}", "use larger chunks or fewer ranks"
             )
-        if plan.packet_bytes > abi.PACKET_BYTES:
-            raise ArgumentError("packet_bytes", plan.packet_bytes, f"the signal segment has room for {abi.PACKET_BYTES}")
+        if abi.FLAG_BYTES + plan.packet_bytes > self._signals.size:
+            room = self._signals.size - abi.FLAG_BYTES
+            raise ArgumentError("packet_bytes", plan.packet_bytes, f"the signal segment has room for {room}")
         if plan.workspace_bytes > self._scratch_bytes:
             self._grow(plan.workspace_bytes)
         return Executable(self, plan, kernel)

@@ -7,28 +7,30 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
+from mkernel import env
 from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
     from mkernel.transport.base import Transport
 
-__all__ = ["TRANSPORTS", "Card", "Copier", "Entry", "Wiring", "create", "names", "own_process"]
+__all__ = ["TRANSPORTS", "Card", "Copier", "Entry", "Wiring", "create", "host_signals", "names", "own_process"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a transport is, and where its engine runs."""
+    """Where a transport is, where its engine runs, and who raises the flags."""
 
     factory: str  # "module:function", imported on first use: a transport's libraries need not exist where it is not used
     own_process: bool = False  # the engine is a process of its own, which a busy rank cannot hold up; else a thread of the rank
     rdma: bool = False  # needs a network card
+    host_signals: Callable[[], bool] = lambda: False  # an engine, on the CPU, raises the flags; else the card or the GPU's copy engine
 
 
 TRANSPORTS: dict[str, Entry] = {
-    "emulated": Entry("mkernel.transport.emulated:create"),
+    "emulated": Entry("mkernel.transport.emulated:create", host_signals=env.EMULATED_HOST_SIGNALS.get),
     "null": Entry("mkernel.transport.null:create", own_process=True),
-    "rc": Entry("mkernel.transport.rc:create", own_process=True, rdma=True),
-    "srd": Entry("mkernel.transport.srd:create", own_process=True, rdma=True),
+    "rc": Entry("mkernel.transport.rc:create", own_process=True, rdma=True, host_signals=lambda: env.RC_SIGNAL.get() == "imm"),
+    "srd": Entry("mkernel.transport.srd:create", own_process=True, rdma=True, host_signals=lambda: True),
 }
 
 
@@ -63,13 +65,13 @@ class Wiring:
     Attributes
     ----------
     heap_address, signal_address
-        This rank's segments; 0 when they lie in GPU memory and the engine is another process.
+        This rank's segments; 0 where one lies in GPU memory and the engine is another process.
     heap_dmabuf, signal_dmabuf
-        Then their dma-buf descriptors, else -1.
+        There its dma-buf descriptor, else -1.
     exchange
         Gives this rank's bytes to all ranks and returns everybody's, by rank. All ranks call it equally often.
     store
-        Writes a 64-bit word with release.
+        Writes a 64-bit word of host memory with release.
     timeout
         Seconds after which a wait inside a call ends: retries of a network card must have ended before.
     """
@@ -98,6 +100,11 @@ def names() -> list[str]:
 def own_process(name: str) -> bool:
     """Whether the transport's engine runs in a process of its own."""
     return TRANSPORTS[name].own_process
+
+
+def host_signals(name: str) -> bool:
+    """Whether an engine raises the flags, so that they must lie in host memory. The environment decides: ask once, on all ranks."""
+    return TRANSPORTS[name].host_signals()
 
 
 def create(name: str, wiring: Wiring) -> Transport:

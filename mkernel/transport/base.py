@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
+from typing import NamedTuple
 
 __all__ = ["Put", "Transport"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Put:
+class Put(NamedTuple):
     """One put_signal, as read from the command ring. Offsets and sizes in bytes."""
 
     ticket: int  # sequence number of the command on this rank's ring, from 0

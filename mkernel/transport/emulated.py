@@ -74,7 +74,7 @@ class EmulatedTransport(Transport):
     peers
         Rank -> addresses of its (data heap, signal segment).
     copier
-        Moves the bytes and writes the signals. Closed with the transport.
+        Moves the bytes and, as a rule, writes the signals. Closed with the transport.
     clock_ns
         The engine's clock, real or virtual.
     gigabytes_per_second
@@ -85,6 +85,8 @@ class EmulatedTransport(Transport):
         How to misbehave.
     heap_bytes, signal_bytes
         Sizes of every rank's segments; when given, a put outside them is refused with an error instead of corrupting memory.
+    store
+        Writes the signals, with release; without it the copier does.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class EmulatedTransport(Transport):
         *,
         heap_bytes: int | None = None,
         signal_bytes: int | None = None,
+        store: Callable[[int, int], object] | None = None,
     ) -> None:
         if gigabytes_per_second < 0 or latency_us < 0:
             raise ValueError(f"{gigabytes_per_second} GB/s, {latency_us} us: must not be negative")
@@ -107,6 +110,7 @@ class EmulatedTransport(Transport):
         self._heap_address = heap_address
         self._peers = dict(peers)
         self._copier = copier
+        self._raise = store or copier.signal
         self._clock_ns = clock_ns
         self._ns_per_byte = 1.0 / gigabytes_per_second if gigabytes_per_second else 0.0
         self._latency_ns = latency_us * 1e3
@@ -202,7 +206,7 @@ class EmulatedTransport(Transport):
                 op="put_signal",
                 status="injected failure",
             )
-        self._copier.signal(self._peers[put.dst_rank][1] + put.signal_offset, put.signal_value)
+        self._raise(self._peers[put.dst_rank][1] + put.signal_offset, put.signal_value)
         return True
 
     def _check(self, put: Put) -> None:
@@ -240,4 +244,5 @@ def create(wiring: Wiring) -> EmulatedTransport:
         env.EMULATED_LATENCY_US.get(),
         heap_bytes=wiring.heap_bytes,
         signal_bytes=wiring.signal_bytes,
+        store=wiring.store if env.EMULATED_HOST_SIGNALS.get() else None,
     )

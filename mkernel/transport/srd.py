@@ -15,19 +15,17 @@ puts it has released, in every announcement that goes the other way, and in upda
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import json
 import secrets
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from mkernel.errors import TransportError
-from mkernel.transport import Wiring, verbs
-from mkernel.transport.base import Put, Transport
-from mkernel.transport.rc import open_card
+from mkernel.transport import Wiring, rdma, verbs
+from mkernel.transport.base import Put
 
 __all__ = ["SPARE", "UPDATE", "WINDOW", "Incoming", "Outgoing", "ProtocolError", "SrdTransport", "create", "imm", "open_transport"]
 
@@ -41,13 +39,11 @@ UPDATE = 0xFFFFFFFF  # in place of a number of writes: no put, only the counts
 DEPTH = 256  # work requests of a queue pair
 CREDITS = 512  # receives of a queue pair for messages of the peer
 BACKLOG = 64  # puts to one peer that wait for credits, before `post` refuses
-EVENT_POLLS = 64  # polls between two looks for asynchronous events
 
 # What a SEND carries: channel, sequence, writes (or UPDATE), signal offset, signal value, then two cumulative counts, of which the greatest
 # ever seen is true: messages that the receiver of this has been allowed to send, and its puts that have been released.
 _MESSAGE = struct.Struct("<HHIQQQQ")
 _SLOT = 64  # bytes, holds one
-_POLL = 64  # completions a poll takes at most
 
 
 class ProtocolError(Exception):
@@ -225,7 +221,7 @@ class _Peer:
         self.touched = False  # something is to be handed to the card
 
 
-class SrdTransport(Transport):
+class SrdTransport(rdma.RdmaTransport):
     """Puts by counted datagrams. Open it, exchange ``card`` with all ranks, ``connect``.
 
     Parameters
@@ -257,25 +253,13 @@ class SrdTransport(Transport):
         depth: int = DEPTH,
         credits: int = CREDITS,
     ) -> None:
-        self._nic, self._rank, self._heap = nic, rank, heap
-        self._signal_address, self._signal_bytes, self._store = signal_address, signal_bytes, store
+        peers = sorted(peers)
+        super().__init__(nic, rank, peers, heap, signal_bytes)
+        self._signal_address, self._store = signal_address, store
         self._qkey = secrets.randbits(31)
-        self._max_message = nic.limits.max_message
         self._touched: list[_Peer] = []
-        self._outstanding = 0
-        self._polls = 0
-        self._closed = False
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(nic.close)
-        self._undo.callback(heap.close)
-        try:
-            self._open(sorted(peers), depth, credits)
-        except verbs.VerbsError as error:
-            self._undo.close()
-            raise self._setup_failure(error) from error
-        except BaseException:
-            self._undo.close()
-            raise
+        with self._opening():
+            self._open(peers, depth, credits)
 
     def _open(self, peers: Sequence[int], depth: int, credits: int) -> None:
         limits, count = self._nic.limits, max(len(peers), 1)
@@ -290,81 +274,52 @@ class SrdTransport(Transport):
         address = ctypes.addressof(self._slots)
         self._slots_region = self._nic.register(address, len(self._slots), verbs.Access.local_write)
         self._undo.callback(self._slots_region.close)
-        self._sends = self._nic.completion_queue(count * self._depth)
-        self._undo.callback(self._sends.close)
-        self._arrivals = self._nic.completion_queue(count * receives)
-        self._undo.callback(self._arrivals.close)
+        self._sends = self._queue(count * self._depth)
+        self._arrivals = self._queue(count * receives)
         self._peers: list[_Peer] = []
         for place, rank in enumerate(peers):
             pair = self._nic.srd_pair(self._sends, self._arrivals, max_send=self._depth, max_receive=receives, qkey=self._qkey)
             peer = _Peer(rank, place, pair, self._depth, receives - SPARE, self._release)
-            self._undo.callback(pair.close)
-            self._undo.callback(self._fail, peer)
+            self._own(pair, rank)
             self._peers.append(peer)
             for slot in range(receives):
                 self._receive(peer, slot)
         self._by_rank = {peer.rank: peer for peer in self._peers}
 
-    @staticmethod
-    def _fail(peer: _Peer) -> None:
-        """To the error state before anything is freed: from then on the card leaves memory alone."""
-        with contextlib.suppress(verbs.VerbsError):  # e.g. the device is gone
-            peer.pair.fail()
-
     # ---- connecting
     @property
     def card(self) -> bytes:
-        """What the other ranks must know to connect to this one."""
         return json.dumps(
             {
                 "gid": self._nic.port.gid,
                 "qkey": self._qkey,
                 "heap": [self._heap.address, self._heap.size, self._heap.rkey],
-                "signals": self._signal_bytes,
+                "signal_bytes": self._signal_bytes,
                 "pairs": {peer.rank: [peer.pair.number, peer.credits] for peer in self._peers},
             }
         ).encode()
 
-    def connect(self, cards: Sequence[bytes]) -> None:
-        """Connect to all peers; ``cards`` of every rank, by rank."""
-        try:
-            for peer in self._peers:
-                card = json.loads(cards[peer.rank])
-                if card["heap"][1] != self._heap.size or card["signals"] != self._signal_bytes:
-                    text = f"heap_bytes is {card['heap'][1]} on rank {peer.rank} and {self._heap.size} here"
-                    raise self._error(peer.rank, "connect", "mismatch", text, "pass the same heap_bytes everywhere")
-                number, credits = card["pairs"][str(self._rank)]
-                peer.destination = self._nic.destination(card["gid"], number, card["qkey"])
-                self._undo.callback(peer.destination.close)
-                self._undo.callback(self._fail, peer)  # nothing may be on its way to a destination that is closed
-                peer.heap, _, peer.heap_key = card["heap"]
-                peer.outgoing = Outgoing(credits)
-        except verbs.VerbsError as error:
-            raise self._setup_failure(error) from error
+    def _connect(self, peer: int, card: dict[str, Any]) -> None:
+        state = self._by_rank[peer]
+        number, credits = card["pairs"][str(self._rank)]
+        state.destination = self._nic.destination(card["gid"], number, card["qkey"])
+        self._undo.callback(state.destination.close)
+        self._undo.callback(self._fail, state.pair)  # nothing may be on its way to a destination that is closed
+        state.heap, _, state.heap_key = card["heap"]
+        state.outgoing = Outgoing(credits)
 
     # ---- the transport
     def post(self, put: Put) -> bool:
-        peer = self._by_rank.get(put.dst_rank)
-        if peer is None or peer.outgoing is None:
-            raise self._error(put.dst_rank, "put_signal", "unreachable", f"no connection: only to {sorted(self._by_rank)}")
-        self._check(put)
+        self._check_addresses(put)
+        if not 0 <= put.channel < CHANNELS:
+            raise self._error(put.dst_rank, "put_signal", "bad channel", f"channel {put.channel}: there are {CHANNELS}")
+        peer = self._by_rank[put.dst_rank]
         if len(peer.backlog) >= BACKLOG:
             return False
         peer.backlog.append(_Job(put))
         self._outstanding += 1
         self._touch(peer)
         return True
-
-    def _check(self, put: Put) -> None:
-        rank = put.dst_rank
-        if not 0 <= put.channel < CHANNELS:
-            raise self._error(rank, "put_signal", "bad channel", f"channel {put.channel}: there are {CHANNELS}")
-        if max(put.src_offset, put.dst_offset) + put.bytes > self._heap.size:
-            text = f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes} outside the data heap of {self._heap.size} bytes"
-            raise self._error(rank, "put_signal", "bad address", text)
-        if put.signal_offset + 8 > self._signal_bytes or put.signal_offset % 8:
-            text = f"flag at {put.signal_offset} outside the signal segment of {self._signal_bytes} bytes (or not aligned)"
-            raise self._error(rank, "put_signal", "bad address", text)
 
     def _touch(self, peer: _Peer) -> None:
         if not peer.touched:
@@ -379,10 +334,7 @@ class SrdTransport(Transport):
             if peer.incoming.due and not peer.updating:
                 peer.updating = True
                 self._send(peer, self._depth - 1, 0, 0, UPDATE, 0, 0)
-            try:
-                peer.pair.commit()
-            except verbs.VerbsError as error:
-                raise self._error(peer.rank, "post", _name(error), str(error), queue_pair=peer.pair.number) from error
+            self._commit(peer.pair)
         self._touched.clear()
 
     def _pump(self, peer: _Peer) -> None:
@@ -422,9 +374,7 @@ class SrdTransport(Transport):
         peer.pair.send(wr_id, region.address + place, _MESSAGE.size, region.lkey, signaled=True, to=peer.destination)
 
     def poll(self) -> list[int]:
-        self._polls += 1
-        if self._polls % EVENT_POLLS == 0:
-            self._look_at_events()
+        self._polled()
         for completion in self._completions(self._arrivals):
             self._arrived(completion)
         done: list[int] = []
@@ -450,16 +400,6 @@ class SrdTransport(Transport):
             self.flush()
         return done
 
-    def _completions(self, queue: verbs.CompletionQueue) -> Sequence[verbs.Completion]:
-        try:
-            found = queue.poll(_POLL)
-        except verbs.VerbsError as error:
-            raise self._error(None, "poll", _name(error), str(error)) from error
-        for completion in found:
-            if completion.status:
-                raise self._failure([c for c in found if c.status], receives=queue is self._arrivals)
-        return found
-
     # ---- the receiver's part
     def _receive(self, peer: _Peer, slot: int) -> None:
         place = len(self._slots) - _SLOT * (1 + peer.place * self._receives + slot)
@@ -479,7 +419,7 @@ class SrdTransport(Transport):
             remedy = "do all ranks run the same version of mkernel?"
             raise self._error(peer.rank, "receive", "protocol", str(error), remedy, queue_pair=peer.pair.number) from error
         except verbs.VerbsError as error:
-            raise self._error(peer.rank, "receive", _name(error), str(error), queue_pair=peer.pair.number) from error
+            raise self._refused("receive", error, peer.pair) from error
         if peer.backlog or peer.incoming.due:
             self._touch(peer)
 
@@ -496,57 +436,12 @@ class SrdTransport(Transport):
 
     def _release(self, signal_offset: int, signal_value: int) -> None:
         """The card has written every byte of this put before it completed the receives: raise the flag."""
-        if signal_offset + 8 > self._signal_bytes or signal_offset % 8:
-            raise ProtocolError(f"flag at {signal_offset} outside the signal segment of {self._signal_bytes} bytes (or not aligned)")
+        if not self._is_flag(signal_offset):
+            raise ProtocolError(self._no_flag(signal_offset))
         self._store(self._signal_address + signal_offset, signal_value)
 
-    # ---- failures
-    def _look_at_events(self) -> None:
-        try:
-            events = self._nic.events()
-        except verbs.VerbsError as error:
-            raise self._error(None, "events", _name(error), str(error)) from error
-        for event in events:
-            name, fatal, meaning, remedy = verbs.EVENTS.get(event.kind, (f"event {event.kind}", False, "unknown", ""))
-            if fatal:
-                raise self._error(None, "asynchronous event", name, meaning, remedy)
-
-    def _failure(self, failed: Sequence[verbs.Completion], *, receives: bool) -> TransportError:
-        """The first cause: what was flushed because its queue pair had failed says nothing itself."""
-        first = next((completion for completion in failed if completion.status != verbs.FLUSHED), failed[0])
-        if first.status == verbs.FLUSHED:
-            self._look_at_events()
-        peer = self._peers[first.wr_id // (self._receives if receives else self._depth)]
-        name, meaning, remedy = verbs.STATUSES.get(first.status, (f"status {first.status}", "unknown to this version", ""))
-        if first.vendor_error:
-            meaning += f", vendor error {first.vendor_error:#x}"
-        return self._error(peer.rank, "receive" if receives else "put_signal", name, meaning, remedy, queue_pair=peer.pair.number)
-
-    def _setup_failure(self, error: verbs.VerbsError) -> TransportError:
-        remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
-        return self._error(None, error.op, _name(error), str(error), remedy)
-
-    def _error(
-        self, peer: int | None, op: str, status: str, text: str, remedy: str = "", *, queue_pair: int | None = None
-    ) -> TransportError:
-        port = self._nic.port
-        where = f"rank {self._rank} ({port.device}:{port.number}" + (f", queue pair {queue_pair}" if queue_pair is not None else "") + ")"
-        to = "" if peer is None else f" to rank {peer}"
-        message = f"{where}: {op}{to}: {status}: {text}" + (f" ({remedy})" if remedy else "")
-        return TransportError(message, peer=peer, op=op, status=status, queue_pair=queue_pair, remedy=remedy)
-
-    # ---- the rest
-    def next_event_ns(self) -> int | None:
-        return 0 if self._outstanding else None
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._undo.close()
-
-
-def _name(error: verbs.VerbsError) -> str:
-    return errno.errorcode.get(error.code, str(error.code))
+    def _operation(self, wr_id: int) -> str:
+        return "put_signal"
 
 
 def open_transport(nic: verbs.Nic, wiring: Wiring) -> SrdTransport:
@@ -562,31 +457,11 @@ def open_transport(nic: verbs.Nic, wiring: Wiring) -> SrdTransport:
     if problem:
         nic.close()
         raise TransportError(f"rank {wiring.rank}: srd: {problem} ({remedy})", op="open", status="unsupported", remedy=remedy)
-    access = verbs.Access.local_write | verbs.Access.remote_write
-    try:
-        if wiring.heap_dmabuf >= 0:
-            heap = nic.register_dmabuf(wiring.heap_dmabuf, wiring.heap_bytes, access)
-        else:
-            heap = nic.register(wiring.heap_address, wiring.heap_bytes, access)
-    except verbs.VerbsError as error:
-        remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
-        text = f"rank {wiring.rank} ({nic.port.device}:{nic.port.number}): {error} ({remedy})"
-        nic.close()
-        raise TransportError(text, op=error.op, status=_name(error), remedy=remedy) from error
+    (heap,) = rdma.register(nic, wiring.rank, (wiring.heap_address, wiring.heap_dmabuf, wiring.heap_bytes))
     assert wiring.store is not None
     return SrdTransport(nic, wiring.rank, wiring.peers, heap, wiring.signal_address, wiring.signal_bytes, wiring.store)
 
 
 def create(wiring: Wiring) -> SrdTransport:
     """For the registry: opens the card, exchanges addresses with all ranks, connects. Collective."""
-    card, exchange = wiring.card, wiring.exchange
-    if card is None or exchange is None:
-        raise ValueError("srd needs a card and an exchange")
-    transport = open_transport(open_card(card, wiring.rank), wiring)
-    try:
-        transport.connect(exchange(transport.card))
-        exchange(b"")  # nobody sends to a rank that does not know the sender yet
-    except BaseException:
-        transport.close()
-        raise
-    return transport
+    return rdma.join(wiring, open_transport)

@@ -2,13 +2,14 @@
 
 gemm       one GPU: a world of one against float64 over many shapes, dtypes and layouts; then its speed beside cuBLAS
 world      worlds 1x1 1x2 1x4 2x2: covering shapes, 200 calls back to back, 1000 graph replays, late ranks, host calls beside kernels
+signals    world 2x2 again, with the flags in pinned host memory, raised by the engine: as over srd and rc (imm), without a network card
 faults     1x4, 2x2 and under mpirun: ranks that disagree, stay away, raise or are killed (faults.py)
 sanitizer  one rank, and two: small calls under compute-sanitizer (sanitize.py)
 host       one GPU: what a call of a cached plan costs the host, with CuPy's and torch's arrays; how long ``import mkernel`` takes
 bench      ``python -m mkernel bench allgather_gemm`` (options after --)
 
-Stages world, faults and sanitizer go through all ops: allgather_gemm, gemm_reduce_scatter, and gemm_allreduce as one_shot and two_shot
-(``--ops`` chooses among them).
+Stages world, signals, faults and sanitizer go through all ops: allgather_gemm, gemm_reduce_scatter, and gemm_allreduce as one_shot and
+two_shot (``--ops`` chooses among them).
 
 Logs and JSON go to $OUT, else ./out.
 """
@@ -42,10 +43,11 @@ from mkernel.plan.topology import Topology  # noqa: E402
 from tests.reference import roundings, worst_sum_over_bound  # noqa: E402
 
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "one_shot", "two_shot")  # ops, and algorithms of gemm_allreduce
-STAGES = ("gemm", "world", "faults", "sanitizer", "host", "bench")
+STAGES = ("gemm", "world", "signals", "faults", "sanitizer", "host", "bench")
 FAULTS = ("1x4", "2x2", "mpirun")
 SANITIZED = ("1x1", "1x2")
 WORLDS = ("1x1", "1x2", "1x4", "2x2")
+SIGNALS = ("2x2",)
 FAMILIES = 5  # kernels of check covering
 Result = tuple[str, str, str]  # job, outcome, detail
 
@@ -88,11 +90,13 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", help="some of " + ", ".join(STAGES) + " (default: all)")
     parser.add_argument(
-        "--worlds", nargs="+", help=f"of stage world (default {' '.join(WORLDS)}), faults ({' '.join(FAULTS)}) and sanitizer"
+        "--worlds",
+        nargs="+",
+        help=f"of stage world (default {' '.join(WORLDS)}), signals ({' '.join(SIGNALS)}), faults ({' '.join(FAULTS)}) and sanitizer",
     )
-    parser.add_argument("--only", nargs="+", default=[], help="checks of stage world to run, e.g. covering graph")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="of stages world, faults and sanitizer")
-    parser.add_argument("--partials", choices=("output", "float32"), default="output", help="of the reductions in stage world")
+    parser.add_argument("--only", nargs="+", default=[], help="checks of stages world and signals to run, e.g. covering graph")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="of stages world, signals, faults and sanitizer")
+    parser.add_argument("--partials", choices=("output", "float32"), default="output", help="of the reductions in stages world and signals")
     parser.add_argument("--cases", type=int, default=60, help="random shapes of stage gemm")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds per job")
     parser.add_argument("--seed", type=int, default=None)
@@ -100,6 +104,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto")
     parser.add_argument("--rank", choices=("gemm", "world", "host"), help=argparse.SUPPRESS)
     parser.add_argument("--world", default="1x1", help=argparse.SUPPRESS)
+    parser.add_argument("--host-signals", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--op", choices=OPS, default="allgather_gemm", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     options.stages = options.stages or list(STAGES)
@@ -116,11 +121,13 @@ def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple
         jobs.append(("gemm", 1, [__file__, "--rank", "gemm", *common], options.limit))
         speed = ["-m", "mkernel", "bench", "gemm", "--worker", "--out", str(out / "gemm.json")]
         jobs.append(("bench gemm", 1, speed, options.limit))
-    if "world" in options.stages:
-        only = ["--only", *options.only] if options.only else []
-        for world, op in itertools.product(options.worlds or WORLDS, options.ops):
-            what = ["--world", world, "--op", op, "--partials", options.partials]
-            jobs.append((f"world {world} {op}", _topology(world).size, [__file__, "--rank", "world", *what, *common, *only], options.limit))
+    only = ["--only", *options.only] if options.only else []
+    for stage, worlds, more in (("world", WORLDS, []), ("signals", SIGNALS, ["--host-signals"])):
+        if stage in options.stages:
+            for world, op in itertools.product(options.worlds or worlds, options.ops):
+                what = ["--world", world, "--op", op, "--partials", options.partials, *more]
+                arguments = [__file__, "--rank", "world", *what, *common, *only]
+                jobs.append((f"{stage} {world} {op}", _topology(world).size, arguments, options.limit))
     # These start their own ranks: from here they are one plain process each.
     here = Path(__file__).parent
     for stage, script, worlds in (("faults", "faults.py", FAULTS), ("sanitizer", "sanitize.py", SANITIZED)):
@@ -150,9 +157,12 @@ def _rank(options: argparse.Namespace) -> int:
 
     topology = _topology(options.world)
     checks = CHECKS[options.rank]
+    os.environ["MKERNEL_EMULATED_HOST_SIGNALS"] = str(int(options.host_signals))
     with mk.init(ranks_per_node=topology.ranks_per_node, heap_bytes=512 << 20) as world:
         if (world.size, world.target) != (topology.size, "cuda"):
             raise SystemExit(f"expected {topology.size} ranks on cuda, got {world.size} on {world.target}")
+        if world._signals.mappable != options.host_signals:
+            raise SystemExit(f"flags lie in {'host' if world._signals.mappable else 'GPU'} memory")
         bench = Bench(world, options)
         for name, check in checks.items():
             if options.only and name not in options.only:

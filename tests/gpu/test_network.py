@@ -1,10 +1,13 @@
-"""What the network needs of a GPU: rings that another process maps, memory by dma-buf, its place on the PCI bus, engines as processes."""
+"""What the network needs of a GPU: memory that others map or reach by dma-buf, its place on the PCI bus, engines as processes."""
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +17,17 @@ import numpy as np
 import pytest
 
 import mkernel as mk
+from mkernel import abi, env
 from mkernel.errors import Error
 from mkernel.runtime import cuda
 from mkernel.runtime.cuda import CudaDevice
+from tests.gpu.test_cuda_device import THREADS, WaitParameters, wait_spec
 
 pytestmark = pytest.mark.gpu
 
 SIZE = 1 << 16
 SECONDS = 5.0
+CHILD_SECONDS = 30.0  # until a child has started and done its work
 
 
 @pytest.fixture
@@ -97,3 +103,62 @@ def test_engines_are_processes() -> None:
         return world._ring_memory.fd >= 0, world.num_nodes
 
     assert mk.launch(use, ranks=2, ranks_per_node=1, transport="null", target="cuda", heap_bytes=1 << 24) == [(True, 2)] * 2
+
+
+# ---- flags in host memory
+RAISE = """
+import ctypes, mmap, os, sys
+from mkernel.proxy.process import release_store
+fd, size, offset, value = map(int, sys.argv[1:])
+memory = mmap.mmap(fd, size)
+release_store()(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + offset, value)
+os._exit(0)
+"""
+
+
+def test_a_flag_that_another_process_raises(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel spins on this rank's part of a segment in host memory, then writes to the peer's part, which the host sees."""
+    kernels = Path(__file__).parent / "kernels"
+    monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[kernels]))
+    try:
+        segments = [device.segment(SIZE, rank, 2, host=True) for rank in range(2)]
+    except Error as error:
+        pytest.skip(str(error))  # it says which attribute of the GPU is wrong
+    for segment in segments:
+        segment.map_peers([other.fd for other in segments])
+    own, peer = segments[0].address(0), segments[0].address(1)
+    kernel = device.load(wait_spec(1))
+    data = device.allocate(4 * THREADS)
+    device.wrap(data, (4 * THREADS,), "uint8", None)[...] = 1
+    device.xp.cuda.get_current_stream().synchronize()
+    parameters = WaitParameters(abi.World(timeout_ns=int(CHILD_SECONDS * 1e9)), own + 64, 7, data, peer + 4096)
+    device.launch(kernel, device.stream(None), 2, bytes(parameters))
+    command = [sys.executable, "-c", RAISE, str(segments[0].fd), str(SIZE), "64", "7"]
+    subprocess.run(command, cwd=Path(__file__).parents[2], pass_fds=[segments[0].fd], check=True, timeout=CHILD_SECONDS)
+    device.synchronize()
+    with mmap.mmap(segments[1].fd, SIZE) as memory:
+        written = np.frombuffer(memory[4096 : 4096 + 8 * THREADS], np.uint32).reshape(2, THREADS)
+    assert (written == np.uint32(0x01010101) + np.uint32([[0], [1]])).all(), "the kernel gave up, or wrote elsewhere"
+    for segment in segments:
+        segment.close()
+        segment.close()
+
+
+@pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
+def test_calls_whose_flags_lie_in_host_memory(op: str) -> None:
+    """The same bits as with flags in GPU memory."""
+    if len(cuda.available()) < 2:
+        pytest.skip("needs 2 GPUs")
+
+    def use(world: Any) -> tuple[bool, list[bytes]]:
+        random = np.random.default_rng(world.rank)
+        a, b = (world.xp.asarray(random.standard_normal((256, 256), np.float32).astype(np.float16)) for _ in range(2))
+        results = [getattr(mk, op)(a, b, world=world) for _ in range(20)]
+        return world._signals.mappable, [result.get().tobytes() for result in results]
+
+    found = []
+    for host in (0, 1):
+        with env.override(MKERNEL_EMULATED_HOST_SIGNALS=host):
+            found.append(mk.launch(use, ranks=2, ranks_per_node=1, target="cuda", heap_bytes=1 << 26))
+    assert [[mappable for mappable, _ in ranks] for ranks in found] == [[False] * 2, [True] * 2]
+    assert [results for _, results in found[0]] == [results for _, results in found[1]]

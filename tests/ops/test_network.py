@@ -15,11 +15,14 @@ from tests.transport.standin import MOODS
 from tests.transport.test_rc import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
 
 ROWS = (0, 7, 129, 300)
-CASES = [Case("bfloat16", 200, 72), Case("float16", 64, 136, False)]
-for _op, _algorithm in (("gemm_reduce_scatter", None), ("gemm_allreduce", "one_shot"), ("gemm_allreduce", "two_shot")):
-    if hasattr(mk, _op):
-        CASES.append(Case("bfloat16", 136, 72, op=_op, algorithm=_algorithm))  # type: ignore[call-arg]
-CASES.append(CASES[0])  # another plan has used its flags meanwhile
+CASES = [
+    Case("bfloat16", 200, 72),
+    Case("float16", 64, 136, False),
+    Case("bfloat16", 136, 72, op="gemm_reduce_scatter"),
+    Case("bfloat16", 136, 72, op="gemm_allreduce", algorithm="one_shot"),
+    Case("bfloat16", 136, 72, op="gemm_allreduce", algorithm="two_shot"),
+    Case("bfloat16", 200, 72),  # again: other plans have used its flags meanwhile
+]
 
 
 def open_rc(signal: str = "atomic", kind: type[rc.RcTransport] | None = None) -> Any:
@@ -29,25 +32,28 @@ def open_rc(signal: str = "atomic", kind: type[rc.RcTransport] | None = None) ->
 KINDS = {"atomic": (open_rc("atomic"), False), "imm": (open_rc("imm"), False), "srd": (srd.open_transport, True)}
 
 
-def run(world: str, fn: Any, *args: Any, seed: int) -> list[Any]:
+def run(world: str, fn: Any, *args: Any, seed: int, transport: str = standin.NAME) -> list[Any]:
     shape = topology(world)
-    return mk.launch(
-        fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, heap_bytes=32 << 20, transport=standin.NAME, timeout=20.0
-    )
+    return mk.launch(fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, heap_bytes=32 << 20, transport=transport, timeout=20.0)
 
 
 def calls(world: Any, seed: int) -> list[str]:
     return [problem for i, case in enumerate(CASES) for problem in problems(back_to_back(world, case, seed + i, 0.0, ROWS))]
 
 
-@pytest.mark.parametrize("world", ["2x2", "4x1"])
-@pytest.mark.parametrize("mood", ["late", "split", "short_queues"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cases(kind=tuple(KINDS), mood=("late", "split", "short_queues"), world=("2x2", "4x1"))
 def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, mood: str, kind: str) -> None:
     seed = request.config.getoption("--seed")
     opener, unordered = KINDS[kind]
     standin.join(monkeypatch, opener, topology(world).size, MOODS[mood], seed, srd=unordered)
     assert run(world, calls, seed, seed=seed) == [[]] * topology(world).size
+
+
+def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``tests/gpu/run_gpu.py signals`` does on GPUs."""
+    monkeypatch.setenv("MKERNEL_EMULATED_HOST_SIGNALS", "1")
+    seed = request.config.getoption("--seed")
+    assert run("2x2", calls, seed, seed=seed, transport="emulated") == [[]] * 4
 
 
 @pytest.mark.parametrize("bug", [SignalBeforeData, SignalOnAnotherQueuePair, EpochEarly], ids=lambda bug: bug.__name__)

@@ -53,6 +53,8 @@ class FakeKernel(Kernel):
 
 
 class MemoryCopier:
+    signals = 0
+
     def start(self, dst: int, src: int, size: int) -> None:
         ctypes.memmove(dst, src, size)
 
@@ -60,10 +62,20 @@ class MemoryCopier:
         return True
 
     def signal(self, address: int, value: int) -> None:
+        self.signals += 1
         ctypes.c_uint64.from_address(address).value = value
 
     def close(self) -> None:
         pass
+
+
+class GpuSegment(MemfdSegment):
+    """Stands for GPU memory: only a network card gets in, by another descriptor."""
+
+    mappable = False
+
+    def dmabuf(self) -> int:
+        return self.fd
 
 
 class FakeDevice(Device):
@@ -74,6 +86,7 @@ class FakeDevice(Device):
         self.rank = rank
         self.blocks: list[Any] = []
         self.mappings: list[Any] = []
+        self.copiers: list[MemoryCopier] = []
         self.launches: list[tuple[Any, ...]] = []
         self.orders: list[tuple[Any, Any]] = []
         self.capturing_streams: set[Any] = set()
@@ -89,15 +102,16 @@ class FakeDevice(Device):
             self.work.task_done()
 
     # ---- memory
-    def segment(self, size: int, local_rank: int, ranks_per_node: int) -> MemfdSegment:
-        return MemfdSegment(size, local_rank, ranks_per_node)
+    def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> MemfdSegment:
+        return (MemfdSegment if host or self.target == "cpu" else GpuSegment)(size, local_rank, ranks_per_node)
 
-    def import_segment(self, fd: int, size: int) -> int:
+    def import_segment(self, fd: int, size: int, *, host: bool = False) -> int:
         self.mappings.append(import_fd(fd, size))
         return self.mappings[-1].address
 
     def copier(self) -> MemoryCopier:
-        return MemoryCopier()
+        self.copiers.append(MemoryCopier())
+        return self.copiers[-1]
 
     def allocate(self, size: int) -> int:
         self.blocks.append(ctypes.create_string_buffer(size + 64))

@@ -22,8 +22,8 @@ from tests.runtime.fake import FakeDevice
 DETAILS = {"peer": 3, "op": "write", "status": "IBV_WC_RETRY_EXC_ERR", "queue_pair": 77, "remedy": "look at it"}
 
 
-def ranks(use: Callable[[World], Any], count: int = 2, per_node: int = 1, transport: str = "null") -> list[Any]:
-    options = Options(target="cpu", heap_bytes=1 << 16, ranks_per_node=per_node, transport=transport, timeout=10.0, entry_timeout=10.0)
+def ranks(use: Callable[[World], Any], count: int = 2, per_node: int = 1, transport: str = "null", target: str = "cpu") -> list[Any]:
+    options = Options(target=target, heap_bytes=1 << 16, ranks_per_node=per_node, transport=transport, timeout=10.0, entry_timeout=10.0)
     return run(use, count, options, make_device=FakeDevice)
 
 
@@ -130,6 +130,57 @@ def test_auto_needs_a_network_that_all_ranks_have() -> None:
     assert choose_network(cards(both, only_rc)) == "rc"
     with pytest.raises(ArgumentError, match=r"rc: rank 1: no port is up; srd: rank 1: no EFA device.*doctor"):
         choose_network(cards(both, none))
+
+
+KINDS = [
+    ("srd", {}, True),
+    ("rc", {}, False),
+    ("rc", {"MKERNEL_RC_SIGNAL": "atomic"}, False),
+    ("rc", {"MKERNEL_RC_SIGNAL": "write"}, False),
+    ("rc", {"MKERNEL_RC_SIGNAL": "imm"}, True),
+    ("null", {}, False),
+    ("null", {"MKERNEL_RC_SIGNAL": "imm", "MKERNEL_EMULATED_HOST_SIGNALS": "1"}, False),
+]
+
+
+@pytest.mark.parametrize(("transport", "switches", "host"), KINDS)
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_engines_get_the_memory_they_can_write(
+    monkeypatch: pytest.MonkeyPatch, target: str, transport: str, switches: dict[str, str], host: bool
+) -> None:
+    """Heap and flags: a descriptor to map, or one for the card only (none without a card)."""
+    from mkernel.proxy import process
+    from mkernel.runtime import assemble
+    from mkernel.transport import devices
+
+    class Engine:
+        def __init__(self, layout: process.Layout) -> None:
+            self.layout = layout
+
+        def step(self) -> None:
+            return None
+
+        def watch(self, on_error: object) -> None:
+            pass
+
+        wake = close = step
+
+    def use(world: World) -> tuple[process.Layout, int, int]:
+        engine = world._stop_engine.__self__  # type: ignore[union-attr]
+        return engine.layout, world._heap.segment.fd, world._signals.fd
+
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process, "EngineProcess", Engine)
+    monkeypatch.setattr(assemble, "_networks_here", lambda: {"rc": "", "srd": ""})
+    monkeypatch.setattr(devices, "card_for", lambda *args: None)
+    gpu = target == "cuda"
+    for layout, heap, signals in ranks(use, 4, 2, transport, target):
+        assert layout.heap.dmabuf == gpu
+        assert layout.signals.dmabuf == (gpu and not host)
+        card = transport != "null"
+        assert layout.heap.fd == (heap if card or not gpu else -1)
+        assert layout.signals.fd == (signals if card or host or not gpu else -1)
 
 
 def test_virtual_time_knows_no_network(monkeypatch: pytest.MonkeyPatch) -> None:

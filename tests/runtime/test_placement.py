@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.placement import Card, Gpu, choose_device, choose_target, choose_topology, require_equal
+from mkernel.runtime.placement import Card, Gpu, choose_device, choose_signals, choose_target, choose_topology, require_equal
 
 
 def gpus(count: int, capability: tuple[int, int] = (9, 0), host: str = "a", peers: bool = True) -> tuple[Gpu, ...]:
@@ -92,8 +92,18 @@ def test_options_must_agree() -> None:
         require_equal([same[0], Card("a", {"timeout": 2.0})])
 
 
+def test_where_flags_lie_must_agree() -> None:
+    imm, atomic = Card("a", {}, host_signals=["rc", "srd"]), Card("a", {}, host_signals=["srd"])
+    assert choose_signals([imm, imm], "rc")
+    assert not choose_signals([atomic, atomic], "rc")
+    assert choose_signals([imm, atomic], "srd")
+    assert not choose_signals([imm, atomic], ""), "one node"
+    with pytest.raises(ArgumentError, match=r"'rc'.*rank 2 raises flags otherwise than rank 0.*MKERNEL_RC_SIGNAL"):
+        choose_signals([imm, imm, atomic], "rc")
+
+
 def test_cards_travel_as_json() -> None:
     import json
 
-    card = Card("a", {"heap_bytes": None}, gpus(2), "", 1)
+    card = Card("a", {"heap_bytes": None}, gpus(2), "", 1, {"rc": ""}, ["srd"])
     assert Card.from_json(json.loads(json.dumps(card.to_json()))) == card

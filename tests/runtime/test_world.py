@@ -271,6 +271,16 @@ def test_too_many_flags() -> None:
     ranks(use, 2)
 
 
+def test_no_room_for_packets_where_flags_lie_in_host_memory() -> None:
+    def use(w: World) -> None:
+        w.executable(1, lambda: FakePlan(digest=1))
+        with pytest.raises(ArgumentError, match="packet_bytes = 16: the signal segment has room for 0"):
+            w.executable(2, lambda: FakePlan(digest=2, packet_bytes=16))
+
+    with env.override(MKERNEL_EMULATED_HOST_SIGNALS=1):
+        ranks(use, 2, ranks_per_node=1)
+
+
 def test_more_ctas_than_fit() -> None:
     def use(w: World) -> None:
         with pytest.raises(ArgumentError, match="only 4 CTAs"):
@@ -558,8 +568,12 @@ def test_the_engine_fails(target: str) -> None:
     assert {e.peer for e in caught.values()} == {3}  # type: ignore[attr-defined]
 
 
-def test_puts_travel_between_emulated_nodes(target: str) -> None:
+@pytest.mark.parametrize("host", [False, True])
+def test_puts_travel_between_emulated_nodes(target: str, host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_EMULATED_HOST_SIGNALS", str(int(host)))
+
     def use(w: World) -> float:
+        assert w._signals.mappable == (host or target == "cpu")
         source, destination = w.zeros(1000, "float32"), w.zeros(1000, "float32")
         source[:] = w.rank + 1
         w.barrier()
@@ -578,6 +592,8 @@ def test_puts_travel_between_emulated_nodes(target: str) -> None:
         while abi.Ring.from_address(w._ring_memory.host_address).completed != 1 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert abi.Ring.from_address(w._ring_memory.host_address).completed == 1
+        if target == "cuda":  # GPU memory is the copier's to write, host memory the engine's
+            assert sum(copier.signals for copier in w.backend.copiers) == (0 if host else 1)
         w.barrier()
         return total
 
@@ -586,10 +602,10 @@ def test_puts_travel_between_emulated_nodes(target: str) -> None:
 
 def test_init_fails_on_all_ranks_alike() -> None:
     class Broken(FakeDevice):
-        def segment(self, size: int, local_rank: int, ranks_per_node: int) -> Any:
+        def segment(self, *args: Any, **options: Any) -> Any:
             if self.rank == 1:
                 raise OSError("no memory")
-            return super().segment(size, local_rank, ranks_per_node)
+            return super().segment(*args, **options)
 
     with pytest.raises(OSError, match="no memory") as caught:
         run(lambda w: None, 3, Options(target="cuda", heap_bytes=1 << 16), make_device=Broken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from mkernel.proxy.ring import RING_BYTES, RingReader
 from mkernel.transport.base import Transport
 from mkernel.transport.emulated import EmulatedTransport, Faults
 
-__all__ = ["EmulatedNetwork", "LateCopier", "Producer", "VirtualClock"]
+__all__ = ["EmulatedNetwork", "LateCopier", "LocalNetwork", "Producer", "VirtualClock"]
 
 
 class VirtualClock:
@@ -86,20 +87,10 @@ class Producer:
         return ticket
 
 
-class EmulatedNetwork:
-    """``ranks`` ranks, each its own node, joined by emulated transports and driven through their engines."""
+class LocalNetwork(abc.ABC):
+    """``ranks`` ranks of this process, each its own node behind a ring: their memory, and their engines once a transport is open."""
 
-    def __init__(
-        self,
-        ranks: int = 3,
-        *,
-        heap_bytes: int = 1 << 20,
-        transport: type[EmulatedTransport] = EmulatedTransport,
-        faults: Faults | None = None,
-        gigabytes_per_second: float = 50.0,
-        latency_us: float = 5.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, ranks: int, heap_bytes: int, seed: int) -> None:
         self.ranks = range(ranks)
         self.clock = VirtualClock()
         self.watcher: Callable[[], None] = lambda: None
@@ -108,21 +99,10 @@ class EmulatedNetwork:
         self.signals = [MemfdSegment(1 << 16, 0, 1) for _ in self.ranks]
         self.producers = [Producer() for _ in self.ranks]
         self.engines: list[Engine] = []
-        for rank in self.ranks:
-            peers = {peer: (self.heaps[peer].address(), self.signals[peer].address()) for peer in self.ranks if peer != rank}
-            opened: Transport = transport(
-                rank,
-                self.heaps[rank].address(),
-                peers,
-                LateCopier(seed + rank, lambda: self.watcher()),
-                self.clock,
-                gigabytes_per_second,
-                latency_us,
-                faults,
-                heap_bytes=self.heaps[rank].size,
-                signal_bytes=self.signals[rank].size,
-            )
-            self.engines.append(Engine(RingReader(self.producers[rank].buffer), opened, self.clock))
+
+    def start(self, rank: int, transport: Transport) -> None:
+        """Put an engine between a rank's ring and its transport. By rank."""
+        self.engines.append(Engine(RingReader(self.producers[rank].buffer), transport, self.clock))
 
     def flag_offset(self, index: int) -> int:
         return SIGNAL_FLAGS + 8 * index
@@ -136,18 +116,16 @@ class EmulatedNetwork:
     def write(self, rank: int, offset: int, data: bytes) -> None:
         ctypes.memmove(self.heaps[rank].address() + offset, data, len(data))
 
-    def turn(self) -> bool:
-        """Step the engines once, in random order. When none moves, go to the next event. False: nothing will ever happen again."""
+    def step_engines(self) -> bool:
+        """All of them once, in random order. Whether any moved."""
         order = list(self.engines)
         self.random.shuffle(order)
         moved = [engine.step() for engine in order]  # all of them, not up to the first that moves
-        if any(moved):
-            return True
-        events = [event for event in (engine.next_event_ns() for engine in order) if event is not None]
-        if not events:
-            return False
-        self.clock.now = max(self.clock.now, min(events))
-        return True
+        return any(moved)
+
+    @abc.abstractmethod
+    def turn(self) -> bool:
+        """Let a little happen. False: nothing will ever happen again."""
 
     def close(self) -> None:
         for engine in self.engines:
@@ -160,3 +138,45 @@ class EmulatedNetwork:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class EmulatedNetwork(LocalNetwork):
+    """Ranks joined by emulated transports, in virtual time."""
+
+    def __init__(
+        self,
+        ranks: int = 3,
+        *,
+        heap_bytes: int = 1 << 20,
+        transport: type[EmulatedTransport] = EmulatedTransport,
+        faults: Faults | None = None,
+        gigabytes_per_second: float = 50.0,
+        latency_us: float = 5.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(ranks, heap_bytes, seed)
+        for rank in self.ranks:
+            peers = {peer: (self.heaps[peer].address(), self.signals[peer].address()) for peer in self.ranks if peer != rank}
+            opened = transport(
+                rank,
+                self.heaps[rank].address(),
+                peers,
+                LateCopier(seed + rank, lambda: self.watcher()),
+                self.clock,
+                gigabytes_per_second,
+                latency_us,
+                faults,
+                heap_bytes=self.heaps[rank].size,
+                signal_bytes=self.signals[rank].size,
+            )
+            self.start(rank, opened)
+
+    def turn(self) -> bool:
+        """Step the engines. When none moves, go to the next event."""
+        if self.step_engines():
+            return True
+        events = [event for event in (engine.next_event_ns() for engine in self.engines) if event is not None]
+        if not events:
+            return False
+        self.clock.now = max(self.clock.now, min(events))
+        return True

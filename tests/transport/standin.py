@@ -15,15 +15,11 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any
 
-from mkernel.abi import SIGNAL_FLAGS
-from mkernel.memory.memfd import MemfdSegment
-from mkernel.proxy.engine import Engine
-from mkernel.proxy.ring import RingReader
 from mkernel.transport import Wiring, verbs
 from mkernel.transport.verbs import Access, Completion, Event, Limits, Port, Remote, RetryPolicy, VerbsError
-from tests.transport.harness import Producer, VirtualClock
+from tests.transport.harness import LocalNetwork
 
 __all__ = ["MOODS", "Fabric", "Mood", "StandinNetwork", "StandinNic"]
 
@@ -528,17 +524,8 @@ class Fabric:
         return True
 
 
-class Opened(Protocol):
-    """A transport that waits for its peers' cards."""
-
-    @property
-    def card(self) -> bytes: ...
-
-    def connect(self, cards: Sequence[bytes]) -> None: ...
-
-
-class StandinNetwork:
-    """``ranks`` ranks, each its own node with a card of its own, behind rings and engines (``contract.Network``).
+class StandinNetwork(LocalNetwork):
+    """Ranks with a card of their own each (``contract.Network``).
 
     Parameters
     ----------
@@ -556,16 +543,9 @@ class StandinNetwork:
         seed: int = 0,
         srd: bool = False,
     ) -> None:
-        self.ranks = range(ranks)
+        super().__init__(ranks, heap_bytes, seed)
         self.fabric = Fabric(mood, seed)
         self.fabric.watcher = lambda: self.watcher()
-        self.clock = VirtualClock()
-        self.watcher: Callable[[], None] = lambda: None
-        self.random = random.Random(seed)
-        self.heaps = [MemfdSegment(heap_bytes, 0, 1) for _ in self.ranks]
-        self.signals = [MemfdSegment(1 << 16, 0, 1) for _ in self.ranks]
-        self.producers = [Producer() for _ in self.ranks]
-        self.engines: list[Engine] = []
         self.transports: list[Any] = []
         try:
             self._open(open, srd)
@@ -589,47 +569,20 @@ class StandinNetwork:
             )
             self.transports.append(open(self.fabric.nic(rank, srd=srd), wiring))
         cards = [transport.card for transport in self.transports]
-        for transport in self.transports:
+        for rank, transport in enumerate(self.transports):
             transport.connect(cards)
-        pairs = zip(self.producers, self.transports, strict=True)
-        self.engines = [Engine(RingReader(producer.buffer), transport, self.clock) for producer, transport in pairs]
+            self.start(rank, transport)
 
     def _store(self, address: int, value: int) -> None:
         ctypes.c_uint64.from_address(address).value = value
         self.watcher()
 
-    def flag_offset(self, index: int) -> int:
-        return SIGNAL_FLAGS + 8 * index
-
-    def flag(self, rank: int, index: int) -> int:
-        return ctypes.c_uint64.from_address(self.signals[rank].address() + self.flag_offset(index)).value
-
-    def read(self, rank: int, offset: int, size: int) -> bytes:
-        return ctypes.string_at(self.heaps[rank].address() + offset, size)
-
-    def write(self, rank: int, offset: int, data: bytes) -> None:
-        ctypes.memmove(self.heaps[rank].address() + offset, data, len(data))
-
     def turn(self) -> bool:
-        """Step the network, and the engines in random order. False: nothing will ever happen again."""
+        """Step the engines, then the network."""
         self.clock.now += 1_000
-        order = list(self.engines)
-        self.random.shuffle(order)
-        moved = [engine.step() for engine in order]
+        moved = self.step_engines()
         busy = self.fabric.step()
-        return busy or any(moved) or any(engine.next_event_ns() is not None for engine in order)
-
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
-        for segment in [*self.heaps, *self.signals]:
-            segment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        return busy or moved or any(engine.next_event_ns() is not None for engine in self.engines)
 
 
 def _no_copier() -> Any:

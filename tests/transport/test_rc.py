@@ -97,7 +97,7 @@ class EpochEarly(RcTransport):
 
     def _build(self, connection: _Connection, waiting: Sequence[_Pending]) -> None:
         for pending in waiting:
-            pending.put = dataclasses.replace(pending.put, signal_value=pending.put.signal_value + 1)
+            pending.put = pending.put._replace(signal_value=pending.put.signal_value + 1)
         super()._build(connection, waiting)
 
 
@@ -135,7 +135,7 @@ class CompletedAtPost(RcTransport):
 class LostByte(RcTransport):
     def _write(self, connection: _Connection, pending: _Pending) -> None:
         put = pending.put
-        pending.put = dataclasses.replace(put, bytes=max(put.bytes - 1, 0))
+        pending.put = put._replace(bytes=max(put.bytes - 1, 0))
         super()._write(connection, pending)
         pending.put = put
 
@@ -443,6 +443,15 @@ def test_without_atomics_the_receiver_raises_flags() -> None:
 def test_flags_in_gpu_memory_need_atomics_or_writes() -> None:
     with pytest.raises(ArgumentError, match="MKERNEL_RC_SIGNAL"):
         open_transport(Fabric().nic(0), Wiring(**{**vars_of(wiring()), "signal_address": 0}), signal="imm", queue_pairs=1)
+
+
+def test_flags_in_host_memory_are_asked_for() -> None:
+    """Without atomics, and with the flags in GPU memory: which of them goes was decided before the card was opened."""
+    nic = Fabric(Mood(atomics=False)).nic(0)
+    given = Wiring(**{**vars_of(wiring()), "signal_address": 0, "signal_dmabuf": 8})
+    with pytest.raises(ArgumentError, match=r"MKERNEL_RC_SIGNAL.*no atomics.*imm on all ranks"):
+        open_transport(nic, given, signal="auto", queue_pairs=1)
+    assert nic.closed
 
 
 def vars_of(wiring: Wiring) -> dict[str, Any]:

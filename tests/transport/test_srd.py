@@ -227,7 +227,7 @@ def test_asynchronous_events(kind: int) -> None:
 def test_setup_errors_name_the_call_and_a_remedy() -> None:
     class Refuses(StandinNic):
         def srd_pair(self, *args: Any, **options: Any) -> verbs.QueuePair:
-            raise verbs.VerbsError("creating an SRD queue pair", 95)
+            raise verbs.VerbsError("creating an SRD queue pair", errno.EOPNOTSUPP)
 
     def refuse(nic: StandinNic, wiring: Wiring) -> SrdTransport:
         nic.__class__ = Refuses
@@ -235,7 +235,7 @@ def test_setup_errors_name_the_call_and_a_remedy() -> None:
 
     with pytest.raises(TransportError, match="creating an SRD queue pair") as caught:
         StandinNetwork(refuse, 2, srd=True)
-    assert (caught.value.op, caught.value.status) == ("creating an SRD queue pair", errno.errorcode[95])
+    assert (caught.value.op, caught.value.status) == ("creating an SRD queue pair", "EOPNOTSUPP")
     assert caught.value.remedy
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from mkernel.errors import TransportError
-from mkernel.transport import Card, rc, verbs
+from mkernel.transport import Card, rdma, verbs
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_errors_without_number_keep_their_text(pyverbs: types.ModuleType) -> Non
 def test_without_pyverbs_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyverbs", None)
     with pytest.raises(TransportError, match=r"install pyverbs: docs/transports\.md"):
-        rc.open_card(Card("mlx5_0", 1, 0), 3)
+        rdma.open_card(Card("mlx5_0", 1, 0), 3)
 
 
 def test_the_boundary_imports_nothing_of_pyverbs() -> None:

@@ -153,6 +153,14 @@ def test_no_nvlink_multicast_and_no_managed_memory() -> None:
         assert [str(f) for f in sources if word in f.read_text().replace(f"Never {word}", "")] == []
 
 
+def test_kernels_use_atomics_on_their_own_memory_only() -> None:
+    """Flags may lie in host memory, where a GPU's atomics need PCIe atomics."""
+    kernels = [file for file in (ROOT / "kernels_src").glob("*.cuh") if file.name != "ptx.cuh"]
+    users = [line for file in kernels for line in file.read_text().splitlines() if "ptx::atomic_" in line or "compare_and_swap" in line]
+    assert len(users) >= 4
+    assert [line for line in users if "control" not in line.partition("ptx::")[2]] == []
+
+
 def test_importing_mkernel_is_light() -> None:
     heavy = {"cuda", "cupy", "matplotlib", "mpi4py", "pyverbs", "torch"}
     program = (

@@ -1,0 +1,274 @@
+"""What transports over RDMA share: opening a card, registering memory, connecting, naming what failed, closing."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from mkernel.errors import TransportError
+from mkernel.transport import Card, Wiring, verbs
+from mkernel.transport.base import Put, Transport
+
+__all__ = ["EXPLAIN_SECONDS", "RdmaTransport", "join", "open_card", "register"]
+
+EVENT_POLLS = 64  # polls between two looks for asynchronous events
+EXPLAIN_SECONDS = 0.5  # how long to look for what put a queue pair in error, when all that is known is that it is
+_EXPLAIN_PAUSE = 0.002
+_POLL = 64  # completions a poll takes at most
+_WORD = 8
+
+
+class RdmaTransport(Transport):
+    """One rank's queue pairs on one port. Open it, exchange ``card`` with all ranks, ``connect``.
+
+    A subclass opens everything inside ``with self._opening()``, and hands what must be closed to ``_undo``, queue pairs to ``_own``.
+
+    Parameters
+    ----------
+    nic
+        The opened port. Closed with the transport.
+    rank, peers
+        This rank, and all ranks of other nodes.
+    heap
+        This rank's data heap, registered with ``nic``. Closed with the transport.
+    signal_bytes
+        Size of the signal segment of every rank.
+    """
+
+    _sends: verbs.CompletionQueue
+    _arrivals: verbs.CompletionQueue  # of receives; may be the same
+
+    def __init__(self, nic: verbs.Nic, rank: int, peers: Sequence[int], heap: verbs.Region, signal_bytes: int) -> None:
+        self._nic, self._rank, self._heap, self._signal_bytes = nic, rank, heap, signal_bytes
+        self._ranks = peers
+        self._reachable: set[int] = set()
+        self._peer_of: dict[int, int] = {}  # number of a queue pair -> rank at its other end
+        self._max_message = nic.limits.max_message
+        self._outstanding = 0  # puts
+        self._polls = 0
+        self._closed = False
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(nic.close)
+        self._undo.callback(heap.close)
+
+    # ---- opening and closing
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[None]:
+        """What fails inside is named, and closes what has been opened so far."""
+        try:
+            with _naming(_where(self._rank, self._nic.port)):
+                yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _queue(self, entries: int) -> verbs.CompletionQueue:
+        queue = self._nic.completion_queue(max(1, min(entries, self._nic.limits.max_completions)))
+        self._undo.callback(queue.close)
+        return queue
+
+    def _own(self, pair: verbs.QueuePair, peer: int) -> None:
+        """Close a queue pair with the transport."""
+        self._peer_of[pair.number] = peer
+        self._undo.callback(pair.close)
+        self._undo.callback(self._fail, pair)
+
+    @staticmethod
+    def _fail(pair: verbs.QueuePair) -> None:
+        """To the error state before anything is freed: from then on the card leaves memory alone."""
+        with contextlib.suppress(verbs.VerbsError):  # e.g. the device is gone
+            pair.fail()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._undo.close()
+
+    # ---- connecting
+    @property
+    @abc.abstractmethod
+    def card(self) -> bytes:
+        """What the other ranks must know to connect to this one: JSON, with ``heap``, (address, bytes, key), and ``signal_bytes``."""
+
+    @abc.abstractmethod
+    def _connect(self, peer: int, card: dict[str, Any]) -> None:
+        """To one rank, whose heap is as large as this one's. May raise VerbsError."""
+
+    def connect(self, cards: Sequence[bytes]) -> None:
+        """Connect to all peers; ``cards`` of every rank, by rank."""
+        with _naming(_where(self._rank, self._nic.port)):
+            for peer in self._ranks:
+                card = json.loads(cards[peer])
+                for what, mine, theirs in (
+                    ("heap_bytes", self._heap.size, card["heap"][1]),
+                    ("bytes of signals", self._signal_bytes, card["signal_bytes"]),
+                ):
+                    self._agree(peer, what, mine, theirs, "pass the same heap_bytes everywhere")
+                self._connect(peer, card)
+                self._reachable.add(peer)
+
+    def _agree(self, peer: int, what: str, mine: object, theirs: object, remedy: str) -> None:
+        if mine != theirs:
+            raise self._error(peer, "connect", "mismatch", f"{what} is {theirs} on rank {peer} and {mine} here", remedy)
+
+    # ---- the transport
+    def _check_addresses(self, put: Put) -> None:
+        """That the peer is there, and all bytes inside the segments."""
+        rank = put.dst_rank
+        if rank not in self._reachable:
+            raise self._error(rank, "put_signal", "unreachable", f"no connection: only to {sorted(self._reachable)}")
+        if max(put.src_offset, put.dst_offset) + put.bytes > self._heap.size:
+            text = f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes} outside the data heap of {self._heap.size} bytes"
+            raise self._error(rank, "put_signal", "bad address", text)
+        if not self._is_flag(put.signal_offset):
+            raise self._error(rank, "put_signal", "bad address", self._no_flag(put.signal_offset))
+
+    def _is_flag(self, offset: int) -> bool:
+        return offset + _WORD <= self._signal_bytes and not offset % _WORD
+
+    def _no_flag(self, offset: int) -> str:
+        return f"flag at {offset} outside the signal segment of {self._signal_bytes} bytes (or not aligned)"
+
+    def _commit(self, pair: verbs.QueuePair) -> None:
+        try:
+            pair.commit()
+        except verbs.VerbsError as error:
+            raise self._refused("post", error, pair) from error
+
+    def _polled(self) -> None:
+        """Called at every poll: looks for asynchronous events now and then."""
+        self._polls += 1
+        if self._polls % EVENT_POLLS == 0:
+            self._look_at_events()
+
+    def _completions(self, queue: verbs.CompletionQueue) -> Sequence[verbs.Completion]:
+        """At most ``_POLL``, all of them good."""
+        found = self._take(queue)
+        for completion in found:
+            if completion.status:
+                raise self._failure(queue, [c for c in found if c.status])
+        return found
+
+    def _take(self, queue: verbs.CompletionQueue) -> Sequence[verbs.Completion]:
+        try:
+            return queue.poll(_POLL)
+        except verbs.VerbsError as error:
+            raise self._refused("poll", error) from error
+
+    def next_event_ns(self) -> int | None:
+        return 0 if self._outstanding else None
+
+    # ---- failures
+    def _look_at_events(self) -> None:
+        try:
+            events = self._nic.events()
+        except verbs.VerbsError as error:
+            raise self._refused("events", error) from error
+        for event in events:
+            name, fatal, meaning, remedy = verbs.EVENTS.get(event.kind, (f"event {event.kind}", False, "unknown", ""))
+            if fatal:
+                raise self._error(None, "asynchronous event", name, meaning, remedy)
+
+    @abc.abstractmethod
+    def _operation(self, wr_id: int) -> str:
+        """What a work request of the send queues was."""
+
+    def _failure(self, queue: verbs.CompletionQueue, failed: Sequence[verbs.Completion]) -> TransportError:
+        """The first cause. Raises what an asynchronous event says, if that is the cause."""
+        first = next((completion for completion in failed if completion.status != verbs.FLUSHED), None)
+        if first is None:
+            queue, first = self._explain(queue, failed[0])
+        name, meaning, remedy = verbs.STATUSES.get(first.status, (f"status {first.status}", "unknown to this version", ""))
+        if first.vendor_error:
+            meaning += f", vendor error {first.vendor_error:#x}"
+        op = self._operation(first.wr_id) if queue is self._sends else "receive"
+        return self._error(self._peer_of.get(first.qp), op, name, meaning, remedy, queue_pair=first.qp)
+
+    def _explain(self, queue: verbs.CompletionQueue, flushed: verbs.Completion) -> tuple[verbs.CompletionQueue, verbs.Completion]:
+        """What was flushed because its queue pair had failed says nothing itself; what does may come a moment later.
+
+        Waits for it, at most ``EXPLAIN_SECONDS``: the transport has failed, nothing can be late any more. Completions are lost here.
+        """
+        end = time.monotonic() + EXPLAIN_SECONDS
+        while True:
+            self._look_at_events()
+            for other in dict.fromkeys((self._sends, self._arrivals)):
+                for completion in self._take(other):
+                    if completion.status not in (verbs.SUCCESS, verbs.FLUSHED):
+                        return other, completion
+            if time.monotonic() >= end:
+                return queue, flushed
+            time.sleep(_EXPLAIN_PAUSE)
+
+    def _refused(self, op: str, error: verbs.VerbsError, pair: verbs.QueuePair | None = None) -> TransportError:
+        """A call that failed."""
+        number = None if pair is None else pair.number
+        return self._error(None if number is None else self._peer_of[number], op, error.status, str(error), queue_pair=number)
+
+    def _error(
+        self, peer: int | None, op: str, status: str, text: str, remedy: str = "", *, queue_pair: int | None = None
+    ) -> TransportError:
+        where = _where(self._rank, self._nic.port, queue_pair)
+        to = "" if peer is None else f" to rank {peer}"
+        message = f"{where}: {op}{to}: {status}: {text}" + (f" ({remedy})" if remedy else "")
+        return TransportError(message, peer=peer, op=op, status=status, queue_pair=queue_pair, remedy=remedy)
+
+
+def _where(rank: int, port: verbs.Port, queue_pair: int | None = None) -> str:
+    return f"rank {rank} ({port.device}:{port.number}" + ("" if queue_pair is None else f", queue pair {queue_pair}") + ")"
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Calls that fail while setting up become a TransportError."""
+    try:
+        yield
+    except verbs.VerbsError as error:
+        remedy = verbs.ERRNO_REMEDIES.get(error.code, "see `python -m mkernel doctor`")
+        raise TransportError(f"{where}: {error} ({remedy})", op=error.op, status=error.status, remedy=remedy) from error
+
+
+def open_card(card: Card, rank: int) -> verbs.Nic:
+    """Open a port; what fails becomes a TransportError."""
+    try:
+        with _naming(f"rank {rank}"):
+            return verbs.open_nic(card.device, card.port, card.gid_index)
+    except ImportError as error:
+        remedy = "install pyverbs: docs/transports.md"
+        raise TransportError(f"rank {rank}: {error} ({remedy})", op="import pyverbs", status="ImportError", remedy=remedy) from error
+
+
+def register(nic: verbs.Nic, rank: int, *segments: tuple[int, int, int]) -> list[verbs.Region]:
+    """Register segments, (address, dma-buf descriptor or -1, bytes), so that peers may write to them. Closes ``nic`` when it fails."""
+    access = verbs.Access.local_write | verbs.Access.remote_write
+    regions: list[verbs.Region] = []
+    with contextlib.ExitStack() as undo, _naming(_where(rank, nic.port)):
+        undo.callback(nic.close)
+        for address, dmabuf, size in segments:
+            region = nic.register_dmabuf(dmabuf, size, access) if dmabuf >= 0 else nic.register(address, size, access)
+            undo.callback(region.close)
+            regions.append(region)
+        undo.pop_all()
+    return regions
+
+
+_T = TypeVar("_T", bound=RdmaTransport)
+
+
+def join(wiring: Wiring, open: Callable[[verbs.Nic, Wiring], _T]) -> _T:
+    """Open the card and, by ``open``, a transport on it, exchange addresses with all ranks, connect. Collective."""
+    card, exchange = wiring.card, wiring.exchange
+    if card is None or exchange is None:
+        raise ValueError("RDMA needs a card and an exchange")
+    transport = open(open_card(card, wiring.rank), wiring)
+    try:
+        transport.connect(exchange(transport.card))
+        exchange(b"")  # nobody sends to a rank that is not connected yet
+    except BaseException:
+        transport.close()
+        raise
+    return transport
