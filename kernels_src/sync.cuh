@@ -89,7 +89,8 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
-// Waits until *flag is at least `least`, and then `exact`, where that is not 0. Of all that waits only once calls fail, which is long.
+// Waits until *flag is at least `least`; where `exact` is not 0, it must then be just that. Fails in one place only: fail() is long, and stands
+// wherever something is waited for.
 MK_DEVICE bool wait_word(const Call& call, const uint64_t* flag, uint64_t least, uint64_t exact, const Awaited& what, uint64_t timeout_ns) {
   Patience patience(call, timeout_ns);
   uint64_t seen = 0;
