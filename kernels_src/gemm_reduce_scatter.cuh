@@ -10,6 +10,7 @@ struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
   MK_DEVICE RasterPosition position(uint32_t, uint32_t index) const { return raster<Config>(index, tile_rows(), p.group_m); }
   MK_DEVICE uint32_t count_of(uint32_t) const { return p.tiles; }
+  MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }  // known to the compiler
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t) const { return c.plane; }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (is_own(c)) {

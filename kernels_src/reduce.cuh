@@ -92,7 +92,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return index < derived().count_of(owner); }
   MK_DEVICE TileCoordinate at(uint32_t owner, uint32_t index, bool is_sum) const {
-    const RasterPosition position = exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
+    const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {  // calls at() once: it is long
@@ -126,7 +126,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   // ---- for the GEMM
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
   MK_DEVICE uint32_t parts(const TileCoordinate& c) const {
-    if (!exists(c.plane, c.index)) return 0;
+    if (!derived().exists(c.plane, c.index)) return 0;
     return is_own(c) ? kParts : 1;
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t part) const { return part == 1 || c.is_sum; }
