@@ -268,10 +268,9 @@ struct ShardToSend {
   }
   MK_DEVICE uint32_t puts() const { return kNodes - 1; }
   MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {
-    const uint64_t offset = chunk_offset(p, chunk), flag = flag_offset(p, flag_index(p, p.world.rank, chunk));
-    return Put{
-        channel,   rail_peer(p.world, 1 + i), p.send_offset + offset, plane_offset(p, p.world.rank) + offset, chunk_bytes(p, chunk), flag,
-        call.epoch};
+    const uint64_t offset = chunk_offset(p, chunk), src = p.send_offset + offset, dst = plane_offset(p, p.world.rank) + offset;
+    const uint32_t peer = rail_peer(p.world, 1 + i), flag = flag_index(p, p.world.rank, chunk);
+    return Put{channel, peer, src, dst, chunk_bytes(p, chunk), flag_offset(p, flag), call.epoch};
   }
 };
 

@@ -202,9 +202,9 @@ struct TilesToSend {
   }
   MK_DEVICE uint32_t puts() const { return count != 0 ? 1 : 0; }
   MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t) const {
-    const uint64_t flag = flag_offset(p, tiles.peer_flag(distance, first));
-    return Put{channel,   rail_peer(p.world, distance), tiles.src(distance, first), tiles.dst(distance, first), count * tiles.bytes(), flag,
-               call.epoch};
+    const uint64_t src = tiles.src(distance, first), dst = tiles.dst(distance, first);
+    const uint32_t peer = rail_peer(p.world, distance), flag = tiles.peer_flag(distance, first);
+    return Put{channel, peer, src, dst, count * tiles.bytes(), flag_offset(p, flag), call.epoch};
   }
 };
 template <class Tiles>
