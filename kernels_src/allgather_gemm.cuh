@@ -1,7 +1,8 @@
 // allgather_gemm: C (M, N) = allgather(A) (M, K) * B (K, N). Included by the generated source after `struct Config`.
 //
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
-// nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
+// nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard. On one node the
+// chunks may also be pushed by a warp of each computing CTA (kIntraComm 0), so that no CTA does anything else.
 #pragma once
 #include "intra_comm.cuh"
 
@@ -11,6 +12,8 @@ namespace mkernel {
 // kChunkRows, kParts, kSlices, kLoadRows; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
+constexpr bool kWarpsPush = Config::kIntraComm == 0 && kR > 1;
+static_assert(!kWarpsPush || kNodes == 1, "what comes from other nodes is forwarded by intra_comm");
 constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2;  // of one row
 static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
 static_assert(Config::kParts == 1 || kNodes == 1, "puts are contiguous in a");
@@ -27,7 +30,8 @@ struct alignas(64) Parameters {
   uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;           // tile rows that share columns of B
   uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
-  uint32_t reserved[7];       // the maps are 64-byte aligned
+  uint32_t pushers;           // kWarpsPush: so many CTAs have a warp that pushes chunks
+  uint32_t reserved[6];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
@@ -67,10 +71,13 @@ MK_DEVICE uint64_t chunk_offset(const Parameters& p, uint32_t index) {  // in a 
   const Chunk chunk = chunk_at(p, index);
   return (uint64_t(chunk.part) * p.rows + uint64_t(chunk.block) * Config::kChunkRows) * kPartBytes;
 }
-// Bulk loads of bytes [offset, offset + bytes) of a chunk from this rank's shard, where the parts of a row lie side by side.
-MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+MK_DEVICE const char* own_chunk(const Parameters& p, uint32_t index) {  // in this rank's shard, where the parts of a row lie side by side
   const Chunk chunk = chunk_at(p, index);
-  const char* first = reinterpret_cast<const char*>(p.a) + uint64_t(chunk.block) * Config::kChunkRows * kRowBytes + chunk.part * kPartBytes;
+  return reinterpret_cast<const char*>(p.a) + uint64_t(chunk.block) * Config::kChunkRows * kRowBytes + chunk.part * kPartBytes;
+}
+// Bulk loads of bytes [offset, offset + bytes) of a chunk of this rank's shard.
+MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+  const char* first = own_chunk(p, index);
   if constexpr (Config::kParts == 1) {
     ptx::bulk_load(smem, first + offset, bytes, bar);
   } else {
@@ -96,6 +103,29 @@ struct ChunkFlags {  // one part of one source, from block `first` on
   uint32_t source, first, part;
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
 };
+
+// ---- without CTAs for intra_comm: a warp pushes chunks of this rank's shard, beside the tiles of its CTA
+MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
+  if (ptx::cta_index() >= p.pushers || !wait_all_entered(call)) return;
+  const abi::World& world = p.world;
+  Trace trace(world, 2);
+#pragma unroll 1
+  for (uint32_t chunk = ptx::cta_index(); chunk < num_chunks(p); chunk += p.pushers) {
+    const uint64_t begin = trace.now(), to = plane_offset(p, world.rank) + chunk_offset(p, chunk);
+    const char* from = own_chunk(p, chunk);
+    copy_by_warp(
+        chunk_bytes(p, chunk),
+        [&](uint32_t offset) {
+          return ptx::load_input(from + (Config::kParts == 1 ? offset : offset / kPartBytes * kRowBytes + offset % kPartBytes));
+        },
+        [&](uint32_t offset, const ptx::Words& words) {
+#pragma unroll
+          for (uint32_t i = 1; i < kR; ++i) ptx::store_global(heap(world, local_peer(world, i)) + to + offset, words);
+        });
+    raise_flag(call, p, flag_index(p, world.rank, chunk), 1);
+    if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, chunk), begin);
+  }
+}
 
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
 // (their chunks arrive together), in groups of group_m tile rows that share B.
@@ -143,6 +173,8 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     store_result(c, panel, warpgroup, smem, c.plane);
   }
+  static constexpr bool kMoves = kWarpsPush;
+  MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }
 };
 
 // ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags, warp 2 waits for what is to be forwarded.

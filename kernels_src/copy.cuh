@@ -104,4 +104,25 @@ class CopyRing {
   uint32_t stage_ = 0, parity_ = 0;
 };
 
+// One warp copies `bytes` (a multiple of 16) by ordinary loads and stores, which need no shared memory: load(offset) reads 16 bytes of the source,
+// store(offset, words) writes them to all destinations. sync_warp() follows.
+constexpr uint32_t kWarpLoads = 4;  // of a lane, under way at once
+template <class Load, class Store>
+MK_DEVICE void copy_by_warp(uint32_t bytes, const Load& load, const Store& store) {
+  constexpr uint32_t kUnit = sizeof(ptx::Words), kStride = 32 * kUnit;
+#pragma unroll 1
+  for (uint32_t offset = ptx::lane_index() * kUnit; offset < bytes; offset += kWarpLoads * kStride) {
+    ptx::Words words[kWarpLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kWarpLoads; ++i) {
+      if (offset + i * kStride < bytes) words[i] = load(offset + i * kStride);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kWarpLoads; ++i) {
+      if (offset + i * kStride < bytes) store(offset + i * kStride, words[i]);
+    }
+  }
+  ptx::sync_warp();  // all lanes have stored
+}
+
 }  // namespace mkernel

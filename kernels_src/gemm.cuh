@@ -20,6 +20,7 @@
 //   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
 //   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
 //   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
+//   kMoves, void move(const Call&);                     what a CTA moves while it computes; warp function
 //   kAnnounces, bool announces(c);                      whether others wait for the tile
 //   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
 #pragma once
@@ -131,7 +132,7 @@ struct BasicOp {
   const Parameters& p;
   MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
 
-  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
+  static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
@@ -544,6 +545,7 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
       if (ptx::lane_index() == 0) store_tiles(op, storage);
     } else {
       if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);  // of a CTA that computes from the start
+      if constexpr (Op::kMoves) op.move(call);
       if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
     }
   } else {

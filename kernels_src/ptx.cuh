@@ -210,6 +210,18 @@ MK_DEVICE void store_shared(void* p, const Words& v) {
                : "memory");
 }
 
+MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes while the kernel runs
+  Words v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p));
+  return v;
+}
+MK_DEVICE void store_global(void* p, const Words& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
 // Packets: 16 bytes that are stored and loaded at once, so that one word of them can tell whether the others are there.
 MK_DEVICE Words load_packet(const Words* p) {
   Words v;

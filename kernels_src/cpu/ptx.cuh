@@ -177,6 +177,15 @@ MK_DEVICE void store_shared(void* p, const Words& v) {
   *static_cast<Words*>(p) = v;
 }
 
+MK_DEVICE Words load_input(const void* p) {
+  mkc_check_word(p, sizeof(Words));
+  return *static_cast<const Words*>(p);
+}
+MK_DEVICE void store_global(void* p, const Words& v) {
+  mkc_check_word(p, sizeof(Words));
+  *static_cast<Words*>(p) = v;
+}
+
 // The upper half is stored last and loaded first: who sees it sees the lower half.
 MK_DEVICE Words load_packet(const Words* p) {
   mkc_check_word(p, sizeof(uint64_t));

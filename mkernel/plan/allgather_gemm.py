@@ -18,6 +18,7 @@ __all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan
 OP = "allgather_gemm"
 PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
+_WARP_CHUNK_BYTES = 16 * 1024  # what a warp pushes: all of them together should be at few tiles' rows at a time
 _PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
 _PUTS = 16  # per shard; every put costs the engine some microseconds
 _SLICES = 2  # of a left-over tile
@@ -65,6 +66,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
+    pushers: int = 0  # computing CTAs with a warp that pushes chunks, where the split has no intra_comm
 
     op = OP
 
@@ -119,6 +121,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
+            f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
 
@@ -191,7 +194,9 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
         ``split`` does not fit.
     """
     topology = problem.topology
-    chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count)
+    spared = ("intra_comm",) if topology.num_nodes == 1 else ()
+    chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count, spared)
+    pushers = (chosen.compute or 0) if topology.ranks_per_node > 1 and not chosen.intra_comm else 0
     tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
         tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
@@ -200,17 +205,17 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
-    chunk_bytes = put_bytes if topology.num_nodes > 1 else _CHUNK_BYTES
+    chunk_bytes = put_bytes if topology.num_nodes > 1 else _WARP_CHUNK_BYTES if pushers else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices)
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices, pushers=pushers)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
     group_rows = math.ceil(max(1, tile_rows) / groups)
     return AllGatherGemmPlan(
-        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices, pushers
     )
 
 
@@ -271,7 +276,7 @@ def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> S
 
 
 def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, neighbours: list[Step]) -> None:
-    ctas, peers = plan.split.intra_comm or 0, plan.problem.topology.rail_peers(rank)
+    ctas, peers = plan.split.intra_comm or plan.pushers, plan.problem.topology.rail_peers(rank)
     for cta in range(ctas):
         own: list[Step] = [("push", rank, chunk) for chunk in range(cta, plan.chunks, ctas)]
         items = [divmod(item, len(peers)) for item in range(cta, plan.chunks * len(peers), ctas)] if peers else []

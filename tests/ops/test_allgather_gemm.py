@@ -61,6 +61,13 @@ def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[
             assert problems(results) == [], f"rank {rank}"
 
 
+@pytest.mark.cases(world=("1x2", "1x4"), shape=SHAPES, dtype=_DTYPES, row_major=(True, False))
+def test_every_element_without_communication_ctas(
+    request: pytest.FixtureRequest, world: str, shape: tuple[int, int], dtype: str, row_major: bool
+) -> None:
+    test_every_element(request, world, shape, "warps", dtype, row_major)
+
+
 # ---- one seed, one run
 
 

@@ -83,6 +83,15 @@ BUGS = [
         workload="short",
         seeds=40,
     ),
+    Bug("a warp's flag before all lanes have stored", "copy.cuh", "  ptx::sync_warp();  // all lanes have stored\n", workload="warps"),
+    Bug(
+        "no entry before a warp's push",
+        "allgather_gemm.cuh",
+        "  if (ptx::cta_index() >= p.pushers || !wait_all_entered(call)) return;\n",
+        "  if (ptx::cta_index() >= p.pushers) return;\n",
+        workload="warps short",
+        seeds=40,
+    ),
     Bug(
         "no entry before a put",
         "ring.cuh",
