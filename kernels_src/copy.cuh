@@ -105,7 +105,7 @@ class CopyRing {
 };
 
 // One warp copies `bytes` (a multiple of 16) by ordinary loads and stores, which need no shared memory: load(offset) reads 16 bytes of the source,
-// store(offset, words) writes them to all destinations. sync_warp() follows.
+// store(offset, words) writes them to all destinations.
 constexpr uint32_t kWarpLoads = 4;  // of a lane, under way at once
 template <class Load, class Store>
 MK_DEVICE void copy_by_warp(uint32_t bytes, const Load& load, const Store& store) {

@@ -191,7 +191,6 @@ MK_DEVICE uint32_t take_item(GemmStorage<Config>& storage, RingPosition<kTileQue
 // ---- warp 1 of warpgroup 0
 template <class Config>
 MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t item) {
-  ptx::sync_warp();  // what any lane acquired is handed over
   if (ptx::lane_index() == 0) {
     ptx::mbarrier_wait(&storage.tile_taken[at.index], at.parity ^ 1);
     storage.item[at.index] = item;

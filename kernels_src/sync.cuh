@@ -116,15 +116,16 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
   return wait_word(call, flag, value, 0, what, timeout_ns);
 }
 
-// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. Flags: bool wait(call, i).
+// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. What any lane has acquired, all lanes have. Flags: bool wait(call, i).
 template <class Flags>
 MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {
   bool ok = true;
 #pragma unroll 1
   for (uint32_t base = 0; ok && base < count; base += 32) {
     const uint32_t i = base + ptx::lane_index();
-    ok = ptx::all_of_warp(i >= count || flags.wait(call, i));  // every lane's acquire is in the past of all lanes
+    ok = ptx::all_of_warp(i >= count || flags.wait(call, i));
   }
+  ptx::sync_warp();  // a vote orders no memory
   return ok;
 }
 
