@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import heapq
 import math
@@ -28,6 +29,9 @@ class Faults:
     reorder_us
         Data arrives in any order within this window, as over SRD: a later put's bytes may land before an earlier one's, on the same
         channel too. Signals still keep the order of their channel. Bytes land at the latest legal moment.
+    ack_us
+        Every put completes up to this much after its signal, at random. Its source must then still hold what was sent: a network that sends
+        again reads it again. Target cpu only.
     queue_depth
         Puts in flight beyond which ``post`` refuses, like a full send queue.
     fail_completion
@@ -42,6 +46,7 @@ class Faults:
 
     delay_us: float = 0.0
     reorder_us: float = 0.0
+    ack_us: float = 0.0
     queue_depth: int | None = None
     fail_completion: int | None = None
     cut_ns: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -52,12 +57,13 @@ class Faults:
 class _Flight:
     """One put under way."""
 
-    __slots__ = ("arrived", "number", "put", "token")
+    __slots__ = ("arrived", "number", "put", "sent", "token")
 
     def __init__(self, put: Put, number: int) -> None:
         self.put = put
         self.number = number
         self.token: object = None
+        self.sent = b""  # kept where the source is looked at again
         self.arrived = False  # its time has come; the copy may still be running
 
 
@@ -124,6 +130,7 @@ class EmulatedTransport(Transport):
         self._arrivals: list[tuple[float, int, _Flight]] = []  # heap by time
         self._channels: dict[tuple[int, int], deque[_Flight]] = {}  # (destination, channel) -> flights in order
         self._ready: dict[tuple[int, int], None] = {}  # channels with an arrived flight, in a reproducible order
+        self._acks: list[tuple[float, int, _Flight]] = []  # heap by time: signaled, not complete
 
     def post(self, put: Put) -> bool:
         faults = self._faults
@@ -170,29 +177,51 @@ class EmulatedTransport(Transport):
         for key in list(ready):
             channel = self._channels[key]
             while channel and channel[0].arrived and self._finish(channel[0]):
-                done.append(channel.popleft().put.ticket)
+                flight = channel.popleft()
+                if self._faults.ack_us:
+                    ack = self._clock_ns() + self._random.random() * self._faults.ack_us * 1e3
+                    heapq.heappush(self._acks, (ack, flight.number, flight))
+                else:
+                    done.append(flight.put.ticket)
             if not channel or not channel[0].arrived:
                 del ready[key]
+        while self._acks and self._acks[0][0] <= self._clock_ns():
+            flight = heapq.heappop(self._acks)[2]
+            self._check_source(flight)
+            done.append(flight.put.ticket)
         self._in_flight -= len(done)
         return done
 
     def next_event_ns(self) -> int | None:
         if self._ready:
             return 0  # waiting for a copy, whose end nobody announces
-        return math.ceil(self._arrivals[0][0]) if self._arrivals else None
+        return min((math.ceil(events[0][0]) for events in (self._arrivals, self._acks) if events), default=None)
 
     def close(self) -> None:
         self._arrivals.clear()
         self._channels.clear()
         self._ready.clear()
+        self._acks.clear()
         self._in_flight = 0
         self._copier.close()
 
     def _start(self, flight: _Flight) -> None:
         put = flight.put
         if put.bytes:
-            target = self._peers[put.dst_rank][0] + put.dst_offset
-            flight.token = self._copier.start(target, self._heap_address + put.src_offset, put.bytes)
+            source, target = self._heap_address + put.src_offset, self._peers[put.dst_rank][0] + put.dst_offset
+            flight.token = self._copier.start(target, source, put.bytes)
+            if self._faults.ack_us:
+                flight.sent = ctypes.string_at(source, put.bytes)
+
+    def _check_source(self, flight: _Flight) -> None:
+        put = flight.put
+        if flight.sent != ctypes.string_at(self._heap_address + put.src_offset, put.bytes):
+            raise TransportError(
+                f"put {flight.number} of rank {self._rank} to rank {put.dst_rank}: its source has changed before it was complete",
+                peer=put.dst_rank,
+                op="put_signal",
+                status="source changed",
+            )
 
     def _finish(self, flight: _Flight) -> bool:
         """Write the signal, if the data is there."""

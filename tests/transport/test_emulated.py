@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,11 +44,11 @@ def put(ticket: int, *, to: int = 1, channel: int = 0, size: int = 1 << 20) -> P
 
 
 def paced(
-    gigabytes_per_second: float = 50.0, latency_us: float = 5.0, faults: Faults | None = None
+    gigabytes_per_second: float = 50.0, latency_us: float = 5.0, faults: Faults | None = None, heap: int = 0x1000
 ) -> tuple[EmulatedTransport, VirtualClock]:
     clock = VirtualClock()
     peers = {1: (0x10000, 0x20000), 2: (0x30000, 0x40000)}
-    return EmulatedTransport(0, 0x1000, peers, InstantCopier(), clock, gigabytes_per_second, latency_us, faults), clock
+    return EmulatedTransport(0, heap, peers, InstantCopier(), clock, gigabytes_per_second, latency_us, faults), clock
 
 
 def run_until_quiet(transport: EmulatedTransport, clock: VirtualClock) -> dict[int, int]:
@@ -175,6 +176,27 @@ def test_reorder_lands_data_out_of_order_inside_a_channel() -> None:
     landed = [dst for what, dst, _ in copier.log if what == "copy"]
     assert len(landed) == 30
     assert landed != sorted(landed)
+
+
+def test_completions_that_come_late_check_the_source() -> None:
+    heap = ctypes.create_string_buffer(1024)
+    for changed in (False, True):
+        transport, clock = paced(faults=Faults(ack_us=300, seed=5), heap=ctypes.addressof(heap))
+        for ticket in range(20):
+            transport.post(put(ticket, size=1024))
+        copier = transport._copier
+        assert isinstance(copier, InstantCopier)
+        while sum(what == "signal" for what, _, _ in copier.log) < 20:
+            assert len(transport.poll()) < 20
+            clock.now = transport.next_event_ns() or 0
+        if changed:
+            heap[1000] = b"x"
+            with pytest.raises(TransportError, match="its source has changed") as caught:
+                run_until_quiet(transport, clock)
+            assert (caught.value.peer, caught.value.status) == (1, "source changed")
+        else:
+            assert run_until_quiet(transport, clock), "none comes later than its signal"
+            assert transport.next_event_ns() is None
 
 
 def test_queue_depth_refuses_until_a_completion() -> None:
