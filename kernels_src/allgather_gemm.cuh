@@ -1,23 +1,22 @@
 // allgather_gemm: C (M, N) = allgather(A) (M, K) * B (K, N). Included by the generated source after `struct Config`.
 //
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
-// nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard.
+// nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard. On one node the
+// chunks may also be pushed by a warp of each computing CTA (kIntraComm 0), so that no CTA does anything else.
 #pragma once
-#include "handover.cuh"
-#include "copy.cuh"
-#include "gemm.cuh"
-#include "ring.cuh"
+#include "intra_comm.cuh"
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kChunkRows, kParts, kSlices, kLoadRows;
-// kSharedBytes, kParameterBytes
+// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce (0),
+// kChunkRows, kParts, kSlices, kLoadRows; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
-constexpr uint32_t kWorldSize = Config::kNumNodes * Config::kRanksPerNode;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
+constexpr bool kWarpsPush = Config::kIntraComm == 0 && kR > 1;
+static_assert(!kWarpsPush || kNodes == 1, "what comes from other nodes is forwarded by intra_comm");
 constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2;  // of one row
 static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
-static_assert(Config::kParts == 1 || Config::kNumNodes == 1, "puts are contiguous in a");
+static_assert(Config::kParts == 1 || kNodes == 1, "puts are contiguous in a");
 
 // ---- arguments
 struct alignas(64) Parameters {
@@ -31,7 +30,8 @@ struct alignas(64) Parameters {
   uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;           // tile rows that share columns of B
   uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
-  uint32_t reserved[7];       // the maps are 64-byte aligned
+  uint32_t pushers;           // kWarpsPush: so many CTAs have a warp that pushes chunks
+  uint32_t reserved[6];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
@@ -39,16 +39,6 @@ struct alignas(64) Parameters {
 };
 
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
-
-struct Storage {
-  union {
-    GemmStorage<Config> gemm;
-    CopyPieces pieces;
-  };
-  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
-  Handover announce, arrived;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
 // ---- where things are
 // A chunk is kChunkRows rows (a block) of one part of K. Chunks travel, and are numbered, in groups of part_blocks blocks: the first part of
@@ -81,10 +71,13 @@ MK_DEVICE uint64_t chunk_offset(const Parameters& p, uint32_t index) {  // in a 
   const Chunk chunk = chunk_at(p, index);
   return (uint64_t(chunk.part) * p.rows + uint64_t(chunk.block) * Config::kChunkRows) * kPartBytes;
 }
-// Bulk loads of bytes [offset, offset + bytes) of a chunk from this rank's shard, where the parts of a row lie side by side.
-MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+MK_DEVICE const char* own_chunk(const Parameters& p, uint32_t index) {  // in this rank's shard, where the parts of a row lie side by side
   const Chunk chunk = chunk_at(p, index);
-  const char* first = reinterpret_cast<const char*>(p.a) + uint64_t(chunk.block) * Config::kChunkRows * kRowBytes + chunk.part * kPartBytes;
+  return reinterpret_cast<const char*>(p.a) + uint64_t(chunk.block) * Config::kChunkRows * kRowBytes + chunk.part * kPartBytes;
+}
+// Bulk loads of bytes [offset, offset + bytes) of a chunk of this rank's shard.
+MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+  const char* first = own_chunk(p, index);
   if constexpr (Config::kParts == 1) {
     ptx::bulk_load(smem, first + offset, bytes, bar);
   } else {
@@ -97,36 +90,50 @@ MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, vo
   }
 }
 MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * kRowBytes; }
-MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) { return p.flag_offset + uint64_t(flag) * sizeof(uint64_t); }
 MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
-MK_DEVICE const uint64_t* chunk_flag(const Parameters& p, uint32_t source, uint32_t chunk) {  // this rank's
-  return reinterpret_cast<uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, flag_index(p, source, chunk)));
-}
 MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
-  const abi::World& world = call.world;
-  const uint32_t local = source % Config::kRanksPerNode;  // its rail peer in this node forwards what comes from another node
-  const uint32_t writer =
-      source / Config::kRanksPerNode == world.node || local == world.local_rank ? source : world.node * Config::kRanksPerNode + local;
-  return wait_ge(call, chunk_flag(p, source, chunk), call.epoch, Awaited{abi::kFlagChunk, flag_index(p, source, chunk), writer},
-                 world.timeout_ns);
+  const abi::World& world = p.world;
+  const uint32_t local = source % kR;  // its rail peer in this node forwards what comes from another node
+  const uint32_t writer = source / kR == world.node || local == world.local_rank ? source : world.node * kR + local;
+  return wait_flag(call, p, flag_index(p, source, chunk), writer);
 }
 
 struct ChunkFlags {  // one part of one source, from block `first` on
   const Parameters& p;
-  uint64_t epoch;
   uint32_t source, first, part;
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
 };
 
+// ---- without CTAs for intra_comm: a warp pushes chunks of this rank's shard, beside the tiles of its CTA
+MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
+  if (ptx::cta_index() >= p.pushers || !wait_all_entered(call)) return;
+  const abi::World& world = p.world;
+  Trace trace(world, 2);
+#pragma unroll 1
+  for (uint32_t chunk = ptx::cta_index(); chunk < num_chunks(p); chunk += p.pushers) {
+    const uint64_t begin = trace.now(), to = plane_offset(p, world.rank) + chunk_offset(p, chunk);
+    const char* from = own_chunk(p, chunk);
+    copy_by_warp(
+        chunk_bytes(p, chunk),
+        [&](uint32_t offset) {
+          return ptx::load_input(from + (Config::kParts == 1 ? offset : offset / kPartBytes * kRowBytes + offset % kPartBytes));
+        },
+        [&](uint32_t offset, const ptx::Words& words) {
+#pragma unroll
+          for (uint32_t i = 1; i < kR; ++i) ptx::store_global(heap(world, local_peer(world, i)) + to + offset, words);
+        });
+    raise_flag(call, p, flag_index(p, world.rank, chunk), 1);
+    if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, chunk), begin);
+  }
+}
+
 // ---- tile -> coordinate: own shard first, then the node's other ranks, then the other nodes; inside a class the shards advance together
 // (their chunks arrive together), in groups of group_m tile rows that share B.
-struct Tiles : BasicOp {
-  const Parameters& p;
-  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
+struct Tiles : BasicOp<Config, Parameters> {
+  using BasicOp::BasicOp;
 
-  MK_DEVICE uint32_t rows_per_shard() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = rows_per_shard() * kWorldSize * Shape::kTilesN;
+    const uint32_t tiles = tile_rows() * kWorldSize * Shape::kTilesN;
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
@@ -135,26 +142,22 @@ struct Tiles : BasicOp {
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
-    const uint32_t per_shard = rows_per_shard() * Shape::kTilesN;
-    constexpr uint32_t kLocal = Config::kRanksPerNode - 1, kRemote = kWorldSize - Config::kRanksPerNode;
+    const uint32_t per_shard = tile_rows() * Shape::kTilesN;
+    constexpr uint32_t kLocal = kR - 1, kRemote = kWorldSize - kR;
     uint32_t shards = 1, first = 0;  // of the tile's class: how many shards, and the first one's distance from this rank
-    if (tile >= per_shard * Config::kRanksPerNode) {
-      tile -= per_shard * Config::kRanksPerNode, shards = kRemote, first = Config::kRanksPerNode;
+    if (tile >= per_shard * kR) {
+      tile -= per_shard * kR, shards = kRemote, first = kR;
     } else if (tile >= per_shard) {
       tile -= per_shard, shards = kLocal, first = 1;
     }
-    const RasterPosition at = raster<Config>(tile, rows_per_shard() * shards, p.group_m);
+    const RasterPosition at = raster<Config>(tile, tile_rows() * shards, p.group_m);
     return TileCoordinate{source(first + at.row % shards), at.row / shards, at.column, slice, 0, false};
   }
   // The rank at a distance: 0 this one, then the node's others from the next on, then the other nodes from the next on, own rail first.
-  MK_DEVICE uint32_t source(uint32_t distance) const {
-    constexpr uint32_t kR = Config::kRanksPerNode;
-    const uint32_t node = (p.world.node + distance / kR) % Config::kNumNodes;
-    return node * kR + (p.world.local_rank + distance % kR) % kR;
-  }
+  MK_DEVICE uint32_t source(uint32_t distance) const { return rank_at(p.world, distance / kR, distance % kR); }
 
   // ---- for the GEMM
-  static constexpr uint32_t kParts = Config::kParts, kCommCtas = Config::kIntraComm + Config::kInterSend;
+  static constexpr uint32_t kParts = Config::kParts;
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return kParts; }
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK / kParts; }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
@@ -162,28 +165,26 @@ struct Tiles : BasicOp {
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
     const uint32_t first = begin / Config::kChunkRows;
-    return wait_all(call, ChunkFlags{p, call.epoch, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
+    return wait_all(call, ChunkFlags{p, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : c.plane * kParts + part; }
   MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * kPartK : 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, c.plane);
+    store_result(c, panel, warpgroup, smem, c.plane);
   }
+  static constexpr bool kMoves = kWarpsPush;
+  MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }
 };
 
 // ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags, warp 2 waits for what is to be forwarded.
 // Items: the chunks of this rank's shard, then those that the rail peers have put here.
-constexpr uint32_t kOthers = Config::kNumNodes > 1 ? Config::kNumNodes - 1 : 1;  // no 0: a division by it would draw a warning
 MK_DEVICE uint32_t pushed_source(const Parameters& p, uint32_t item) {
   if (item < num_chunks(p)) return p.world.rank;
-  const uint32_t distance = 1 + (item - num_chunks(p)) % kOthers;
-  return (p.world.node + distance) % Config::kNumNodes * Config::kRanksPerNode + p.world.local_rank;
+  return rail_peer(p.world, 1 + (item - num_chunks(p)) % kOtherNodes);
 }
 MK_DEVICE uint32_t pushed_chunk(const Parameters& p, uint32_t item) {
-  return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOthers;
+  return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOtherNodes;
 }
 struct PushedChunks {
   const Parameters& p;
@@ -194,33 +195,28 @@ struct PushedChunks {
   uint64_t since;
 
   MK_DEVICE bool is_own(uint32_t item) const { return item < num_chunks(p); }
-  MK_DEVICE uint32_t source(uint32_t item) const { return pushed_source(p, item); }
-  MK_DEVICE uint32_t chunk(uint32_t item) const { return pushed_chunk(p, item); }
-  MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, source(item), chunk(item)); }
-  MK_DEVICE uint64_t plane(uint32_t item) const { return plane_offset(p, source(item)) + chunk_offset(p, chunk(item)); }
+  MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, pushed_source(p, item), pushed_chunk(p, item)); }
+  MK_DEVICE uint64_t offset_of(uint32_t item) const {  // in the heap of every rank of the node
+    return plane_offset(p, pushed_source(p, item)) + chunk_offset(p, pushed_chunk(p, item));
+  }
 
   MK_DEVICE uint32_t first() const { return begin; }
   MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
-  MK_DEVICE uint32_t end() const { return num_chunks(p) * Config::kNumNodes; }
-  MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, chunk(item)); }
-  MK_DEVICE bool ready(uint32_t item) {
-    if (is_own(item)) return true;
-    if (!arrived.is_filled(arrival) || arrived.front(arrival) == kNoMore) return false;
-    arrived.take(arrival);
-    return true;
-  }
-  MK_DEVICE bool wait(uint32_t) { return arrived.front(arrival) != kNoMore; }  // own chunks are ready
+  MK_DEVICE uint32_t end() const { return num_chunks(p) * kNodes; }
+  MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, pushed_chunk(p, item)); }
+  MK_DEVICE bool ready(uint32_t item) { return is_own(item) || arrived.try_take(arrival); }
+  MK_DEVICE bool wait(uint32_t) { return arrived.wait(arrival); }  // own chunks are ready
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     if (is_own(item)) {
       load_own(p, item, offset, smem, bytes, bar);
     } else {
-      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + plane(item) + offset, bytes, bar);
+      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + offset_of(item) + offset, bytes, bar);
     }
   }
   MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
-    for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-      ptx::bulk_store(heap(p.world, (p.world.local_rank + i) % Config::kRanksPerNode) + plane(item) + offset, smem, bytes);
+    for (uint32_t i = 1; i < kR; ++i) {
+      ptx::bulk_store(heap(p.world, local_peer(p.world, i)) + offset_of(item) + offset, smem, bytes);
     }
   }
   MK_DEVICE void announce(uint32_t item) {
@@ -230,26 +226,32 @@ struct PushedChunks {
   }
 };
 
-MK_DEVICE void push_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index, Handover::Position& at) {
-  const abi::World& world = p.world;
+MK_DEVICE bool node_entered(const Call& call) {
 #pragma unroll 1
-  for (uint32_t i = 1; i < Config::kRanksPerNode; ++i) {
-    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;
+  for (uint32_t i = 1; i < kR; ++i) {
+    if (!wait_entered(call, call.world.node * kR + local_peer(call.world, i))) return false;
   }
-  Trace trace(world, 2);
-  CopyRing ring(storage.pieces, storage.copy_barriers);
-  PushedChunks chunks{p, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
-  ring.copy(chunks);
-  at = chunks.at;
+  return true;
+}
+MK_DEVICE void push_chunks(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  Handover::Position at;
+  if (node_entered(call)) {
+    Trace trace(p.world, 2);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    PushedChunks chunks{p, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
+    ring.copy(chunks);
+    at = chunks.at;
+  }
+  storage.announce.push(at, kNoMore);
 }
 
 // Hands over what the rail peers have put here for this CTA to forward. One thread.
-MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
   Handover::Position at;
   uint32_t item = index;
   while (item < num_chunks(p)) item += Config::kIntraComm;
 #pragma unroll 1
-  for (; item < num_chunks(p) * Config::kNumNodes; item += Config::kIntraComm) {
+  for (; item < num_chunks(p) * kNodes; item += Config::kIntraComm) {
     if (!wait_chunk(call, p, pushed_source(p, item), pushed_chunk(p, item))) break;
     ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
     storage.arrived.push(at, item);
@@ -257,22 +259,11 @@ MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, Storage& s
   storage.arrived.push(at, kNoMore);
 }
 
-MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  const uint32_t warp = ptx::warp_index();
-  if (warp == 0 && ptx::lane_index() == 0) {
-    Handover::Position at;
-    push_chunks(call, p, storage, index, at);
-    storage.announce.push(at, kNoMore);
-  } else if (Config::kNumNodes > 1 && warp == 2 && ptx::lane_index() == 0) {
-    wait_for_chunks(call, p, storage, index);
-  } else if (warp == 1) {
-    storage.announce.serve([&](uint32_t flag) {
-      for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {  // a lane per peer
-        char* peer = signals(p.world, (p.world.local_rank + i) % Config::kRanksPerNode);
-        ptx::store_release_sys(reinterpret_cast<uint64_t*>(peer + flag_offset(p, flag)), call.epoch);
-      }
-    });
-  }
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  const auto wait = [&] {
+    if constexpr (kNodes > 1) wait_for_chunks(call, p, storage, index);
+  };
+  intra_comm(call, p, storage, [&] { push_chunks(call, p, storage, index); }, wait);
 }
 
 // ---- inter_send: this rank's chunks to its rail peers (one thread)
@@ -294,71 +285,47 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE void announce(uint32_t) const {}
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  if constexpr (Config::kNumNodes > 1) {
-    const abi::World& world = p.world;
-    Trace trace(world, 2);
-    CopyRing ring(storage.pieces, storage.copy_barriers);
-    uint64_t last_put = 0;
-    uint32_t last_peer = world.rank;
-#pragma unroll 1
-    for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
-      const uint64_t begin = trace.now();
-      if (p.stage_send != 0) {
-        StagedChunk staged{p, chunk};
-        ring.copy(staged);
-      }
-#pragma unroll 1
-      for (uint32_t i = 1; i < Config::kNumNodes; ++i) {
-        const uint32_t peer = (world.node + i) % Config::kNumNodes * Config::kRanksPerNode + world.local_rank;
-        if (!wait_entered(call, peer)) return;
-        const Put put{1 + index,
-                      peer,
-                      p.send_offset + chunk_offset(p, chunk),
-                      plane_offset(p, world.rank) + chunk_offset(p, chunk),
-                      chunk_bytes(p, chunk),
-                      flag_offset(p, flag_index(p, world.rank, chunk)),
-                      call.epoch};
-        last_put = issue_put(call, put);
-        last_peer = peer;
-        if (last_put == 0) return;
-      }
-      trace.record(abi::kTracePut, chunk, begin);
+struct ShardToSend {
+  const Parameters& p;
+  CopyRing& ring;
+  uint32_t chunk;
+  MK_DEVICE uint32_t end() const { return num_chunks(p); }
+  MK_DEVICE bool prepare(const Call&, uint32_t next) {
+    chunk = next;
+    if (p.stage_send != 0) {
+      StagedChunk staged{p, chunk};
+      ring.copy(staged);
     }
-    if (last_put != 0) wait_put(call, last_put, last_peer);  // the call ends only when its inputs may be reused
+    return true;
+  }
+  MK_DEVICE uint32_t puts() const { return kNodes - 1; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {
+    const uint64_t offset = chunk_offset(p, chunk), src = p.send_offset + offset, dst = plane_offset(p, p.world.rank) + offset;
+    const uint32_t peer = rail_peer(p.world, 1 + i), flag = flag_index(p, p.world.rank, chunk);
+    return Put{channel, peer, src, dst, chunk_bytes(p, chunk), flag_offset(p, flag), call.epoch};
+  }
+};
+
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  if constexpr (kNodes > 1) {
+    Trace trace(p.world, 2);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    ShardToSend chunks{p, ring, 0};
+    put_chunks(call, chunks, 1 + index, index, trace);
   }
 }
 
 // ---- the role switch
-MK_DEVICE uint32_t role_of(uint32_t cta) {  // sums on the right: a comparison of unsigned with a constant 0 draws a warning
-  if (cta + 1 <= Config::kIntraComm) return abi::kIntraComm;
-  return cta + 1 <= Config::kIntraComm + Config::kInterSend ? abi::kInterSend : abi::kCompute;
-}
-
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const uint32_t cta = ptx::cta_index(), role = role_of(cta);
+  CopyingStorage& storage = shared_storage<CopyingStorage>();
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0) {
-    if (role == abi::kIntraComm) {
-      storage.announce.init();
-      storage.arrived.init();
-    }
-    if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - Config::kIntraComm);
-  }
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
   if constexpr (Config::kIntraComm > 0) {
-    if (role == abi::kIntraComm) {
-      ptx::sync_cta();
-      intra_comm_role(call, p, storage, cta);
-      ptx::sync_cta();
-    }
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }
-  if (ptx::thread_index() == 0) {
-    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
-  compute_role(call, Tiles{p}, storage.gemm);
+  compute_role(call, Tiles(p), storage.gemm);
 }
 
 }  // namespace mkernel

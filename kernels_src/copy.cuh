@@ -24,6 +24,7 @@ class CopyRing {
     for (uint32_t s = 0; s < kPieceStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
     ptx::mbarrier_init_fence();
   }
+  MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
   // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
   // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);
@@ -102,5 +103,26 @@ class CopyRing {
   CopyBarriers& barriers_;
   uint32_t stage_ = 0, parity_ = 0;
 };
+
+// One warp copies `bytes` (a multiple of 16) by ordinary loads and stores, which need no shared memory: load(offset) reads 16 bytes of the source,
+// store(offset, words) writes them to all destinations.
+constexpr uint32_t kWarpLoads = 4;  // of a lane, under way at once
+template <class Load, class Store>
+MK_DEVICE void copy_by_warp(uint32_t bytes, const Load& load, const Store& store) {
+  constexpr uint32_t kUnit = sizeof(ptx::Words), kStride = 32 * kUnit;
+#pragma unroll 1
+  for (uint32_t offset = ptx::lane_index() * kUnit; offset < bytes; offset += kWarpLoads * kStride) {
+    ptx::Words words[kWarpLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kWarpLoads; ++i) {
+      if (offset + i * kStride < bytes) words[i] = load(offset + i * kStride);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kWarpLoads; ++i) {
+      if (offset + i * kStride < bytes) store(offset + i * kStride, words[i]);
+    }
+  }
+  ptx::sync_warp();  // all lanes have stored
+}
 
 }  // namespace mkernel

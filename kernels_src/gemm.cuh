@@ -5,9 +5,8 @@
 // Warpgroups 1 and 2 each multiply 64 rows of the tile, add what other ranks computed of it, and write blocks of it to shared memory.
 //
 // A tile is done in parts: an item of the tile queue is one part of one tile, and is handed over when the inputs of that part are there.
-// A kernel provides an Op (BasicOp has what most do not need):
+// A kernel provides an Op (BasicOp has what most have in common):
 //   uint32_t num_tiles();                               tiles that the CTAs of this rank share
-//   kCommCtas                                           CTAs that do something else first; those that compute have the last indices
 //   uint32_t assigned(i);                               the i-th tile that only this CTA does, before all others; kStop: no more
 //   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
 //   kParts, uint32_t parts(c);                          parts of a tile at most, and of this one (0: there is no such tile)
@@ -21,6 +20,7 @@
 //   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
 //   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
 //   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
+//   kMoves, void move(const Call&);                     what a CTA moves while it computes; warp function
 //   kAnnounces, bool announces(c);                      whether others wait for the tile
 //   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
 #pragma once
@@ -97,18 +97,6 @@ struct GemmStorage {
   Handover announce;
 };
 
-// What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags.
-struct BasicOp {
-  static constexpr bool kAdds = false, kAnnounces = false, kExchanges = false;
-  MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
-  MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
-  MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
-  MK_DEVICE uint32_t rows(const TileCoordinate&) const { return 0; }
-  MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
-  MK_DEVICE void raise(const Call&, uint32_t) const {}
-};
-
 // The order of the tiles of `tile_rows` rows of tiles: groups of group_m rows that share B, column by column.
 struct RasterPosition {
   uint32_t row, column;
@@ -129,8 +117,46 @@ MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
   return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
 }
 
+// The shared memory of the CTA, as a kernel lays it out.
+template <class Storage>
+MK_DEVICE Storage& shared_storage() {
+  static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+  return *reinterpret_cast<Storage*>(ptx::shared_memory());
+}
+
+// What an Op may leave out: no tiles of its own CTA, nothing to add, results instead of partial tiles, no flags; and where tiles are whose rows
+// are p.rows rows of the maps p.a_map and p.c_map, plane 0, with all of K, and whose columns those of p.b_map.
+template <class Config, class Parameters>
+struct BasicOp {
+  using Shape = GemmShape<Config>;
+  const Parameters& p;
+  MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
+
+  static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false;
+  MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
+  MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
+  MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
+  MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
+  MK_DEVICE void raise(const Call&, uint32_t) const {}
+
+  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
+  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
+    const uint32_t left = p.rows - c.m * Shape::kBlockM;
+    return left < Shape::kBlockM ? left : Shape::kBlockM;
+  }
+  MK_DEVICE void store_result(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem, int32_t plane = 0) const {
+    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, plane);
+  }
+};
+
 template <class Config>
-MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread, before a sync_cta; a warp that shared them out was slower
+MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp that shared them out was slower
   for (uint32_t s = 0; s < Config::kStages; ++s) {
     ptx::mbarrier_init(&storage.stage_filled[s], 1);
     ptx::mbarrier_init(&storage.stage_consumed[s], kConsumerWarps);
@@ -165,7 +191,6 @@ MK_DEVICE uint32_t take_item(GemmStorage<Config>& storage, RingPosition<kTileQue
 // ---- warp 1 of warpgroup 0
 template <class Config>
 MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t item) {
-  ptx::sync_warp();  // what any lane acquired is handed over
   if (ptx::lane_index() == 0) {
     ptx::mbarrier_wait(&storage.tile_taken[at.index], at.parity ^ 1);
     storage.item[at.index] = item;
@@ -192,7 +217,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   Trace trace(call.world, 0);
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
-  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - Op::kCommCtas : kStop;
+  uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - kCommCtas : kStop;
   bool first = true, checked = false, ok = true;
 #pragma unroll 1
   while (ok) {
@@ -205,7 +230,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
         tile = given, given = kStop;
       } else {
         tile = lane == 0 ? ptx::atomic_add(&control->tile_counter, 1) : 0;
-        tile = ptx::broadcast(tile, 0) + ptx::cta_count() - Op::kCommCtas;
+        tile = ptx::broadcast(tile, 0) + ptx::cta_count() - kCommCtas;
       }
       last = tile >= num_tiles;
     }
@@ -502,10 +527,12 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
 }
 
-// All threads of the CTA, after gemm_init and a sync_cta; computes until the tile counter runs out, then leaves the call. Nothing may
-// follow: each warpgroup ends with its own number of registers.
+// All threads of the CTA; whatever one did before is done when it comes here. Computes until the tile counter runs out, then leaves the call.
+// Nothing may follow: each warpgroup ends with its own number of registers.
 template <class Config, class Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  if (ptx::thread_index() == 0) gemm_init(storage);
+  ptx::sync_cta();
   const uint32_t warp = ptx::warp_index();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
@@ -516,7 +543,8 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
     } else if (warp == 2) {
       if (ptx::lane_index() == 0) store_tiles(op, storage);
     } else {
-      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry<Config>(call);  // of a CTA that computes from the start
+      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);  // of a CTA that computes from the start
+      if constexpr (Op::kMoves) op.move(call);
       if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
     }
   } else {

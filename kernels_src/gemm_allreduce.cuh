@@ -2,31 +2,23 @@
 // generated source after `struct Config`. Tiles have owners, as in a reduce-scatter (reduce.cuh); an owner leaves the finished tile in its heap,
 // whence the node's other ranks pull it into their C. Across nodes it is put to each rail peer once, and that rank's node pulls it there.
 #pragma once
-#include "copy.cuh"
+#include "intra_comm.cuh"
 #include "reduce.cuh"
 
 namespace mkernel {
 
-struct Storage {
-  union {
-    GemmStorage<Config> gemm;
-    CopyPieces pieces;
-  };
-  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
-  Handover arrived, forward;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a finished tile is one panel");
 
 // Owners have runs of equal length of all tiles in raster order; the last ones may have fewer.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
-  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE RasterPosition position(uint32_t owner, uint32_t index) const {
     return raster<Config>(owner * p.tiles + index, tile_rows(), p.group_m);
   }
-  MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return owner * p.tiles + index < tile_rows() * Shape::kTilesN; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE uint32_t count_of(uint32_t owner) const {
+    const uint32_t all = tile_rows() * Shape::kTilesN, begin = owner * p.tiles, left = all > begin ? all - begin : 0;
+    return left < p.tiles ? left : p.tiles;
+  }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (!is_own(c)) return store_partial(c, panel, warpgroup, smem);
     store_result(c, panel, warpgroup, smem);
@@ -39,10 +31,7 @@ struct Tiles : OwnedTiles<Tiles> {
   MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
     const TileCoordinate c = coordinate(tile);
     if (!is_own(c)) return raise_partial(call, c);
-    for (uint32_t i = (kNodes > 1 ? 0 : 1) + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer; the own one is for inter_send
-      const uint32_t peer = (p.world.local_rank + i) % kR;
-      ptx::store_release_sys(flag_word(p, peer, finished_flag(p, 0, p.world.local_rank, c.index)), call.epoch);
-    }
+    raise_flag(call, p, finished_flag(p, 0, p.world.local_rank, c.index), kNodes > 1 ? 0 : 1);  // the own one is for inter_send
   }
 };
 
@@ -105,12 +94,8 @@ struct PulledTiles {
     if (loading.item == item) return loading.bytes;
     return storing.item == item ? storing.bytes : known(item).bytes;
   }
-  MK_DEVICE bool ready(uint32_t) {
-    if (!arrived.is_filled(at) || arrived.front(at) == kNoMore) return false;
-    arrived.take(at);
-    return true;
-  }
-  MK_DEVICE bool wait(uint32_t) { return arrived.front(at) != kNoMore; }
+  MK_DEVICE bool ready(uint32_t) { return arrived.try_take(at); }
+  MK_DEVICE bool wait(uint32_t) { return arrived.wait(at); }
   MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
     if (loading.item != item) loading = known(item);
     const Unit& u = loading.unit;
@@ -135,7 +120,7 @@ struct PulledTiles {
 };
 
 // Hands over every item of this CTA that has come, and tells warp 1 what to forward. One thread.
-MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Handover& arrived, Handover& forward) {
+MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, CopyingStorage& storage) {
   Handover::Position arrival, forwarding;
   bool ok = true;
 #pragma unroll 1
@@ -148,32 +133,22 @@ MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Hando
     ok = pulled.wait(call, u);
     if (!ok) break;
     ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
-    if (kR > 1 && pulled.is_forwarded(u)) forward.push(forwarding, pulled.flag(u));
-    arrived.push(arrival, item);
+    if (kR > 1 && pulled.is_forwarded(u)) storage.announce.push(forwarding, pulled.flag(u));
+    storage.arrived.push(arrival, item);
   }
-  arrived.push(arrival, kNoMore);
-  forward.push(forwarding, kNoMore);
+  storage.arrived.push(arrival, kNoMore);
+  storage.announce.push(forwarding, kNoMore);
 }
 
-MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  const uint32_t warp = ptx::warp_index();
-  if (ptx::lane_index() == 0 && (warp == 0 || warp == 2)) {
-    Trace trace(p.world, 2);
-    const Tiles tiles(p, 0, 0);
-    PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
-    if (warp == 2) {
-      wait_for_tiles(call, pulled, storage.arrived, storage.forward);
-    } else {
-      CopyRing ring(storage.pieces, storage.copy_barriers);
-      ring.copy(pulled);
-    }
-  } else if (warp == 1) {
-    storage.forward.serve([&](uint32_t flag) {
-      for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {  // a lane per peer
-        ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
-      }
-    });
-  }
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+  const Tiles tiles(p);
+  Trace trace(p.world, 2);
+  PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
+  const auto copy = [&] {
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    ring.copy(pulled);
+  };
+  intra_comm(call, p, storage, copy, [&] { wait_for_tiles(call, pulled, storage); });
 }
 
 // ---- inter_send: sums of this node to their owners (thread 0) beside finished tiles to the rail peers (thread 32)
@@ -189,45 +164,51 @@ struct ResultsToSend {
   }
 };
 
+struct EitherToSend {  // in one loop: two are as much code again
+  bool is_sums;
+  SumsToSend<Tiles> sums;
+  ResultsToSend results;
+  MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const {
+    return is_sums ? sums.count(distance, first) : results.count(distance, first);
+  }
+  MK_DEVICE uint32_t flag(uint32_t distance, uint32_t index) const {
+    return is_sums ? sums.flag(distance, index) : results.flag(distance, index);
+  }
+  MK_DEVICE uint64_t src(uint32_t distance, uint32_t index) const {
+    return is_sums ? sums.src(distance, index) : results.src(distance, index);
+  }
+  MK_DEVICE uint64_t dst(uint32_t distance, uint32_t index) const {
+    return is_sums ? sums.dst(distance, index) : results.dst(distance, index);
+  }
+  MK_DEVICE uint64_t bytes() const { return is_sums ? sums.bytes() : results.bytes(); }
+  MK_DEVICE uint32_t peer_flag(uint32_t distance, uint32_t first) const {
+    return is_sums ? sums.peer_flag(distance, first) : results.peer_flag(distance, first);
+  }
+};
+
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // both threads
   if constexpr (kNodes > 1) {
-    const bool sends_sums = ptx::thread_index() == 0;
-    Trace trace(p.world, sends_sums ? 2 : 1);
-    const Tiles tiles(p, 0, 0);
-    if (sends_sums) {
-      send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
-    } else {
-      send_tiles(call, p, ResultsToSend{tiles}, 1 + Config::kInterSend + index, index, trace);
-    }
+    const bool is_sums = ptx::thread_index() == 0;
+    Trace trace(p.world, is_sums ? 2 : 1);
+    const Tiles tiles(p);
+    const EitherToSend sent{is_sums, SumsToSend<Tiles>{tiles}, ResultsToSend{tiles}};
+    send_tiles(call, p, sent, (is_sums ? 1 : 1 + Config::kInterSend) + index, index, trace);
   }
 }
 
 // ---- the role switch. inter_reduce is compute that makes its sums first.
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const RoleIndex at = role_of(ptx::cta_index());
-  const Call call = begin_call(p.world, at.role);
+  CopyingStorage& storage = shared_storage<CopyingStorage>();
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
+  const Call call = begin_call(p.world, role);
   if constexpr (Config::kIntraComm > 0) {
-    if (at.role == abi::kIntraComm) {
-      if (ptx::thread_index() == 0) {
-        storage.arrived.init();
-        storage.forward.init();
-      }
-      ptx::sync_cta();
-      intra_comm_role(call, p, storage, at.index);
-      ptx::sync_cta();
-    }
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }
-  if (at.role == abi::kInterSend) {
-    if (ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) inter_send_role(call, p, at.index);
-    ptx::sync_cta();
+  if (role == abi::kInterSend && ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) {
+    inter_send_role(call, p, cta - kFirstInterSend);
   }
-  if (ptx::thread_index() == 0) {
-    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
-  compute_role(call, Tiles(p, at.index, at.role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
+  compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
 }
 
 }  // namespace mkernel

@@ -6,10 +6,6 @@
 
 namespace mkernel {
 
-struct Storage {
-  GemmStorage<Config> gemm;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such roles");
 
 // p.tiles is the number of all tiles; every rank has room for (world size, tiles) partial tiles, and a flag for each. Of a rank on another node
@@ -17,39 +13,28 @@ static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such rol
 MK_DEVICE uint32_t slot(const Parameters& p, uint32_t source, uint32_t tile) { return source * p.tiles + tile; }
 
 // First all tiles are multiplied and sent, then all are added up.
-struct Tiles : BasicOp {
-  const Parameters& p;
-  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
+struct Tiles : BasicOp<Config, Parameters> {
+  using BasicOp::BasicOp;
   // A tile has one part. With a constant 1 NVRTC (13.5) spills 224 bytes at kBlockN = 256.
-  static constexpr uint32_t kParts = 2, kCommCtas = kCommunicating;
+  static constexpr uint32_t kParts = 2;
   static constexpr bool kAdds = true, kAnnounces = true;
 
   MK_DEVICE uint32_t num_tiles() const { return 2 * p.tiles; }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
     const bool is_sum = tile >= p.tiles;
     const uint32_t index = is_sum ? tile - p.tiles : tile;
-    const RasterPosition at = raster<Config>(index, (p.rows + Shape::kBlockM - 1) / Shape::kBlockM, p.group_m);
+    const RasterPosition at = raster<Config>(index, tile_rows(), p.group_m);
     return TileCoordinate{p.world.rank, at.row, at.column, 0, index, is_sum};
   }
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return c.is_sum; }
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const { return c.is_sum ? 0 : Shape::kStepsK; }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
-  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
-    const uint32_t left = p.rows - c.m * Shape::kBlockM;
-    return left < Shape::kBlockM ? left : Shape::kBlockM;
-  }
   MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t) const { return c.is_sum ? kWorldSize : 0; }
   MK_DEVICE const char* addend(const TileCoordinate& c, uint32_t source) const {
     return own_heap(p) + partial_offset(p, slot(p, source, c.index));
   }
   struct SlotFlags {  // by source rank
     const Parameters& p;
-    uint64_t epoch;
     uint32_t index;
     MK_DEVICE uint32_t flag(uint32_t source) const {
       const bool remote = source / kR != p.world.node;
@@ -58,17 +43,14 @@ struct Tiles : BasicOp {
     MK_DEVICE bool wait(const Call& call, uint32_t source) const { return wait_flag(call, p, flag(source), source); }
   };
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t) const {  // warp function
-    return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);
+    return wait_all(call, SlotFlags{p, c.index}, kWorldSize);
   }
   MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
   MK_DEVICE char* destination(const TileCoordinate& c, uint32_t i) const {
-    return heap(p.world, (p.world.local_rank + i) % kR) + partial_offset(p, slot(p, p.world.rank, c.index));
+    return heap(p.world, local_peer(p.world, i)) + partial_offset(p, slot(p, p.world.rank, c.index));
   }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    if (c.is_sum) {
-      ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
-      return;
-    }
+    if (c.is_sum) return store_result(c, panel, warpgroup, smem);
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
 #pragma unroll
     for (uint32_t i = 0; i < kR; ++i) {
@@ -77,54 +59,47 @@ struct Tiles : BasicOp {
   }
   MK_DEVICE bool announces(const TileCoordinate& c) const { return !c.is_sum; }
   MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
-    for (uint32_t i = ptx::lane_index(); i < kR; i += 32) {      // a lane per rank of the node
-      const uint32_t flag = slot(p, p.world.rank, coordinate(tile).index);
-      ptx::store_release_sys(flag_word(p, (p.world.local_rank + i) % kR, flag), call.epoch);
-    }
+    raise_flag(call, p, slot(p, p.world.rank, coordinate(tile).index), 0);
   }
 };
 
 // ---- inter_send: chunks of this rank's partial tiles to all ranks of the other nodes (one thread)
+struct PartialsToSend {
+  const Parameters& p;
+  uint32_t first, count;  // slots
+  MK_DEVICE uint32_t end() const { return num_chunks(p); }
+  MK_DEVICE bool prepare(const Call& call, uint32_t chunk) {
+    const uint32_t left = p.tiles - chunk * Config::kChunkTiles;
+    first = slot(p, p.world.rank, chunk * Config::kChunkTiles), count = left < Config::kChunkTiles ? left : Config::kChunkTiles;
+#pragma unroll 1
+    for (uint32_t i = 0; i < count; ++i) {
+      if (!wait_flag(call, p, first + i, p.world.rank)) return false;
+    }
+    return true;
+  }
+  MK_DEVICE uint32_t puts() const { return kWorldSize - kR; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {  // from the next node on
+    const uint64_t offset = partial_offset(p, first);
+    const uint32_t peer = (p.world.node * kR + kR + i) % kWorldSize;
+    return Put{channel, peer, offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch};
+  }
+};
+
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {
   if constexpr (kNodes > 1) {
     Trace trace(p.world, 2);
-    uint64_t last_put = 0;
-    uint32_t last_peer = p.world.rank;
-#pragma unroll 1
-    for (uint32_t chunk = index; chunk < num_chunks(p); chunk += Config::kInterSend) {
-      const uint64_t begin = trace.now();
-      const uint32_t first = slot(p, p.world.rank, chunk * Config::kChunkTiles), left = p.tiles - chunk * Config::kChunkTiles;
-      const uint32_t count = left < Config::kChunkTiles ? left : Config::kChunkTiles;
-#pragma unroll 1
-      for (uint32_t i = 0; i < count; ++i) {
-        if (!wait_flag(call, p, first + i, p.world.rank)) return;
-      }
-#pragma unroll 1
-      for (uint32_t i = kR; i < kWorldSize; ++i) {  // from the next node on
-        const uint32_t peer = (p.world.node * kR + i) % kWorldSize;
-        if (!wait_entered(call, peer)) return;
-        const uint64_t offset = partial_offset(p, first);
-        last_put = issue_put(call, Put{1 + index, peer, offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch});
-        last_peer = peer;
-        if (last_put == 0) return;
-      }
-      trace.record(abi::kTracePut, chunk, begin);
-    }
-    if (last_put != 0) wait_put(call, last_put, last_peer);  // the next call may overwrite what they read
+    PartialsToSend chunks{p, 0, 0};
+    put_chunks(call, chunks, 1 + index, index, trace);
   }
 }
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const RoleIndex at = role_of(ptx::cta_index());
-  const Call call = begin_call(p.world, at.role);
-  if (ptx::thread_index() == 0) {
-    if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
-  compute_role(call, Tiles(p), storage.gemm);
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
+  const Call call = begin_call(p.world, role);
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
+  compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

@@ -12,11 +12,7 @@
 
 namespace mkernel {
 
-struct Storage {
-  GemmStorage<Config> gemm;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
-static_assert(kNodes == 1 && kCommunicating == 0 && Config::kBlockN <= 128, "no such roles; registers");
+static_assert(kNodes == 1 && kCommCtas == 0 && Config::kBlockN <= 128, "no such roles; registers");
 
 // Packets lie in a range of the signal segment that holds nothing else, so that what is left from an earlier call is always older than this one.
 // p.partial_offset is its start, p.tiles the number of all tiles. A thread has two rows of a tile, and kPackets packets of each.
@@ -25,28 +21,22 @@ constexpr uint32_t kPacketWords = 3, kPackets = (kRowWords + kPacketWords - 1) /
 constexpr uint32_t kBatch = kPackets % 3 == 0 ? 3 : kPackets % 2 == 0 ? 2 : 1;  // of every source that a thread waits for at once
 constexpr uint32_t kWarpPackets = 2 * kPackets * 32;
 
-struct Tiles : BasicOp {
-  const Parameters& p;
-  MK_DEVICE explicit Tiles(const Parameters& parameters) : p(parameters) {}
-  static constexpr uint32_t kParts = 1, kCommCtas = 0;
+struct Tiles : BasicOp<Config, Parameters> {
+  using BasicOp::BasicOp;
+  static constexpr uint32_t kParts = 1;
   static constexpr bool kExchanges = kWorldSize > 1;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles; }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
-    const RasterPosition at = raster<Config>(tile, (p.rows + Shape::kBlockM - 1) / Shape::kBlockM, p.group_m);
+    const RasterPosition at = raster<Config>(tile, tile_rows(), p.group_m);
     return TileCoordinate{p.world.rank, at.row, at.column, 0, tile, false};
   }
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
   MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return false; }
   MK_DEVICE bool wait_inputs(const Call&, const TileCoordinate&, uint32_t) const { return true; }
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK; }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
+    store_result(c, panel, warpgroup, smem);
   }
 
   // ---- where packets are: block by block of a warp's. One-shot: (source, warp of a tile). Two-shot: (source, warp among its owner's), then
@@ -192,18 +182,18 @@ struct Tiles : BasicOp {
       }
       if (missing == nullptr) return true;
       const uint64_t* flag = reinterpret_cast<const uint64_t*>(missing) + 1;  // the number is the upper half of a packet's upper word
-      if (!patience.goes_on(flag, call.epoch << 32, Awaited{abi::kFlagChunk, 0, writer}, call.epoch, 0)) return false;
+      const abi::State state = patience.pass(flag, call.epoch << 32);
+      if (state == abi::kRunning) continue;
+      fail(call, state, Awaited{abi::kFlagChunk, 0, writer}, call.epoch, 0);
+      return false;
     }
   }
 };
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const Call call = begin_call(p.world, abi::kCompute);
-  if (ptx::thread_index() == 0) gemm_init(storage.gemm);
-  ptx::sync_cta();
-  compute_role(call, Tiles(p), storage.gemm);
+  compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

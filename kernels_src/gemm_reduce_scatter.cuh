@@ -5,17 +5,12 @@
 
 namespace mkernel {
 
-struct Storage {
-  GemmStorage<Config> gemm;
-};
-static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
-
 // An owner's tiles are those of its rows.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
-  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE RasterPosition position(uint32_t, uint32_t index) const { return raster<Config>(index, tile_rows(), p.group_m); }
-  MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }
+  MK_DEVICE uint32_t count_of(uint32_t) const { return p.tiles; }
+  MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }  // known to the compiler
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t) const { return c.plane; }
   MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (is_own(c)) {
@@ -31,22 +26,19 @@ struct Tiles : OwnedTiles<Tiles> {
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // one thread
   if constexpr (kNodes > 1) {
     Trace trace(p.world, 2);
-    const Tiles tiles(p, 0, 0);
+    const Tiles tiles(p);
     send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
   }
 }
 
 // ---- the role switch. inter_reduce is compute that makes its sums first.
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
-  const RoleIndex at = role_of(ptx::cta_index());
-  const Call call = begin_call(p.world, at.role);
-  if (ptx::thread_index() == 0) {
-    if (at.role == abi::kInterSend) inter_send_role(call, p, at.index);
-    gemm_init(storage.gemm);
-  }
-  ptx::sync_cta();
-  compute_role(call, Tiles(p, at.index, at.role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(cta);
+  const Call call = begin_call(p.world, role);
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
+  compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0),
+               shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

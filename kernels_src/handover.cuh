@@ -26,15 +26,16 @@ struct Handover {
     ptx::mbarrier_arrive(&filled[at.index]);
     at.advance();
   }
-  // One thread takes; it may look first.
-  MK_DEVICE bool is_filled(const Position& at) { return ptx::mbarrier_try_wait(&filled[at.index], at.parity); }
-  MK_DEVICE uint32_t front(const Position& at) {
-    ptx::mbarrier_wait(&filled[at.index], at.parity);
-    return index[at.index];
-  }
-  MK_DEVICE void take(Position& at) {
+  // One thread takes, what it expects next. False: it has not come yet, or nothing more will.
+  MK_DEVICE bool try_take(Position& at) {
+    if (!ptx::mbarrier_try_wait(&filled[at.index], at.parity) || !wait(at)) return false;
     ptx::mbarrier_arrive(&taken[at.index]);
     at.advance();
+    return true;
+  }
+  MK_DEVICE bool wait(const Position& at) {  // until something has come; false: nothing more will
+    ptx::mbarrier_wait(&filled[at.index], at.parity);
+    return index[at.index] != kNoMore;
   }
   // Calls raise(index) in all lanes, until kNoMore. Warp function.
   template <class Raise>

@@ -36,7 +36,6 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
-MK_DEVICE uint32_t ballot(bool v) { return __ballot_sync(0xffffffffu, v); }  // a bit per lane
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
 template <uint32_t Registers>
@@ -47,8 +46,6 @@ template <uint32_t Registers>
 MK_DEVICE void registers_decrease() {  // warpgroup
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
-
-MK_DEVICE uint32_t highest_bit(uint32_t v) { return 31 - __clz(static_cast<int>(v)); }  // v != 0
 
 // ---- time
 MK_DEVICE uint64_t clock_ns() {
@@ -210,6 +207,18 @@ MK_DEVICE Words load_shared(const void* p) {
 MK_DEVICE void store_shared(void* p, const Words& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
                "r"(v.word[3])
+               : "memory");
+}
+
+MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes while the kernel runs
+  Words v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p));
+  return v;
+}
+MK_DEVICE void store_global(void* p, const Words& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
                : "memory");
 }
 

@@ -13,9 +13,6 @@ namespace mkernel {
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce,
 // kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
-constexpr uint32_t kR = Config::kRanksPerNode, kNodes = Config::kNumNodes, kWorldSize = kNodes * kR;
-constexpr uint32_t kOtherNodes = kNodes > 1 ? kNodes - 1 : 1;  // no 0: a division by it would draw a warning
-constexpr uint32_t kCommunicating = Config::kIntraComm + Config::kInterSend + Config::kInterReduce;  // CTAs that do not compute at first
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
 
@@ -39,9 +36,6 @@ struct alignas(64) Parameters {
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 
 // ---- where things are
-MK_DEVICE uint32_t node_distance(const abi::World& world, uint32_t rank) {  // of the rank's node, from this one on
-  return (rank / kR + kNodes - world.node) % kNodes;
-}
 MK_DEVICE uint32_t num_chunks(const Parameters& p) { return (p.tiles + Config::kChunkTiles - 1) / Config::kChunkTiles; }
 // Partial tiles at the rank that adds them up, by distances: of the owner's node, and of their source's local rank. Its own are not stored.
 MK_DEVICE uint32_t partial_index(const Parameters& p, uint32_t owner_distance, uint32_t source_distance, uint32_t index) {
@@ -60,7 +54,7 @@ MK_DEVICE uint64_t result_offset(const Parameters& p, uint32_t distance, uint32_
   return p.result_offset + (distance * p.tiles + index) * kResultBytes;
 }
 
-// ---- flags: index into the op's words of the signal segment
+// ---- flags, by number
 MK_DEVICE uint32_t sum_flag(const Parameters& p, uint32_t distance, uint32_t index) {
   return (kWorldSize - 1 + distance - 1) * p.tiles + index;
 }
@@ -70,26 +64,18 @@ MK_DEVICE uint32_t arrived_flag(const Parameters& p, uint32_t distance, uint32_t
 MK_DEVICE uint32_t finished_flag(const Parameters& p, uint32_t distance, uint32_t local_rank, uint32_t index) {  // of that owner's tile
   return (kWorldSize - 1 + kNodes - 1) * p.tiles + (kNodes - 1) * num_chunks(p) + (distance * kR + local_rank) * p.tiles + index;
 }
-MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) { return p.flag_offset + uint64_t(flag) * sizeof(uint64_t); }
-MK_DEVICE uint64_t* flag_word(const Parameters& p, uint32_t local_rank, uint32_t flag) {
-  return reinterpret_cast<uint64_t*>(signals(p.world, local_rank) + flag_offset(p, flag));
-}
-MK_DEVICE bool wait_flag(const Call& call, const Parameters& p, uint32_t flag, uint32_t writer) {
-  return wait_ge(call, flag_word(p, p.world.local_rank, flag), call.epoch, Awaited{abi::kFlagChunk, flag, writer}, p.world.timeout_ns);
-}
 
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
 // one group later, the own ones: what they add has then had time to come.
-// Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), bool exists(owner, index).
+// Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
 template <class Derived>
-struct OwnedTiles : BasicOp {
-  const Parameters& p;
+struct OwnedTiles : BasicOp<Config, Parameters> {
   uint32_t sums_begin, sums_stride;  // of inter_reduce: the sums that this CTA makes
-  MK_DEVICE OwnedTiles(const Parameters& parameters, uint32_t begin, uint32_t stride)
-      : p(parameters), sums_begin(begin), sums_stride(stride) {}
+  MK_DEVICE explicit OwnedTiles(const Parameters& parameters, uint32_t begin = 0, uint32_t stride = 0)
+      : BasicOp(parameters), sums_begin(begin), sums_stride(stride) {}
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
-  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1, kCommCtas = kCommunicating;
+  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
   static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }
@@ -102,33 +88,38 @@ struct OwnedTiles : BasicOp {
   MK_DEVICE uint32_t peer(uint32_t i) const {  // the i-th other owner
     constexpr uint32_t kRemote = kWorldSize - kR;
     const bool remote = i < kRemote;
-    const uint32_t node = remote ? 1 + i % kOtherNodes : 0, local = remote ? 1 + i / kOtherNodes : 1 + i - kRemote;
-    return (p.world.node + node) % kNodes * kR + (p.world.local_rank + local) % kR;
+    return rank_at(p.world, remote ? 1 + i % kOtherNodes : 0, remote ? 1 + i / kOtherNodes : 1 + i - kRemote);
   }
+  MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return index < derived().count_of(owner); }
   MK_DEVICE TileCoordinate at(uint32_t owner, uint32_t index, bool is_sum) const {
     const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
-  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
-    if constexpr (kNodes > 1) {
-      if (tile >= num_tiles()) {
-        const uint32_t sum = tile - num_tiles(), begin = sum / (p.group_tiles * kOtherNodes) * p.group_tiles;
-        const uint32_t rest = sum - begin * kOtherNodes, size = group_size(begin), distance = 1 + rest / size;
-        return at((p.world.node + distance) % kNodes * kR + p.world.local_rank, begin + rest % size, true);
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {  // calls at() once: it is long
+    uint32_t owner = p.world.rank, begin = 0, rest = tile;    // of the group, and the tile's number in it
+    bool is_sum = false;
+    const uint32_t groups = (p.tiles + p.group_tiles - 1) / p.group_tiles, first = kPeers * group_size(0);
+    if (kNodes > 1 && tile >= num_tiles()) {
+      rest = tile - num_tiles(), begin = rest / (p.group_tiles * kOtherNodes) * p.group_tiles, is_sum = true;
+      rest -= begin * kOtherNodes;
+      owner = rail_peer(p.world, 1 + rest / group_size(begin)), rest %= group_size(begin);
+    } else if (tile < first) {
+      owner = peer(tile / group_size(0)), rest = tile % group_size(0);
+    } else {
+      rest -= first;
+      if (groups > 1) {
+        const uint32_t whole = rest / (kWorldSize * p.group_tiles), group = whole + 1 < groups - 1 ? whole + 1 : groups - 1;
+        rest -= (group - 1) * kWorldSize * p.group_tiles;
+        begin = group * p.group_tiles;
+        const uint32_t sent = kPeers * group_size(begin);
+        if (rest < sent) {
+          owner = peer(rest / group_size(begin)), rest %= group_size(begin);
+        } else {
+          rest -= sent, begin -= p.group_tiles;
+        }
       }
     }
-    const uint32_t groups = (p.tiles + p.group_tiles - 1) / p.group_tiles, first = kPeers * group_size(0);
-    if (tile < first) return at(peer(tile / group_size(0)), tile % group_size(0), false);
-    uint32_t group = 1, rest = tile - first;
-    if (groups > 1) {
-      const uint32_t whole = rest / (kWorldSize * p.group_tiles);
-      group = whole + 1 < groups - 1 ? whole + 1 : groups - 1;
-      rest -= (group - 1) * kWorldSize * p.group_tiles;
-      const uint32_t begin = group * p.group_tiles, sent = kPeers * group_size(begin);
-      if (rest < sent) return at(peer(rest / group_size(begin)), begin + rest % group_size(begin), false);
-      rest -= sent;
-    }
-    return at(p.world.rank, (group - 1) * p.group_tiles + rest, false);
+    return at(owner, begin + rest, is_sum);
   }
   MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles; }
 
@@ -140,14 +131,6 @@ struct OwnedTiles : BasicOp {
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t part) const { return part == 1 || c.is_sum; }
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t part) const { return part == 0 && !c.is_sum ? Shape::kStepsK : 0; }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
-  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
-  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
-  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
-    const uint32_t left = p.rows - c.m * Shape::kBlockM;
-    return left < Shape::kBlockM ? left : Shape::kBlockM;
-  }
 
   // A sum: what the node's ranks have of it, from the own one on. An own tile: after its product the node's others', then the other nodes' sums.
   MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t part) const {
@@ -164,20 +147,18 @@ struct OwnedTiles : BasicOp {
   struct AddendFlags {
     const OwnedTiles& op;
     const TileCoordinate& c;
-    uint64_t epoch;
     MK_DEVICE bool arrived(uint32_t i) const { return !c.is_sum && i >= kR - 1; }
     MK_DEVICE uint32_t flag(uint32_t i) const {
       return arrived(i) ? arrived_flag(op.p, i - (kR - 1) + 1, c.index / Config::kChunkTiles) : op.addend_index(c, i);
     }
     MK_DEVICE uint32_t writer(uint32_t i) const {
       const abi::World& world = op.p.world;
-      if (arrived(i)) return (world.node + i - (kR - 1) + 1) % kNodes * kR + world.local_rank;
-      return world.node * kR + (world.local_rank + (c.is_sum ? i : i + 1)) % kR;
+      return arrived(i) ? rail_peer(world, i - (kR - 1) + 1) : world.node * kR + local_peer(world, c.is_sum ? i : i + 1);
     }
     MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_flag(call, op.p, flag(i), writer(i)); }
   };
   MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
-    return wait_all(call, AddendFlags{*this, c, call.epoch}, addends(c, part));
+    return wait_all(call, AddendFlags{*this, c}, addends(c, part));
   }
 
   // ---- where a tile goes: a sum to where the network reads it, a partial tile to the node's rank on the owner's rail
@@ -192,9 +173,6 @@ struct OwnedTiles : BasicOp {
                           : heap(p.world, adder(c)) + partial_offset(p, sent_index(c));
     if (bytes != 0) ptx::bulk_store(tile + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
   }
-  MK_DEVICE void store_result(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, 0);
-  }
   MK_DEVICE void raise_partial(const Call& call, const TileCoordinate& c) const {  // warp function
     if (ptx::lane_index() != 0) return;
     uint64_t* word = c.is_sum ? flag_word(p, p.world.local_rank, sum_flag(p, node_distance(p.world, c.plane), c.index))
@@ -203,50 +181,49 @@ struct OwnedTiles : BasicOp {
   }
 };
 
-// ---- inter_send: one thread puts chunks of tiles to the rail peers, each once all its tiles have their flag.
-// Tiles: uint32_t count(distance, first): how many of the chunk's tiles there are; flag(distance, index) and writer();
+// ---- inter_send: chunks of tiles to the rail peers.
+// Tiles: uint32_t count(distance, first): how many of the chunk's tiles there are; flag(distance, index): of this rank, told when one is done;
 //        src(distance, index), dst(distance, index): offsets in the heaps of this rank and of the peer; bytes(): of a tile;
 //        peer_flag(distance, first): at the peer.
-// Returns false when the call has failed.
 template <class Tiles>
-MK_DEVICE bool send_tiles(const Call& call, const Parameters& p, const Tiles& tiles, uint32_t channel, uint32_t index, Trace& trace) {
-  uint64_t last_put = 0;
-  uint32_t last_peer = p.world.rank;
-#pragma unroll 1
-  for (uint32_t item = index; item < num_chunks(p) * (kNodes - 1); item += Config::kInterSend) {
-    const uint32_t first = item / kOtherNodes * Config::kChunkTiles, distance = 1 + item % kOtherNodes;
-    const uint32_t count = tiles.count(distance, first), peer = (p.world.node + distance) % kNodes * kR + p.world.local_rank;
-    const uint64_t begin = trace.now();
+struct TilesToSend {
+  const Parameters& p;
+  const Tiles& tiles;
+  uint32_t distance, first, count;
+  MK_DEVICE uint32_t end() const { return num_chunks(p) * (kNodes - 1); }
+  MK_DEVICE bool prepare(const Call& call, uint32_t item) {
+    first = item / kOtherNodes * Config::kChunkTiles, distance = 1 + item % kOtherNodes;
+    count = tiles.count(distance, first);
 #pragma unroll 1
     for (uint32_t i = 0; i < count; ++i) {
       if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;
     }
-    if (count == 0) continue;
-    if (!wait_entered(call, peer)) return false;
-    last_put = issue_put(call, Put{channel, peer, tiles.src(distance, first), tiles.dst(distance, first), count * tiles.bytes(),
-                                   flag_offset(p, tiles.peer_flag(distance, first)), call.epoch});
-    last_peer = peer;
-    if (last_put == 0) return false;
-    trace.record(abi::kTracePut, item, begin);
+    return true;
   }
-  return last_put == 0 || wait_put(call, last_put, last_peer);
+  MK_DEVICE uint32_t puts() const { return count != 0 ? 1 : 0; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t) const {
+    const uint64_t src = tiles.src(distance, first), dst = tiles.dst(distance, first);
+    const uint32_t peer = rail_peer(p.world, distance), flag = tiles.peer_flag(distance, first);
+    return Put{channel, peer, src, dst, count * tiles.bytes(), flag_offset(p, flag), call.epoch};
+  }
+};
+template <class Tiles>
+MK_DEVICE void send_tiles(const Call& call, const Parameters& p, const Tiles& tiles, uint32_t channel, uint32_t index, Trace& trace) {
+  TilesToSend<Tiles> chunks{p, tiles, 0, 0, 0};
+  put_chunks(call, chunks, channel, index, trace);
 }
 
 // How many of the tiles [first, first + kChunkTiles) of an owner there are.
 template <class Op>
 MK_DEVICE uint32_t chunk_count(const Op& op, uint32_t owner, uint32_t first) {
-  uint32_t count = 0;
-#pragma unroll 1
-  for (; count < Config::kChunkTiles && first + count < op.p.tiles && op.exists(owner, first + count); ++count) {
-  }
-  return count;
+  const uint32_t tiles = op.count_of(owner), left = tiles > first ? tiles - first : 0;
+  return left < Config::kChunkTiles ? left : Config::kChunkTiles;
 }
 
 template <class Op>
 struct SumsToSend {
   const Op& op;
-  MK_DEVICE uint32_t owner(uint32_t distance) const { return (op.p.world.node + distance) % kNodes * kR + op.p.world.local_rank; }
-  MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const { return chunk_count(op, owner(distance), first); }
+  MK_DEVICE uint32_t count(uint32_t distance, uint32_t first) const { return chunk_count(op, rail_peer(op.p.world, distance), first); }
   MK_DEVICE uint32_t flag(uint32_t distance, uint32_t index) const { return sum_flag(op.p, distance, index); }
   MK_DEVICE uint64_t src(uint32_t distance, uint32_t index) const { return sum_offset(op.p, distance, index); }
   MK_DEVICE uint64_t dst(uint32_t distance, uint32_t index) const { return arrived_offset(op.p, kNodes - distance, index); }
@@ -255,19 +232,5 @@ struct SumsToSend {
     return arrived_flag(op.p, kNodes - distance, first / Config::kChunkTiles);
   }
 };
-
-// ---- roles: intra_comm first, then inter_send, then inter_reduce; the rest compute
-struct RoleIndex {
-  abi::Role role;
-  uint32_t index;  // among the CTAs of the role
-};
-MK_DEVICE RoleIndex role_of(uint32_t cta) {  // sums on the left: a comparison of unsigned with a constant 0 draws a warning
-  if (cta + 1 <= Config::kIntraComm) return RoleIndex{abi::kIntraComm, cta};
-  cta -= Config::kIntraComm;
-  if (cta + 1 <= Config::kInterSend) return RoleIndex{abi::kInterSend, cta};
-  cta -= Config::kInterSend;
-  if (cta + 1 <= Config::kInterReduce) return RoleIndex{abi::kInterReduce, cta};
-  return RoleIndex{abi::kCompute, cta - Config::kInterReduce};
-}
 
 }  // namespace mkernel

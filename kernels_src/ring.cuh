@@ -1,6 +1,7 @@
 // Device side of the command ring: puts to ranks of other nodes, executed by the engine (mkernel/proxy).
 #pragma once
-#include "sync.cuh"
+#include "trace.cuh"
+#include "world.cuh"
 
 namespace mkernel {
 
@@ -42,22 +43,42 @@ MK_DEVICE bool wait_put(const Call& call, uint64_t ticket, uint32_t peer) {
   return wait_ge(call, &ring->completed, ticket, Awaited{abi::kFlagRingDone, static_cast<uint32_t>(ticket), peer}, call.world.timeout_ns);
 }
 
+// What one thread of an inter_send CTA does: puts chunks to ranks of other nodes, each when its source is complete, every kInterSend-th from
+// `first` on. Their sources may be reused afterwards, unless the call has failed.
+// Chunks: uint32_t end(); bool prepare(call, chunk): makes it the current one and waits until its source is complete (false: the call has
+//         failed); then uint32_t puts() and Put put(call, channel, i) of it.
+template <class Chunks>
+MK_DEVICE void put_chunks(const Call& call, Chunks& chunks, uint32_t channel, uint32_t first, Trace& trace) {
+  uint64_t last_put = 0;
+  uint32_t last_peer = call.world.rank;
+#pragma unroll 1
+  for (uint32_t chunk = first; chunk < chunks.end(); chunk += Config::kInterSend) {
+    const uint64_t begin = trace.now();
+    if (!chunks.prepare(call, chunk)) return;
+    if (chunks.puts() == 0) continue;
+#pragma unroll 1
+    for (uint32_t i = 0; i < chunks.puts(); ++i) {
+      const Put put = chunks.put(call, channel, i);
+      if (!wait_entered(call, put.dst_rank)) return;
+      last_put = issue_put(call, put);
+      last_peer = put.dst_rank;
+      if (last_put == 0) return;
+    }
+    trace.record(abi::kTracePut, chunk, begin);
+  }
+  if (last_put != 0) wait_put(call, last_put, last_peer);
+}
+
 // Tells every rank that this one has entered the call. One warp of the grid: a lane per peer of the node, so that no release waits for another.
-template <class Config>
 MK_DEVICE void announce_entry(const Call& call) {
   const abi::World& world = call.world;
   const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, world.digest);
-#pragma unroll 1
-  for (uint32_t i = 1 + ptx::lane_index(); i < Config::kRanksPerNode; i += 32) {
-    const uint32_t peer = (world.local_rank + i) % Config::kRanksPerNode;
-    ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(world, peer) + offset), value);
-  }
-  if constexpr (Config::kNumNodes > 1) {
+  release_to_node(world, offset, value, 1);
+  if constexpr (kNodes > 1) {
     if (ptx::lane_index() != 0) return;
 #pragma unroll 1
-    for (uint32_t i = Config::kRanksPerNode; i < Config::kRanksPerNode * Config::kNumNodes; ++i) {
-      const uint32_t first = world.node * Config::kRanksPerNode;  // ranks of the other nodes, from the next node on
-      issue_put(call, Put{kEntryChannel, (first + i) % world.size, 0, 0, 0, offset, value});
+    for (uint32_t i = kR; i < kWorldSize; ++i) {  // ranks of the other nodes, from the next node on
+      issue_put(call, Put{kEntryChannel, (world.node * kR + i) % world.size, 0, 0, 0, offset, value});
     }
   }
 }

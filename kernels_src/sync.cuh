@@ -69,22 +69,18 @@ class Patience {
  public:
   MK_DEVICE Patience(const Call& call, uint64_t timeout_ns) : call_(call), timeout_ns_(timeout_ns) {}
 
-  // After a look that failed. `flag` will be at least `value`; false: the deadline passed or an abort was seen, and the call has failed.
-  MK_DEVICE bool goes_on(const uint64_t* flag, uint64_t value, const Awaited& what, uint64_t expected, uint64_t seen) {
+  // After a look that failed: kRunning where another one is worth it, else why the call is given up. `flag` will be at least `value`.
+  MK_DEVICE abi::State pass(const uint64_t* flag, uint64_t value) {
     const uint64_t now = ptx::clock_ns();
     if (polls_++ == 0) deadline_ = now + timeout_ns_;
-    if (now >= deadline_) {
-      fail(call_, abi::kTimedOut, what, expected, seen);
-      return false;
-    }
+    if (now >= deadline_) return abi::kTimedOut;
     const abi::World& world = call_.world;
     if ((polls_ % ptx::kPollsPerAbortCheck == 0 && ptx::load_acquire_sys(&signal_header(world, world.local_rank)->abort) != 0) ||
         (polls_ % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(&host_block(world)->abort) != 0)) {
-      fail(call_, abi::kAborted, what, expected, seen);
-      return false;
+      return abi::kAborted;
     }
     ptx::pause(flag, value, deadline_);
-    return true;
+    return abi::kRunning;
   }
 
  private:
@@ -93,27 +89,43 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
+// Waits until *flag is at least `least`; where `exact` is not 0, it must then be just that. Fails in one place only: fail() is long, and stands
+// wherever something is waited for.
+MK_DEVICE bool wait_word(const Call& call, const uint64_t* flag, uint64_t least, uint64_t exact, const Awaited& what, uint64_t timeout_ns) {
+  Patience patience(call, timeout_ns);
+  uint64_t seen = 0;
+  abi::State state = abi::kRunning;
+#pragma unroll 1
+  while (state == abi::kRunning) {
+    seen = ptx::load_acquire_sys(flag);
+    if (seen < least) {
+      state = patience.pass(flag, least);
+    } else if (exact == 0 || seen == exact) {
+      return true;
+    } else {
+      state = abi::kMismatch;
+    }
+  }
+  fail(call, state, what, state == abi::kMismatch ? exact : least, seen);
+  return false;
+}
+
 // Every wait on a system flag. True: *flag >= value, and all that its writer did before is visible to this thread (a thread that then reads
 // by TMA, or hands over to one that does, still needs fence_proxy_async). False: the deadline passed or an abort was seen; leave.
 MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, const Awaited& what, uint64_t timeout_ns) {
-  Patience patience(call, timeout_ns);
-#pragma unroll 1
-  while (true) {
-    const uint64_t seen = ptx::load_acquire_sys(flag);
-    if (seen >= value) return true;
-    if (!patience.goes_on(flag, value, what, value, seen)) return false;
-  }
+  return wait_word(call, flag, value, 0, what, timeout_ns);
 }
 
-// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. Flags: bool wait(call, i).
+// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. What any lane has acquired, all lanes have. Flags: bool wait(call, i).
 template <class Flags>
 MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {
   bool ok = true;
 #pragma unroll 1
   for (uint32_t base = 0; ok && base < count; base += 32) {
     const uint32_t i = base + ptx::lane_index();
-    ok = ptx::all_of_warp(i >= count || flags.wait(call, i));  // every lane's acquire is in the past of all lanes
+    ok = ptx::all_of_warp(i >= count || flags.wait(call, i));
   }
+  ptx::sync_warp();  // a vote orders no memory
   return ok;
 }
 
@@ -129,14 +141,9 @@ MK_DEVICE const uint64_t* entry_flag(const Call& call, uint32_t peer) {
   return reinterpret_cast<uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch, peer));
 }
 MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
-  const abi::World& world = call.world;
-  const uint64_t* flag = entry_flag(call, peer);
   const Awaited what{abi::kFlagEntry, peer, peer};
-  if (!wait_ge(call, flag, call.epoch << abi::kDigestBits, what, world.entry_timeout_ns)) return false;
-  const uint64_t seen = ptx::load_acquire_sys(flag), expected = entry_value(call.epoch, world.digest);
-  if (seen == expected) return true;
-  fail(call, abi::kMismatch, what, expected, seen);
-  return false;
+  const uint64_t entered = call.epoch << abi::kDigestBits, expected = entry_value(call.epoch, call.world.digest);
+  return wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.entry_timeout_ns);
 }
 
 // The same for every other rank of the world. Warp function.

@@ -33,8 +33,6 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { mkc_barrier(id, t
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return mkc_vote(v) == 0xffffffffu; }
-MK_DEVICE uint32_t ballot(bool v) { return mkc_vote(v); }
-MK_DEVICE uint32_t highest_bit(uint32_t v) { return 31 - static_cast<uint32_t>(__builtin_clz(v)); }
 MK_DEVICE bool any_of_warp(bool v) { return mkc_vote(v) != 0; }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return mkc_broadcast(v, lane); }
 template <uint32_t Registers>
@@ -176,6 +174,15 @@ MK_DEVICE Words load_shared(const void* p) {
 }
 MK_DEVICE void store_shared(void* p, const Words& v) {
   mkc_wrote_shared(p, sizeof(Words));
+  *static_cast<Words*>(p) = v;
+}
+
+MK_DEVICE Words load_input(const void* p) {
+  mkc_check_word(p, sizeof(Words));
+  return *static_cast<const Words*>(p);
+}
+MK_DEVICE void store_global(void* p, const Words& v) {
+  mkc_check_word(p, sizeof(Words));
   *static_cast<Words*>(p) = v;
 }
 

@@ -55,7 +55,7 @@ void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waitin
   tsan::acquire(sync);
 }
 
-const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp / ballot", "broadcast", "stmatrix_x4"};
+const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp", "broadcast", "stmatrix_x4"};
 
 // Waits until all lanes have come with their words; the slots stay readable until this lane's next meeting.
 const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {

@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import (
-    ITEM,
-    check_aligned,
-    check_matrix,
-    check_multiple,
-    check_split,
-    layout_of,
-    row_stride,
-    split_error,
-)
-from mkernel.ops.call import BoundCall, check_result, matmul_call, set_map
+from mkernel.ops.arguments import ITEM, check_extents, check_operands, row_stride
+from mkernel.ops.call import BoundCall, check_result, executable, map_of_b, matmul_call, set_map
 from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import BLOCK_K
-from mkernel.plan.split import Split, SplitError
 
 if TYPE_CHECKING:
+    from mkernel.plan.split import Split
     from mkernel.runtime.device import TensorView
     from mkernel.runtime.world import Executable, World
 
@@ -43,7 +34,8 @@ class Parameters(ctypes.Structure):
         ("whole_tiles", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("part_blocks", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 7),
+        ("pushers", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 6),
         ("a_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
@@ -96,39 +88,16 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
 
 
 def _problem(world: World, a: TensorView, b: TensorView) -> AllGatherGemmProblem:
-    rows, k = check_matrix("a", a)
-    inner, n = check_matrix("b", b, a.dtype)
-    if inner != k:
-        raise ArgumentError("b.shape", b.shape, f"must be (K, N) with K = a.shape[1] = {k}", "b holds this rank's columns: (K, N)")
-    check_multiple("K", k)
-    check_multiple("N", n)
-    if rows > 1 and row_stride("a", a) != k * ITEM:
+    rows, n, k, b_row_major = check_operands(a, b, "K", "this rank's columns")
+    if row_stride("a", a) != k * ITEM:
         raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
-    if rows == 1:
-        row_stride("a", a)
-    if rows:
-        check_aligned("a", a)
-    check_aligned("b", b)
-    if rows * world.size >= 1 << 31 or n >= 1 << 31 or k >= 1 << 31:
-        raise ArgumentError("shape", (rows * world.size, n, k), "every extent must be below 2^31")
-    return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, layout_of("b", b)[0])
-
-
-def _executable(world: World, problem: AllGatherGemmProblem, split: Split | None, stream: Any) -> Executable:
-    check_split(split)
-
-    def build() -> AllGatherGemmPlan:
-        try:
-            return make_plan(problem, world.backend.sm_count, split)
-        except SplitError as error:
-            raise split_error(error) from None
-
-    return world.executable((problem, split), build, stream)
+    check_extents(rows * world.size, n, k)
+    return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, b_row_major)
 
 
 def prepare(world: World, a: Any, b: Any, *, split: Split | None = None, out: Any = None, stream: Any = None) -> Executable:
     """The executable that ``allgather_gemm`` would use for these arrays. Collective on first use."""
-    return _executable(world, _problem(world, world.backend.view(a), world.backend.view(b)), split, stream)
+    return executable(world, _problem(world, world.backend.view(a), world.backend.view(b)), make_plan, split, stream)
 
 
 def _bind(
@@ -136,34 +105,33 @@ def _bind(
 ) -> BoundCall:
     rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
     c_stride = check_result(problem, c, "(M, N)")
-    b_stride = layout_of("b", b)[1]
-    executable = _executable(world, problem, split, stream)
-    plan: AllGatherGemmPlan = executable.plan
+    chosen = executable(world, problem, make_plan, split, stream)
+    plan: AllGatherGemmPlan = chosen.plan
     heap = world.heap_address
     offset = world.heap_offset(a.address, plan.plane_bytes) if rows else None
     staged = world.num_nodes > 1 and offset is None
-    own_plane = executable.scratch_offset + world.rank * plan.plane_bytes
+    own_plane = chosen.scratch_offset + world.rank * plan.plane_bytes
     extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
     a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
-    gather = heap + executable.scratch_offset if size > 1 and rows else b.address
+    gather = heap + chosen.scratch_offset if size > 1 and rows else b.address
     tensor_map = world.backend.tensor_map
-    inner, outer, box_n = (n, k, BLOCK_K) if problem.b_row_major else (k, n, plan.b_columns)
     a_box, plane = (BLOCK_K, plan.load_rows, 1), extent * k * ITEM
     parameters = Parameters(
         a=a.address,
-        gather_offset=executable.scratch_offset,
+        gather_offset=chosen.scratch_offset,
         send_offset=own_plane if offset is None else offset,
-        flag_offset=executable.flag_offset,
+        flag_offset=chosen.flag_offset,
         rows=rows,
         stage_send=int(staged),
         whole_tiles=plan.whole_tiles,
         group_m=plan.group_m,
         part_blocks=plan.part_blocks,
+        pushers=plan.pushers,
     )
     set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
     part_k = k // plan.parts
     gather_strides = (part_k * ITEM, extent * part_k * ITEM)
     set_map(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
-    set_map(parameters, "b_map", tensor_map(b.address, dtype, (inner, outer, 1), (b_stride, b_stride * outer), (64, box_n, 1)))
+    set_map(parameters, "b_map", map_of_b(world, problem, b, plan.b_columns))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
-    return BoundCall(executable, parameters, executable.scratch_offset)
+    return BoundCall(chosen, parameters, chosen.scratch_offset)

@@ -6,12 +6,21 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
-from mkernel.plan.split import Split, SplitError
+from mkernel.plan.split import Split
 
 if TYPE_CHECKING:
     from mkernel.runtime.device import TensorView
 
-__all__ = ["check_aligned", "check_matrix", "check_multiple", "check_split", "check_writable", "layout_of", "row_stride", "split_error"]
+__all__ = [
+    "check_aligned",
+    "check_extents",
+    "check_matrix",
+    "check_operands",
+    "check_split",
+    "check_writable",
+    "layout_of",
+    "row_stride",
+]
 
 DTYPES = ("bfloat16", "float16")
 ITEM = 2  # bytes of both
@@ -70,6 +79,29 @@ def layout_of(name: str, view: TensorView) -> tuple[bool, int]:
     raise ArgumentError(f"{name}.strides", view.strides, rule, f"copy it: xp.ascontiguousarray({name})")
 
 
+def check_operands(a: TensorView, b: TensorView, k: str, held: str) -> tuple[int, int, int, bool]:
+    """(rows of ``a``, N, K, whether ``b`` is row-major) of operands of one rank that fit each other.
+
+    ``k``: the name of K; ``held``: what ``b`` holds of the whole B.
+    """
+    m, inner = check_matrix("a", a)
+    rows, n = check_matrix("b", b, a.dtype)
+    if rows != inner:
+        raise ArgumentError("b.shape", b.shape, f"must be ({k}, N) with {k} = a.shape[1] = {inner}", f"b holds {held}: ({k}, N)")
+    check_multiple(k, inner)
+    check_multiple("N", n)
+    row_stride("a", a)
+    if m:
+        check_aligned("a", a)
+    check_aligned("b", b)
+    return m, n, inner, layout_of("b", b)[0]
+
+
+def check_extents(*extents: int) -> None:
+    if max(extents) >= 1 << 31:
+        raise ArgumentError("shape", extents, "every extent must be below 2^31")
+
+
 def check_split(split: Any) -> Split | None:
     if split is None:
         return None
@@ -79,7 +111,3 @@ def check_split(split: Any) -> Split | None:
         if number is not None and not isinstance(number, int):
             raise ArgumentError("split", split, f"{role} must be a number of SMs", "None lets mkernel choose")
     return split
-
-
-def split_error(error: SplitError) -> ArgumentError:
-    return ArgumentError("split", error.split, error.rule, error.remedy)

@@ -6,18 +6,20 @@ import ctypes
 import dataclasses
 import importlib
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_aligned, check_matrix, check_split, check_writable, row_stride
+from mkernel.ops.arguments import check_aligned, check_matrix, check_split, check_writable, layout_of, row_stride
+from mkernel.plan.gemm import BLOCK_K
+from mkernel.plan.split import Split, SplitError
 from mkernel.runtime import current
 
 if TYPE_CHECKING:
-    from mkernel.plan.split import Split
+    from mkernel.plan.gemm import GemmProblem
     from mkernel.runtime.device import TensorView
-    from mkernel.runtime.world import Executable, World
+    from mkernel.runtime.world import Executable, Plan, World
 
-__all__ = ["OPS", "BoundCall", "MatmulProblem", "PreparedPlan", "check_result", "matmul_call", "plan", "remember", "set_map"]
+__all__ = ["OPS", "BoundCall", "PreparedPlan", "check_result", "executable", "map_of_b", "matmul_call", "plan", "remember", "set_map"]
 
 T = TypeVar("T")
 
@@ -45,14 +47,17 @@ def remember(world: World, key: tuple[Any, ...], value: T) -> T:
     return value
 
 
-class MatmulProblem(Protocol):
-    """A problem whose result is one matrix."""
+def executable(world: World, problem: Hashable, make_plan: Callable[..., Plan], split: Split | None, stream: Any) -> Executable:
+    """The agreed and compiled plan of a problem. Collective on first use."""
+    check_split(split)
 
-    @property
-    def result_shape(self) -> tuple[int, int]: ...
+    def build() -> Plan:
+        try:
+            return make_plan(problem, world.backend.sm_count, split)
+        except SplitError as error:
+            raise ArgumentError("split", error.split, error.rule, error.remedy) from None
 
-    @property
-    def dtype(self) -> str: ...
+    return world.executable((problem, split), build, stream)
 
 
 def matmul_call(
@@ -64,7 +69,7 @@ def matmul_call(
     out: Any,
     split: Split | None,
     stream: Any,
-    problem: Callable[..., MatmulProblem],
+    problem: Callable[..., GemmProblem],
     bind: Callable[..., BoundCall],
 ) -> Any:
     """One call of an op that makes a matrix of two.
@@ -97,7 +102,7 @@ def matmul_call(
     return c
 
 
-def check_result(problem: MatmulProblem, c: TensorView, rule: str) -> int:
+def check_result(problem: GemmProblem, c: TensorView, rule: str) -> int:
     """``out`` fits the problem; returns the bytes between its rows."""
     if check_matrix("out", c, problem.dtype) != problem.result_shape:
         raise ArgumentError("out.shape", c.shape, f"must be {rule} = {problem.result_shape}")
@@ -105,6 +110,14 @@ def check_result(problem: MatmulProblem, c: TensorView, rule: str) -> int:
     if problem.result_shape[0]:
         check_aligned("out", c)
     return row_stride("out", c)
+
+
+def map_of_b(world: World, problem: GemmProblem, b: TensorView, columns: int) -> bytes:
+    """The tensor map of ``b`` in either layout; ``columns``: of one load where its columns are contiguous."""
+    n, k = problem.n, problem.k
+    inner, outer, box = (n, k, BLOCK_K) if problem.b_row_major else (k, n, columns)
+    stride = layout_of("b", b)[1]
+    return world.backend.tensor_map(b.address, problem.dtype, (inner, outer, 1), (stride, stride * outer), (64, box, 1))
 
 
 def set_map(parameters: ctypes.Structure, name: str, value: bytes) -> None:

@@ -98,4 +98,4 @@ def prepare(
     algorithm: str | None = None,
 ) -> Executable:
     """The executable that ``gemm_allreduce`` would use for these arrays. Collective on first use."""
-    return reduce.executable(world, _problem(world, world.backend.view(a), world.backend.view(b), partials, algorithm), split, stream)
+    return reduce.prepare(world, _problem(world, world.backend.view(a), world.backend.view(b), partials, algorithm), split, stream)

@@ -84,4 +84,4 @@ def prepare(
     world: World, a: Any, b: Any, *, split: Split | None = None, out: Any = None, stream: Any = None, partials: str = "output"
 ) -> Executable:
     """The executable that ``gemm_reduce_scatter`` would use for these arrays. Collective on first use."""
-    return reduce.executable(world, _problem(world, world.backend.view(a), world.backend.view(b), partials), split, stream)
+    return reduce.prepare(world, _problem(world, world.backend.view(a), world.backend.view(b), partials), split, stream)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M, THREADS, GemmTile, choose_load_rows, choose_tile
+from mkernel.plan.gemm import BLOCK_K, BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -19,6 +18,7 @@ __all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan
 OP = "allgather_gemm"
 PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
+_WARP_CHUNK_BYTES = 16 * 1024  # what a warp pushes: all of them together should be at few tiles' rows at a time
 _PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
 _PUTS = 16  # per shard; every put costs the engine some microseconds
 _SLICES = 2  # of a left-over tile
@@ -26,7 +26,6 @@ _SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
-_GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,50 +58,27 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGatherGemmPlan:
+class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     """Tile, chunks, split and buffers for one problem on one kind of device."""
 
-    problem: AllGatherGemmProblem
-    split: Split
-    tile: GemmTile
     chunk_rows: int  # rows of a chunk
-    group_m: int = _GROUP_M  # tile rows that share columns of B
+    group_m: int = GROUP_M  # tile rows that share columns of B
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
+    pushers: int = 0  # computing CTAs with a warp that pushes chunks, where the split has no intra_comm
 
     op = OP
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
-        problem, topology = self.problem, self.problem.topology
-        constants = {
-            "kN": problem.n,
-            "kK": problem.k,
-            "kBlockN": self.tile.block_n,
-            "kStages": self.tile.stages,
-            "kFloat16": int(problem.dtype == "float16"),
-            "kBRowMajor": int(problem.b_row_major),
-            "kNumNodes": topology.num_nodes,
-            "kRanksPerNode": topology.ranks_per_node,
-            "kIntraComm": self.split.intra_comm or 0,
-            "kInterSend": self.split.inter_send or 0,
+        constants = self.constants | {
             "kChunkRows": self.chunk_rows,
             "kParts": self.parts,
             "kSlices": self.slices,
             "kLoadRows": self.load_rows,
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
-
-    @functools.cached_property
-    def digest(self) -> int:
-        """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        text = repr((OP, self.problem, self.split, self.tile, self.chunk_rows, self.group_m, self.parts, self.part_blocks, self.slices))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-    @property
-    def grid(self) -> int:
-        return self.split.total
 
     @property
     def plane_bytes(self) -> int:
@@ -145,6 +121,7 @@ class AllGatherGemmPlan:
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
+            f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
 
@@ -154,15 +131,6 @@ class AllGatherGemmPlan:
         return choose_load_rows(self.problem.rows)
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
-    @property
-    def tile_rows(self) -> int:
-        """Rows of tiles per shard."""
-        return math.ceil(self.problem.rows / BLOCK_M)
-
-    @property
-    def tiles_n(self) -> int:
-        return math.ceil(self.problem.n / self.tile.block_n)
-
     @property
     def num_tiles(self) -> int:
         """Whole tiles, before any is halved."""
@@ -198,11 +166,9 @@ class AllGatherGemmPlan:
         local, remote = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
         for shards, first in ((1, 0), (local, 1), (remote, topology.ranks_per_node)):
             rows = self.tile_rows * shards
-            for group in range(0, rows, self.group_m):
-                in_group = min(self.group_m, rows - group)
-                for n in range(self.tiles_n):
-                    for row in range(group, group + in_group):
-                        yield Tile(self.source(rank, first + row % shards), row // shards, n)
+            for index in range(rows * self.tiles_n):
+                row, n = raster(index, rows, self.tiles_n, self.group_m)
+                yield Tile(self.source(rank, first + row % shards), row // shards, n)
 
     def tile_chunks(self, tile: Tile) -> list[int]:
         """The chunks of its source's shard that a tile reads, part by part."""
@@ -228,7 +194,9 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
         ``split`` does not fit.
     """
     topology = problem.topology
-    chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count)
+    spared = ("intra_comm",) if topology.num_nodes == 1 else ()
+    chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count, spared)
+    pushers = (chosen.compute or 0) if topology.ranks_per_node > 1 and not chosen.intra_comm else 0
     tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
         tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
@@ -237,17 +205,17 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
-    chunk_bytes = put_bytes if topology.num_nodes > 1 else _CHUNK_BYTES
+    chunk_bytes = put_bytes if topology.num_nodes > 1 else _WARP_CHUNK_BYTES if pushers else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices)
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices, pushers=pushers)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
     group_rows = math.ceil(max(1, tile_rows) / groups)
     return AllGatherGemmPlan(
-        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices, pushers
     )
 
 
@@ -308,7 +276,7 @@ def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> S
 
 
 def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, neighbours: list[Step]) -> None:
-    ctas, peers = plan.split.intra_comm or 0, plan.problem.topology.rail_peers(rank)
+    ctas, peers = plan.split.intra_comm or plan.pushers, plan.problem.topology.rail_peers(rank)
     for cta in range(ctas):
         own: list[Step] = [("push", rank, chunk) for chunk in range(cta, plan.chunks, ctas)]
         items = [divmod(item, len(peers)) for item in range(cta, plan.chunks * len(peers), ctas)] if peers else []

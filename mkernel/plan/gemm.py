@@ -1,15 +1,22 @@
-"""The tile configuration of the GEMM main loop (``kernels_src/gemm.cuh``): which tile, how many stages, how much shared memory."""
+"""What the plans of all fused GEMMs share (``kernels_src/gemm.cuh``): tile, stages, shared memory, the order of tiles."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["BLOCK_K", "BLOCK_M", "THREADS", "GemmTile", "choose_load_rows", "choose_tile"]
+from mkernel.plan.split import Split
+from mkernel.plan.topology import Topology
+
+__all__ = ["BLOCK_K", "BLOCK_M", "GROUP_M", "THREADS", "GemmPlan", "GemmProblem", "GemmTile", "choose_load_rows", "choose_tile", "raster"]
 
 BLOCK_M = 128
 BLOCK_K = 64
 THREADS = 384
+GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 SHARED_LIMIT = 232448  # dynamic shared memory of one CTA on sm_90
 _RESULT_BYTES = 2 * 2 * 64 * 128  # staging of results: two buffers of 64 rows x 128 bytes per consumer warpgroup
 _BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
@@ -38,6 +45,86 @@ class GemmTile:
         """With as many stages as fit, at most 8."""
         stage = (BLOCK_M + block_n) * BLOCK_K * 2
         return cls(block_n, min(8, (SHARED_LIMIT - _RESULT_BYTES - _BARRIER_BYTES) // stage))
+
+
+class GemmProblem(Protocol):
+    """What the ranks must agree on. ``rows``, ``n`` and ``k``: of one rank's operands or result, as the op says."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def b_row_major(self) -> bool: ...
+
+    @property
+    def result_shape(self) -> tuple[int, int]: ...
+
+
+Problem = TypeVar("Problem", bound=GemmProblem)
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmPlan(Generic[Problem]):
+    """Tile and split for one problem on one kind of device."""
+
+    problem: Problem
+    split: Split
+    tile: GemmTile
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=8).digest(), "little")
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of every kernel."""
+        problem, topology = self.problem, self.problem.topology
+        return {
+            "kN": problem.n,
+            "kK": problem.k,
+            "kBlockN": self.tile.block_n,
+            "kStages": self.tile.stages,
+            "kFloat16": int(problem.dtype == "float16"),
+            "kBRowMajor": int(problem.b_row_major),
+            "kNumNodes": topology.num_nodes,
+            "kRanksPerNode": topology.ranks_per_node,
+            "kIntraComm": self.split.intra_comm or 0,
+            "kInterSend": self.split.inter_send or 0,
+            "kInterReduce": self.split.inter_reduce or 0,
+        }
+
+    @property
+    def grid(self) -> int:
+        return self.split.total
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles of the problem's rows."""
+        return math.ceil(self.problem.rows / BLOCK_M)
+
+    @property
+    def tiles_n(self) -> int:
+        return math.ceil(self.problem.n / self.tile.block_n)
+
+
+def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """Row and column of a tile: groups of ``group_m`` rows, which share columns of B, column by column."""
+    group, inside = divmod(tile, group_m * tiles_n)
+    rows = min(group_m, tile_rows - group * group_m)
+    return group * group_m + inside % rows, inside // rows
 
 
 def choose_load_rows(rows: int) -> int:

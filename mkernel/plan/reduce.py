@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_M, THREADS, GemmTile, choose_load_rows, choose_tile
+from mkernel.plan.gemm import BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -36,7 +35,6 @@ PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 0.35  # of a tile's time: what comes last is waited for
 _PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
-_GROUP_M = 16  # tile rows that share their columns of B in L2
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
@@ -83,15 +81,12 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReducePlan:
+class ReducePlan(GemmPlan[ReduceProblem]):
     """Tile, order, split and buffers for one problem on one kind of device."""
 
-    problem: ReduceProblem
-    split: Split
-    tile: GemmTile
     group_tiles: int  # of an owner, that are computed one after the other
     chunk_tiles: int  # of one put
-    group_m: int = _GROUP_M  # tile rows that share columns of B
+    group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
     packets: bool = False  # all-reduce inside a node: values travel in words that are their own flags
 
@@ -106,20 +101,9 @@ class ReducePlan:
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
-        problem, topology = self.problem, self.problem.topology
-        constants = {
-            "kN": problem.n,
-            "kK": problem.k,
-            "kBlockN": self.tile.block_n,
-            "kStages": self.tile.stages,
-            "kFloat16": int(problem.dtype == "float16"),
-            "kBRowMajor": int(problem.b_row_major),
+        problem = self.problem
+        constants = self.constants | {
             "kPartialFloat32": int(problem.partials == "float32"),
-            "kNumNodes": topology.num_nodes,
-            "kRanksPerNode": topology.ranks_per_node,
-            "kIntraComm": self.split.intra_comm or 0,
-            "kInterSend": self.split.inter_send or 0,
-            "kInterReduce": self.split.inter_reduce or 0,
             "kChunkTiles": self.chunk_tiles,
             "kLoadRows": self.load_rows,
             "kTwoShot": int(not problem.one_shot),
@@ -127,17 +111,6 @@ class ReducePlan:
         }
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
         return KernelSpec(name, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
-
-    @functools.cached_property
-    def digest(self) -> int:
-        """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        order = self.group_tiles, self.chunk_tiles, self.group_m, self.load_rows, self.packets
-        text = repr((self.op, self.problem, self.split, self.tile, order))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-    @property
-    def grid(self) -> int:
-        return self.split.total
 
     def describe(self) -> str:
         p, split = self.problem, self.split
@@ -155,15 +128,6 @@ class ReducePlan:
         )
 
     # ---- sizes
-    @property
-    def tile_rows(self) -> int:
-        """Rows of tiles of one owner (reduce-scatter), or of all."""
-        return math.ceil(self.problem.rows / BLOCK_M)
-
-    @property
-    def tiles_n(self) -> int:
-        return math.ceil(self.problem.n / self.tile.block_n)
-
     @property
     def tiles(self) -> int:
         """Per owner; all tiles where everyone adds up everything."""
@@ -188,18 +152,14 @@ class ReducePlan:
     @property
     def areas(self) -> dict[str, int]:
         """Bytes of each area of the workspace."""
-        topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
-        if topology.size == 1 and not self.problem.one_shot:
-            return dict.fromkeys(("partial", "sum", "arrived", "result"), 0)
-        if self.packets:
-            return dict.fromkeys(("partial", "sum", "arrived", "result"), 0)
-        if self.problem.one_shot:
-            return {"partial": topology.size * self.tiles * self.partial_bytes, "sum": 0, "arrived": 0, "result": 0}
+        size, others = self.problem.topology.size, self.problem.topology.num_nodes - 1
+        partials = size if self.problem.one_shot else size - 1
+        finished = others + 1 if self.op == ALLREDUCE and size > 1 else 0
         return {
-            "partial": (topology.size - 1) * self.tiles * self.partial_bytes,
-            "sum": others * self.tiles * self.partial_bytes,
-            "arrived": others * self.tiles * self.partial_bytes,
-            "result": (others + 1) * self.tiles * self.result_bytes if self.op == ALLREDUCE else 0,
+            "partial": 0 if self.packets else partials * self.tiles * self.partial_bytes,
+            "sum": 0 if self.everywhere else others * self.tiles * self.partial_bytes,
+            "arrived": 0 if self.everywhere else others * self.tiles * self.partial_bytes,
+            "result": 0 if self.everywhere else finished * self.tiles * self.result_bytes,
         }
 
     @property
@@ -241,14 +201,10 @@ class ReducePlan:
         return self.op == REDUCE_SCATTER or self.everywhere or owner * self.tiles + index < self.tile_rows * self.tiles_n
 
     def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
-        m, n = self.raster(index if self.op == REDUCE_SCATTER or self.everywhere else owner * self.tiles + index)
-        return Tile(owner, index, m, n, is_sum)
-
-    def raster(self, tile: int) -> tuple[int, int]:
-        """Row and column of a tile: groups of ``group_m`` rows, column by column."""
-        group, inside = divmod(tile, self.group_m * self.tiles_n)
-        rows = min(self.group_m, self.tile_rows - group * self.group_m)
-        return (group * self.group_m + inside % rows, inside // rows) if rows > 0 else (0, 0)
+        if not self.exists(owner, index):
+            return Tile(owner, index, 0, 0, is_sum)
+        of_all = index if self.op == REDUCE_SCATTER or self.everywhere else owner * self.tiles + index
+        return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum)
 
     def peers(self, rank: int) -> list[int]:
         """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""
@@ -312,7 +268,7 @@ def make_plan(
     wanted = split or Split()
     plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=choose_load_rows(problem.rows))
     if group_tiles is None:
-        rows = min(_GROUP_M, tile_rows)
+        rows = min(GROUP_M, tile_rows)
         group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 
 __all__ = ["Split", "SplitError"]
 
@@ -19,7 +20,8 @@ class SplitError(ValueError):
 class Split:
     """SMs (CTAs: one per SM) per role; ``None`` leaves the number to the tuned or modelled choice.
 
-    A communication CTA joins compute when its work is done, so ``compute`` counts those that compute from the start.
+    A communication CTA joins compute when its work is done, so ``compute`` counts those that compute from the start. ``intra_comm=0`` in
+    ``allgather_gemm`` on one node: a warp of each computing CTA moves the data.
     """
 
     compute: int | None = None
@@ -27,8 +29,10 @@ class Split:
     inter_send: int | None = None
     inter_reduce: int | None = None
 
-    def complete(self, default: Split, sm_count: int) -> Split:
+    def complete(self, default: Split, sm_count: int, spared: Container[str] = ()) -> Split:
         """The split with every ``None`` filled in: communication roles from ``default``, then compute gets the SMs that are left.
+
+        ``spared``: roles that need no SM of their own.
 
         Raises
         ------
@@ -41,7 +45,7 @@ class Split:
             chosen[role] = usual if wanted is None else wanted
             if not isinstance(chosen[role], int) or chosen[role] < 0:
                 raise SplitError(self, f"{role} must be a number of SMs >= 0", "None lets mkernel choose")
-            if usual and not chosen[role]:
+            if usual and not chosen[role] and role not in spared:
                 raise SplitError(self, f"{role} is needed here and gets no SM", f"give it at least 1, such as {usual}")
             if not usual and chosen[role]:
                 raise SplitError(self, f"{role} has nothing to do in this op and world", "leave it at None or 0")

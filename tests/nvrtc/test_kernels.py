@@ -18,6 +18,7 @@ from mkernel.jit import cuda
 from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.plan.gemm import GemmTile
+from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
@@ -35,11 +36,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch.undo()
 
 
-def plan_of(world: str, block_n: int, dtype: str, row_major: bool, cut: str, k: int = 8192) -> AllGatherGemmPlan:
+def plan_of(
+    world: str, block_n: int, dtype: str, row_major: bool, cut: str, k: int = 8192, split: Split | None = None
+) -> AllGatherGemmPlan:
     """``cut``: nothing, the last tiles, or K as well (in the same proportions as the planner would)."""
     nodes, per_node = map(int, world.split("x"))
     problem = AllGatherGemmProblem(Topology(nodes * per_node, per_node), 1024, 4 * block_n + 64, k, dtype, row_major)
-    plan = make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+    plan = make_plan(problem, _SMS, split, GemmTile.deepest(block_n))
     parts = 1 if nodes > 1 else 4
     return dataclasses.replace(plan, slices=1 if cut == "nothing" else 2, parts=parts if cut == "K" else 1)
 
@@ -85,6 +88,18 @@ def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: i
     assert ("UBLKCP" in operations) == (world != "1x1"), "bulk copies"
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
     assert not {name for name in instructions if "MULTIMEM" in name or name.startswith(("LDGMC", "MULTIMEM"))}, "NVLink multicast"
+
+
+@pytest.mark.cases(
+    block_n=(64, 128, 192, 256), row_major=(True, False), cut=("nothing", "tiles", "K"), valid=lambda **p: possible("1x4", **p)
+)
+def test_allgather_gemm_without_communication_ctas(caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, cut: str) -> None:
+    plan = plan_of("1x4", block_n, "bfloat16", row_major, cut, split=Split(intra_comm=0))
+    instructions = compiled(caplog, plan.spec)
+    operations = {name.split(".")[0] for name in instructions}
+    assert "UBLKCP" not in operations, "nothing is copied in bulk"
+    assert "STG.E.128" in instructions
+    assert not operations & {"STL", "LDL", "STACK"}, "local memory"
 
 
 @pytest.mark.parametrize("world", ["1x4", "2x2"])

@@ -19,7 +19,7 @@ from tests.nvrtc.test_kernels import (
     compiled,
 )
 
-_SECONDS_TWO_SHOT = 2.5  # 1.8 measured where allgather_gemm took 1.1: pulling tiles costs as much as the GEMM
+_SECONDS_TWO_SHOT = 2.0  # 1.35 to 1.55 measured where allgather_gemm took 0.85: pulling tiles costs half as much as the GEMM
 HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")
 
 

@@ -40,6 +40,8 @@ def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str
         return mk.Split(compute=1, **dict.fromkeys(used, 1))
     if name == "pulls":  # the default of a large all-reduce, whose small ones go in packets
         return mk.Split(intra_comm=1) if "intra_comm" in used else None
+    if name == "warps":  # allgather_gemm on one node without communication CTAs
+        return mk.Split(intra_comm=0) if op == "allgather_gemm" and shape.num_nodes == 1 < shape.size else None
     if name == "wide":
         others = env.CPU_SMS.get() - 1
         return mk.Split(**{role: len(range(i, others, len(used))) for i, role in enumerate(used)})

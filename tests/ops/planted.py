@@ -27,6 +27,8 @@ WORKLOADS = {
     "chunks": (Case("bfloat16", 64, 8), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
     "short": (Case("bfloat16", 64, 8), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
     "slow": (Case("bfloat16", 64, 8), 12, (7, 130), _SLOW_US),
+    "warps": (Case("bfloat16", 256, 264, split="warps"), 3, (300, 129), 20.0),  # no communication CTAs
+    "warps short": (Case("bfloat16", 64, 8, split="warps"), 12, (7, 130), 20.0),
     # The same for the reductions.
     "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),
     "reduce exactly": (Case("bfloat16", 64, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,6 @@ from covering import pairwise
 import mkernel as mk
 from mkernel import env
 from mkernel.cli.check import worst_over_bound
-from mkernel.jit import cpu as compiler
-from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.transport import emulated
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
@@ -37,41 +33,16 @@ def seeds(request: pytest.FixtureRequest) -> range:
 _AXES: dict[str, Any] = {"world": WORLDS, "shape": SHAPES, "split": SPLITS, "dtype": _DTYPES, "row_major": (True, False)}
 
 
-def plans(case: Case, world: str) -> list[AllGatherGemmPlan]:
-    shape = topology(world)
+def plans_of(p: dict[str, Any]) -> list[AllGatherGemmPlan]:
+    """Of one combination of the axes."""
+    case, shape = Case(p["dtype"], *p["shape"], p["row_major"], p["split"]), topology(p["world"])
     problems = (AllGatherGemmProblem(shape, rows, case.n, case.k, case.dtype, case.row_major) for rows in rows_of(case.k))
     return [make_plan(problem, env.CPU_SMS.get(), split_of(case.split, shape)) for problem in problems]
 
 
-@pytest.fixture(scope="module")
-def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile what the tests of this module will need, beside them: a test that comes too early waits for its own kernel only."""
-    name, module = "test_every_element", request.module
-    wanted = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == name and item.module is module]
-    specs: dict[KernelSpec, None] = {}
-    for p in wanted:
-        specs |= dict.fromkeys(plan.spec for plan in plans(Case(p["dtype"], *p["shape"], p["row_major"], p["split"]), p["world"]))
-    stop = threading.Event()
-
-    def work() -> None:
-        for spec in specs:
-            if not stop.is_set():
-                compiler.compile(spec)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
 def test_the_cases_reach_all_of_the_kernel() -> None:
     """What the planner decides for the cases below; not every choice is made in every case."""
-    covered = [
-        plan
-        for case in pairwise(_AXES)
-        for plan in plans(Case(case["dtype"], *case["shape"], case["row_major"], case["split"]), case["world"])
-    ]
+    covered = [plan for p in pairwise(_AXES) for plan in plans_of(p)]
     assert {plan.tile.block_n for plan in covered} == {64, 128, 192, 256}
     assert {plan.parts > 1 for plan in covered} == {True, False}
     assert {(plan.whole_tiles < plan.num_tiles, plan.problem.b_row_major) for plan in covered} == set(
@@ -82,12 +53,19 @@ def test_the_cases_reach_all_of_the_kernel() -> None:
 
 
 @pytest.mark.cases(**_AXES)
-@pytest.mark.usefixtures("_compiling")
+@pytest.mark.usefixtures("compiled_ahead")
 def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):
         for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
             assert problems(results) == [], f"rank {rank}"
+
+
+@pytest.mark.cases(world=("1x2", "1x4"), shape=SHAPES, dtype=_DTYPES, row_major=(True, False))
+def test_every_element_without_communication_ctas(
+    request: pytest.FixtureRequest, world: str, shape: tuple[int, int], dtype: str, row_major: bool
+) -> None:
+    test_every_element(request, world, shape, "warps", dtype, row_major)
 
 
 # ---- one seed, one run

@@ -157,8 +157,8 @@ def _bad_splits(g: Good) -> Bad:
     def with_role(role: str, number: int) -> Callable[[Good], object]:
         return lambda g: g.fused(g.a, g.b, split=mk.Split(**{role: number}))
 
-    # Inside a node an all-reduce of few values does without intra_comm.
-    needed = [role for role in used if role != "intra_comm" or g.how != "two_shot" or g.world.num_nodes > 1]
+    # Inside a node an all-reduce of few values does without intra_comm, and allgather_gemm leaves it to computing CTAs.
+    needed = [role for role in used if role != "intra_comm" or g.how not in ("two_shot", "allgather_gemm") or g.world.num_nodes > 1]
     starved: Bad = {f"{role} starved": (with_role(role, 0), "split", f"{role} is needed.*at least 1") for role in needed}
     idle: Bad = {f"{role} idle": (with_role(role, 1), "split", f"{role} has nothing to do") for role in ROLES if role not in used}
     return starved | idle

@@ -22,6 +22,7 @@ from _pytest.mark import ParameterSet
 from mkernel import env
 from mkernel.jit.headers import kernels_src
 from tests.ops import planted
+from tests.ops.body import topology
 from tests.sanitizer import libtsan
 
 _ROOT = Path(__file__).parents[2]
@@ -77,22 +78,31 @@ BUGS = [
     Bug(
         "no entry before a push",
         "allgather_gemm.cuh",
-        "    if (!wait_entered(call, world.node * Config::kRanksPerNode + (world.local_rank + i) % Config::kRanksPerNode)) return;\n",
+        "    if (!wait_entered(call, call.world.node * kR + local_peer(call.world, i))) return false;\n",
         workload="short",
+        seeds=40,
+    ),
+    Bug("a warp's flag before all lanes have stored", "copy.cuh", "  ptx::sync_warp();  // all lanes have stored\n", workload="warps"),
+    Bug(
+        "no entry before a warp's push",
+        "allgather_gemm.cuh",
+        "  if (ptx::cta_index() >= p.pushers || !wait_all_entered(call)) return;\n",
+        "  if (ptx::cta_index() >= p.pushers) return;\n",
+        workload="warps short",
         seeds=40,
     ),
     Bug(
         "no entry before a put",
-        "allgather_gemm.cuh",
-        "        if (!wait_entered(call, peer)) return;\n",
+        "ring.cuh",
+        "      if (!wait_entered(call, put.dst_rank)) return;\n",
         world="4x1",
         workload="short",
         seeds=40,
     ),
     Bug(
         "the call ends before its puts",
-        "allgather_gemm.cuh",
-        "    if (last_put != 0) wait_put(call, last_put, last_peer);",
+        "ring.cuh",
+        "  if (last_put != 0) wait_put(call, last_put, last_peer);",
         world="4x1",
         workload="slow",
     ),
@@ -147,9 +157,9 @@ BUGS = [
     Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();", seeds=40),
     Bug(
         "a CTA begins before its barriers are ready",
-        "allgather_gemm.cuh",
-        "  ptx::sync_cta();\n  compute_role",
-        "  compute_role",
+        "gemm.cuh",
+        "gemm_init(storage);\n  ptx::sync_cta();\n",
+        "gemm_init(storage);\n",
         found_as="not been initialized",
     ),
     # Proxies.
@@ -169,8 +179,9 @@ BUGS = [
     ),
     Bug(
         "no proxy fence when a communication CTA joins compute",
-        "allgather_gemm.cuh",
-        "    ptx::fence_proxy_async_shared();  // shared memory changes hands from bulk copies to barriers and tiles\n",
+        "copy.cuh",
+        "ptx::fence_proxy_async_shared(); }  // shared memory changes hands",
+        "}  // shared memory changes hands",
         missed="nothing goes wrong: a bulk copy that has completed has executed this fence itself (PTX ISA, async proxy)",
     ),
     # Partial tiles, sums and finished tiles.
@@ -191,7 +202,7 @@ BUGS = [
     Bug(
         "nobody waits for partial tiles",
         "reduce.cuh",
-        "    return wait_all(call, AddendFlags{*this, c, call.epoch}, addends(c, part));",
+        "    return wait_all(call, AddendFlags{*this, c}, addends(c, part));",
         "    return true;",
         workload="reduce",
     ),
@@ -206,8 +217,8 @@ BUGS = [
     Bug(
         "the last partial tile is not waited for",
         "reduce.cuh",
-        "AddendFlags{*this, c, call.epoch}, addends(c, part));",
-        "AddendFlags{*this, c, call.epoch}, addends(c, part) - 1);",
+        "AddendFlags{*this, c}, addends(c, part));",
+        "AddendFlags{*this, c}, addends(c, part) - 1);",
         world="1x4",
         workload="reduce",
     ),
@@ -265,9 +276,8 @@ BUGS = [
     ),
     Bug(
         "the call ends before its puts of sums",
-        "reduce.cuh",
-        "  return last_put == 0 || wait_put(call, last_put, last_peer);",
-        "  return true;",
+        "ring.cuh",
+        "  if (last_put != 0) wait_put(call, last_put, last_peer);",
         world="4x1",
         workload="reduce slow",
         found_as="its source has changed",
@@ -330,7 +340,7 @@ BUGS = [
     Bug(
         "nobody is told of a forwarded tile",
         "gemm_allreduce.cuh",
-        " forward.push(forwarding, pulled.flag(u));",
+        " storage.announce.push(forwarding, pulled.flag(u));",
         " {}",
         found_as="deadlock",
         world="2x2",
@@ -339,21 +349,21 @@ BUGS = [
     Bug(
         "one shot does not wait",
         "gemm_allreduce_one_shot.cuh",
-        "    return wait_all(call, SlotFlags{p, call.epoch, c.index}, kWorldSize);",
+        "    return wait_all(call, SlotFlags{p, c.index}, kWorldSize);",
         "    return true;",
         workload="one shot",
     ),
     Bug(
         "one shot puts what is not there yet",
         "gemm_allreduce_one_shot.cuh",
-        "        if (!wait_flag(call, p, first + i, p.world.rank)) return;\n",
+        "      if (!wait_flag(call, p, first + i, p.world.rank)) return false;\n",
         world="2x2",
         workload="one shot",
     ),
     Bug(
         "one shot ends before its puts",
-        "gemm_allreduce_one_shot.cuh",
-        "    if (last_put != 0) wait_put(call, last_put, last_peer);",
+        "ring.cuh",
+        "  if (last_put != 0) wait_put(call, last_put, last_peer);",
         world="4x1",
         workload="one shot slow",
         found_as="its source has changed",
@@ -454,6 +464,14 @@ BUGS = [
         tsan=True,
         slow=True,
     ),
+    Bug(
+        "a lane goes ahead of another lane's acquire",
+        "sync.cuh",
+        "  ptx::sync_warp();  // a vote orders no memory\n",
+        found_as="data race",
+        workload="warps short",
+        tsan=True,
+    ),
     Bug("a flag's slot is given back too early", "handover.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
 ]
 
@@ -506,7 +524,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None,
         "LD_PRELOAD": preload,
         "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
         "MKERNEL_KERNELS_SRC": str(copy),
-        "MKERNEL_CPU_SMS": "3",  # starting threads is slow under ThreadSanitizer
+        "MKERNEL_CPU_SMS": "3" if topology(world).num_nodes == 1 else "4",  # few: starting threads is slow under ThreadSanitizer
         "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
     }
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
@@ -526,6 +544,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None,
         ("1x2", "two shot short"),
         ("1x2", "packets"),
         *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
+        pytest.param("1x2", "warps short", marks=pytest.mark.slow),
         *(
             pytest.param(world, workload, marks=pytest.mark.slow)
             for world in ("1x2", "2x2", "4x1")

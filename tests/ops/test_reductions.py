@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,6 @@ from covering import pairwise
 
 import mkernel as mk
 from mkernel import env
-from mkernel.jit import cpu as compiler
-from mkernel.jit.spec import KernelSpec
 from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, choose_algorithm, make_plan
 from mkernel.plan.topology import Topology
 from mkernel.transport import emulated
@@ -103,27 +100,6 @@ def plans_of(p: dict[str, Any]) -> list[ReducePlan]:
         return plans(case_of(p["how"], p["dtype"], *p["shape"], p["row_major"], p["split"], p["partials"]), p["world"])
 
 
-@pytest.fixture(scope="module")
-def _compiling(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile what the tests of this module will need, beside them: a test that comes too early waits for its own kernel only."""
-    specs: dict[KernelSpec, None] = {}
-    for item in request.session.items:
-        if getattr(item, "originalname", "") == "test_every_element" and item.module is request.module:
-            specs |= dict.fromkeys(plan.spec for plan in plans_of(item.callspec.params))
-    stop = threading.Event()
-
-    def work() -> None:
-        for spec in specs:
-            if not stop.is_set():
-                compiler.compile(spec)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join()
-
-
 def check(by_rank: list[list[Result]]) -> None:
     for rank, results in enumerate(by_rank):
         assert problems(results) == [], f"rank {rank}"
@@ -152,7 +128,7 @@ def test_the_cases_reach_all_of_the_kernels() -> None:
 
 
 @pytest.mark.cases(**_AXES)
-@pytest.mark.usefixtures("_compiling")
+@pytest.mark.usefixtures("compiled_ahead")
 def test_every_element(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,

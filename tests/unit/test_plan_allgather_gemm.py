@@ -120,9 +120,10 @@ def test_chunk_writers(topology: Topology) -> None:
 
 
 def splits(topology: Topology) -> list[Split]:
-    """One CTA per role; uneven numbers; more communication CTAs than chunks."""
+    """One CTA per role; uneven numbers; more communication CTAs than chunks; none, where that is possible."""
     local, remote = int(topology.ranks_per_node > 1), int(topology.num_nodes > 1)
-    return [Split(compute, intra * local, send * remote, 0) for compute, intra, send in ((1, 1, 1), (2, 3, 2), (5, 9, 7))]
+    chosen = [Split(compute, intra * local, send * remote, 0) for compute, intra, send in ((1, 1, 1), (2, 3, 2), (5, 9, 7))]
+    return chosen if remote or not local else [*chosen, Split(1, 0, 0, 0), Split(5, 0, 0, 0)]
 
 
 @each_world
@@ -207,6 +208,18 @@ def test_tiles_in_another_order_still_end(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ---- splits
+
+
+def test_without_intra_comm_warps_push() -> None:
+    plan = make_plan(AllGatherGemmProblem(Topology(4, 4), 2048, 2048, 8192, "bfloat16", False), 132, Split(intra_comm=0))
+    assert plan.split == Split(132, 0, 0, 0)
+    assert plan.pushers == 132
+    assert plan.chunk_rows * 8192 * 2 // plan.parts == 16 * 1024
+    assert "pushed by a warp of 132 of them" in plan.describe()
+    assert make_plan(plan.problem, 132).pushers == 0
+    assert make_plan(dataclasses.replace(plan.problem, topology=Topology(1, 1)), 132, Split(intra_comm=0)).pushers == 0
+    with pytest.raises(SplitError, match="intra_comm is needed here"):
+        make_plan(dataclasses.replace(plan.problem, topology=Topology(4, 2)), 132, Split(intra_comm=0))
 
 
 def test_a_split_is_completed() -> None:

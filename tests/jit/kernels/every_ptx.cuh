@@ -35,6 +35,7 @@ MK_DEVICE void words(char* smem, ptx::Words* packets) {
   ptx::unpack<ptx::Element::kFloat16>(v.word[1], low, high);
   v.word[2] = ptx::bits(sum + low + high + ptx::from_bits(v.word[3]));
   ptx::store_packet(packets + 1, v);
+  ptx::store_global(packets + 2, ptx::load_input(packets + 3));
 }
 
 MK_DEVICE void collective(char* smem) {
@@ -43,9 +44,8 @@ MK_DEVICE void collective(char* smem) {
   ptx::barrier_arrive(1, Config::kThreads);
   ptx::barrier_sync(2, Config::kThreads);
   uint32_t votes = ptx::all_of_warp(ptx::lane_index() < Config::kLanes) + ptx::any_of_warp(ptx::thread_index() < Config::kLanes);
-  votes += ptx::ballot(votes == 2) + ptx::broadcast(votes, 3);
-  ptx::stmatrix_x4(smem, votes, ptx::pack<ptx::Element::kBFloat16>(1.0f, 2.0f), ptx::pack<ptx::Element::kFloat16>(1.0f, 2.0f),
-                   ptx::highest_bit(votes + 1));
+  votes += ptx::broadcast(votes, 3);
+  ptx::stmatrix_x4(smem, votes, ptx::pack<ptx::Element::kBFloat16>(1.0f, 2.0f), ptx::pack<ptx::Element::kFloat16>(1.0f, 2.0f), 0);
   if (ptx::warp_index() < 4) {
     ptx::registers_decrease<40>();
   } else {

@@ -1,6 +1,7 @@
 // allgather_gemm's schedule for the host, to be compared with mkernel/plan/allgather_gemm.py.
 #pragma once
 #include "allgather_gemm.cuh"
+#include "mirror_world.cuh"
 
 namespace mirror {
 struct Shape {  // what a plan decides at run time
@@ -8,12 +9,7 @@ struct Shape {  // what a plan decides at run time
 };
 inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
   mkernel::Parameters p{};
-  p.world.rank = rank;
-  p.world.size = mkernel::kWorldSize;
-  p.world.num_nodes = Config::kNumNodes;
-  p.world.ranks_per_node = Config::kRanksPerNode;
-  p.world.node = rank / Config::kRanksPerNode;
-  p.world.local_rank = rank % Config::kRanksPerNode;
+  p.world = world_of(rank);
   p.rows = shape.rows;
   p.whole_tiles = shape.whole_tiles;
   p.group_m = shape.group_m;
@@ -24,13 +20,13 @@ inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
 
 MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles{p}.num_tiles();
+  return mkernel::Tiles(p).num_tiles();
 }
 
 // Four words per tile: source rank, row of tiles in its shard, column of tiles, slice.
 MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles{p};
+  const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
     const mkernel::TileCoordinate c = tiles.coordinate(tile);
     *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice;
@@ -55,4 +51,3 @@ MKC_API uint32_t mirror_chunk_index(const mirror::Shape* shape, uint32_t block, 
   const mkernel::Chunk back = mkernel::chunk_at(p, index);
   return back.block == block && back.part == part ? index : 0xffffffffu;
 }
-MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta); }

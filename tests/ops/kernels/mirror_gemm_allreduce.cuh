@@ -10,6 +10,6 @@ MKC_API void mirror_finished(uint32_t rank, const mirror::Shape* shape, uint32_t
 }
 MKC_API uint32_t mirror_put_results(uint32_t rank, const mirror::Shape* shape, uint32_t distance, uint32_t first, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p, 0, 0);
+  const mkernel::Tiles tiles(p);
   return put(mkernel::ResultsToSend{tiles}, rank, distance, first, out);
 }

@@ -2,22 +2,12 @@
 #include "gemm_allreduce_one_shot.cuh"
 #include "mirror_reduce.cuh"
 
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles(p).num_tiles();
-}
-MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p);
-  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
-}
-
 // What a sum adds, in order; the rank is whose tile it is. Returns how many.
 MKC_API uint32_t mirror_addends(uint32_t rank, const mirror::Shape* shape, uint32_t tile, uint32_t part, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
   const mkernel::Tiles tiles(p);
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
-  const mkernel::Tiles::SlotFlags flags{p, 1, c.index};
+  const mkernel::Tiles::SlotFlags flags{p, c.index};
   const uint32_t count = tiles.addends(c, part);
   for (uint32_t i = 0; i < count; ++i) *out++ = mirror::Place{mirror::in_heap(tiles.addend(c, i)), i, flags.flag(i)};
   return count;

@@ -3,16 +3,6 @@
 #include "gemm_allreduce_packets.cuh"
 #include "mirror_reduce.cuh"
 
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles(p).num_tiles();
-}
-MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p);
-  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
-}
-
 // The end of the last block of packets that the exchange reaches, in bytes from the start of their range.
 MKC_API uint64_t mirror_packet_bytes(const mirror::Shape* shape) {
   const mkernel::Parameters p = mirror::parameters(0, *shape);

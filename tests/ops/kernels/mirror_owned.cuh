@@ -2,16 +2,6 @@
 #pragma once
 #include "mirror_reduce.cuh"
 
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles(p, 0, 0).num_tiles();
-}
-MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p, 0, 0);
-  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
-}
-
 // The number of the i-th sum of an inter_reduce CTA; all ones: there are no more.
 MKC_API uint32_t mirror_assigned(uint32_t rank, const mirror::Shape* shape, uint32_t cta, uint32_t i) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
@@ -19,13 +9,13 @@ MKC_API uint32_t mirror_assigned(uint32_t rank, const mirror::Shape* shape, uint
 }
 MKC_API void mirror_tile(uint32_t rank, const mirror::Shape* shape, uint32_t tile, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  mirror::write_tile(mkernel::Tiles(p, 0, 0), tile, out);
+  mirror::write_tile(mkernel::Tiles(p), tile, out);
 }
 
 // Where a partial tile or sum goes.
 MKC_API void mirror_sent(uint32_t rank, const mirror::Shape* shape, uint32_t tile, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p, 0, 0);
+  const mkernel::Tiles tiles(p);
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
   const uint32_t distance = mkernel::node_distance(p.world, c.plane);
   if (c.is_sum) {
@@ -38,9 +28,9 @@ MKC_API void mirror_sent(uint32_t rank, const mirror::Shape* shape, uint32_t til
 // What a part of a tile adds, in order; the rank is who raises the flag. Returns how many.
 MKC_API uint32_t mirror_addends(uint32_t rank, const mirror::Shape* shape, uint32_t tile, uint32_t part, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p, 0, 0);
+  const mkernel::Tiles tiles(p);
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
-  const mkernel::Tiles::AddendFlags flags{tiles, c, 1};
+  const mkernel::Tiles::AddendFlags flags{tiles, c};
   const uint32_t count = tiles.addends(c, part);
   for (uint32_t i = 0; i < count; ++i) *out++ = mirror::Place{mirror::in_heap(tiles.addend(c, i)), flags.writer(i), flags.flag(i)};
   return count;
@@ -55,6 +45,6 @@ uint32_t put(const Sent& sent, uint32_t rank, uint32_t distance, uint32_t first,
 }
 MKC_API uint32_t mirror_put_sums(uint32_t rank, const mirror::Shape* shape, uint32_t distance, uint32_t first, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  const mkernel::Tiles tiles(p, 0, 0);
+  const mkernel::Tiles tiles(p);
   return put(mkernel::SumsToSend<mkernel::Tiles>{tiles}, rank, distance, first, out);
 }

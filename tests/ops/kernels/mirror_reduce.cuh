@@ -1,6 +1,7 @@
 // The schedule of the reductions for the host, to be compared with mkernel/plan/reduce.py; and where their tiles and flags are. Included after
 // the kernel.
 #pragma once
+#include "mirror_world.cuh"
 #include "reduce.cuh"
 
 namespace mirror {
@@ -15,12 +16,7 @@ struct Place {  // of a tile on its way: on which rank of the node, which flag t
 };
 inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
   mkernel::Parameters p{};
-  p.world.rank = rank;
-  p.world.size = mkernel::kWorldSize;
-  p.world.num_nodes = Config::kNumNodes;
-  p.world.ranks_per_node = Config::kRanksPerNode;
-  p.world.node = rank / Config::kRanksPerNode;
-  p.world.local_rank = rank % Config::kRanksPerNode;
+  p.world = world_of(rank);
   p.world.heap_base = kHeap;
   p.partial_offset = shape.offsets[0];
   p.sum_offset = shape.offsets[1];
@@ -42,4 +38,12 @@ void write_tile(const Tiles& tiles, uint32_t tile, uint32_t* out) {
 }
 }  // namespace mirror
 
-MKC_API uint32_t mirror_role(uint32_t cta) { return mkernel::role_of(cta).role; }
+MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
+  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+  return mkernel::Tiles(p).num_tiles();
+}
+MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+  const mkernel::Tiles tiles(p);
+  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
+}
