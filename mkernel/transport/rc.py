@@ -30,6 +30,7 @@ __all__ = ["RcTransport", "create", "loopback"]
 
 SEND_DEPTH = 256  # work requests of a queue pair
 RECEIVE_DEPTH = 512  # mode imm: receives of a queue pair
+_NUDGE_NS = 10_000_000  # without a completion, until doorbells are rung again
 _NUMBERS = (1 << 38) - 1  # of puts, in the number of a work request
 _WORD = 8
 _SCRATCH = 2  # words: the peers' atomics, answers of this rank's
@@ -135,6 +136,7 @@ class RcTransport(rdma.RdmaTransport):
             self._sends = self._queue(total * self._depth)
             self._arrivals = self._queue(total * self._receives) if self._receives else self._sends
             self._completions_left = self._sends.capacity
+            self._moved_ns = 0  # when something was posted, completed or nudged last
             places = itertools.product(peers, range(queue_pairs))
             self._connections = [self._open(peer, index, place) for place, (peer, index) in enumerate(places)]
         self._by_peer = {peer: self._connections[i * queue_pairs : (i + 1) * queue_pairs] for i, peer in enumerate(peers)}
@@ -208,6 +210,7 @@ class RcTransport(rdma.RdmaTransport):
 
     def flush(self) -> None:
         """Build the work requests of everything accepted: only now is it known which is the last, and asks for a completion."""
+        self._moved_ns = time.monotonic_ns()
         for connection in self._dirty:
             waiting, connection.waiting = connection.waiting, []
             self._build(connection, waiting)
@@ -265,14 +268,34 @@ class RcTransport(rdma.RdmaTransport):
         connection.pair.send(name, scratch.address + _WORD * slot, _WORD, scratch.lkey, signaled=signaled, imm=flag)
 
     def poll(self) -> list[int]:
-        self._polled()
+        if self._polled() and self._outstanding and self.signal == "atomic":
+            self._nudge()
         tickets: list[int] = []
         for completion in self._completions(self._sends):
             self._retire(completion.wr_id, tickets)
         if self._receives:
             for completion in self._completions(self._arrivals):
                 self._raise_flag(completion)
+        if tickets:
+            self._moved_ns = time.monotonic_ns()
         return tickets
+
+    def _nudge(self) -> None:
+        """Rings doorbells again where nothing completes: rxe needs it, cards do nothing then.
+
+        rxe decides that a fenced request must wait, and only then notes that it does. If what is before it completes in between,
+        nobody tells the request, which waits until the next doorbell (Linux 6.1, drivers/infiniband/sw/rxe: rxe_req.c, rxe_comp.c).
+        """
+        now = time.monotonic_ns()
+        if now - self._moved_ns < _NUDGE_NS:
+            return
+        self._moved_ns = now
+        for connection in self._connections:
+            if connection.posted:
+                try:
+                    connection.pair.nudge()
+                except verbs.VerbsError as error:
+                    raise self._refused("post", error, connection.pair) from error
 
     def _retire(self, wr_id: int, tickets: list[int]) -> None:
         """A completion of a queue pair is one of everything posted to it before."""

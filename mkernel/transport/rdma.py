@@ -139,11 +139,13 @@ class RdmaTransport(Transport):
         except verbs.VerbsError as error:
             raise self._refused("post", error, pair) from error
 
-    def _polled(self) -> None:
-        """Called at every poll: looks for asynchronous events now and then."""
+    def _polled(self) -> bool:
+        """Called at every poll. True now and then: it has looked for asynchronous events."""
         self._polls += 1
-        if self._polls % EVENT_POLLS == 0:
-            self._look_at_events()
+        if self._polls % EVENT_POLLS:
+            return False
+        self._look_at_events()
+        return True
 
     def _completions(self, queue: verbs.CompletionQueue) -> Sequence[verbs.Completion]:
         """At most ``_POLL``, all of them good."""

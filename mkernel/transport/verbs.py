@@ -288,6 +288,10 @@ class QueuePair(abc.ABC):
         """Ring the doorbell. Raises VerbsError (ENOMEM: the queue was full); then nothing of the batch was posted."""
 
     @abc.abstractmethod
+    def nudge(self) -> None:
+        """Ring the doorbell although nothing is posted: the card looks again at what it has."""
+
+    @abc.abstractmethod
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
         """Post a receive (at once). Writes with an immediate consume one and leave its memory alone (size 0 is fine then)."""
 
@@ -706,6 +710,11 @@ class _PyverbsQueuePair(QueuePair):
             self._open = False
             with _verb("posting to a queue pair"):
                 self._pair.wr_complete()
+
+    def nudge(self) -> None:
+        with _verb("ringing a doorbell"):
+            self._pair.wr_start()
+            self._pair.wr_complete()
 
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
         from pyverbs.wr import SGE, RecvWR

@@ -44,6 +44,8 @@ class Mood:
         Limits of the cards.
     atomics
         Whether the cards have them.
+    forgetful
+        What has to wait for an atomic goes on only at the next doorbell, as rxe may have it.
     """
 
     pieces: int = 3
@@ -55,6 +57,7 @@ class Mood:
     max_receive: int = 1 << 12
     max_completions: int = 1 << 16
     atomics: bool = True
+    forgetful: bool = False
 
 
 MOODS = {
@@ -172,6 +175,7 @@ class _Pair(verbs.QueuePair):
         self.batch: list[_Work] = []
         self.work: deque[_Work] = deque()  # posted, oldest first
         self.occupied = 0  # entries of the send queue: given back when a completion (RC: of this or a later request) is polled
+        self.asleep = False  # until the next doorbell
         self.unsignaled = 0  # ended since the last that has a completion
         self.waiting: deque[tuple[int, int, int, int]] = deque()  # receives
         nic.pairs[self.number] = self
@@ -225,7 +229,12 @@ class _Pair(verbs.QueuePair):
         assert to is None or isinstance(to, _Destination)
         self._post(_Work("send", wr_id, local, size, lkey, 0, 0, signaled, imm, to=to))
 
+    def nudge(self) -> None:
+        assert not self.batch
+        self.asleep = False
+
     def commit(self) -> None:
+        self.asleep = False
         batch, self.batch = self.batch, []
         if self.occupied + len(batch) > self.max_send:
             raise VerbsError("posting to a queue pair", errno.ENOMEM)
@@ -420,6 +429,8 @@ class Fabric:
         """Any operation that may move now."""
         if pair.kind == "SRD":
             return self.random.choice(list(itertools.islice(pair.work, 16)))
+        if pair.asleep:
+            return None
         free: list[_Work] = []
         before = atomics = 0
         for work in itertools.islice(pair.work, 8):
@@ -428,6 +439,7 @@ class Fabric:
             plain = (work.kind == "write" and work.imm is None) or work.kind == "inline"
             if (not before) or (self.mood.adaptive and plain and not (work.fenced and atomics)):
                 free.append(work)
+            pair.asleep = pair.asleep or (self.mood.forgetful and work.fenced and atomics > 0)
             before += 1
             atomics += work.kind == "add"
         return self.random.choice(free) if free else None

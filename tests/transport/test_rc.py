@@ -14,7 +14,7 @@ from mkernel.abi import RING_SLOTS
 from mkernel.errors import ArgumentError, TransportError
 from mkernel.proxy.engine import Engine
 from mkernel.proxy.ring import RingReader
-from mkernel.transport import Card, Wiring, verbs
+from mkernel.transport import Card, Wiring, rc, verbs
 from mkernel.transport.base import Put
 from mkernel.transport.rc import RcTransport, _Connection, _Pending, loopback, open_transport, retry_policy
 from tests.transport.contract import CHECKS, check_signal_never_before_data
@@ -243,6 +243,18 @@ def test_a_queue_pair_in_error_is_named() -> None:
         network.transports[0]._by_peer[1][1].pair.fail()
         error = run_until_error(network)
         assert (error.peer, error.status) == (1, "IBV_WC_WR_FLUSH_ERR")
+
+
+@pytest.mark.parametrize("nudges", [True, False])
+def test_a_card_that_forgets_what_waits_is_nudged(monkeypatch: pytest.MonkeyPatch, nudges: bool) -> None:
+    if not nudges:
+        monkeypatch.setattr(rc, "_NUDGE_NS", 1 << 62)
+    with StandinNetwork(opener(), mood=Mood(forgetful=True)) as network:
+        issue(network, 5)
+        end = time.monotonic() + (30.0 if nudges else 0.5)
+        while network.turn() and time.monotonic() < end:
+            pass
+        assert (network.flag(1, 0) == 5) == nudges
 
 
 @pytest.mark.parametrize("kind", verbs.EVENTS)
@@ -544,6 +556,8 @@ class IdlePair(verbs.QueuePair):
     def send(self, wr_id: int, *args: Any, signaled: bool, **more: Any) -> None: ...
 
     def commit(self) -> None: ...
+
+    def nudge(self) -> None: ...
 
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None: ...
 
