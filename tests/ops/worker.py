@@ -56,7 +56,7 @@ def calls() -> None:
 
 # ---- faults: rank 1 is the one that fails
 
-_SMALL, _LARGE = 40, 4000 if HOW == "packets" else 6000  # rows of a; the large call takes seconds
+_SMALL, _LARGE = 40, 8000 if HOW == "packets" else 12000  # rows of a; the large call takes seconds
 _INSIDE = 0.3  # seconds from the beginning of a call to the middle of its kernel
 
 
