@@ -32,7 +32,7 @@ demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
 
 test: $(call stamp,test)
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup --durations 20 -m "not gpu" $(PYTEST)
 
 test-full: $(call stamp,test)
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" --full $(PYTEST)

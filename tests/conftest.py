@@ -12,6 +12,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded: tests, and ranks of a test, run side by side
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,7 @@ def _label(value: Any) -> str:
     return getattr(value, "__name__", None) or str(value).replace(" ", "")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skips = {
         "slow": None if config.getoption("--full") else "slow: runs with --full",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
@@ -13,13 +11,12 @@ from mkernel.plan.gemm import GemmTile
 from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.plan.topology import Topology
 from tests.nvrtc.test_kernels import (
-    _SECONDS,
     _SMS,
     _own_cache,  # noqa: F401 - a fixture for every test here
     compiled,
+    relative_cost,
 )
 
-_SECONDS_TWO_SHOT = 2.0  # 1.35 to 1.55 measured where allgather_gemm took 0.85: pulling tiles costs half as much as the GEMM
 HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")
 
 
@@ -86,26 +83,13 @@ def test_no_multicast_in_ptx(how: str) -> None:
     assert "multicast" not in ptx
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_compiling_is_quick(how: str) -> None:
-    """On one core, NVRTC already loaded. By processor time, so that a loaded machine makes little difference; the best of three."""
-    seconds = []
-    for k in (1024, 1032, 1040):
-        spec = plan_of(how, "2x2", 256, "bfloat16", True, "output", k).spec
-        begin = time.thread_time()
-        cuda.compile(spec)
-        seconds.append(time.thread_time() - begin)
-    print("seconds of processor time to compile:", ", ".join(f"{s:.2f}" for s in seconds))
-    assert min(seconds) <= (_SECONDS if how != "two_shot" else _SECONDS_TWO_SHOT)
+@pytest.mark.parametrize(("how", "most"), [(REDUCE_SCATTER, 1.6), ("one_shot", 1.6), ("two_shot", 2.2)])
+def test_compiling_is_quick(how: str, most: float) -> None:
+    """Pulling tiles costs half as much as the GEMM: 1.8 measured for two_shot, 1.2 for gemm_reduce_scatter."""
+    assert relative_cost(lambda k: plan_of(how, "2x2", 256, "bfloat16", True, "output", k).spec) <= most
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_compiling_packets_is_quick(algorithm: str) -> None:
-    seconds = []
-    for k in (1024, 1032, 1040):
-        spec = packets_of(algorithm, 8, 128, 1000, k=k).spec
-        begin = time.thread_time()
-        cuda.compile(spec)
-        seconds.append(time.thread_time() - begin)
-    print("seconds of processor time to compile:", ", ".join(f"{s:.2f}" for s in seconds))
-    assert min(seconds) <= _SECONDS
+    """1.6 measured for one_shot."""
+    assert relative_cost(lambda k: packets_of(algorithm, 8, 128, 1000, k=k).spec) <= 2.0

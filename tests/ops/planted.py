@@ -1,4 +1,4 @@
-"""Runs a fused GEMM with what may be a faulty copy of the device code: ``python tests/ops/planted.py <world> <workload> <seed>``.
+"""Runs a fused GEMM with what may be a faulty copy of the device code: ``python tests/ops/planted.py <world> <workload> <seed> <calls>``.
 
 Which copy: ``MKERNEL_KERNELS_SRC``. Prints what was found wrong, as one line of JSON.
 """
@@ -45,16 +45,16 @@ WORKLOADS = {
 }
 
 
-def _calls(world: Any, workload: str, seed: int) -> tuple[list[str], list[bytes]]:
+def _calls(world: Any, workload: str, seed: int, most: int) -> tuple[list[str], list[bytes]]:
     """What is wrong, and what must be the same on all ranks."""
     case, count, rows, _ = WORKLOADS[workload]
     rank = Rank(world, case, seed, rows)
-    results = [rank.call(number, rows[number % len(rows)], use_of(7 * number + 2, case)) for number in range(count)]
+    results = [rank.call(number, rows[number % len(rows)], use_of(7 * number + 2, case)) for number in range(min(count, most))]
     return problems(results), bits(results) if case.op == _ALL else []
 
 
-def check(world: str, workload: str, seed: int) -> str | None:
-    """What is wrong: a result, a complaint of the emulator, a deadlock."""
+def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
+    """What is wrong with at most so many calls: a result, a complaint of the emulator, a deadlock."""
     shape, network_us = topology(world), WORKLOADS[workload][-1]
     ack_us = 4 * network_us if network_us == _SLOW_US else 0.0
     # Bytes of a put travel at the latest legal time.
@@ -62,7 +62,7 @@ def check(world: str, workload: str, seed: int) -> str | None:
     try:
         with mock.patch.object(emulated, "Faults", lambda: faults):
             found = mk.launch(
-                _calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed), seed=seed, heap_bytes=16 << 20, timeout=5.0
+                _calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), seed=seed, heap_bytes=16 << 20, timeout=5.0
             )
     except CompileError:
         raise
@@ -73,8 +73,8 @@ def check(world: str, workload: str, seed: int) -> str | None:
     return next((f"wrong: {problem}" for of_rank, _ in found for problem in of_rank), None)
 
 
-def main(world: str, workload: str, seed: str) -> None:
-    sys.stdout.write(json.dumps({"found": check(world, workload, int(seed))}) + "\n")
+def main(world: str, workload: str, seed: str, most: str) -> None:
+    sys.stdout.write(json.dumps({"found": check(world, workload, int(seed), int(most))}) + "\n")
 
 
 if __name__ == "__main__":

@@ -517,7 +517,7 @@ def test_found(copy: Path, bug: Bug) -> None:
     pytest.fail(f"{bug.found_as or 'nothing'} is not reported over {bug.seeds} seeds, but:\n" + "\n".join(reports))
 
 
-def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None, str]:
+def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple[str | None, str]:
     """What is found, and what ThreadSanitizer reports: a process of its own, with its library preloaded."""
     preload = libtsan()
     environment = os.environ | {
@@ -529,7 +529,8 @@ def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None,
     }
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
     setarch = shutil.which("setarch")
-    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, planted.__file__, world, workload, str(seed)]
+    run = [sys.executable, planted.__file__, world, workload, str(seed), str(calls)]
+    command = [*((setarch, platform.machine(), "-R") if setarch else ()), *run]
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)["found"], done.stderr
@@ -554,14 +555,15 @@ def _tsan(copy: Path, world: str, workload: str, seed: int) -> tuple[str | None,
     ],
 )
 def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, workload: str) -> None:
-    found, errors = _tsan(copy, world, workload, request.config.getoption("--seed"))
+    # Few calls: each starts a thread of ThreadSanitizer's for every thread of the kernel.
+    found, errors = _tsan(copy, world, workload, request.config.getoption("--seed"), 4)
     assert found is None
     assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
 
 
 @pytest.mark.tsan
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if bug.tsan])
-def test_found_by_thread_sanitizer(request: pytest.FixtureRequest, copy: Path, bug: Bug) -> None:
+def test_found_by_thread_sanitizer(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
-    found, errors = _tsan(copy, bug.world, "chunks" if bug.workload == "tiles" else bug.workload, request.config.getoption("--seed"))
+    found, errors = _tsan(copy, bug.world, "chunks" if bug.workload == "tiles" else bug.workload, 0, 12)
     assert f"WARNING: ThreadSanitizer: {bug.found_as}" in errors or found is not None
