@@ -32,10 +32,10 @@ demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
 
 test: $(call stamp,test)
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup --durations 20 -m "not gpu" $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 20 -m "not gpu" $(PYTEST)
 
 test-full: $(call stamp,test)
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" --full $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" --full $(PYTEST)
 
 test-gpu: $(call stamp,test)
 	$(PY) -m pytest -m gpu $(PYTEST)

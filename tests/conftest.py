@@ -61,7 +61,6 @@ def _label(value: Any) -> str:
     return getattr(value, "__name__", None) or str(value).replace(" ", "")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skips = {
         "slow": None if config.getoption("--full") else "slow: runs with --full",
@@ -71,8 +70,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, reason in skips.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if item.get_closest_marker("rdma"):
-            item.add_marker(pytest.mark.xdist_group("machines"))  # each boots several: one after the other
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
