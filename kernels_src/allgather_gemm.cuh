@@ -30,8 +30,7 @@ struct alignas(64) Parameters {
   uint32_t whole_tiles;       // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;           // tile rows that share columns of B
   uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
-  uint32_t pushers;           // kWarpsPush: so many CTAs have a warp that pushes chunks
-  uint32_t reserved[6];       // the maps are 64-byte aligned
+  uint32_t reserved[7];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
@@ -104,13 +103,13 @@ struct ChunkFlags {  // one part of one source, from block `first` on
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
 };
 
-// ---- without CTAs for intra_comm: a warp pushes chunks of this rank's shard, beside the tiles of its CTA
+// ---- without CTAs for intra_comm: a warp of every CTA pushes chunks of this rank's shard, beside the tiles of its CTA
 MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
-  if (ptx::cta_index() >= p.pushers || !wait_all_entered(call)) return;
+  if (!wait_all_entered(call)) return;
   const abi::World& world = p.world;
   Trace trace(world, 2);
 #pragma unroll 1
-  for (uint32_t chunk = ptx::cta_index(); chunk < num_chunks(p); chunk += p.pushers) {
+  for (uint32_t chunk = ptx::cta_index(); chunk < num_chunks(p); chunk += ptx::cta_count()) {
     const uint64_t begin = trace.now(), to = plane_offset(p, world.rank) + chunk_offset(p, chunk);
     const char* from = own_chunk(p, chunk);
     copy_by_warp(

@@ -34,8 +34,7 @@ class Parameters(ctypes.Structure):
         ("whole_tiles", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("part_blocks", ctypes.c_uint32),
-        ("pushers", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 6),
+        ("reserved", ctypes.c_uint32 * 7),
         ("a_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
@@ -126,7 +125,6 @@ def _bind(
         whole_tiles=plan.whole_tiles,
         group_m=plan.group_m,
         part_blocks=plan.part_blocks,
-        pushers=plan.pushers,
     )
     set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
     part_k = k // plan.parts

@@ -66,7 +66,6 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
-    pushers: int = 0  # computing CTAs with a warp that pushes chunks, where the split has no intra_comm
 
     op = OP
 
@@ -79,6 +78,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             "kLoadRows": self.load_rows,
         }
         return KernelSpec(OP, tuple(constants.items()), THREADS, self.tile.shared_bytes, PARAMETER_BYTES)
+
+    @property
+    def pushers(self) -> int:
+        """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
+        return self.grid if warps_push(self.problem.topology, self.split) else 0
 
     @property
     def plane_bytes(self) -> int:
@@ -196,7 +200,6 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     topology = problem.topology
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
     chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count, spared)
-    pushers = (chosen.compute or 0) if topology.ranks_per_node > 1 and not chosen.intra_comm else 0
     tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
         tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
@@ -205,18 +208,23 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
-    chunk_bytes = put_bytes if topology.num_nodes > 1 else _WARP_CHUNK_BYTES if pushers else _CHUNK_BYTES
+    chunk_bytes = put_bytes if topology.num_nodes > 1 else _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices, pushers=pushers)
+        return AllGatherGemmPlan(problem, chosen, tile, chunk_rows, slices=slices)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
     group_rows = math.ceil(max(1, tile_rows) / groups)
     return AllGatherGemmPlan(
-        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices, pushers
+        problem, chosen, tile, chunk_rows, group_rows * (topology.size - 1), parts, group_rows * (BLOCK_M // chunk_rows), slices
     )
+
+
+def warps_push(topology: Topology, split: Split) -> bool:
+    """Whether computing CTAs move the data inside a node."""
+    return topology.ranks_per_node > 1 and not split.intra_comm
 
 
 def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
