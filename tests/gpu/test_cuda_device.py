@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,6 @@ def wait_spec(wait: int) -> KernelSpec:
 @pytest.fixture(autouse=True)
 def kernels_of_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[Path(__file__).parent / "kernels"]))
-
-
-@pytest.fixture
-def device() -> Iterator[CudaDevice]:
-    device = CudaDevice(0)
-    yield device
-    device.synchronize()
-    device.close()
 
 
 def need_gpus(count: int) -> None:

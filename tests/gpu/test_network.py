@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ pytestmark = pytest.mark.gpu
 SIZE = 1 << 16
 SECONDS = 5.0
 CHILD_SECONDS = 30.0  # until a child has started and done its work
-
-
-@pytest.fixture
-def device() -> Iterator[CudaDevice]:
-    device = CudaDevice(0)
-    yield device
-    device.synchronize()
-    device.close()
 
 
 def copy(copier: Any, target: int, source: int, size: int) -> None:
