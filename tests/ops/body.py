@@ -34,11 +34,11 @@ def topology(world: str) -> Topology:
 
 
 def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str | None = None) -> mk.Split | None:
-    """The default, one SM per role, as many for communication as leave one for compute, or what keeps an all-reduce from packets."""
+    """The default, one SM per role, as many for communication as leave one for compute, or one that moves data inside a node."""
     used = roles(shape, op, algorithm)
     if name == "narrow":
         return mk.Split(compute=1, **dict.fromkeys(used, 1))
-    if name == "pulls":  # the default of a large all-reduce, whose small ones go in packets
+    if name == "mover":  # where the default may do without: packets in an all-reduce, warps that push in an allgather_gemm
         return mk.Split(intra_comm=1) if "intra_comm" in used else None
     if name == "warps":  # allgather_gemm on one node without communication CTAs
         return mk.Split(intra_comm=0) if op == "allgather_gemm" and shape.num_nodes == 1 < shape.size else None

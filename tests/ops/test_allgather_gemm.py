@@ -30,7 +30,7 @@ def seeds(request: pytest.FixtureRequest) -> range:
     return range(first, first + (20 if request.config.getoption("--full") else 2))
 
 
-_AXES: dict[str, Any] = {"world": WORLDS, "shape": SHAPES, "split": SPLITS, "dtype": _DTYPES, "row_major": (True, False)}
+_AXES: dict[str, Any] = {"world": WORLDS, "shape": SHAPES, "split": ("mover", *SPLITS), "dtype": _DTYPES, "row_major": (True, False)}
 
 
 def plans_of(p: dict[str, Any]) -> list[AllGatherGemmPlan]:

@@ -53,7 +53,7 @@ _SETTINGS = {"default": (4, 1 << 20), "narrow": (4, 70 << 10), "wide": (6, 1 << 
 def case_of(how: str, dtype: str, k: int, n: int, row_major: bool = True, split: str = "default", partials: str = "output") -> Case:
     """Two-shot by bulk copies, unless ``how`` is "packets"; one-shot inside a node by packets, unless partial tiles are float32."""
     op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, "two_shot" if how == "packets" else how)
-    split = "pulls" if how == "two_shot" and split == "default" else split
+    split = "mover" if how == "two_shot" and split == "default" else split
     return Case(dtype, k, n, row_major, split, op, partials, algorithm)
 
 
