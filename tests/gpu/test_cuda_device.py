@@ -115,7 +115,7 @@ def test_every_nan_becomes_the_same_one(device: CudaDevice, monkeypatch: pytest.
     folder = ROOT / "tests" / "cpu_target" / "kernels"
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[folder]))
     kernel, wrong = device.load(KernelSpec("nans", (("kFloat16", float16),), THREADS, 0, 8)), device.allocate(4)
-    device.launch(kernel, None, 1, wrong.to_bytes(8, "little"))
+    device.launch(kernel, device.stream(None), 1, wrong.to_bytes(8, "little"))
     assert device.read(wrong, 4) == bytes(4)
 
 
