@@ -9,7 +9,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce (0),
-// kChunkRows, kParts, kSlices, kLoadRows; kSharedBytes, kParameterBytes
+// kChunkRows, kParts, kPieceRows, kPieceUnits, kSlices, kLoadRows; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
 constexpr bool kWarpsPush = Config::kIntraComm == 0 && kR > 1;
@@ -17,6 +17,12 @@ static_assert(!kWarpsPush || kNodes == 1, "what comes from other nodes is forwar
 constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2;  // of one row
 static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
 static_assert(Config::kParts == 1 || kNodes == 1, "puts are contiguous in a");
+constexpr uint32_t kUnitBytes = kSwizzleBytes;  // of a row of the part map's box
+// A piece of a chunk of this rank's shard. With parts its rows are not contiguous, and one TMA load gathers them: a bulk load for each of them
+// was three times slower (docs/benchmarks.md).
+constexpr uint32_t kOwnPieceBytes = Config::kParts == 1 ? kPieceBytes : Config::kPieceRows * Config::kPieceUnits * kUnitBytes;
+static_assert(Config::kParts == 1 || kPartBytes % (Config::kPieceUnits * kUnitBytes) == 0, "a row is a whole number of pieces' rows");
+static_assert(Config::kPieceRows == 1 || kPartBytes == Config::kPieceUnits * kUnitBytes, "several rows in a piece are whole");
 
 // ---- arguments
 struct alignas(64) Parameters {
@@ -32,6 +38,7 @@ struct alignas(64) Parameters {
   uint32_t part_blocks;       // blocks of kChunkRows rows whose first parts travel before their second parts
   uint32_t reserved[7];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
+  abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (kPieceRows, kPieceUnits, 64), not swizzled
   abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (world size, rows, N)
@@ -73,20 +80,6 @@ MK_DEVICE uint64_t chunk_offset(const Parameters& p, uint32_t index) {  // in a 
 MK_DEVICE const char* own_chunk(const Parameters& p, uint32_t index) {  // in this rank's shard, where the parts of a row lie side by side
   const Chunk chunk = chunk_at(p, index);
   return reinterpret_cast<const char*>(p.a) + uint64_t(chunk.block) * Config::kChunkRows * kRowBytes + chunk.part * kPartBytes;
-}
-// Bulk loads of bytes [offset, offset + bytes) of a chunk of this rank's shard.
-MK_DEVICE void load_own(const Parameters& p, uint32_t index, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
-  const char* first = own_chunk(p, index);
-  if constexpr (Config::kParts == 1) {
-    ptx::bulk_load(smem, first + offset, bytes, bar);
-  } else {
-#pragma unroll 1
-    for (uint32_t done = 0, size; done < bytes; done += size) {
-      const uint32_t row = (offset + done) / kPartBytes, column = (offset + done) % kPartBytes;
-      size = kPartBytes - column < bytes - done ? kPartBytes - column : bytes - done;
-      ptx::bulk_load(static_cast<char*>(smem) + done, first + row * kRowBytes + column, size, bar);
-    }
-  }
 }
 MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * kRowBytes; }
 MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
@@ -185,7 +178,32 @@ MK_DEVICE uint32_t pushed_source(const Parameters& p, uint32_t item) {
 MK_DEVICE uint32_t pushed_chunk(const Parameters& p, uint32_t item) {
   return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOtherNodes;
 }
+// A chunk to be copied to the same place in one or several heaps.
+struct Copied {
+  uint32_t bytes, flag;
+  uint32_t row, unit;  // of this rank's shard, with parts: where the part map's box begins
+  const char* from;    // else: its source, contiguous
+  uint64_t to;         // in a heap
+  bool is_own;
+};
+MK_DEVICE Copied own_copy(const Parameters& p, uint32_t index, uint64_t plane) {
+  const Chunk chunk = chunk_at(p, index);
+  const uint32_t row = chunk.block * Config::kChunkRows, unit = chunk.part * (kPartBytes / kUnitBytes);
+  return Copied{chunk_bytes(p, index), flag_index(p, p.world.rank, index), row, unit,
+                own_chunk(p, index),   plane + chunk_offset(p, index),     true};
+}
+// Loads the piece at offset. What a box has beyond the chunk is loaded, too, and not stored.
+MK_DEVICE void load_piece(const Parameters& p, const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
+  if constexpr (Config::kParts == 1) {
+    ptx::bulk_load(smem, c.from + offset, bytes, bar);
+  } else {
+    ptx::tma_load_3d(smem, &p.part_map, bar, 0, c.unit + offset % kPartBytes / kUnitBytes, c.row + offset / kPartBytes);
+  }
+}
+
 struct PushedChunks {
+  using Item = Copied;
+  static constexpr uint32_t kPieceBytes = kOwnPieceBytes;
   const Parameters& p;
   uint32_t begin;
   Handover &queue, &arrived;
@@ -193,34 +211,28 @@ struct PushedChunks {
   Trace& trace;
   uint64_t since;
 
-  MK_DEVICE bool is_own(uint32_t item) const { return item < num_chunks(p); }
-  MK_DEVICE uint32_t flag(uint32_t item) const { return flag_index(p, pushed_source(p, item), pushed_chunk(p, item)); }
-  MK_DEVICE uint64_t offset_of(uint32_t item) const {  // in the heap of every rank of the node
-    return plane_offset(p, pushed_source(p, item)) + chunk_offset(p, pushed_chunk(p, item));
-  }
-
   MK_DEVICE uint32_t first() const { return begin; }
-  MK_DEVICE uint32_t next(uint32_t item) const { return item + Config::kIntraComm; }
+  MK_DEVICE uint32_t next(uint32_t index) const { return index + Config::kIntraComm; }
   MK_DEVICE uint32_t end() const { return num_chunks(p) * kNodes; }
-  MK_DEVICE uint32_t bytes(uint32_t item) const { return chunk_bytes(p, pushed_chunk(p, item)); }
-  MK_DEVICE bool ready(uint32_t item) { return is_own(item) || arrived.try_take(arrival); }
-  MK_DEVICE bool wait(uint32_t) { return arrived.wait(arrival); }  // own chunks are ready
-  MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    if (is_own(item)) {
-      load_own(p, item, offset, smem, bytes, bar);
-    } else {
-      ptx::bulk_load(smem, heap(p.world, p.world.local_rank) + offset_of(item) + offset, bytes, bar);
-    }
+  MK_DEVICE Copied item(uint32_t index) const {
+    if (kNodes == 1 || index < num_chunks(p)) return own_copy(p, index, plane_offset(p, p.world.rank));
+    const uint32_t source = pushed_source(p, index), chunk = pushed_chunk(p, index);
+    const uint64_t offset = plane_offset(p, source) + chunk_offset(p, chunk);  // in the heap of every rank of the node
+    return Copied{chunk_bytes(p, chunk), flag_index(p, source, chunk), 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false};
   }
-  MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t bytes) const {
+  MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(arrival); }
+  MK_DEVICE bool wait(const Copied&) { return arrived.wait(arrival); }  // own chunks are ready
+  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return Config::kParts == 1 ? bytes : kPieceBytes; }
+  MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    load_piece(p, c, offset, smem, bytes, bar);
+  }
+  MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
-    for (uint32_t i = 1; i < kR; ++i) {
-      ptx::bulk_store(heap(p.world, local_peer(p.world, i)) + offset_of(item) + offset, smem, bytes);
-    }
+    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(heap(p.world, local_peer(p.world, i)) + c.to + offset, smem, bytes);
   }
-  MK_DEVICE void announce(uint32_t item) {
-    queue.push(at, flag(item));
-    trace.record(is_own(item) ? abi::kTraceSend : abi::kTraceForward, flag(item), since);
+  MK_DEVICE void announce(const Copied& c) {
+    queue.push(at, c.flag);
+    trace.record(c.is_own ? abi::kTraceSend : abi::kTraceForward, c.flag, since);
     since = trace.now();
   }
 };
@@ -267,21 +279,24 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingSto
 
 // ---- inter_send: this rank's chunks to its rail peers (one thread)
 struct StagedChunk {  // a copy of one chunk into the heap, where the network can read it
+  using Item = Copied;
+  static constexpr uint32_t kPieceBytes = kOwnPieceBytes;
   const Parameters& p;
   uint32_t chunk;
   MK_DEVICE uint32_t first() const { return chunk; }
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
   MK_DEVICE uint32_t end() const { return chunk + 1; }
-  MK_DEVICE uint32_t bytes(uint32_t c) const { return chunk_bytes(p, c); }
-  MK_DEVICE bool ready(uint32_t) const { return true; }
-  MK_DEVICE bool wait(uint32_t) const { return true; }
-  MK_DEVICE void load(uint32_t c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    load_own(p, c, offset, smem, bytes, bar);
+  MK_DEVICE Copied item(uint32_t index) const { return own_copy(p, index, p.send_offset); }
+  MK_DEVICE bool ready(const Copied&) const { return true; }
+  MK_DEVICE bool wait(const Copied&) const { return true; }
+  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }  // K has one part
+  MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    load_piece(p, c, offset, smem, bytes, bar);
   }
-  MK_DEVICE void store(uint32_t c, uint32_t offset, const char* smem, uint32_t bytes) const {
-    ptx::bulk_store(heap(p.world, p.world.local_rank) + p.send_offset + chunk_offset(p, c) + offset, smem, bytes);
+  MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
+    ptx::bulk_store(heap(p.world, p.world.local_rank) + c.to + offset, smem, bytes);
   }
-  MK_DEVICE void announce(uint32_t) const {}
+  MK_DEVICE void announce(const Copied&) const {}
 };
 
 struct ShardToSend {

@@ -26,20 +26,22 @@ class CopyRing {
   }
   MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
-  // Copies the chunks that `chunks` enumerates and calls chunks.announce(chunk) once a chunk is complete at all its destinations.
-  // Chunks: uint32_t first() / next(chunk) / end(); uint32_t bytes(chunk);
-  //         bool ready(chunk): whether its source is there, true once for each; bool wait(chunk): until it is (false: the call has failed);
-  //         void load(chunk, offset, smem, bytes, bar) issues the loads of one piece, store(chunk, offset, smem, bytes) its stores;
-  //         void announce(chunk).
+  // Copies the chunks that `chunks` enumerates and calls chunks.announce(item) once a chunk is complete at all its destinations.
+  // Chunks: Item, what is worked out once for all pieces of a chunk: one thread copies, and every instruction it spends on a piece delays all
+  //         pieces; it has `bytes`. Item item(index); uint32_t first() / next(index) / end();
+  //         bool ready(item): whether its source is there, true once for each; bool wait(item): until it is (false: the call has failed);
+  //         kPieceBytes, at most as many as a stage has room for; void load(item, offset, smem, bytes, bar) issues the load of one piece,
+  //         loaded(bytes) says how many bytes it brings; store(item, offset, smem, bytes) issues its stores;
+  //         void announce(item).
   // Nothing is in flight afterwards.
   template <class Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
-    Cursor loading{chunks.first(), 0}, storing = loading, announcing = loading;
+    Cursor<Chunks> loading = cursor(chunks, chunks.first()), storing = loading, announcing = loading;
     uint32_t ahead = 0, behind = 0;
 #pragma unroll 1
-    while (storing.chunk < chunks.end()) {
+    while (storing.index < chunks.end()) {
 #pragma unroll 1
-      while (ahead < kPiecesAhead && loading.chunk < chunks.end() && (loading.offset != 0 || chunks.ready(loading.chunk))) {
+      while (ahead < kPiecesAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
         ptx::store_wait_read<kPieceStages - kPiecesAhead>();
         load(chunks, loading, (stage_ + ahead) % kPieceStages);
         advance(chunks, loading);
@@ -48,7 +50,7 @@ class CopyRing {
       if (ahead == 0) {  // nothing to do but wait; first what is done is told
         ptx::store_wait<0>();
         for (; behind > 0; --behind) announce(chunks, announcing);
-        if (!chunks.wait(loading.chunk)) return;
+        if (!chunks.wait(loading.item)) return;
         continue;
       }
       store(chunks, storing);
@@ -65,38 +67,45 @@ class CopyRing {
   }
 
  private:
+  template <class Chunks>
   struct Cursor {
-    uint32_t chunk, offset;
+    uint32_t index, offset;
+    typename Chunks::Item item;
   };
   template <class Chunks>
-  MK_DEVICE static uint32_t piece_bytes(Chunks& chunks, const Cursor& at) {
-    const uint32_t left = chunks.bytes(at.chunk) - at.offset;
-    return left < kPieceBytes ? left : kPieceBytes;
+  MK_DEVICE static Cursor<Chunks> cursor(Chunks& chunks, uint32_t index) {
+    Cursor<Chunks> at{index, 0, {}};
+    if (index < chunks.end()) at.item = chunks.item(index);
+    return at;
   }
   template <class Chunks>
-  MK_DEVICE static bool advance(Chunks& chunks, Cursor& at) {  // true: that was the chunk's last piece
-    at.offset += kPieceBytes;
-    if (at.offset < chunks.bytes(at.chunk)) return false;
-    at = Cursor{chunks.next(at.chunk), 0};
-    return true;
+  MK_DEVICE static uint32_t piece_bytes(const Cursor<Chunks>& at) {
+    static_assert(Chunks::kPieceBytes <= sizeof(CopyPieces::piece[0]), "a piece per stage");
+    const uint32_t left = at.item.bytes - at.offset;
+    return left < Chunks::kPieceBytes ? left : Chunks::kPieceBytes;
   }
   template <class Chunks>
-  MK_DEVICE void load(Chunks& chunks, const Cursor& at, uint32_t stage) {
-    const uint32_t bytes = piece_bytes(chunks, at);
-    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], bytes);
-    chunks.load(at.chunk, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
+  MK_DEVICE static void advance(Chunks& chunks, Cursor<Chunks>& at) {
+    at.offset += Chunks::kPieceBytes;
+    if (at.offset >= at.item.bytes) at = cursor(chunks, chunks.next(at.index));
   }
   template <class Chunks>
-  MK_DEVICE void store(Chunks& chunks, const Cursor& at) {
+  MK_DEVICE void load(Chunks& chunks, const Cursor<Chunks>& at, uint32_t stage) {
+    const uint32_t bytes = piece_bytes(at);
+    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], chunks.loaded(bytes));
+    chunks.load(at.item, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
+  }
+  template <class Chunks>
+  MK_DEVICE void store(Chunks& chunks, const Cursor<Chunks>& at) {
     ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
-    chunks.store(at.chunk, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
+    chunks.store(at.item, at.offset, pieces_.piece[stage_], piece_bytes(at));
     ptx::store_commit();
     if (++stage_ == kPieceStages) stage_ = 0, parity_ ^= 1;
   }
   template <class Chunks>
-  MK_DEVICE static void announce(Chunks& chunks, Cursor& at) {
-    const uint32_t chunk = at.chunk;
-    if (advance(chunks, at)) chunks.announce(chunk);
+  MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored
+    if (at.offset + Chunks::kPieceBytes >= at.item.bytes) chunks.announce(at.item);
+    advance(chunks, at);
   }
 
   CopyPieces& pieces_;

@@ -47,7 +47,6 @@ constexpr uint32_t kInstructionK = 16;                  // k of one wgmma
 constexpr uint32_t kTileQueue = 2;                      // items (tile * kParts + part) handed over ahead
 constexpr uint32_t kQueueReaders = kConsumerWarps + 2;  // and the loading and the storing thread
 constexpr uint32_t kStop = 0xffffffffu;                 // in the tile queue: no more tiles
-constexpr uint32_t kResultBuffers = 2;                  // blocks per consumer warpgroup on their way out
 
 struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)
@@ -72,7 +71,8 @@ struct GemmShape {
   static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
-  static constexpr uint32_t kPanels = kBlockN / kPanel;  // of a result
+  static constexpr uint32_t kPanels = kBlockN / kPanel;                  // of a result
+  static constexpr uint32_t kResultBuffers = kPanels > 2 ? kPanels : 2;  // per consumer warpgroup, on their way out: a whole tile
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
   static_assert(Config::kK % 8 == 0 && Config::kN % 8 == 0, "16-byte rows");
@@ -87,10 +87,10 @@ struct GemmStorage {
     alignas(1024) char b[Shape::kStages][Shape::kBytesB];
   };
   alignas(1024) Pipeline pipeline;
-  alignas(1024) char result[kConsumerWarpgroups][kResultBuffers][kBlockBytes];
+  alignas(1024) char result[kConsumerWarpgroups][Shape::kResultBuffers][kBlockBytes];
   uint64_t stage_filled[Shape::kStages], stage_consumed[Shape::kStages];
   uint64_t tile_offered[kTileQueue], tile_taken[kTileQueue];
-  uint64_t block_written[kConsumerWarpgroups][kResultBuffers], block_stored[kConsumerWarpgroups][kResultBuffers];
+  uint64_t block_written[kConsumerWarpgroups][Shape::kResultBuffers], block_stored[kConsumerWarpgroups][Shape::kResultBuffers];
   uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
   uint32_t item[kTileQueue];
   uint32_t refused;
@@ -166,7 +166,7 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp 
     ptx::mbarrier_init(&storage.tile_taken[q], kQueueReaders);
   }
   for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
-    for (uint32_t b = 0; b < kResultBuffers; ++b) {
+    for (uint32_t b = 0; b < GemmShape<Config>::kResultBuffers; ++b) {
       ptx::mbarrier_init(&storage.block_written[w][b], kWarpgroup / 32);
       ptx::mbarrier_init(&storage.block_stored[w][b], 1);
     }
@@ -372,7 +372,7 @@ MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>&
 // Writes 64 rows to shared memory, block by block: rounded once, 64 columns each in the layout of a TMA store, or as blocks of a partial tile.
 template <class Config, class Op>
 MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
-                            uint32_t warpgroup, RingPosition<kResultBuffers>& at) {
+                            uint32_t warpgroup, RingPosition<GemmShape<Config>::kResultBuffers>& at) {
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index(), warp = ptx::thread_index() % kWarpgroup / 32;
   const auto begin = [&] {
@@ -440,7 +440,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   const bool traces = ptx::thread_index() == kWarpgroup;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
-  RingPosition<kResultBuffers> block;
+  RingPosition<Shape::kResultBuffers> block;
   Trace trace(call.world, 1);
   float d[Shape::kBlockN / 2];
   uint64_t begin = 0;
@@ -482,12 +482,14 @@ template <class Config, class Op>
 MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
-  RingPosition<kResultBuffers> at, stored;
+  RingPosition<Shape::kResultBuffers> at, stored;
   Handover::Position announce;
   bool first = true, refused = false;
+  uint32_t on_their_way = 0;  // buffers
   const auto give_back = [&] {
     for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);
     stored.advance();
+    --on_their_way;
   };
 #pragma unroll 1
   while (true) {
@@ -510,8 +512,8 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
       }
       at.advance();
       ptx::store_commit();
-      if (panel == 0) continue;
-      ptx::store_wait_read<1>();  // the panel before has been read
+      if (++on_their_way < Shape::kResultBuffers) continue;
+      ptx::store_wait_read<Shape::kResultBuffers - 1>();  // the oldest has been read
       give_back();
     }
     if constexpr (Op::kAnnounces) {
@@ -521,7 +523,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
       }
     }
     ptx::store_wait_read<0>();
-    give_back();
+    while (on_their_way > 0) give_back();
   }
   // What is stored has been read; that it is complete the end of the kernel sees to.
   if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);

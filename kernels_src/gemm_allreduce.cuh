@@ -51,12 +51,12 @@ struct PulledTiles {
   MK_DEVICE bool wait(const Call& call, const Unit& u) const {
     return wait_flag(call, p(), flag(u), is_forwarded(u) ? owner(u) : p().world.node * kR + u.local_rank);
   }
-  struct Known {  // worked out once for all pieces of an item
-    uint32_t item = kStop;
-    Unit unit{};
-    uint32_t bytes = 0;
+  struct Item {
+    uint32_t bytes, owner, tile;  // the first tile, of all
+    const char* from;
+    uint32_t index;
   };
-  Known loading, storing;
+  static constexpr uint32_t kPieceBytes = mkernel::kPieceBytes;
   uint32_t stored_tile = kStop;
   TileCoordinate stored_at{};
   MK_DEVICE const Parameters& p() const { return tiles.p; }
@@ -85,36 +85,30 @@ struct PulledTiles {
     return item;
   }
   MK_DEVICE uint32_t end() const { return num_local() + num_chunks(p()) * (kNodes - 1) * kR; }
-  MK_DEVICE Known known(uint32_t item) const {
-    const Unit u = unit(item);
-    return Known{item, u, static_cast<uint32_t>((u.distance == 0 ? 1 : chunk_count(tiles, owner(u), u.first)) * kResultBytes)};
+  MK_DEVICE Item item(uint32_t index) const {
+    const Unit u = unit(index);
+    const uint32_t rank = owner(u), tiles_of_it = u.distance == 0 ? 1 : chunk_count(tiles, rank, u.first);
+    const char* from = heap(p().world, u.local_rank) + result_offset(p(), u.distance, u.first);
+    return Item{static_cast<uint32_t>(tiles_of_it * kResultBytes), rank, rank * p().tiles + u.first, from, index};
   }
-  MK_DEVICE uint32_t bytes(uint32_t item) const {
-    if constexpr (kNodes == 1) return static_cast<uint32_t>(kResultBytes);
-    if (loading.item == item) return loading.bytes;
-    return storing.item == item ? storing.bytes : known(item).bytes;
+  MK_DEVICE bool ready(const Item&) { return arrived.try_take(at); }
+  MK_DEVICE bool wait(const Item&) { return arrived.wait(at); }
+  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
+  MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    ptx::bulk_load(smem, item.from + offset, bytes, bar);
   }
-  MK_DEVICE bool ready(uint32_t) { return arrived.try_take(at); }
-  MK_DEVICE bool wait(uint32_t) { return arrived.wait(at); }
-  MK_DEVICE void load(uint32_t item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
-    if (loading.item != item) loading = known(item);
-    const Unit& u = loading.unit;
-    ptx::bulk_load(smem, heap(p().world, u.local_rank) + result_offset(p(), u.distance, u.first) + offset, bytes, bar);
-  }
-  MK_DEVICE void store(uint32_t item, uint32_t offset, const char* smem, uint32_t) {
-    if (storing.item != item) storing = known(item);
-    const Unit& u = storing.unit;
-    const uint32_t tile = owner(u) * p().tiles + u.first + static_cast<uint32_t>(offset / kResultBytes);
+  MK_DEVICE void store(const Item& item, uint32_t offset, const char* smem, uint32_t) {
+    const uint32_t tile = item.tile + static_cast<uint32_t>(offset / kResultBytes);
     if (stored_tile != tile) {
       stored_tile = tile;
-      stored_at = tiles.at(owner(u), tile - owner(u) * p().tiles, false);
+      stored_at = tiles.at(item.owner, tile - item.owner * p().tiles, false);
     }
     const uint32_t panel = static_cast<uint32_t>(offset % kResultBytes) / kPieceBytes;
 #pragma unroll
     for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) tiles.store_result(stored_at, panel, w, smem + w * kBlockBytes);
   }
-  MK_DEVICE void announce(uint32_t item) {
-    trace.record(abi::kTraceForward, item, since);
+  MK_DEVICE void announce(const Item& item) {
+    trace.record(abi::kTraceForward, item.index, since);
     since = trace.now();
   }
 };
@@ -143,7 +137,7 @@ MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, Copyi
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
   const Tiles tiles(p);
   Trace trace(p.world, 2);
-  PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}, {}, {}};
+  PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}};
   const auto copy = [&] {
     CopyRing ring(storage.pieces, storage.copy_barriers);
     ring.copy(pulled);

@@ -35,19 +35,10 @@ void for_rows(const AsyncCopy& copy, F f) {
   }
 }
 
-// Copies between a row of shared memory (128 bytes, its 16-byte chunks permuted by the address) and plain bytes.
-void swizzle(const Cta& cta, char* shared_row, char* plain, bool to_shared) {
-  const auto address = static_cast<uint32_t>(shared_row - cta.shared) + kSharedBase;
-  const uint32_t permutation = (address / kRowBytes) % 8;
-  for (uint32_t chunk = 0; chunk < kRowBytes / kSwizzleBytes; ++chunk) {
-    char* there = shared_row + (chunk ^ permutation) * kSwizzleBytes;
-    char* here = plain + chunk * kSwizzleBytes;
-    if (to_shared) {
-      memcpy(there, here, kSwizzleBytes);
-    } else {
-      memcpy(here, there, kSwizzleBytes);
-    }
-  }
+// Where a 16-byte chunk of a row of 128 bytes lies in it in shared memory: permuted by the row's address if the map says so.
+uint32_t place(const AsyncCopy& copy, const char* shared_row, uint32_t chunk) {
+  const auto address = static_cast<uint32_t>(shared_row - copy.cta->shared) + kSharedBase;
+  return (copy.map.swizzled != 0 ? chunk ^ (address / kRowBytes % 8) : chunk) * kSwizzleBytes;
 }
 
 // ThreadSanitizer intercepts memcpy: every access is then one of the current (asynchronous) context.
@@ -65,7 +56,7 @@ void load(AsyncCopy& copy) {
       memcpy(plain + first, global, bytes);
     }
     tsan::write(row, kRowBytes);
-    swizzle(*copy.cta, row, plain, true);
+    for (uint32_t i = 0; i < kRowBytes / kSwizzleBytes; ++i) memcpy(row + place(copy, row, i), plain + i * kSwizzleBytes, kSwizzleBytes);
   });
 }
 
@@ -85,12 +76,9 @@ void write_global(AsyncCopy& copy) {
     return;
   }
   for_rows(copy, [&](char* row, char* global, uint32_t first, uint32_t bytes) {
-    const auto address = static_cast<uint32_t>(row - copy.cta->shared) + kSharedBase;
     const char* image = copy.buffer.get() + (row - copy.shared);
     char plain[kRowBytes];
-    for (uint32_t chunk = 0; chunk < kRowBytes / kSwizzleBytes; ++chunk) {
-      memcpy(plain + chunk * kSwizzleBytes, image + (chunk ^ ((address / kRowBytes) % 8)) * kSwizzleBytes, kSwizzleBytes);
-    }
+    for (uint32_t i = 0; i < kRowBytes / kSwizzleBytes; ++i) memcpy(plain + i * kSwizzleBytes, image + place(copy, row, i), kSwizzleBytes);
     if (bytes > 0) {
       s.record_write(global, bytes, writer);
       tsan::write(global, bytes);

@@ -71,7 +71,8 @@ struct CpuTensorMap {  // in the 128 bytes of abi::TensorMap
   uint64_t strides[2];  // bytes, of dimensions 1 and 2
   uint32_t box[3];      // elements
   uint32_t element_bytes;
-  uint64_t reserved[7];
+  uint32_t swizzled;  // 0: the box's rows lie in shared memory as they are
+  uint32_t reserved[13];
 };
 static_assert(sizeof(CpuTensorMap) == 128, "abi");
 constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;

@@ -36,6 +36,7 @@ class Parameters(ctypes.Structure):
         ("part_blocks", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32 * 7),
         ("a_map", ctypes.c_ubyte * 128),
+        ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -127,6 +128,10 @@ def _bind(
         part_blocks=plan.part_blocks,
     )
     set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
+    if plan.parts > 1:
+        piece = (BLOCK_K, plan.piece_box[1], plan.piece_box[0])
+        part_map = tensor_map(a_address, dtype, (BLOCK_K, k // BLOCK_K, extent), (BLOCK_K * ITEM, k * ITEM), piece, swizzled=False)
+        set_map(parameters, "part_map", part_map)
     part_k = k // plan.parts
     gather_strides = (part_k * ITEM, extent * part_k * ITEM)
     set_map(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))

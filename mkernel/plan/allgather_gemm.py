@@ -16,9 +16,10 @@ from mkernel.plan.wait_graph import Step, WaitGraph
 __all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan", "wait_graph"]
 
 OP = "allgather_gemm"
-PARAMETER_BYTES = 704  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+PARAMETER_BYTES = 832  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 16 * 1024  # what a warp pushes: all of them together should be at few tiles' rows at a time
+_PIECE_UNITS = 128  # of 128 bytes: the pieces of a copy (kernels_src/copy.cuh)
 _PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
 _PUTS = 16  # per shard; every put costs the engine some microseconds
 _SLICES = 2  # of a left-over tile
@@ -26,6 +27,10 @@ _SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
+_SM_FLOPS = 5.3e12  # per second, of the tile loop
+_WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
+_WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
+_HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         constants = self.constants | {
             "kChunkRows": self.chunk_rows,
             "kParts": self.parts,
+            "kPieceRows": self.piece_box[0],
+            "kPieceUnits": self.piece_box[1],
             "kSlices": self.slices,
             "kLoadRows": self.load_rows,
         }
@@ -83,6 +90,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def pushers(self) -> int:
         """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
         return self.grid if warps_push(self.problem.topology, self.split) else 0
+
+    @property
+    def piece_box(self) -> tuple[int, int]:
+        """What one load of a copy gathers of a part of K: so many rows, and units of 64 elements of each."""
+        return choose_piece(self.problem.k // self.parts) if self.parts > 1 else (1, 1)  # whole rows are contiguous
 
     @property
     def plane_bytes(self) -> int:
@@ -199,12 +211,16 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     """
     topology = problem.topology
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
-    chosen = (split or Split()).complete(default_split(topology, sm_count), sm_count, spared)
     tile_rows = math.ceil(problem.rows / BLOCK_M)
     if tile is None:
         tile = choose_tile(max(1, tile_rows) * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
     tiles_n = math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * topology.size * tiles_n
+    wanted = split or Split()
+    default = default_split(topology, sm_count)
+    if wanted.compute is wanted.intra_comm is None and warps_pay(problem, tile, tiles, default.complete(default, sm_count)):
+        wanted = dataclasses.replace(wanted, intra_comm=0)
+    chosen = wanted.complete(default, sm_count, spared)
     few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
     put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
@@ -240,8 +256,20 @@ def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
 
 
 def choose_parts(k: int) -> int:
-    """Parts of K: whole steps of the main loop each, and rows long enough to be copied piecemeal."""
-    return next(parts for parts in (4, 2, 1) if parts == 1 or (k % (parts * BLOCK_K) == 0 and k * 2 >= parts * _PART_BYTES))
+    """Parts of K: whole steps of the main loop each, and rows long enough to be copied piecemeal, in pieces that are not small."""
+
+    def good(parts: int) -> bool:
+        return k % (parts * BLOCK_K) == 0 and k * 2 >= parts * _PART_BYTES and 2 * math.prod(choose_piece(k // parts)) >= _PIECE_UNITS
+
+    return next((parts for parts in (4, 2) if good(parts)), 1)
+
+
+def choose_piece(part_k: int) -> tuple[int, int]:
+    """Rows, and units of 64 elements of each, that one load of a copy gathers: several whole rows, or an equal share of one."""
+    units = part_k // BLOCK_K
+    if units <= _PIECE_UNITS:
+        return _PIECE_UNITS // units, units
+    return 1, next(share for share in range(_PIECE_UNITS, 0, -1) if units % share == 0)
 
 
 def default_split(topology: Topology, sm_count: int) -> Split:
@@ -249,6 +277,20 @@ def default_split(topology: Topology, sm_count: int) -> Split:
     intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
     send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
     return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
+
+
+def warps_pay(problem: AllGatherGemmProblem, tile: GemmTile, tiles: int, split: Split) -> bool:
+    """Whether a call ends sooner if a warp of every CTA pushes than with ``split``, which has CTAs for it (docs/benchmarks.md).
+
+    So where all SMs need fewer waves for the tiles, and multiply longer than their warps push.
+    """
+    size, compute = problem.topology.size, split.compute or 1
+    waves = math.ceil(tiles / split.total)
+    otherwise = tiles // compute + _HALVES if choose_slices(tiles, tile, split) > 1 else math.ceil(tiles / compute)
+    multiplying = waves * 2 * BLOCK_M * tile.block_n * problem.k / _SM_FLOPS
+    pushing = problem.rows * problem.k * 2 * max(1 / _WARPS_BYTES, (size - 1) / _LINK_BYTES)
+    fewer = tiles <= _FEW_WAVES * split.total and otherwise >= _WARPS_GAIN * waves
+    return problem.topology.num_nodes == 1 < size and fewer and multiplying >= pushing
 
 
 def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:

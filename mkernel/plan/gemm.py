@@ -18,7 +18,7 @@ BLOCK_K = 64
 THREADS = 384
 GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
 SHARED_LIMIT = 232448  # dynamic shared memory of one CTA on sm_90
-_RESULT_BYTES = 2 * 2 * 64 * 128  # staging of results: two buffers of 64 rows x 128 bytes per consumer warpgroup
+_RESULT_BYTES = 2 * 64 * 128  # a buffer of 64 rows x 128 bytes for each consumer warpgroup
 _BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
 _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares the memory of the stages (kernels_src/copy.cuh)
 
@@ -38,13 +38,18 @@ class GemmTile:
     @property
     def shared_bytes(self) -> int:
         stages = self.stages * (BLOCK_M + self.block_n) * BLOCK_K * 2
-        return max(stages + _RESULT_BYTES, _PIECES_BYTES) + _BARRIER_BYTES
+        return max(stages + _result_bytes(self.block_n), _PIECES_BYTES) + _BARRIER_BYTES
 
     @classmethod
     def deepest(cls, block_n: int) -> GemmTile:
         """With as many stages as fit, at most 8."""
         stage = (BLOCK_M + block_n) * BLOCK_K * 2
-        return cls(block_n, min(8, (SHARED_LIMIT - _RESULT_BYTES - _BARRIER_BYTES) // stage))
+        return cls(block_n, min(8, (SHARED_LIMIT - _result_bytes(block_n) - _BARRIER_BYTES) // stage))
+
+
+def _result_bytes(block_n: int) -> int:
+    """Where results wait to be stored: room for a whole tile, so that no thread that multiplies waits for a store (over NVLink 2.5 us)."""
+    return max(2, block_n // 64) * _RESULT_BYTES
 
 
 class GemmProblem(Protocol):

@@ -32,7 +32,7 @@ _ALIGNMENT = 256  # bytes, of everything allocated here
 _NEVER = 2**64 - 1
 _BUDGET, _LAUNCH_DONE, _BLOCKED = 1, 2, 3  # mkcpu::Stop
 _RUNNING, _SUCCEEDED = 0, 1  # mkcpu::Finished
-_TENSOR_MAP = struct.Struct("=QQ3Q2Q3II56x")  # mkcpu::CpuTensorMap
+_TENSOR_MAP = struct.Struct("=QQ3Q2Q3III52x")  # mkcpu::CpuTensorMap
 _TENSOR_MAP_MAGIC = 0x70616D2D7570636D
 _BOX_ROW_BYTES = 128
 _TURNS = 1 << 22  # between two looks at signals, in process mode
@@ -635,7 +635,13 @@ class CpuDevice(Device):
         return CpuKernel(spec, compiler.compile(spec), self.sm_count)
 
     def tensor_map(
-        self, address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+        self,
+        address: int,
+        dtype: str,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        box: tuple[int, int, int],
+        swizzled: bool = True,
     ) -> bytes:
         size = dlpack.numpy_dtype(dtype).itemsize
         for name, value, ok, rule in (
@@ -647,7 +653,7 @@ class CpuDevice(Device):
         ):
             if not ok:
                 raise ArgumentError(f"tensor map {name}", value, rule)
-        return _TENSOR_MAP.pack(_TENSOR_MAP_MAGIC, address, *shape, *strides, *box, size)
+        return _TENSOR_MAP.pack(_TENSOR_MAP_MAGIC, address, *shape, *strides, *box, size, swizzled)
 
     # ---- streams
     def stream(self, stream: Any) -> Any:

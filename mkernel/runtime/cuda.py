@@ -344,9 +344,15 @@ class CudaDevice(Device):
             return CudaKernel(spec, cubin, self.sm_count, self.ordinal)
 
     def tensor_map(
-        self, address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+        self,
+        address: int,
+        dtype: str,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        box: tuple[int, int, int],
+        swizzled: bool = True,
     ) -> bytes:
-        return self._encode(address or self._some_address, dtype, shape, strides, box)
+        return self._encode(address or self._some_address, dtype, shape, strides, box, swizzled)
 
     @functools.cached_property
     def _some_address(self) -> int:
@@ -544,14 +550,16 @@ def _contiguous(shape: Sequence[int], item: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _encode(address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]) -> bytes:
+def _encode(
+    address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int], swizzled: bool
+) -> bytes:
     cuda = driver()
     kinds = cuda.CUtensorMapDataType
     kind = {"bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}.get(dtype)
     if kind is None:
         raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
     if box[0] * 2 != _BOX_BYTES:
-        raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements, the row of the 128-byte swizzle")
+        raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements")
     # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be odd.
     extents = [max(1, extent) for extent in shape]
     steps, least = [], extents[0] * 2
@@ -567,7 +575,7 @@ def _encode(address: int, dtype: str, shape: tuple[int, int, int], strides: tupl
         [cuda.cuuint32_t(extent) for extent in box],
         [cuda.cuuint32_t(1)] * 3,
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
         cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

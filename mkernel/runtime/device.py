@@ -121,11 +121,18 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def tensor_map(
-        self, address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+        self,
+        address: int,
+        dtype: str,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        box: tuple[int, int, int],
+        swizzled: bool = True,
     ) -> bytes:
         """A 128-byte tensor map: three dimensions, innermost (contiguous) first, ``strides`` in bytes of dimensions 1 and 2.
 
-        128-byte swizzle (the box's inner extent is 64 16-bit elements), out-of-bounds elements read as zero and are not written.
+        The box's inner extent is 64 16-bit elements, in shared memory with the 128-byte swizzle or, if not ``swizzled``, one after the
+        other. Out-of-bounds elements read as zero and are not written.
         """
 
     # ---- streams

@@ -211,15 +211,27 @@ def test_tiles_in_another_order_still_end(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_intra_comm_warps_push() -> None:
-    plan = make_plan(AllGatherGemmProblem(Topology(4, 4), 2048, 2048, 8192, "bfloat16", False), 132, Split(intra_comm=0))
+    plan = make_plan(AllGatherGemmProblem(Topology(4, 4), 1024, 1024, 4096, "bfloat16", False), 132, Split(intra_comm=0))
     assert plan.split == Split(132, 0, 0, 0)
     assert plan.pushers == 132
-    assert plan.chunk_rows * 8192 * 2 // plan.parts == 16 * 1024
+    assert plan.chunk_rows * 4096 * 2 // plan.parts == 16 * 1024
     assert "pushed by a warp of 132 of them" in plan.describe()
     assert make_plan(plan.problem, 132).pushers == 0
     assert make_plan(dataclasses.replace(plan.problem, topology=Topology(1, 1)), 132, Split(intra_comm=0)).pushers == 0
     with pytest.raises(SplitError, match="intra_comm is needed here"):
         make_plan(dataclasses.replace(plan.problem, topology=Topology(4, 2)), 132, Split(intra_comm=0))
+
+
+@pytest.mark.parametrize(
+    ("size", "s", "pays"),
+    [(2, 4096, False), (2, 8192, True), (2, 16384, False), (4, 2048, False), (4, 4096, False), (4, 8192, True), (4, 16384, False)],
+)
+def test_warps_push_where_that_saves_a_wave(size: int, s: int, pays: bool) -> None:
+    """512 tiles are four waves of 132 SMs, and more than four of 124."""
+    problem = AllGatherGemmProblem(Topology(size, size), s // size, s // 4, s, "bfloat16", False)
+    assert (make_plan(problem, 132).split.intra_comm == 0) is pays
+    assert make_plan(problem, 132, Split(compute=120)).split == Split(120, 8, 0, 0), "who names compute leaves room for the others"
+    assert make_plan(problem, 132, Split(intra_comm=4)).split == Split(128, 4, 0, 0)
 
 
 def test_a_split_is_completed() -> None:
@@ -261,11 +273,13 @@ def test_a_split_that_does_not_fit(split: Split, rule: str) -> None:
 @each_world
 @pytest.mark.parametrize("sms", [3, 4, 8, 132])
 def test_the_default_split_always_fits(topology: Topology, sms: int) -> None:
-    split = plan_of(topology, 300, 64, 64, sms).split
+    plan = plan_of(topology, 300, 64, 64, sms)
+    split = plan.split
     assert split.total == sms
-    assert (split.intra_comm or 0) > 0 or topology.ranks_per_node == 1
+    assert (split.intra_comm or plan.pushers) > 0 or topology.ranks_per_node == 1
     assert (split.inter_send or 0) > 0 or topology.num_nodes == 1
-    assert split == default_split(topology, sms).complete(default_split(topology, sms), sms)
+    if plan.pushers == 0:
+        assert split == default_split(topology, sms).complete(default_split(topology, sms), sms)
 
 
 # ---- what is compiled, and what ranks compare
@@ -273,7 +287,7 @@ def test_the_default_split_always_fits(topology: Topology, sms: int) -> None:
 
 def test_the_number_of_rows_is_no_compile_time_constant() -> None:
     topology = Topology(4, 4)
-    few, many = (plan_of(topology, rows, 512, 512, tile=GemmTile(128, 4)) for rows in (65, 3000))
+    few, many = (plan_of(topology, rows, 512, 512, tile=GemmTile(128, 4), split=Split(intra_comm=3)) for rows in (65, 3000))
     assert few.spec == many.spec
     assert few.digest != many.digest
 
