@@ -1,10 +1,12 @@
 // gemm_allreduce for few rows, inside one node: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), the same bits on every rank.
 // Included by the generated source after `struct Config`.
 //
-// Values travel in packets: 16 bytes, stored at once, of six values and the call's number. A packet is its own flag, so that nobody waits for
-// stores to complete before telling of them; it costs half as many bytes again. The threads that multiplied a tile exchange it themselves, each
-// thread its own values: one-shot (kTwoShot 0), everyone sends to everyone and adds up in the order of the ranks; two-shot, the 16 rows of a warp
-// have an owner, to which the others send theirs, and which sends them the sum.
+// Every word is its own flag, so that nobody waits for stores to complete before telling of them: two values travel inverted, and 0 means that
+// nothing has come yet. It would be a pair of NaNs with all bits set, which rounding never gives (ptx::pack). Packets of 16 bytes are four words.
+// Who takes one leaves zeros behind, for the next call; every word that is sent is taken in the same call.
+//
+// The threads that multiplied a tile exchange it themselves, each thread its own values: one-shot (kTwoShot 0), everyone sends to everyone and
+// adds up in the order of the ranks; two-shot, the 16 rows of a warp have an owner, to which the others send theirs, and which sends them the sum.
 //
 // All ranks take tiles in the same order, and a tile is sent before anything of it is waited for: nothing waits in a circle.
 #pragma once
@@ -14,11 +16,11 @@ namespace mkernel {
 
 static_assert(kNodes == 1 && kCommCtas == 0 && Config::kBlockN <= 128, "no such roles; registers");
 
-// Packets lie in a range of the signal segment that holds nothing else, so that what is left from an earlier call is always older than this one.
+// Packets lie in a range of the signal segment that holds nothing else: between calls it is all zeros, whatever plan comes next.
 // p.partial_offset is its start, p.tiles the number of all tiles. A thread has two rows of a tile, and kPackets packets of each.
 constexpr uint32_t kRowWords = Config::kBlockN / 8;  // pairs of values of one row
-constexpr uint32_t kPacketWords = 3, kPackets = (kRowWords + kPacketWords - 1) / kPacketWords;
-constexpr uint32_t kBatch = kPackets % 3 == 0 ? 3 : kPackets % 2 == 0 ? 2 : 1;  // of every source that a thread waits for at once
+constexpr uint32_t kPacketWords = 4, kPackets = kRowWords / kPacketWords;
+static_assert(kRowWords % kPacketWords == 0, "whole packets");
 constexpr uint32_t kWarpPackets = 2 * kPackets * 32;
 
 struct Tiles : BasicOp<Config, Parameters> {
@@ -65,14 +67,15 @@ struct Tiles : BasicOp<Config, Parameters> {
     if constexpr (Config::kTwoShot == 0) {
       const uint32_t all = p.tiles * warps();
 #pragma unroll 1
-      for (uint32_t i = 1; i < kWorldSize; ++i) send(call, d, packets((rank + i) % kWorldSize, rank * all + group), row);
-      if (row < p.rows) add_all<0>(call, d, group, all);
-      if (row + 8 < p.rows) add_all<1>(call, d, group, all);
+      for (uint32_t i = 1; i <= kWorldSize; ++i) send(d, packets((rank + i) % kWorldSize, rank * all + group), row);  // its own rank, too
+      ptx::Words* from = packets(rank, group);
+      if (row < p.rows) add_all<0>(call, d, from, all);
+      if (row + 8 < p.rows) add_all<1>(call, d, from, all);
     } else {
       const uint32_t owner = group % kWorldSize, slot = group / kWorldSize, sums = kWorldSize * owned();
       if (owner != rank) {
-        send(call, d, packets(owner, rank * owned() + slot), row);
-        const ptx::Words* from = packets(rank, sums + group);
+        send(d, packets(owner, rank * owned() + slot), row);
+        ptx::Words* from = packets(rank, sums + group);
         if (row < p.rows) receive<0, false>(call, d, from, owner);
         if (row + 8 < p.rows) receive<1, false>(call, d, from, owner);
         return;
@@ -81,112 +84,100 @@ struct Tiles : BasicOp<Config, Parameters> {
 #pragma unroll 1
       for (uint32_t i = 1; ok && i < kWorldSize; ++i) {  // after the own values, unrounded, the others' from the next rank on
         const uint32_t source = (rank + i) % kWorldSize;
-        const ptx::Words* from = packets(rank, source * owned() + slot);
+        ptx::Words* from = packets(rank, source * owned() + slot);
         if (row < p.rows) ok = receive<0, true>(call, d, from, source);
         if (ok && row + 8 < p.rows) ok = receive<1, true>(call, d, from, source);
       }
       if (!ok) return;  // nobody may take what is not the sum for it
 #pragma unroll 1
-      for (uint32_t i = 1; i < kWorldSize; ++i) send(call, d, packets((rank + i) % kWorldSize, sums + group), row);
+      for (uint32_t i = 1; i < kWorldSize; ++i) send(d, packets((rank + i) % kWorldSize, sums + group), row);
     }
   }
 
-  // Word w of a row: the values (d[element], d[element + 1]).
-  MK_DEVICE static constexpr uint32_t element(uint32_t half, uint32_t w) { return w * 4 + half * 2; }
-  MK_DEVICE static ptx::Words packet(const Call& call, const float (&d)[Config::kBlockN / 2], uint32_t half, uint32_t i) {
+  // Word j of packet i of a row: the values (d[element], d[element + 1]).
+  MK_DEVICE static constexpr uint32_t element(uint32_t half, uint32_t i, uint32_t j) { return (i * kPacketWords + j) * 4 + half * 2; }
+  MK_DEVICE static ptx::Words packet(const float (&d)[Config::kBlockN / 2], uint32_t half, uint32_t i) {
     ptx::Words v;
 #pragma unroll
     for (uint32_t j = 0; j < kPacketWords; ++j) {
-      const uint32_t w = i * kPacketWords + j, e = element(half, w);
-      v.word[j] = w < kRowWords ? ptx::pack<Shape::kElement>(d[e], d[e + 1]) : 0;
+      const uint32_t e = element(half, i, j);
+      v.word[j] = ~ptx::pack<Shape::kElement>(d[e], d[e + 1]);
     }
-    v.word[kPacketWords] = static_cast<uint32_t>(call.epoch);
     return v;
   }
-  MK_DEVICE void send(const Call& call, const float (&d)[Config::kBlockN / 2], ptx::Words* to, uint32_t row) const {
+  MK_DEVICE static void values_of(uint32_t word, float& low, float& high) { ptx::unpack<Shape::kElement>(~word, low, high); }
+  MK_DEVICE void send(const float (&d)[Config::kBlockN / 2], ptx::Words* to, uint32_t row) const {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       if (row + half * 8 >= p.rows) continue;
 #pragma unroll
-      for (uint32_t i = 0; i < kPackets; ++i) ptx::store_packet(to + (half * kPackets + i) * 32, packet(call, d, half, i));
+      for (uint32_t i = 0; i < kPackets; ++i) ptx::store_packet(to + (half * kPackets + i) * 32, packet(d, half, i));
     }
   }
   // One row from one rank: added to the own values, or instead of them. False: it did not come.
   template <uint32_t Half, bool Adds>
-  MK_DEVICE bool receive(const Call& call, float (&d)[Config::kBlockN / 2], const ptx::Words* from, uint32_t source) const {
+  MK_DEVICE bool receive(const Call& call, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t source) const {
+    ptx::Words v[kPackets];
+    if (!take<1>(call, v, from + Half * kPackets * 32, 0, source)) return false;
 #pragma unroll
-    for (uint32_t first = 0; first < kPackets; first += kBatch) {
-      ptx::Words v[kBatch];
-      if (!wait_packets<1>(call, v, [&](uint32_t, uint32_t b) { return from + (Half * kPackets + first + b) * 32; }, source)) return false;
+    for (uint32_t i = 0; i < kPackets; ++i) {
 #pragma unroll
-      for (uint32_t b = 0; b < kBatch; ++b) {
-#pragma unroll
-        for (uint32_t j = 0; j < kPacketWords; ++j) {
-          const uint32_t w = (first + b) * kPacketWords + j, e = element(Half, w);
-          if (w >= kRowWords) continue;
-          float low, high;
-          ptx::unpack<Shape::kElement>(v[b].word[j], low, high);
-          d[e] = Adds ? d[e] + low : low, d[e + 1] = Adds ? d[e + 1] + high : high;
-        }
+      for (uint32_t j = 0; j < kPacketWords; ++j) {
+        const uint32_t e = element(Half, i, j);
+        float low, high;
+        values_of(v[i].word[j], low, high);
+        d[e] = Adds ? d[e] + low : low, d[e + 1] = Adds ? d[e + 1] + high : high;
       }
     }
     return true;
   }
-  // One row from all ranks, added up in the order of the ranks; the own values rounded, as the others see them.
+  // One row from all ranks, `all` blocks apart, added up in their order.
   template <uint32_t Half>
-  MK_DEVICE void add_all(const Call& call, float (&d)[Config::kBlockN / 2], uint32_t group, uint32_t all) const {
-    const uint32_t rank = p.world.rank;
+  MK_DEVICE void add_all(const Call& call, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t all) const {
+    ptx::Words v[kWorldSize * kPackets];
+    if (!take<kWorldSize>(call, v, from + Half * kPackets * 32, uint64_t(all) * kWarpPackets, 0)) return;
 #pragma unroll
-    for (uint32_t first = 0; first < kPackets; first += kBatch) {
-      ptx::Words v[kWorldSize * kBatch];
-      const auto at = [&](uint32_t s, uint32_t b) {
-        return s == rank ? nullptr : packets(rank, s * all + group) + (Half * kPackets + first + b) * 32;
-      };
-      if (!wait_packets<kWorldSize>(call, v, at, rank)) return;
+    for (uint32_t i = 0; i < kPackets; ++i) {
 #pragma unroll
-      for (uint32_t b = 0; b < kBatch; ++b) {
-        const ptx::Words own = packet(call, d, Half, first + b);
+      for (uint32_t j = 0; j < kPacketWords; ++j) {
+        const uint32_t e = element(Half, i, j);
+        float low = 0.0f, high = 0.0f;
 #pragma unroll
-        for (uint32_t j = 0; j < kPacketWords; ++j) {
-          const uint32_t w = (first + b) * kPacketWords + j, e = element(Half, w);
-          if (w >= kRowWords) continue;
-          float low = 0.0f, high = 0.0f;
-#pragma unroll
-          for (uint32_t s = 0; s < kWorldSize; ++s) {
-            float x, y;
-            ptx::unpack<Shape::kElement>(s == rank ? own.word[j] : v[s * kBatch + b].word[j], x, y);
-            low += x, high += y;
-          }
-          d[e] = low, d[e + 1] = high;
+        for (uint32_t s = 0; s < kWorldSize; ++s) {
+          float x, y;
+          values_of(v[s * kPackets + i].word[j], x, y);
+          low += x, high += y;
         }
+        d[e] = low, d[e + 1] = high;
       }
     }
   }
-  // Loads kBatch packets of each source until all are of this call; at(s, b) is where, or null for one that is not waited for.
-  template <uint32_t Sources, class At>
-  MK_DEVICE bool wait_packets(const Call& call, ptx::Words (&v)[Sources * kBatch], const At& at, uint32_t peer) const {
+  // Takes a row's packets from each of Sources ranks, `first` and up, `stride` packets apart, once all their words have come; leaves zeros there.
+  template <uint32_t Sources>
+  MK_DEVICE bool take(const Call& call, ptx::Words (&v)[Sources * kPackets], ptx::Words* from, uint64_t stride, uint32_t first) const {
+    const auto at = [&](uint32_t i) { return from + i / kPackets * stride + i % kPackets * 32; };
     Patience patience(call, p.world.timeout_ns);
     while (true) {
-      const ptx::Words* missing = nullptr;
-      uint32_t writer = peer;
+      uint32_t missing = Sources * kPackets;
 #pragma unroll
-      for (uint32_t s = 0; s < Sources; ++s) {
-#pragma unroll
-        for (uint32_t b = 0; b < kBatch; ++b) {
-          const ptx::Words* from = at(s, b);
-          if (from == nullptr) continue;
-          v[s * kBatch + b] = ptx::load_packet(from);
-          if (v[s * kBatch + b].word[kPacketWords] == static_cast<uint32_t>(call.epoch)) continue;
-          missing = from, writer = Sources > 1 ? s : peer;
-        }
+      for (uint32_t i = 0; i < Sources * kPackets; ++i) {
+        v[i] = ptx::load_packet(at(i));
+        const uint32_t* word = v[i].word;
+        const bool here = (word[0] != 0) & (word[1] != 0) & (word[2] != 0) & (word[3] != 0);  // && would be branches
+        if (!here) missing = i;
       }
-      if (missing == nullptr) return true;
-      const uint64_t* flag = reinterpret_cast<const uint64_t*>(missing) + 1;  // the number is the upper half of a packet's upper word
-      const abi::State state = patience.pass(flag, call.epoch << 32);
+      if (missing == Sources * kPackets) break;
+      // Of the packet's halves that one which lacks a word: it is less now, as a number, than with that word.
+      const uint32_t half = v[missing].word[0] != 0 && v[missing].word[1] != 0;
+      const uint64_t now = v[missing].word[half * 2] | uint64_t(v[missing].word[half * 2 + 1]) << 32;
+      const abi::State state = patience.pass(reinterpret_cast<const uint64_t*>(at(missing)) + half, now + 1);
       if (state == abi::kRunning) continue;
-      fail(call, state, Awaited{abi::kFlagChunk, 0, writer}, call.epoch, 0);
+      fail(call, state, Awaited{abi::kFlagChunk, 0, first + missing / kPackets}, call.epoch, 0);
       return false;
     }
+#pragma unroll
+    for (uint32_t i = 0; i < Sources * kPackets; ++i) ptx::store_packet(at(i), ptx::Words{});
+    return true;
   }
 };
 

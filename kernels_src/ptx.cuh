@@ -164,7 +164,7 @@ MK_DEVICE uint32_t compare_and_swap(uint32_t* p, uint32_t expected, uint32_t des
   return old;
 }
 
-// ---- numbers: two float32 to one packed pair, `low` in the low half
+// ---- numbers: two float32 to one packed pair, `low` in the low half; any NaN becomes 0x7fff
 enum class Element : uint32_t { kBFloat16 = 0, kFloat16 = 1 };
 template <Element E>
 MK_DEVICE uint32_t pack(float low, float high) {
@@ -222,22 +222,19 @@ MK_DEVICE void store_global(void* p, const Words& v) {
                : "memory");
 }
 
-// Packets: 16 bytes that are stored and loaded at once, so that one word of them can tell whether the others are there.
+// Packets: four words, each of them stored and loaded at once, in any order (relaxed; the instruction orders nothing).
 MK_DEVICE Words load_packet(const Words* p) {
   Words v;
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.sys.global.b128 v, [%4]; mov.b128 {l, h}, v; mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
-      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-      : "l"(p)
-      : "memory");
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
   return v;
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
-  asm volatile(
-      "{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h}; st.relaxed.sys.global.b128 [%0], v; "
-      "}" ::"l"(p),
-      "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
-      : "memory");
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+               "r"(v.word[3])
+               : "memory");
 }
 
 // Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).

@@ -40,6 +40,7 @@ MKC_API void mkc_store_wait(uint32_t pending, bool read_only);
 MKC_API void mkc_check_word(const void* p, uint32_t bytes);  // before: is the address a legal one?
 MKC_API void mkc_acquired(const void* p, uint64_t seen);     // after an acquiring load
 MKC_API void mkc_released();                                 // after a store or atomic that others may wait for
+MKC_API uint32_t mkc_random(uint32_t count);                 // one of so many possibilities
 
 MKC_API void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3);
 

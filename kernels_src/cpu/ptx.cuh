@@ -186,20 +186,20 @@ MK_DEVICE void store_global(void* p, const Words& v) {
   *static_cast<Words*>(p) = v;
 }
 
-// The upper half is stored last and loaded first: who sees it sees the lower half.
 MK_DEVICE Words load_packet(const Words* p) {
-  mkc_check_word(p, sizeof(uint64_t));
-  const auto* half = reinterpret_cast<const uint64_t*>(p);
-  const uint64_t high = __atomic_load_n(half + 1, __ATOMIC_ACQUIRE), low = __atomic_load_n(half, __ATOMIC_RELAXED);
-  return Words{
-      {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
+  mkc_check_word(p, sizeof(Words));
+  Words v;
+  for (uint32_t i = 0; i < 4; ++i) v.word[i] = __atomic_load_n(&p->word[i], __ATOMIC_RELAXED);
+  return v;
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
-  mkc_check_word(p, sizeof(uint64_t));
-  auto* half = reinterpret_cast<uint64_t*>(p);
-  __atomic_store_n(half, v.word[0] | uint64_t(v.word[1]) << 32, __ATOMIC_RELAXED);
-  __atomic_store_n(half + 1, v.word[2] | uint64_t(v.word[3]) << 32, __ATOMIC_RELEASE);
-  mkc_released();
+  mkc_check_word(p, sizeof(Words));
+  const uint32_t first = mkc_random(4);
+  for (uint32_t i = 0; i < 4; ++i) {  // others may run between any two
+    const uint32_t at = (first + i) % 4;
+    __atomic_store_n(&p->word[at], v.word[at], __ATOMIC_RELAXED);
+    mkc_released();
+  }
 }
 
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3); }

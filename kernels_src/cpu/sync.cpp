@@ -262,6 +262,11 @@ void mkc_released() {
   s.maybe_yield();
 }
 
+uint32_t mkc_random(uint32_t count) {
+  const Call call;
+  return static_cast<uint32_t>(call.scheduler.random() % count);
+}
+
 // ---- mbarriers
 
 void mkc_mbarrier_init(uint64_t* word, uint32_t count) {

@@ -118,7 +118,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         rows = p.rows * p.topology.size if self.op == REDUCE_SCATTER else p.rows
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
         how = f"{p.algorithm}{' in packets' if self.packets else ''}, " if self.op == ALLREDUCE else ""
-        travel = "packets of six values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
+        travel = "packets of eight values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs\n"
@@ -178,12 +178,12 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @property
     def packet_bytes(self) -> int:
-        """Of the range of packets in the signal segment: 16 bytes for six values, for whole warps of 16 rows."""
+        """Of the range of packets in the signal segment: 16 bytes for eight values, for whole warps of 16 rows."""
         if not self.packets:
             return 0
         size, warps = self.problem.topology.size, self.tiles * math.ceil(min(self.problem.rows, BLOCK_M) / 16)
         blocks = size * warps if self.problem.one_shot else size * math.ceil(warps / size) + warps
-        return blocks * 2 * math.ceil(self.tile.block_n / 8 / 3) * 32 * 16
+        return blocks * 16 * self.tile.block_n * 2
 
     @property
     def flag_words(self) -> int:

@@ -147,7 +147,7 @@ def assemble(
             shape = (topology.local_rank(rank), topology.ranks_per_node)
             data = backend.segment(heap_bytes, *shape)
             undo.callback(data.close)
-            # Packets must be stored at once, which PCIe does not promise: there is no room for them in host memory.
+            # Only engines want flags in host memory, and packets stay where there is none: no room for them there.
             signals = backend.segment(abi.FLAG_BYTES if host else SIGNAL_BYTES, *shape, host=host)
             undo.callback(signals.close)
             block = backend.allocate_host(ctypes.sizeof(abi.HostBlock))

@@ -37,6 +37,7 @@ def structure(*names: str, maps: tuple[str, ...] = (), words: int | None = None)
 
 Primitives = structure("out", "words", "flags")
 Numbers = structure("packed", "floats", "out")
+Nans = structure("wrong")
 GemmTile = structure("steps", "tiles_m", maps=("a", "b", "c"), words=8)
 Faults = structure("in_", "out", "flag", words=8)
 Relay = structure("in_", "middle", "out", "flag", "pieces", "expected", words=8)

@@ -15,7 +15,7 @@ import pytest
 from mkernel.errors import Error
 from mkernel.jit.headers import kernels_src
 from mkernel.runtime.cpu import CpuDevice
-from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Numbers, Primitives, Relay, aligned, load, map_of
+from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Nans, Numbers, Primitives, Relay, aligned, load, map_of
 
 SEEDS = range(8)
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -82,6 +82,15 @@ def test_numbers(dtype: str) -> None:
         assert ((out[:, 2].copy().view(np.uint16).reshape(64, 2) == numbers.reshape(64, 2)) | nan).all()
         assert (out[:, 3] == given).all(), "a float's bits are left alone"
         assert (out[:, 4:] == np.roll(out[:, :4], -1, axis=0)).all(), "what the neighbour has stored"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_nan_becomes_the_same_one(dtype: str) -> None:
+    """As PTX has it: hence no two numbers rounded have all bits set, which is what packets build on."""
+    wrong = aligned(1, np.uint32)
+    kernel = load("nans", Nans, threads=64, kFloat16=int(dtype == "float16"))
+    CpuDevice().launch(kernel, 0, 1, bytes(Nans(wrong.ctypes.data)))
+    assert wrong[0] == 0
 
 
 # ---- TMA, wgmma, stmatrix

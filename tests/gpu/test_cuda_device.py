@@ -109,6 +109,16 @@ class Calls:
 
 
 # ---- the machine
+@pytest.mark.parametrize("float16", [0, 1])
+def test_every_nan_becomes_the_same_one(device: CudaDevice, monkeypatch: pytest.MonkeyPatch, float16: int) -> None:
+    """The kernel of target cpu's test of the same name."""
+    folder = ROOT / "tests" / "cpu_target" / "kernels"
+    monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[folder]))
+    kernel, wrong = device.load(KernelSpec("nans", (("kFloat16", float16),), THREADS, 0, 8)), device.allocate(4)
+    device.launch(kernel, device.stream(None), 1, wrong.to_bytes(8, "little"))
+    assert device.read(wrong, 4) == bytes(4)
+
+
 def test_available() -> None:
     gpus = cuda.available()
     assert [gpu.ordinal for gpu in gpus] == list(range(len(gpus)))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from covering import pairwise
+from numpy.typing import NDArray
 
 import mkernel as mk
 from mkernel import env
@@ -171,6 +172,27 @@ def test_packets(
     assert make_plan(problem, sms).packets
     for seed in some_seeds(request):
         check(ranks(back_to_back, world, case, seed, 0.0, rows, seed=seed))
+
+
+def _special(world: Any, case: Case) -> tuple[NDArray[Any], list[Result]]:
+    """Three rows in turn: NaNs with all bits set, zeros, infinities. Then two calls of ordinary numbers."""
+    a, b = aligned((35, case.k), case.dtype), aligned((case.k, case.n), case.dtype)
+    a.view(np.uint16)[0::3], a[1::3], a[2::3], b[...] = 0xFFFF, 0.0, np.inf, 1.0
+    c = mk.gemm_allreduce(a, b, world=world, **case.options)
+    rank = Rank(world, case, 3, (35,))
+    return np.array(c, np.float32), [rank.call(number, 35, use_of(number, case)) for number in range(2)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("how", ["one_shot", "packets"])
+def test_numbers_that_are_none_travel_in_packets(how: str, dtype: str) -> None:
+    """No value is taken for one that has not come."""
+    found = ranks(_special, "1x3", case_of(how, dtype, 64, 136), seed=1)
+    check([results for _, results in found])
+    for c, _ in found:
+        assert np.isnan(c[0::3]).all()
+        assert (c[1::3] == 0.0).all()
+        assert np.isposinf(c[2::3]).all()
 
 
 # ---- the checks themselves
