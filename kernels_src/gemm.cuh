@@ -420,15 +420,17 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
                              uint32_t steps, uint32_t warpgroup, bool accumulate) {
   const bool reports = ptx::lane_index() == 0;
   uint64_t* previous = nullptr;
+  uint32_t step = 0;
 #pragma unroll 1
-  for (uint32_t step = 0; step < steps; ++step, stage.advance()) {
+  do {  // at least once: with a way around it ptxas may find accumulators defined outside wgmma, and serializes it
     ptx::mbarrier_wait(&storage.stage_filled[stage.index], stage.parity);
     const char* a = storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes;
     multiply_stage<N, Config>(d, a, storage.pipeline.b[stage.index], accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
     if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
     previous = &storage.stage_consumed[stage.index];
-  }
+    stage.advance();
+  } while (++step < steps);
   ptx::wgmma_wait<0>(d);
   if (reports) ptx::mbarrier_arrive(previous);
 }

@@ -124,7 +124,7 @@ class SignalHeader(ctypes.Structure):
 
 SIGNAL_FLAGS = ctypes.sizeof(SignalHeader)
 FLAG_BYTES = 4 << 20  # of the signal segment: the header and the flags of the ops; then come
-PACKET_BYTES = 16 << 20  # packets: words that are data and flag at once
+PACKET_BYTES = 18 << 20  # packets: words that are data and flag at once; results of 8 MiB in two steps, and tiles that are not full
 
 
 class TraceRecord(ctypes.Structure):

@@ -32,13 +32,13 @@ REDUCE_SCATTER, ALLREDUCE = "gemm_reduce_scatter", "gemm_allreduce"
 ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
 PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
-_TAIL = 0.35  # of a tile's time: what comes last is waited for
+_TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/benchmarks.md)
 _PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
-_PACKET_VALUES = 5 << 20  # bytes of a result up to which packets are faster
+_PACKET_VALUES = 8 << 20  # bytes of a result up to which packets are faster
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 

@@ -58,6 +58,14 @@ def test_kernel(caplog: pytest.LogCaptureFixture, how: str, world: str, block_n:
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 
+@pytest.mark.parametrize("world", ["1x2", "1x4", "2x2"])
+@pytest.mark.parametrize("block_n", [64, 128, 192, 256])
+@pytest.mark.parametrize("how", HOWS)
+def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, how: str, block_n: int, world: str) -> None:
+    """Every one of them: ptxas decides by the details of what stands around the loop."""
+    compiled(caplog, plan_of(how, world, block_n, "bfloat16", True, "output").spec)
+
+
 @pytest.mark.cases(
     algorithm=ALGORITHMS,
     size=tuple(range(2, 9)),

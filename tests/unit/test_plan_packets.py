@@ -83,9 +83,11 @@ def test_few_values_inside_a_node_travel_in_packets(algorithm: str, changes: dic
 
 
 def test_as_much_as_there_is_room_for() -> None:
-    """Up to five MiB in two steps; between eight ranks one step needs more room."""
-    assert plan_of(8, "two_shot", 256, 10240, 132).packets
-    assert not plan_of(8, "two_shot", 256, 10248, 132).packets
+    """Up to eight MiB in two steps; between eight ranks one step needs more room."""
+    for size in range(2, 9):
+        assert plan_of(size, "two_shot", 512, 8192, 132).packets
+        assert plan_of(size, "two_shot", 508, 8248, 132).packets, "tiles that are not full"
+        assert not plan_of(size, "two_shot", 512, 8200, 132).packets
     plans = [plan_of(8, "one_shot", rows, 8192, 132) for rows in range(16, 321, 16)]
     fits = [plan.packets for plan in plans]
     assert fits == sorted(fits, reverse=True)
