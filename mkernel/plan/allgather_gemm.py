@@ -29,6 +29,8 @@ _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (m
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _SM_FLOPS = 5.3e12  # per second, of the tile loop
 _WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
+_CTA_READS, _CTA_WRITES = 40e9, 46e9  # the same for one CTA of intra_comm
+_IN_TIME = 0.6  # of the time that multiplying takes: when the last chunk should have come
 _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 
@@ -217,7 +219,7 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     tiles_n = math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * topology.size * tiles_n
     wanted = split or Split()
-    default = default_split(topology, sm_count)
+    default = default_split(problem, sm_count, tiles)
     if wanted.compute is wanted.intra_comm is None and warps_pay(problem, tile, tiles, default.complete(default, sm_count)):
         wanted = dataclasses.replace(wanted, intra_comm=0)
     chosen = wanted.complete(default, sm_count, spared)
@@ -272,9 +274,17 @@ def choose_piece(part_k: int) -> tuple[int, int]:
     return 1, next(share for share in range(_PIECE_UNITS, 0, -1) if units % share == 0)
 
 
-def default_split(topology: Topology, sm_count: int) -> Split:
-    """Measured on H200: pushing to three peers peaks at 9 CTAs and falls beyond (docs/architecture.md)."""
+def default_split(problem: AllGatherGemmProblem, sm_count: int, tiles: int) -> Split:
+    """Measured on H200: pushing to three peers peaks at 9 CTAs and falls beyond (docs/architecture.md).
+
+    Where there is time, fewer push: tiles are multiplied faster beside a steady flow than beside a short flood (docs/benchmarks.md).
+    """
+    topology = problem.topology
     intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
+    if topology.num_nodes == 1 < topology.size and tiles > _FEW_WAVES * sm_count:
+        multiplying = 2 * problem.rows * topology.size * problem.n * problem.k / (_SM_FLOPS * sm_count)
+        pushing = problem.rows * problem.k * 2 * max(1 / _CTA_READS, (topology.size - 1) / _CTA_WRITES)
+        intra = min(intra, max(2, math.ceil(pushing / (_IN_TIME * multiplying))))
     send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
     return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
 

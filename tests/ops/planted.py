@@ -22,16 +22,16 @@ _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _SLOW_US = 400.0  # puts are under way for as long as a call takes, and complete up to four calls later
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
 WORKLOADS = {
-    "tiles": (Case("bfloat16", 256, 264), 3, (300, 129), 20.0),  # several steps of k, several tiles
-    "parts": (Case("bfloat16", 4096, 8), 2, (129, 7), 20.0),  # K travels in parts
-    "chunks": (Case("bfloat16", 64, 8), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
-    "short": (Case("bfloat16", 64, 8), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
-    "slow": (Case("bfloat16", 64, 8), 12, (7, 130), _SLOW_US),
+    "tiles": (Case("bfloat16", 256, 264, split="mover"), 3, (300, 129), 20.0),  # several steps of k, several tiles
+    "parts": (Case("bfloat16", 4096, 8, split="mover"), 2, (129, 7), 20.0),  # K travels in parts
+    "chunks": (Case("bfloat16", 64, 8, split="mover"), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
+    "short": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
+    "slow": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), _SLOW_US),
     "warps": (Case("bfloat16", 256, 264, split="warps"), 3, (300, 129), 20.0),  # no communication CTAs
     "warps short": (Case("bfloat16", 64, 8, split="warps"), 12, (7, 130), 20.0),
     # The same for the reductions.
     "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),
-    "reduce exactly": (Case("bfloat16", 64, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),
+    "reduce exactly": (Case("bfloat16", 520, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),
     "reduce short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (7, 130), 20.0),
     "reduce slow": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (7, 130), _SLOW_US),
     "one shot": (Case("bfloat16", 64, 264, op=_ALL, partials="float32", algorithm="one_shot"), 4, (129, 7), 20.0),

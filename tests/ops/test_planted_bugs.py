@@ -106,19 +106,23 @@ BUGS = [
         workload="slow",
     ),
     # Bulk stores.
-    Bug("a block is overwritten while it is stored", "gemm.cuh", "      ptx::store_wait_read<1>();  // the panel before has been read\n"),
+    Bug(
+        "a block is overwritten while it is stored",
+        "gemm.cuh",
+        "      ptx::store_wait_read<Shape::kResultBuffers - 1>();  // the oldest has been read\n",
+    ),
     Bug(
         "a tile's last block is overwritten while it is stored",
         "gemm.cuh",
-        "    ptx::store_wait_read<0>();\n    give_back();",
-        "    give_back();",
+        "    ptx::store_wait_read<0>();\n    while (on_their_way",
+        "    while (on_their_way",
     ),
     Bug("a piece is overwritten", "copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
     Bug(
         "nobody waits for the result's stores",
         "gemm.cuh",
-        "    ptx::store_wait_read<0>();\n    give_back();\n  }\n",
-        "    give_back();\n  }\n",
+        "    ptx::store_wait_read<0>();\n    while (on_their_way > 0) give_back();\n  }\n",
+        "    while (on_their_way > 0) give_back();\n  }\n",
         found_as="bulk stores in flight",
     ),
     Bug(

@@ -36,7 +36,7 @@ from tests.ops.test_allgather_gemm import _Lent, ranks, seeds
 from tests.reference import roundings, worst_sum_over_bound
 
 HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")  # the reduce-scatter, and the all-reduce by its algorithms
-SHAPES = ((64, 520), (136, 256), (8, 8), (200, 72), (8, 1032))  # (K / W, N); of the last, an owner's tiles are several chunks
+SHAPES = ((64, 520), (136, 256), (8, 8), (200, 72), (8, 1272))  # (K / W, N); of the last, an owner's tiles are several chunks
 _FAULTS = emulated.Faults
 _AXES: dict[str, Any] = {
     "world": WORLDS,

@@ -230,8 +230,18 @@ def test_warps_push_where_that_saves_a_wave(size: int, s: int, pays: bool) -> No
     """512 tiles are four waves of 132 SMs, and more than four of 124."""
     problem = AllGatherGemmProblem(Topology(size, size), s // size, s // 4, s, "bfloat16", False)
     assert (make_plan(problem, 132).split.intra_comm == 0) is pays
-    assert make_plan(problem, 132, Split(compute=120)).split == Split(120, 8, 0, 0), "who names compute leaves room for the others"
+    assert make_plan(problem, 132, Split(compute=120)).split.intra_comm != 0, "who names compute leaves room for the others"
     assert make_plan(problem, 132, Split(intra_comm=4)).split == Split(128, 4, 0, 0)
+
+
+def test_pushing_takes_the_time_there_is() -> None:
+    """Of a long product few CTAs push, of a short one, or where much is to be pushed for it, eight."""
+    by_size = {s: make_plan(AllGatherGemmProblem(Topology(4, 4), s // 4, s // 4, s, "bfloat16", False), 132) for s in (4096, 16384, 32768)}
+    assert [plan.split.intra_comm for plan in by_size.values()] == [8, 5, 3]
+    narrow = dataclasses.replace(by_size[32768].problem, n=1024)
+    assert make_plan(narrow, 132).split.intra_comm == 8
+    across = dataclasses.replace(by_size[32768].problem, topology=Topology(4, 2))
+    assert make_plan(across, 132).split.intra_comm == 8, "they forward, too"
 
 
 def test_a_split_is_completed() -> None:
@@ -279,7 +289,8 @@ def test_the_default_split_always_fits(topology: Topology, sms: int) -> None:
     assert (split.intra_comm or plan.pushers) > 0 or topology.ranks_per_node == 1
     assert (split.inter_send or 0) > 0 or topology.num_nodes == 1
     if plan.pushers == 0:
-        assert split == default_split(topology, sms).complete(default_split(topology, sms), sms)
+        default = default_split(plan.problem, sms, plan.num_tiles)
+        assert split == default.complete(default, sms)
 
 
 # ---- what is compiled, and what ranks compare
