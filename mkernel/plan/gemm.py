@@ -48,8 +48,8 @@ class GemmTile:
 
 
 def _result_bytes(block_n: int) -> int:
-    """Where results wait to be stored: room for a whole tile at least, so that no thread that multiplies waits for stores over NVLink."""
-    return (4 if block_n >= 128 else 2) * _RESULT_BYTES
+    """Where results wait to be stored: room for a whole tile, so that no thread that multiplies waits for stores over NVLink."""
+    return max(2, block_n // 64) * _RESULT_BYTES
 
 
 class GemmProblem(Protocol):
