@@ -208,7 +208,7 @@ def _worker(plan: _Plan) -> int:
     with mk.init(ranks_per_node=plan.topology.ranks_per_node, heap_bytes=heap) as world:
         if world.size != plan.topology.size:
             raise ArgumentError("--world", f"{plan.topology.size} ranks", f"must be the {world.size} that were started")
-        report = measure(world, settings)
+        report = measure(world, settings, lambda report: _write(report, options))
         if world.rank == 0:
             _write(report, options)
             print(render(report), flush=True)

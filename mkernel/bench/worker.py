@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench import machine
@@ -41,8 +41,11 @@ class Settings:
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keyword arguments of the op
 
 
-def measure(world: Any, settings: Settings) -> Report:
-    """Measure one op on this world. Collective; every rank returns the same rows."""
+def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] = lambda report: None) -> Report:
+    """Measure one op on this world. Collective; every rank returns the same rows.
+
+    ``after_row`` is called on rank 0 with what there is so far: a run that is cut short has not been in vain.
+    """
     if world.target != "cuda" and not settings.allow_cpu:
         raise ArgumentError("target", world.target, "speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
     op = OPS[settings.op]
@@ -73,6 +76,8 @@ def measure(world: Any, settings: Settings) -> Report:
         case = op.case(size, _topology(world), settings.dtype, **settings.options)
         _progress(world, f"{op.name} {size} ...")
         report.rows.append(_Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9))
+        if world.rank == 0:
+            after_row(report)
     # Not after a failure: closing is collective, and the peers may be gone.
     libraries.close()
     lab.close()

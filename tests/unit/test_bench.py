@@ -529,6 +529,19 @@ def test_a_failure_of_the_op_is_never_caught(monkeypatch: pytest.MonkeyPatch) ->
         measure(_World(), _settings())
 
 
+def test_what_is_measured_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_later(out: Any) -> None:
+        if out.shape[1] != 520:
+            raise RuntimeError("the second shape failed")
+
+    _stand_in(monkeypatch, fail_later)
+    told: list[Report] = []
+    with pytest.raises(RuntimeError, match="the second shape failed"):
+        measure(_World(), _settings(sizes=("64x520x64", "64x72x64")), lambda report: told.append(Report.from_json(report.to_json())))
+    assert [[row.shape["N"] for row in report.rows] for report in told] == [[520]]
+    assert told[0].rows[0].times[FUSED]
+
+
 def test_target_cpu_is_refused_unless_asked_for() -> None:
     with pytest.raises(ArgumentError, match="mean nothing"):
         measure(_World(), _settings(allow_cpu=False))
