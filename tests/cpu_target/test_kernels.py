@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mkernel import abi
 from mkernel.errors import Error
 from mkernel.jit.headers import kernels_src
 from mkernel.runtime.cpu import CpuDevice
-from tests.cpu_target.harness import BFLOAT16, Faults, GemmTile, Nans, Numbers, Primitives, Relay, aligned, load, map_of
+from tests.cpu_target.harness import BFLOAT16, Box, Faults, GemmTile, Nans, Numbers, Primitives, Relay, aligned, load, map_of
 
 SEEDS = range(8)
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -151,6 +152,28 @@ def test_float_rounding() -> None:
     device.launch(kernel, 0, 1, bytes(parameters))
     expected = (b.astype(np.float32) * np.float32(0.75)).astype(np.float16)
     assert (c.view(np.uint16) == expected.view(np.uint16)).all() or (c == expected).all()
+
+
+# ---- boxes of a tensor
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("start", [(0, 0, 0), (64, 1, 2), (128, 3, 3)])
+def test_a_box_in_shared_memory(start: tuple[int, int, int], swizzled: bool, rng: np.random.Generator) -> None:
+    """Rows of 128 bytes, row after row, plane after plane; zeros from outside the tensor. Swizzled, the chunks of a row change places."""
+    planes, rows, columns, box = 4, 5, 136, (64, 4, 2)
+    source = aligned((planes, rows, columns), np.uint16)
+    source[...] = rng.integers(1, 1 << 16, source.shape)
+    out = aligned((box[2] * box[1], 8, 8), np.uint16)
+    device = CpuDevice()
+    encoded = device.tensor_map(source.ctypes.data, "float16", (columns, rows, planes), source.strides[1::-1], box, swizzled)
+    kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes)
+    device.launch(kernel, 0, 1, bytes(Box(abi.TensorMap.from_buffer_copy(encoded), out.ctypes.data, *start)))
+    padded = np.zeros((planes + box[2], rows + box[1], columns + box[0]), np.uint16)
+    padded[:planes, :rows, :columns] = source
+    x, y, z = start
+    expected = padded[z : z + box[2], y : y + box[1], x : x + box[0]].reshape(out.shape)
+    if swizzled:
+        expected = np.stack([row[np.arange(8) ^ (number % 8)] for number, row in enumerate(expected)])
+    assert (out == expected).all()
 
 
 # ---- the relay: bulk copies, flags, the async proxy

@@ -457,7 +457,8 @@ def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> Non
 # ---- tensor maps
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("start", [(0, 0, 0), (64, 8, 1), (128, 24, 2), (64, 28, 1)])
-def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int], swizzled: bool) -> None:
     """A box from a strided tensor to another, whose ends it crosses: zeros come in, nothing goes out."""
     rows, columns, box = 30, 136, (64, 8, 1)
     source = np.arange(3 * rows * 160, dtype=np.uint16).reshape(3, rows, 160)
@@ -469,8 +470,8 @@ def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int]
         (*start, 0),
         (*start, 0),
         b"",
-        tuple(device.tensor_map(a.data.ptr, dtype, shape, (a.strides[1], a.strides[0]), box)),
-        tuple(device.tensor_map(c.data.ptr, dtype, shape, (c.strides[1], c.strides[0]), box)),
+        tuple(device.tensor_map(a.data.ptr, dtype, shape, (a.strides[1], a.strides[0]), box, swizzled)),
+        tuple(device.tensor_map(c.data.ptr, dtype, shape, (c.strides[1], c.strides[0]), box, swizzled)),
     )
     spec = KernelSpec("copy_box", (("kBoxBytes", 64 * 8 * 2),), 32, 2048, ctypes.sizeof(BoxParameters))
     device.launch(device.load(spec), device.stream(None), 1, bytes(parameters))
