@@ -31,6 +31,16 @@ TIMEOUT = 60.0  # of the cards' retries too: no test here is about them, and mac
 QUIET = 40.0  # seconds without any change after which nothing more is expected: longer than the retries
 
 
+def counters() -> dict[str, int]:
+    """Of the software card, those that are not 0: what it did where nothing goes on."""
+    found = {
+        path.name: int(path.read_text())
+        for path in Path("/sys/class/infiniband").glob("*/ports/1/hw_counters/*")
+        if path.name != "lifespan"
+    }
+    return {name: value for name, value in sorted(found.items()) if value}
+
+
 class Wires:
     """Sockets over the control network: machine 0 has one to each other machine, in order; the others have one, to machine 0."""
 

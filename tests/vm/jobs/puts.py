@@ -13,7 +13,7 @@ import random
 import sys
 import time
 
-from node import MACHINE, MACHINES, QUIET, Node, Wires
+from node import MACHINE, MACHINES, QUIET, Node, Wires, counters
 
 POOL = 8 << 20  # bytes at the beginning of each heap, the same everywhere
 SPACE = 24 << 20  # behind it, where puts land; used round and round
@@ -91,7 +91,9 @@ def main(transport: str, small: int, large: int, seed: int) -> None:
             moved = now
         else:
             time.sleep(0)  # the software card needs the processor too
-        assert now - moved < QUIET, f"stuck: {sent} sent, {acknowledged} acknowledged, {checked} checked, {issuer.completed} completed"
+        assert now - moved < QUIET, (
+            f"stuck: {sent} sent, {acknowledged} acknowledged, {checked} checked, {issuer.completed} completed; {counters()}"
+        )
     seconds = time.monotonic() - begin
     wires.exchange(b"")
     assert max(flags) == -(-len(theirs.puts) // CHANNELS)
