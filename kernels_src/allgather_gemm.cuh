@@ -18,8 +18,8 @@ constexpr uint32_t kPartK = Config::kK / Config::kParts, kPartBytes = kPartK * 2
 static_assert(Config::kParts == 1 || Config::kK % (Config::kParts * Shape::kBlockK) == 0, "a part is a whole number of k steps");
 static_assert(Config::kParts == 1 || kNodes == 1, "puts are contiguous in a");
 constexpr uint32_t kUnitBytes = kSwizzleBytes;  // of a row of the part map's box
-// A piece of a chunk of this rank's shard. With parts its rows are not contiguous, and one TMA load gathers them: a bulk load for each of them
-// was three times slower (docs/benchmarks.md).
+// A piece of a chunk of this rank's shard. With parts its rows are not contiguous, and one TMA load gathers them: a bulk load for each was half as
+// slow again (docs/benchmarks.md).
 constexpr uint32_t kOwnPieceBytes = Config::kParts == 1 ? kPieceBytes : Config::kPieceRows * Config::kPieceUnits * kUnitBytes;
 static_assert(Config::kParts == 1 || kPartBytes % (Config::kPieceUnits * kUnitBytes) == 0, "a row is a whole number of pieces' rows");
 static_assert(Config::kPieceRows == 1 || kPartBytes == Config::kPieceUnits * kUnitBytes, "several rows in a piece are whole");
