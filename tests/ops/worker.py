@@ -188,6 +188,7 @@ def raises() -> None:
     """Rank 1 raises where the others call."""
     with mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20) as world:
         _small_call(world)
+        world.barrier()  # all have what they need of the first call
         if world.rank == 1:
             raise ValueError("the input file is gone")
         first = outcome(lambda: _small_call(world))
