@@ -192,19 +192,22 @@ MK_DEVICE Copied own_copy(const Parameters& p, uint32_t index, uint64_t plane) {
   return Copied{chunk_bytes(p, index), flag_index(p, p.world.rank, index), row, unit,
                 own_chunk(p, index),   plane + chunk_offset(p, index),     true};
 }
-// Loads the piece at offset. What a box has beyond the chunk is loaded, too, and not stored.
-MK_DEVICE void load_piece(const Parameters& p, const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) {
-  if constexpr (Config::kParts == 1) {
-    ptx::bulk_load(smem, c.from + offset, bytes, bar);
-  } else {
-    ptx::tma_load_3d(smem, &p.part_map, bar, 0, c.unit + offset % kPartBytes / kUnitBytes, c.row + offset / kPartBytes);
-  }
-}
-
-struct PushedChunks {
+struct CopiedChunks {  // what all have in common that CopyRing copies here
   using Item = Copied;
   static constexpr uint32_t kPieceBytes = kOwnPieceBytes;
   const Parameters& p;
+  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return Config::kParts == 1 ? bytes : kPieceBytes; }
+  // The piece at offset. What a box has beyond the chunk is loaded, too, and not stored.
+  MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    if constexpr (Config::kParts == 1) {
+      ptx::bulk_load(smem, c.from + offset, bytes, bar);
+    } else {
+      ptx::tma_load_3d(smem, &p.part_map, bar, 0, c.unit + offset % kPartBytes / kUnitBytes, c.row + offset / kPartBytes);
+    }
+  }
+};
+
+struct PushedChunks : CopiedChunks {
   uint32_t begin;
   Handover &queue, &arrived;
   Handover::Position at, arrival;
@@ -222,10 +225,6 @@ struct PushedChunks {
   }
   MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(arrival); }
   MK_DEVICE bool wait(const Copied&) { return arrived.wait(arrival); }  // own chunks are ready
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return Config::kParts == 1 ? bytes : kPieceBytes; }
-  MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    load_piece(p, c, offset, smem, bytes, bar);
-  }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
     for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(heap(p.world, local_peer(p.world, i)) + c.to + offset, smem, bytes);
@@ -249,7 +248,7 @@ MK_DEVICE void push_chunks(const Call& call, const Parameters& p, CopyingStorage
   if (node_entered(call)) {
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
-    PushedChunks chunks{p, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
+    PushedChunks chunks{{p}, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
     ring.copy(chunks);
     at = chunks.at;
   }
@@ -278,10 +277,7 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingSto
 }
 
 // ---- inter_send: this rank's chunks to its rail peers (one thread)
-struct StagedChunk {  // a copy of one chunk into the heap, where the network can read it
-  using Item = Copied;
-  static constexpr uint32_t kPieceBytes = kOwnPieceBytes;
-  const Parameters& p;
+struct StagedChunk : CopiedChunks {  // a copy of one chunk into the heap, where the network can read it
   uint32_t chunk;
   MK_DEVICE uint32_t first() const { return chunk; }
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
@@ -289,10 +285,6 @@ struct StagedChunk {  // a copy of one chunk into the heap, where the network ca
   MK_DEVICE Copied item(uint32_t index) const { return own_copy(p, index, p.send_offset); }
   MK_DEVICE bool ready(const Copied&) const { return true; }
   MK_DEVICE bool wait(const Copied&) const { return true; }
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }  // K has one part
-  MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    load_piece(p, c, offset, smem, bytes, bar);
-  }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
     ptx::bulk_store(heap(p.world, p.world.local_rank) + c.to + offset, smem, bytes);
   }
@@ -307,7 +299,7 @@ struct ShardToSend {
   MK_DEVICE bool prepare(const Call&, uint32_t next) {
     chunk = next;
     if (p.stage_send != 0) {
-      StagedChunk staged{p, chunk};
+      StagedChunk staged{{p}, chunk};
       ring.copy(staged);
     }
     return true;

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
+from mkernel.plan.gemm import BLOCK_K, BLOCK_M, GROUP_M, SM_FLOPS, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -27,7 +27,6 @@ _SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
-_SM_FLOPS = 5.3e12  # per second, of the tile loop
 _WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
 _CTA_READS, _CTA_WRITES = 40e9, 46e9  # the same for one CTA of intra_comm
 _IN_TIME = 0.6  # of the time that multiplying takes: when the last chunk should have come
@@ -282,8 +281,8 @@ def default_split(problem: AllGatherGemmProblem, sm_count: int, tiles: int) -> S
     topology = problem.topology
     intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
     if topology.num_nodes == 1 < topology.size and tiles > _FEW_WAVES * sm_count:
-        multiplying = 2 * problem.rows * topology.size * problem.n * problem.k / (_SM_FLOPS * sm_count)
-        pushing = problem.rows * problem.k * 2 * max(1 / _CTA_READS, (topology.size - 1) / _CTA_WRITES)
+        multiplying = 2 * problem.rows * topology.size * problem.n * problem.k / (SM_FLOPS * sm_count)
+        pushing = _seconds_to_push(problem, _CTA_READS, _CTA_WRITES)
         intra = min(intra, max(2, math.ceil(pushing / (_IN_TIME * multiplying))))
     send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
     return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
@@ -297,10 +296,14 @@ def warps_pay(problem: AllGatherGemmProblem, tile: GemmTile, tiles: int, split: 
     size, compute = problem.topology.size, split.compute or 1
     waves = math.ceil(tiles / split.total)
     otherwise = tiles // compute + _HALVES if choose_slices(tiles, tile, split) > 1 else math.ceil(tiles / compute)
-    multiplying = waves * 2 * BLOCK_M * tile.block_n * problem.k / _SM_FLOPS
-    pushing = problem.rows * problem.k * 2 * max(1 / _WARPS_BYTES, (size - 1) / _LINK_BYTES)
     fewer = tiles <= _FEW_WAVES * split.total and otherwise >= _WARPS_GAIN * waves
-    return problem.topology.num_nodes == 1 < size and fewer and multiplying >= pushing
+    in_time = waves * tile.seconds(problem.k) >= _seconds_to_push(problem, _WARPS_BYTES, _LINK_BYTES)
+    return problem.topology.num_nodes == 1 < size and fewer and in_time
+
+
+def _seconds_to_push(problem: AllGatherGemmProblem, reads: float, writes: float) -> float:
+    """The shard to all others, where so many bytes a second are read, and written to all of them together."""
+    return problem.rows * problem.k * 2 * max(1 / reads, (problem.topology.size - 1) / writes)
 
 
 def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:

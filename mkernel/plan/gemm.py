@@ -11,7 +11,19 @@ from typing import Generic, Protocol, TypeVar
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 
-__all__ = ["BLOCK_K", "BLOCK_M", "GROUP_M", "THREADS", "GemmPlan", "GemmProblem", "GemmTile", "choose_load_rows", "choose_tile", "raster"]
+__all__ = [
+    "BLOCK_K",
+    "BLOCK_M",
+    "GROUP_M",
+    "SM_FLOPS",
+    "THREADS",
+    "GemmPlan",
+    "GemmProblem",
+    "GemmTile",
+    "choose_load_rows",
+    "choose_tile",
+    "raster",
+]
 
 BLOCK_M = 128
 BLOCK_K = 64
@@ -24,6 +36,7 @@ _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares
 
 _LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
 
+SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured (docs/benchmarks.md).
 _RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.88, 64: 0.58}
 
@@ -39,6 +52,10 @@ class GemmTile:
     def shared_bytes(self) -> int:
         stages = self.stages * (BLOCK_M + self.block_n) * BLOCK_K * 2
         return max(stages + _result_bytes(self.block_n), _PIECES_BYTES) + _BARRIER_BYTES
+
+    def seconds(self, k: int) -> float:
+        """How long an SM multiplies one."""
+        return 2 * BLOCK_M * self.block_n * k / SM_FLOPS
 
     @classmethod
     def deepest(cls, block_n: int) -> GemmTile:

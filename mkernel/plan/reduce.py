@@ -33,7 +33,6 @@ ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
 PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/benchmarks.md)
-_SM_FLOPS = 5.3e12  # per second, of the tile loop
 _LINK_BYTES = 250e9  # per second, that a link takes of a flood without much waiting
 _PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
@@ -292,9 +291,8 @@ def make_plan(
 def floods(plan: ReducePlan, sm_count: int) -> bool:
     """Whether the SMs together compute tiles of others faster than the link takes them (inside a node): then it must not rest meanwhile."""
     problem = plan.problem
-    seconds = 2 * BLOCK_M * plan.tile.block_n * problem.k / _SM_FLOPS  # of a tile
     inside = problem.topology.num_nodes == 1 < problem.topology.size and not problem.one_shot
-    return inside and sm_count * plan.partial_bytes > seconds * _LINK_BYTES
+    return inside and sm_count * plan.partial_bytes > plan.tile.seconds(problem.k) * _LINK_BYTES
 
 
 def fits_packets(plan: ReducePlan) -> bool:

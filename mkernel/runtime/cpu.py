@@ -24,7 +24,7 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.memory.memfd import Mapping, MemfdSegment, SharedMemory, import_fd
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
-from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
+from mkernel.runtime.device import Device, Extents, HostMemory, Kernel, TensorView
 
 __all__ = ["Cohort", "CpuDevice", "CpuKernel"]
 
@@ -634,15 +634,7 @@ class CpuDevice(Device):
     def load(self, spec: KernelSpec) -> CpuKernel:
         return CpuKernel(spec, compiler.compile(spec), self.sm_count)
 
-    def tensor_map(
-        self,
-        address: int,
-        dtype: str,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int],
-        box: tuple[int, int, int],
-        swizzled: bool = True,
-    ) -> bytes:
+    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
         size = dlpack.numpy_dtype(dtype).itemsize
         for name, value, ok, rule in (
             ("address", address, address % 16 == 0, "must be 16-byte aligned"),

@@ -24,7 +24,7 @@ from mkernel.memory.memfd import SharedMemory, import_fd
 from mkernel.memory.pinned import PinnedSegment, pin
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
-from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
+from mkernel.runtime.device import Device, Extents, HostMemory, Kernel, TensorView
 
 __all__ = ["CudaDevice", "CudaKernel", "Gpu", "available"]
 
@@ -343,15 +343,7 @@ class CudaDevice(Device):
         with self._lock, self._current():
             return CudaKernel(spec, cubin, self.sm_count, self.ordinal)
 
-    def tensor_map(
-        self,
-        address: int,
-        dtype: str,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int],
-        box: tuple[int, int, int],
-        swizzled: bool = True,
-    ) -> bytes:
+    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
         return self._encode(address or self._some_address, dtype, shape, strides, box, swizzled)
 
     @functools.cached_property
@@ -550,9 +542,7 @@ def _contiguous(shape: Sequence[int], item: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _encode(
-    address: int, dtype: str, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int], swizzled: bool
-) -> bytes:
+def _encode(address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool) -> bytes:
     cuda = driver()
     kinds = cuda.CUtensorMapDataType
     kind = {"bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}.get(dtype)

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
 
-__all__ = ["Copier", "Device", "HostMemory", "Kernel", "TensorView"]
+__all__ = ["Copier", "Device", "Extents", "HostMemory", "Kernel", "TensorView"]
+
+Extents = tuple[int, int, int]  # of a tensor map or its box, innermost first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,15 +122,7 @@ class Device(abc.ABC):
         """Compile (or find in the cache) and load. Raises CompileError. Nothing may be spinning on this device."""
 
     @abc.abstractmethod
-    def tensor_map(
-        self,
-        address: int,
-        dtype: str,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int],
-        box: tuple[int, int, int],
-        swizzled: bool = True,
-    ) -> bytes:
+    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
         """A 128-byte tensor map: three dimensions, innermost (contiguous) first, ``strides`` in bytes of dimensions 1 and 2.
 
         The box's inner extent is 64 16-bit elements, in shared memory with the 128-byte swizzle or, if not ``swizzled``, one after the
