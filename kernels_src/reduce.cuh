@@ -11,7 +11,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce,
-// kInterleaved, kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
+// kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
@@ -66,7 +66,7 @@ MK_DEVICE uint32_t finished_flag(const Parameters& p, uint32_t distance, uint32_
 }
 
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
-// one group later, the own ones: what they add has then had time to come. kInterleaved: the own ones among the others', so that the link never rests.
+// one group later, the own ones: what they add has then had time to come.
 // Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
@@ -111,18 +111,11 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
         const uint32_t whole = rest / (kWorldSize * p.group_tiles), group = whole + 1 < groups - 1 ? whole + 1 : groups - 1;
         rest -= (group - 1) * kWorldSize * p.group_tiles;
         begin = group * p.group_tiles;
-        const uint32_t size = group_size(begin), sent = kPeers * size;
-        bool is_own = rest >= sent;
-        if (Config::kInterleaved != 0 && rest < kWorldSize * size) {  // an own one after one of each peer's share
-          is_own = rest % kWorldSize == kPeers;
-          rest = is_own ? rest / kWorldSize : rest / kWorldSize * kPeers + rest % kWorldSize;
-        } else if (is_own) {
-          rest -= sent;
-        }
-        if (is_own) {
-          begin -= p.group_tiles;
+        const uint32_t sent = kPeers * group_size(begin);
+        if (rest < sent) {
+          owner = peer(rest / group_size(begin)), rest %= group_size(begin);
         } else {
-          owner = peer(rest / size), rest %= size;
+          rest -= sent, begin -= p.group_tiles;
         }
       }
     }

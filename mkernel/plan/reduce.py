@@ -33,7 +33,6 @@ ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
 PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/benchmarks.md)
-_LINK_BYTES = 250e9  # per second, that a link takes of a flood without much waiting
 _PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
@@ -90,7 +89,6 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
     packets: bool = False  # all-reduce inside a node: values travel in words that are their own flags
-    interleaved: bool = False  # own tiles are computed among those of others, not after a group of them
 
     @property
     def op(self) -> str:
@@ -109,7 +107,6 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             "kChunkTiles": self.chunk_tiles,
             "kLoadRows": self.load_rows,
             "kTwoShot": int(not problem.one_shot),
-            "kInterleaved": int(self.interleaved),
             "kSlices": 1,
         }
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
@@ -125,8 +122,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}"
-            f"{', own ones among the others' if self.interleaved else ''}\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
             f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
         )
@@ -229,15 +225,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             return
         peers, before = self.peers(rank), range(0)
         for group in [*self.groups(), range(0)]:
-            sent = [self.at(owner, index) for owner in peers for index in group]
-            own = [self.at(rank, index) for index in before]
-            if self.interleaved and own:
-                for i in range(len(group)):
-                    yield from sent[i * len(peers) : (i + 1) * len(peers)]
-                    yield own[i]
-                yield from own[len(group) :]
-            else:
-                yield from sent + own
+            yield from (self.at(owner, index) for owner in peers for index in group)
+            yield from (self.at(rank, index) for index in before)
             before = group
 
     def sums_of(self, rank: int) -> Iterator[Tile]:
@@ -279,20 +268,12 @@ def make_plan(
         rows = min(GROUP_M, tile_rows)
         group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
-    chunk_tiles = max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes))
-    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=floods(plan, sm_count))
+    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
         packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N)), packets=True)
         if fits_packets(packed):
             return dataclasses.replace(packed, split=wanted.complete(Split(0, 0, 0, 0), sm_count))
     return dataclasses.replace(plan, split=wanted.complete(default_split(problem, sm_count), sm_count))
-
-
-def floods(plan: ReducePlan, sm_count: int) -> bool:
-    """Whether the SMs together compute tiles of others faster than the link takes them (inside a node): then it must not rest meanwhile."""
-    problem = plan.problem
-    inside = problem.topology.num_nodes == 1 < problem.topology.size and not problem.one_shot
-    return inside and sm_count * plan.partial_bytes > plan.tile.seconds(problem.k) * _LINK_BYTES
 
 
 def fits_packets(plan: ReducePlan) -> bool:

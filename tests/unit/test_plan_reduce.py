@@ -130,31 +130,6 @@ def test_tiles_come_in_the_order_of_need(topology: Topology, how: str) -> None:
         )
 
 
-@pytest.mark.parametrize("how", [REDUCE_SCATTER, "two_shot"])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_link_never_rests(size: int, how: str) -> None:
-    """Of little K tiles are computed faster than they can be sent: then an own one follows one for each peer, from the second group on."""
-    topology = Topology(size, size)
-    plan = plan_of(topology, how, 600 * (1 if how == REDUCE_SCATTER else size), 520, group_tiles=4)
-    assert plan.interleaved
-    assert len(plan.groups()) > 2
-    whole = sum(len(group) == plan.group_tiles for group in plan.groups())
-    for rank in range(size):
-        own = [tile.owner == rank for tile in plan.tiles_of(rank)]
-        begin, end = (size - 1) * plan.group_tiles, (size * whole - 1) * plan.group_tiles
-        assert own[:end] == [False] * begin + [i % size == size - 1 for i in range(end - begin)]
-        assert own[-plan.group_tiles :] == [True] * plan.group_tiles, "the last are own ones"
-
-
-def test_own_tiles_come_together_where_the_link_keeps_up() -> None:
-    problem = ReduceProblem(REDUCE_SCATTER, Topology(4, 4), 2048, 8192, 2048, "bfloat16", False)
-    assert make_plan(problem, 132).interleaved
-    assert not make_plan(dataclasses.replace(problem, k=4096), 132).interleaved, "half as many bytes in the same time"
-    assert make_plan(dataclasses.replace(problem, k=4096, partials="float32"), 132).interleaved
-    assert not make_plan(dataclasses.replace(problem, topology=Topology(4, 2)), 132).interleaved, "the network decides"
-    assert not make_plan(dataclasses.replace(problem, topology=Topology(1, 1)), 132).interleaved
-
-
 # ---- the data heap and the flags
 
 
