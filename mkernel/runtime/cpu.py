@@ -595,6 +595,9 @@ class CpuDevice(Device):
     def allocate(self, size: int) -> int:
         return self._allocate(size).ctypes.data
 
+    def clear(self, address: int, size: int) -> None:
+        ctypes.memset(address, 0, size)
+
     def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
         if shared:
             memory = SharedMemory(size)

@@ -82,11 +82,15 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def copier(self) -> Copier:
-        """The emulated transport's way to move bytes between mapped segments (own stream; never waits for running kernels)."""
+        """The emulated transport's way to move bytes between mapped segments; waits for no kernel, and for nobody who waits for one."""
 
     @abc.abstractmethod
     def allocate(self, size: int) -> int:
         """Private device memory, zeroed; freed with the device. Returns its address."""
+
+    @abc.abstractmethod
+    def clear(self, address: int, size: int) -> None:
+        """Zeroes private device memory, which no kernel may be using. Returns when it is done."""
 
     @abc.abstractmethod
     def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -213,7 +212,7 @@ class World:
         self._stream_owner: Any = None
         self._synchronous = self.target == "cpu"  # a launch returns when its kernel has ended
         self._trace: tuple[int, int] | None = None
-        self._trace_buffers: dict[int, tuple[int, int]] = {}  # capacity -> (records, zeros)
+        self._trace_buffers: dict[int, int] = {}  # capacity -> address
         self._template = self._make_template()
         self._stop_engine = parts.start_engine(self) if parts.start_engine is not None else None
         self._wake = parts.wakers[0] if parts.wakers else None
@@ -411,12 +410,9 @@ class World:
             self._synchronize()
             size = self._trace_bytes(capacity)
             if capacity not in self._trace_buffers:
-                self._trace_buffers[capacity] = (self.backend.allocate(size), self.backend.allocate(size))
-            records, zeros = self._trace_buffers[capacity]
-            with contextlib.closing(self.backend.copier()) as copier:
-                token = copier.start(records, zeros, size)
-                while not copier.done(token):
-                    time.sleep(1e-4)
+                self._trace_buffers[capacity] = self.backend.allocate(size)
+            records = self._trace_buffers[capacity]
+            self.backend.clear(records, size)
             self._set_trace((records, capacity))
 
     def trace_end(self) -> Any:

@@ -408,22 +408,14 @@ def reproducible(bench: Bench, runs: int = 50) -> str:
 
 
 def beside(bench: Bench) -> str:
-    """Module loads, allocations and full launch queues while kernels of the other ranks spin for the rank that sleeps.
-
-    In a world of several nodes only the launch queue: the emulated network's engine copies in this process, and module loads and
-    allocations on two nodes at once hold up its copies until the deadline (docs/transports.md says so).
-    """
+    """Module loads, allocations and full launch queues while kernels of the other ranks spin for the rank that sleeps."""
     problems, expected = _family(bench)
     xp, world = bench.lab.xp, bench.world
     runtime = xp.cuda.runtime
-    loads_beside = world.num_nodes == 1
     for sleeper in range(world.size):
         output = problems[0].output()
         name = f"fresh_{sleeper}_{bench.options.seed}"
         kernel = xp.RawKernel(f'extern "C" __global__ void {name}(int* x) {{ atomicAdd(x, 1); }}', name)
-        address = 0 if loads_beside else runtime.malloc(64 << 20)
-        if not loads_beside:
-            kernel((1,), (1,), (xp.uint64(address),))
         bench.lab.synchronize()
         world.barrier()
         if world.rank == sleeper:
@@ -431,16 +423,13 @@ def beside(bench: Bench) -> str:
         problems[0].call(output)
         if world.rank != sleeper:
             with xp.cuda.Stream(non_blocking=True) as other:
-                address = address or runtime.malloc(64 << 20)
+                address = runtime.malloc(64 << 20)
                 runtime.memsetAsync(address, 0, 4, other.ptr)
                 for _ in range(2000):
                     kernel((1,), (1,), (xp.uint64(address),))
                 other.synchronize()
-                if loads_beside:
-                    runtime.free(address)
+                runtime.free(address)
         bench.same([output], [expected[0]], f"rank {sleeper} asleep")
-        if not loads_beside:
-            runtime.free(address)
         bench.lab.stream.use()  # leaving the block above made the null stream current
     return f"{world.size} ranks asleep in turn"
 

@@ -392,6 +392,38 @@ def test_copies_and_signals_run_beside_a_spinning_kernel(device: CudaDevice) -> 
     calls.close()
 
 
+@pytest.mark.parametrize("how", ["free", "load", "get"])
+def test_copies_go_on_while_the_program_waits_for_the_kernel(device: CudaDevice, how: str) -> None:
+    """The driver waits for kernels with the context locked in some calls: the copier must not need that lock."""
+    calls = Calls(device, wait=1)
+    xp, began = device.xp, threading.Event()
+    array, address = xp.zeros(1 << 20, xp.uint8), xp.cuda.runtime.malloc(1 << 26)
+    kernel = xp.RawKernel(f'extern "C" __global__ void beside_{how}(char* x) {{ *x = 1; }}', f"beside_{how}")
+
+    def program() -> None:
+        with xp.cuda.Device(device.ordinal):
+            began.set()
+            if how == "load":
+                kernel((1,), (1,), (array,))
+            elif how == "get":
+                array.get()
+            xp.cuda.runtime.free(address)
+
+    with contextlib.closing(device.copier()) as copier:
+        calls.launch(device.stream(xp.cuda.Stream.null))
+        thread = threading.Thread(target=program)
+        thread.start()
+        began.wait()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        calls.write(copier)
+        copier.signal(calls.flag, 1)
+        thread.join(SECONDS)
+        assert time.monotonic() - begin < SECONDS / 2, "the copier waited for the kernel, which gave up"
+    calls.check()
+    calls.close()
+
+
 def test_an_engine_works_while_a_graph_is_captured(device: CudaDevice) -> None:
     """Even in the strictest mode, where the driver refuses most calls of all threads."""
     xp = device.xp

@@ -117,6 +117,9 @@ class FakeDevice(Device):
         self.blocks.append(ctypes.create_string_buffer(size + 64))
         return -(-ctypes.addressof(self.blocks[-1]) // 64) * 64
 
+    def clear(self, address: int, size: int) -> None:
+        ctypes.memset(address, 0, size)
+
     def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
         fd = -1
         if shared:
