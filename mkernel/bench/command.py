@@ -204,7 +204,8 @@ def _worker(plan: _Plan) -> int:
         solo=_solo(options.solo),
         options=plan.op_options,
     )
-    heap = sum(case.heap_bytes for case in plan.cases)  # a workspace that grows leaves the old one behind, for captured graphs
+    # A workspace that grows leaves the old one behind, for captured graphs. The engine alone sends from it, too.
+    heap = sum(case.heap_bytes + 2 * case.network_bytes for case in plan.cases)
     with mk.init(ranks_per_node=plan.topology.ranks_per_node, heap_bytes=heap) as world:
         if world.size != plan.topology.size:
             raise ArgumentError("--world", f"{plan.topology.size} ranks", f"must be the {world.size} that were started")

@@ -10,12 +10,13 @@ from typing import Any
 from mkernel.bench.stats import Measurement, tera
 from mkernel.cli.table import format_table
 
-__all__ = ["ALONE", "FUSED", "MODES", "SCHEMA", "SOLO", "Report", "Row", "render"]
+__all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "Report", "Row", "render"]
 
 SCHEMA = 1
 MODES = ("isolated", "back-to-back")
 FUSED = "fused"  # the whole op, the split chosen by mkernel or by --split
 ALONE = "cuBLAS alone"  # the local compute of one rank, all inputs already there
+ENGINE = "engine alone"  # the op's puts by a kernel that only sends; worlds of several nodes
 SOLO = "fused alone"  # the same local compute by our kernel in a world of one
 
 
@@ -155,8 +156,8 @@ def _contestants(rows: Iterable[Row]) -> list[str]:
 
 
 def _others(contestants: Iterable[str]) -> list[str]:
-    """Those whose back-to-back time is worth a column: compute alone is a floor, not a contestant."""
-    return [name for name in contestants if name not in (FUSED, ALONE, SOLO)]
+    """Those whose back-to-back time is worth a column: compute alone and the engine alone are floors, not contestants."""
+    return [name for name in contestants if name not in (FUSED, ALONE, ENGINE, SOLO)]
 
 
 def _line(row: Row, contestants: list[str]) -> list[str]:

@@ -14,7 +14,8 @@ from mkernel.bench.cases import OPS, Case
 from mkernel.bench.lab import CpuLab, CudaLab, Lab
 from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
 from mkernel.bench.peers import gather
-from mkernel.bench.report import ALONE, FUSED, SOLO, Report, Row
+from mkernel.bench.puts import PutsPlan, puts
+from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, Report, Row
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
 from mkernel.errors import ArgumentError
 
@@ -121,6 +122,9 @@ class _Measurer:
             row.host.clear()
             return row
         self._time_baselines(row)
+        if self.world.num_nodes > 1:
+            to_each = case.network_bytes // (self.world.num_nodes - 1)
+            self._time(row, ENGINE, [puts(self.world, PutsPlan(_topology(self.world), to_each, case.put_bytes()))])
         return row
 
     def _check(self, calls: Sequence[Call]) -> float:

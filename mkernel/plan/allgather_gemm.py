@@ -98,6 +98,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return choose_piece(self.problem.k // self.parts) if self.parts > 1 else (1, 1)  # whole rows are contiguous
 
     @property
+    def put_bytes(self) -> int:
+        """Of a chunk on its way to another node."""
+        return self.chunk_rows * self.problem.k * 2 // self.parts
+
+    @property
     def plane_bytes(self) -> int:
         return self.problem.rows * self.problem.k * 2
 

@@ -136,6 +136,11 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return math.ceil(grid / owners)
 
     @property
+    def put_bytes(self) -> int:
+        """Of a chunk on its way to another node."""
+        return self.chunk_tiles * self.partial_bytes
+
+    @property
     def num_chunks(self) -> int:
         return math.ceil(self.tiles / self.chunk_tiles)
 

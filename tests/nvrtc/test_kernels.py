@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
 
+from mkernel.bench.puts import PutsPlan
 from mkernel.jit import cuda
 from mkernel.jit.spec import KernelSpec
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
@@ -102,6 +103,11 @@ def test_allgather_gemm_without_communication_ctas(caplog: pytest.LogCaptureFixt
     assert "UBLKCP" not in operations, "nothing is copied in bulk"
     assert "STG.E.128" in instructions
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
+
+
+def test_the_kernel_that_only_sends(caplog: pytest.LogCaptureFixture) -> None:
+    instructions = compiled(caplog, PutsPlan(Topology(4, 2), 1 << 26, 1 << 20).spec)
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
 
 
 @pytest.mark.parametrize("world", ["1x4", "2x2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import shutil
@@ -23,12 +24,15 @@ from mkernel.bench.cases import OPS
 from mkernel.bench.check import NodeSum, Product, to_float64, worst_product, worst_sum
 from mkernel.bench.lab import CpuLab
 from mkernel.bench.libraries import ASYNC_TP, NCCL, CupyLibraries, TorchLibraries
-from mkernel.bench.report import ALONE, FUSED, SOLO, Report, Row, render
+from mkernel.bench.puts import PutsPlan, puts
+from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, Report, Row, render
 from mkernel.bench.stats import Measurement, milliseconds, quantile, slowest, tera
 from mkernel.bench.worker import Settings, measure
 from mkernel.errors import ArgumentError
 from mkernel.plan.reduce import PARTIALS, make_plan
 from mkernel.plan.topology import Topology
+
+needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
 
 # ---- arithmetic
 
@@ -469,7 +473,7 @@ def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatc
     assert "none on target cpu" in render(report)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
+@needs_a_compiler
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
 def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
@@ -490,6 +494,42 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pyte
     assert set(row.times) == {FUSED, SOLO}
     assert [len(samples) for samples in row.times[FUSED]["isolated"].samples] == [2, 2]
     assert len(row.times[SOLO]["isolated"].samples) == 1
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
+def test_between_nodes_the_engine_is_measured_alone(op: str) -> None:
+    """The op's bytes in the op's puts, in the table beside the network."""
+    settings = _settings(op=op, sizes=("260x72x80",), samples=2)
+    reports = mkernel.launch(lambda world: measure(world, settings), ranks=2, ranks_per_node=1, target="cpu", heap_bytes=1 << 26)
+    (row,) = reports[0].rows
+    assert [len(samples) for samples in row.times[ENGINE]["isolated"].samples] == [2, 2]
+    text = render(reports[0])
+    assert ENGINE in text
+    assert f"b2b {ENGINE}" not in text
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (3, 1)], ids=["2x2", "3x1"])
+def test_the_kernel_that_only_sends(ranks: int, per_node: int) -> None:
+    """Everything arrives, the last put shorter than the others, call after call."""
+    plan = PutsPlan(Topology(ranks, per_node), 300_008, 65_536)
+
+    def use(world: Any) -> bool:
+        call = puts(world, plan)
+        base = world.heap_address + world.executable(plan, lambda: plan).scratch_offset
+        right = True
+        for number in range(3):
+            sent = [np.random.default_rng((number, rank)).bytes(plan.bytes) for rank in range(ranks)]
+            world.barrier()
+            ctypes.memmove(base, sent[world.rank], plan.bytes)
+            call()
+            for distance in range(1, world.num_nodes):
+                source = (world.node + distance) % world.num_nodes * per_node + world.local_rank
+                right &= ctypes.string_at(base + distance * plan.bytes, plan.bytes) == sent[source]
+        return right
+
+    assert mkernel.launch(use, ranks=ranks, ranks_per_node=per_node, target="cpu", heap_bytes=1 << 24) == [True] * ranks
 
 
 @pytest.mark.parametrize("value", [np.nan, 1e4])

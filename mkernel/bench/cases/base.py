@@ -46,6 +46,10 @@ class Case(abc.ABC):
     def fused(self, split: Any = None) -> list[Call]:
         """One call of the op per input set."""
 
+    def put_bytes(self) -> int:
+        """Of the puts that the op's plan makes, in a world of several nodes. After ``setup``; collective."""
+        return 0
+
     @abc.abstractmethod
     def outputs(self) -> list[Any]:
         """Where call i leaves its result."""
