@@ -8,7 +8,19 @@ import math
 from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_K, BLOCK_M, GROUP_M, SM_FLOPS, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
+from mkernel.plan.gemm import (
+    BLOCK_K,
+    BLOCK_M,
+    GROUP_M,
+    SM_FLOPS,
+    THREADS,
+    GemmPlan,
+    GemmTile,
+    choose_load_rows,
+    choose_put,
+    choose_tile,
+    raster,
+)
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -20,8 +32,6 @@ PARAMETER_BYTES = 832  # sizeof(Parameters); ops/allgather_gemm.py mirrors the s
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 16 * 1024  # what a warp pushes: all of them together should be at few tiles' rows at a time
 _PIECE_UNITS = 128  # of 128 bytes: the pieces of a copy (kernels_src/copy.cuh)
-_PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # the same for a put, and what it may reach where the shard is large:
-_PUTS = 16  # per shard; every put costs the engine some microseconds
 _SLICES = 2  # of a left-over tile
 _SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
@@ -229,8 +239,13 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     chosen = wanted.complete(default, sm_count, spared)
     few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
-    put_bytes = min(max(problem.rows * problem.k * 2 // _PUTS, _PUT_BYTES[0]), _PUT_BYTES[1])
-    chunk_bytes = put_bytes if topology.num_nodes > 1 else _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
+    chunk_bytes = (
+        choose_put(problem.rows * problem.k * 2)
+        if topology.num_nodes > 1
+        else _WARP_CHUNK_BYTES
+        if warps_push(topology, chosen)
+        else _CHUNK_BYTES
+    )
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:

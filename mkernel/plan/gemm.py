@@ -21,6 +21,7 @@ __all__ = [
     "GemmProblem",
     "GemmTile",
     "choose_load_rows",
+    "choose_put",
     "choose_tile",
     "raster",
 ]
@@ -33,6 +34,9 @@ SHARED_LIMIT = 232448  # dynamic shared memory of one CTA on sm_90
 _RESULT_BYTES = 2 * 64 * 128  # a buffer of 64 rows x 128 bytes for each consumer warpgroup
 _BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
 _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares the memory of the stages (kernels_src/copy.cuh)
+
+_PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # what a put should reach, and may reach where the shard is large:
+_PUTS = 16  # per shard; every put costs the engine some microseconds
 
 _LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
 
@@ -152,6 +156,12 @@ def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, 
 def choose_load_rows(rows: int) -> int:
     """How many rows of a tile of A to load where the matrix has ``rows``."""
     return next((load for load in _LOAD_ROWS if rows <= load), BLOCK_M)
+
+
+def choose_put(shard_bytes: int) -> int:
+    """About how many bytes of a shard to put at a time."""
+    least, most = _PUT_BYTES
+    return min(max(shard_bytes // _PUTS, least), most)
 
 
 def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0) -> GemmTile:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_tile, raster
+from mkernel.plan.gemm import BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_put, choose_tile, raster
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -33,7 +33,6 @@ ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
 PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/benchmarks.md)
-_PUT_BYTES = 1024 * 1024  # what a put should reach
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
 _PACKET_RANKS = 8  # more would need more registers,
@@ -273,7 +272,8 @@ def make_plan(
         rows = min(GROUP_M, tile_rows)
         group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
-    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=max(1, min(group_tiles, _PUT_BYTES // plan.partial_bytes)))
+    put_tiles = choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes
+    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=max(1, min(group_tiles, put_tiles)))
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
         packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N)), packets=True)
         if fits_packets(packed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -185,7 +186,7 @@ class EngineThread:
                 moved_ns = now_ns()
             idle_ns = now_ns() - moved_ns
             if idle_ns < self._spin_ns:
-                time.sleep(0)
+                os.sched_yield()  # time.sleep(0) takes 80 us
             else:
                 self._sleep(idle_ns)
 
@@ -197,7 +198,7 @@ class EngineThread:
         if nap > 0:
             self._wake.wait(nap * 1e-9)
         else:
-            time.sleep(0)
+            os.sched_yield()
 
 
 def _as_transport_error(error: Exception, put: Put | None) -> TransportError:

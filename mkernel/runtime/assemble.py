@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 HEAP_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # default of heap_bytes; reserved at init, never grown
 _CONNECT_SECONDS = 60.0
+_SPIN_NS = 200_000  # of an engine's thread after the last put
+_GPU_SPIN_NS = 2_000_000  # where there are processors enough: beside a GPU
 
 MakeDevice = Callable[[str, "int | str", int], "Device"]  # target, ordinal or "cpu", rank
 
@@ -374,7 +376,8 @@ def _start_engine(
     )
     engine = Engine(RingReader(ring.view, store=store), transport.create(name, wiring), clock)
     if cohort is None:
-        thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}").start()
+        spin_ns = _GPU_SPIN_NS if world.target == "cuda" else _SPIN_NS
+        thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}", spin_ns=spin_ns).start()
         wakers.append(thread.wake)
         return thread.close
     remove = cohort.add_engine(world.rank, engine.step, engine.next_event_ns, world.on_transport_error)

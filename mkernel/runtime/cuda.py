@@ -600,10 +600,13 @@ class CudaCopier:
         cuda = driver()
         self._context = context = _new_context(ordinal)
         self._maker, self._engine = threading.get_ident(), 0
-        self._copy_async = native("cuMemcpyAsync", _pointer, _pointer, _size, _pointer)
-        self._write = native("cuStreamWriteValue64_v2", _pointer, _pointer, ctypes.c_uint64, ctypes.c_uint)
+        # None of these waits for anything here, so that giving up the GIL would only cost time.
+        self._copy_async = prompt("cuMemcpyAsync", _pointer, _pointer, _size, _pointer)
+        self._write = prompt("cuStreamWriteValue64_v2", _pointer, _pointer, ctypes.c_uint64, ctypes.c_uint)
+        self._record = prompt("cuEventRecord", _pointer, _pointer)
+        self._query = prompt("cuEventQuery", _pointer)
         self._events: list[Any] = []  # all of them
-        self._idle: list[Any] = []  # those to be used next
+        self._idle: list[int] = []  # those to be used next
         self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuCtxDestroy(context), "closing the engine's context")]
         try:
             with current(context):
@@ -621,6 +624,12 @@ class CudaCopier:
         self._frees.append(functools.partial(_end_stream, stream))
         return stream
 
+    def _new_event(self) -> int:
+        cuda = driver()
+        event = call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+        self._events.append(event)
+        return int(event)
+
     def _here(self) -> contextlib.AbstractContextManager[None]:
         """The context, for the calling thread. An engine's thread does nothing else: it is set up once, for good; saves 3 us a call."""
         thread = threading.get_ident()
@@ -633,30 +642,24 @@ class CudaCopier:
 
     def start(self, dst: int, src: int, size: int) -> Any:
         with self._here():
+            event = self._idle.pop() if self._idle else self._new_event()
             check(self._copy_async(dst, src, size, self._data), f"copying {size} bytes to {dst:#x}")
-            return self._record(self._data)
+            check(self._record(event, self._data), "recording an event")
+        return event
 
     def done(self, token: Any) -> bool:
         with self._here():
-            if not _happened(token):
-                return False
+            status = self._query(token)
+        if status == _NOT_READY:
+            return False
+        check(status, "waiting for a copy")
         self._idle.append(token)
         return True
 
     def signal(self, address: int, value: int) -> None:
         with self._here():  # from memory of the GPU, in the order of the stream: a value from the host would wait for a time slice
-            check(self._write(self._flags, self._value, value, 0), f"signal at {address:#x}")
+            check(self._write(self._flags, self._value, value, 0), "writing a flag's value")
             check(self._copy_async(address, self._value, 8, self._flags), f"signal at {address:#x}")
-
-    def _record(self, stream: int) -> Any:
-        cuda = driver()
-        if self._idle:
-            event = self._idle.pop()
-        else:
-            event = call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
-            self._events.append(event)
-        call(cuda.cuEventRecord(event, stream), "recording an event")
-        return event
 
     def close(self) -> None:
         self._frees += map(_destroyer, self._events)
