@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from mkernel.errors import TransportError
+from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.ring import RingReader
 from mkernel.transport.base import Put, Transport
 
@@ -169,6 +170,7 @@ class EngineThread:
         self.close()
 
     def _run(self) -> None:
+        choose_cpus()
         try:
             self._loop()
         except TransportError as error:

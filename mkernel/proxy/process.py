@@ -26,10 +26,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 from mkernel.errors import ArgumentError, Error, TransportError
+from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.engine import Engine
 from mkernel.proxy.ring import RING_BYTES, RingReader
 from mkernel.transport import Card, Wiring, create
@@ -344,8 +346,7 @@ def _open(layout: Layout, channel: _Channel, stack: contextlib.ExitStack) -> Eng
     heap, signals = _map(layout.heap), _map(layout.signals)
     ring = mmap.mmap(layout.ring, RING_BYTES)
     os.close(layout.ring)
-    if layout.card is not None:
-        _move_near(layout.card.device)
+    choose_cpus(_cpus_near(layout.card))
     wiring = Wiring(
         rank=layout.rank,
         heap_address=heap,
@@ -381,13 +382,12 @@ def _map(memory: Memory) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(_mapped[-1]))
 
 
-def _move_near(device: str) -> None:
-    """To the CPUs near a card, as far as this process may use them."""
+def _cpus_near(card: Card | None) -> AbstractSet[int]:
+    if card is None:
+        return frozenset()
     from mkernel.transport.devices import local_cpus
 
-    near = local_cpus(device) & os.sched_getaffinity(0)
-    if near:
-        os.sched_setaffinity(0, near)
+    return local_cpus(card.device)
 
 
 def _no_copier() -> Any:
