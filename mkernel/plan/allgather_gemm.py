@@ -239,13 +239,9 @@ def make_plan(problem: AllGatherGemmProblem, sm_count: int, split: Split | None 
     chosen = wanted.complete(default, sm_count, spared)
     few_waves = tiles <= _FEW_WAVES * sm_count
     parts = choose_parts(problem.k) if few_waves and topology.num_nodes == 1 < topology.size else 1
-    chunk_bytes = (
-        choose_put(problem.rows * problem.k * 2)
-        if topology.num_nodes > 1
-        else _WARP_CHUNK_BYTES
-        if warps_push(topology, chosen)
-        else _CHUNK_BYTES
-    )
+    chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
+    if topology.num_nodes > 1:
+        chunk_bytes = choose_put(problem.rows * problem.k * 2)
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
