@@ -36,6 +36,10 @@ def launch(
     On target cpu all ranks' kernels run on one scheduler with virtual time: the same ``seed`` gives the same interleaving, and a deadlock
     is reported at once. Blocks until all ranks have ended.
 
+    On GPUs the ranks share CUDA's locks. A loop that made arrays from NumPy and read results on the legacy stream in every turn hung until
+    ``entry_timeout``: making pinned memory waits for all contexts, and one of them was locked by the peer that was reading. Make inputs
+    before the loop, use streams of your own, or start processes.
+
     Parameters
     ----------
     fn
