@@ -159,9 +159,11 @@ def choose_load_rows(rows: int) -> int:
 
 
 def choose_put(shard_bytes: int) -> int:
-    """About how many bytes of a shard to put at a time."""
-    least, most = _PUT_BYTES
-    return min(max(shard_bytes // _PUTS, least), most)
+    """About how many bytes of a shard to put at a time. A power of two: kernels are compiled for few sizes."""
+    size, most = _PUT_BYTES
+    while size < most and 2 * size * _PUTS <= shard_bytes:
+        size *= 2
+    return size
 
 
 def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0) -> GemmTile:

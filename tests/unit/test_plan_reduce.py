@@ -130,6 +130,16 @@ def test_tiles_come_in_the_order_of_need(topology: Topology, how: str) -> None:
         )
 
 
+def test_few_kernels_serve_many_shapes() -> None:
+    """Rows are no constant of a kernel; what follows from them takes few values."""
+    plans = [
+        make_plan(ReduceProblem(REDUCE_SCATTER, Topology(4, 2), rows, 4096, 1024, "bfloat16", False), 132) for rows in range(1, 20_000, 37)
+    ]
+    assert {plan.chunk_tiles.bit_count() for plan in plans} == {1}
+    assert {plan.put_bytes for plan in plans if plan.tiles >= 256} == {512 << 10, 1 << 20, 2 << 20, 4 << 20}
+    assert len({plan.spec for plan in plans}) <= 24
+
+
 # ---- the data heap and the flags
 
 
