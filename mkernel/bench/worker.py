@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from mkernel.bench.lab import CpuLab, CudaLab, Lab
 from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
 from mkernel.bench.peers import gather
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, Report, Row
+from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, Report, Row
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
 from mkernel.errors import ArgumentError
 
@@ -113,19 +114,24 @@ class _Measurer:
         contestants = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
         row.worst = max(self._check(calls) for calls in contestants.values())
         if row.correct:
-            for name, calls in contestants.items():
-                self._time(row, name, calls)
+            self._time(row, contestants | self._others(row))
+            self._add_solo(row)
             # Under load the result must still be right: the timed calls left it behind.
             row.worst = max(row.worst, self._agreed_worst(range(len(case.outputs()))[-1:]))
         if not row.correct:
             row.times.clear()
             row.host.clear()
-            return row
-        self._time_baselines(row)
-        if self.world.num_nodes > 1:
-            to_each = case.network_bytes // (self.world.num_nodes - 1)
-            self._time(row, ENGINE, [puts(self.world, PutsPlan(_topology(self.world), to_each, case.put_bytes()))])
         return row
+
+    def _others(self, row: Row) -> dict[str, Sequence[Call]]:
+        """Baselines and what is measured alone."""
+        case, world, libraries = self.case, self.world, self.libraries
+        found = {**case.baselines(libraries), ALONE: case.alone(libraries)}
+        if world.num_nodes > 1:
+            to_each = case.network_bytes // (world.num_nodes - 1)
+            found[ENGINE] = [puts(world, PutsPlan(_topology(world), to_each, case.put_bytes()))]
+        row.missing.update(libraries.missing)
+        return {name: calls for name, calls in found.items() if calls and name not in self.settings.without}
 
     def _check(self, calls: Sequence[Call]) -> float:
         """Every set, back to back without a barrier, on poisoned outputs; all elements of the first, the last and one between."""
@@ -141,27 +147,32 @@ class _Measurer:
         self.lab.synchronize()
         return max(float(text) for text in gather(self.world, str(worst)))  # as text: JSON has no infinity
 
-    def _time(self, row: Row, name: str, calls: Sequence[Call]) -> None:
-        self.lab.warm_up(calls)
-        samples = self.settings.samples
-        modes = {"isolated": self.lab.isolated(calls, samples), "back-to-back": self.lab.back_to_back(calls, samples)}
-        row.times[name] = {mode: self._slowest(times, "ms", method) for mode, (times, method) in modes.items()}
-        times, method = self.lab.host(calls[0], samples)
-        row.host[name] = self._slowest(times, "us", method)
+    def _time(self, row: Row, contestants: Mapping[str, Sequence[Call]]) -> None:
+        """Half of the samples in this order, the other half in reverse: a GPU that gets warm favours nobody, and the op comes last."""
+        taken: dict[tuple[str, str], list[list[float]]] = {}
+        methods: dict[tuple[str, str], dict[str, None]] = {}
+        first = -(-self.settings.samples // 2)
+        for names, samples in ((list(contestants), first), (list(contestants)[::-1], self.settings.samples - first)):
+            for name in names if samples else ():
+                self.lab.warm_up(contestants[name])
+                for mode, measure in zip(MODES, (self.lab.isolated, self.lab.back_to_back), strict=True):
+                    times, method = measure(contestants[name], samples)
+                    taken.setdefault((name, mode), []).append(times)
+                    methods.setdefault((name, mode), {})[method] = None
+        for name, calls in contestants.items():
+            row.times[name] = {
+                mode: self._slowest(list(itertools.chain(*taken[name, mode])), "ms", "; then: ".join(methods[name, mode])) for mode in MODES
+            }
+            times, method = self.lab.host(calls[0], self.settings.samples)
+            row.host[name] = self._slowest(times, "us", method)
 
     def _slowest(self, times: list[float], unit: str, method: str) -> Measurement:
         return slowest(gather(self.world, times), unit, method)
 
-    def _time_baselines(self, row: Row) -> None:
-        case, libraries = self.case, self.libraries
-        for name, calls in {**case.baselines(libraries), ALONE: case.alone(libraries)}.items():
-            if calls and name not in self.settings.without:
-                self._time(row, name, calls)
-        row.missing.update(libraries.missing)
-        if case.solo is None:
-            return
-        if self.world.size == 1 and FUSED in row.times:
-            return  # the fused column is compute alone
+    def _add_solo(self, row: Row) -> None:
+        case = self.case
+        if case.solo is None or (self.world.size == 1 and FUSED in self.settings.splits):
+            return  # in a world of one the fused column is compute alone
         label = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
         if label in self.settings.solo:
             row.times[SOLO] = {mode: slowest(raw["samples"], raw["unit"], raw["method"]) for mode, raw in self.settings.solo[label].items()}

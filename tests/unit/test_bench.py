@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -567,6 +568,16 @@ def test_a_failure_of_the_op_is_never_caught(monkeypatch: pytest.MonkeyPatch) ->
     _stand_in(monkeypatch, spoil)
     with pytest.raises(RuntimeError, match="the op failed"):
         measure(_World(), _settings())
+
+
+def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _stand_in(monkeypatch)
+    four = {"compute": 4}
+    report = measure(_World(), _settings(sizes=("64x72x520",), splits={FUSED: None, "fused 4": four}, samples=5))
+    order = [key for key, _ in itertools.groupby(str(call["split"]) for call in calls)]
+    # Checked, then timed in this order, in reverse (where two runs of one contestant meet), and at last by the host's clock.
+    assert order == [str(None), order[1]] * 3
+    assert [len(m.samples[0]) for modes in report.rows[0].times.values() for m in modes.values()] == [5] * 4
 
 
 def test_what_is_measured_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
