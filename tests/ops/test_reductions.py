@@ -91,7 +91,7 @@ def plans(case: Case, world: str) -> list[ReducePlan]:
 def settle(patch: pytest.MonkeyPatch, split: str) -> None:
     sms, put_bytes = _SETTINGS[split]
     patch.setenv("MKERNEL_CPU_SMS", str(sms))
-    patch.setattr("mkernel.plan.reduce._PUT_BYTES", put_bytes)
+    patch.setattr("mkernel.plan.gemm._PUT_BYTES", (put_bytes, put_bytes))
 
 
 def plans_of(p: dict[str, Any]) -> list[ReducePlan]:
