@@ -16,10 +16,11 @@ from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.ring import RingReader
 from mkernel.transport.base import Put, Transport
 
-__all__ = ["Engine", "EngineThread"]
+__all__ = ["SPIN_NS", "Engine", "EngineThread"]
 
 _log = logging.getLogger("mkernel")
 
+SPIN_NS = 200_000  # how long an engine looks again and again after the last put, before it sleeps
 BATCH = 64  # commands per step: enough to amortize one doorbell, few enough to poll completions often
 
 
@@ -127,7 +128,7 @@ class EngineThread:
         on_error: Callable[[TransportError], object],
         *,
         name: str = "mkernel-engine",
-        spin_ns: int = 200_000,
+        spin_ns: int = SPIN_NS,
         idle_ns: int = 1_000_000,
     ) -> None:
         self.engine = engine

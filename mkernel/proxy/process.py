@@ -32,7 +32,7 @@ from typing import Any
 
 from mkernel.errors import ArgumentError, Error, TransportError
 from mkernel.proxy.cpus import choose_cpus
-from mkernel.proxy.engine import Engine
+from mkernel.proxy.engine import SPIN_NS, Engine
 from mkernel.proxy.ring import RING_BYTES, RingReader
 from mkernel.transport import Card, Wiring, create
 
@@ -48,7 +48,6 @@ _LAUNCHER_PREFIXES = (
 _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MKERNEL_RENDEZVOUS", "MKERNEL_RANK", "MKERNEL_SIZE"}
 _LENGTH = struct.Struct("=I")
 _START_SECONDS = 120.0  # pinning a large heap takes its time
-_SPIN_NS = 200_000
 _NAP_NS = 1_000_000  # the longest: kernels may put without a launch (replayed graphs)
 _CLOSE_SECONDS = 10.0
 
@@ -74,6 +73,7 @@ class Layout:
     ring: int  # descriptor
     card: Card | None
     timeout: float
+    spin_ns: int = SPIN_NS  # after the last put
 
     def encode(self, **more: int) -> bytes:
         return json.dumps(dataclasses.asdict(self) | more).encode()
@@ -323,7 +323,7 @@ def serve(fd: int) -> int:
             channel.send(ready=True)
             gc.collect()
             gc.freeze()
-            _Loop(engine, channel, more["wake"]).run()
+            _Loop(engine, channel, more["wake"], layout.spin_ns).run()
     except (EOFError, OSError):
         return 0  # the rank has gone
     return 0
@@ -414,8 +414,8 @@ def release_store() -> Callable[[int, int], object]:
 class _Loop:
     """Steps the engine until the rank says stop, or goes."""
 
-    def __init__(self, engine: Engine, channel: _Channel, wake: int) -> None:
-        self._engine, self._channel, self._wake = engine, channel, wake
+    def __init__(self, engine: Engine, channel: _Channel, wake: int, spin_ns: int) -> None:
+        self._engine, self._channel, self._wake, self._spin_ns = engine, channel, wake, spin_ns
         self._files = [channel.socket.fileno(), wake]
 
     def run(self) -> None:
@@ -430,7 +430,7 @@ class _Loop:
                     nap = 0
                 else:
                     idle_ns = now_ns() - moved_ns
-                    if idle_ns < _SPIN_NS:
+                    if idle_ns < self._spin_ns:
                         os.sched_yield()
                         continue
                     nap = min(idle_ns // 8, _NAP_NS)

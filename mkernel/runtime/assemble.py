@@ -47,8 +47,7 @@ T = TypeVar("T")
 
 HEAP_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # default of heap_bytes; reserved at init, never grown
 _CONNECT_SECONDS = 60.0
-_SPIN_NS = 200_000  # of an engine's thread after the last put
-_GPU_SPIN_NS = 2_000_000  # where there are processors enough: beside a GPU
+_GPU_SPIN_NS = 2_000_000  # of an engine beside a GPU, where there are processors enough
 
 MakeDevice = Callable[[str, "int | str", int], "Device"]  # target, ordinal or "cpu", rank
 
@@ -327,6 +326,7 @@ def _open_engine(
                 ring=ring.fd,
                 card=card,
                 timeout=timeout,
+                spin_ns=_spin_ns(backend.target),
             )
         )
         undo.callback(process.close)
@@ -376,8 +376,7 @@ def _start_engine(
     )
     engine = Engine(RingReader(ring.view, store=store), transport.create(name, wiring), clock)
     if cohort is None:
-        spin_ns = _GPU_SPIN_NS if world.target == "cuda" else _SPIN_NS
-        thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}", spin_ns=spin_ns).start()
+        thread = EngineThread(engine, world.on_transport_error, name=f"mkernel-engine-{world.rank}", spin_ns=_spin_ns(world.target)).start()
         wakers.append(thread.wake)
         return thread.close
     remove = cohort.add_engine(world.rank, engine.step, engine.next_event_ns, world.on_transport_error)
@@ -387,6 +386,12 @@ def _start_engine(
         engine.close()
 
     return stop
+
+
+def _spin_ns(target: str) -> int:
+    from mkernel.proxy.engine import SPIN_NS
+
+    return _GPU_SPIN_NS if target == "cuda" else SPIN_NS
 
 
 def _device_maker(cohort: Cohort | None) -> MakeDevice:
