@@ -6,12 +6,8 @@ import ctypes
 import fcntl
 import mmap
 import os
-import warnings
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
-from mkernel.memory.segment import Segment
+from mkernel.memory.segment import Holder, Segment
 
 __all__ = ["GRANULARITY", "Mapping", "MemfdSegment", "SharedMemory", "import_fd"]
 
@@ -69,19 +65,6 @@ class MemfdSegment(Segment):
             self.close()
             raise
 
-    @property
-    def fd(self) -> int:
-        return self._fd
-
-    def map_peers(self, fds: Sequence[int]) -> None:
-        if self._fd < 0:
-            raise ValueError("the segment is closed")
-        if len(fds) != self.ranks_per_node:
-            raise ValueError(f"{len(fds)} descriptors for {self.ranks_per_node} local ranks")
-        for peer, fd in enumerate(fds):
-            if peer != self.local_rank:
-                self._map_part(peer, fd)
-
     def _map_part(self, local_rank: int, fd: int) -> None:
         _check_size(fd, self.size, f"local rank {local_rank}")
         _map(self.address(local_rank), self.size, _PROT_READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
@@ -94,36 +77,26 @@ class MemfdSegment(Segment):
             os.close(self._fd)
             self._fd = -1
 
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            warnings.warn(f"{type(self).__name__} of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
-
-class Mapping:
-    """One rank's part of a segment of another node, mapped for the engine. A context manager; ``close`` is safe to call twice."""
+class Mapping(Holder):
+    """One rank's part of a segment of another node, mapped for the engine."""
 
     def __init__(self, address: int, size: int) -> None:
         self.address = address
         self.size = size
+
+    @property
+    def closed(self) -> bool:
+        return not getattr(self, "address", 0)
 
     def close(self) -> None:
         if self.address:
             _unmap(self.address, self.size)
             self.address = 0
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "address", 0):
-            warnings.warn(f"Mapping of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
-
-
-class SharedMemory:
-    """``size`` bytes, zeroed, that another process can map by ``fd``. ``close`` is safe to call twice."""
+class SharedMemory(Holder):
+    """``size`` bytes, zeroed, that another process can map by ``fd``."""
 
     def __init__(self, size: int) -> None:
         self.size = _round_up(max(size, 1))
@@ -134,15 +107,15 @@ class SharedMemory:
             os.close(self.fd)
             raise
 
+    @property
+    def closed(self) -> bool:
+        return not getattr(self, "address", 0)
+
     def close(self) -> None:
         if self.address:
             _unmap(self.address, self.size)
             os.close(self.fd)
             self.address = 0
-
-    def __del__(self) -> None:
-        if getattr(self, "address", 0):
-            warnings.warn(f"SharedMemory of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 def import_fd(fd: int, size: int) -> Mapping:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 from mkernel.errors import Error
 from mkernel.memory.driver import call, check, current, driver, native, unwind
-from mkernel.memory.segment import Segment
+from mkernel.memory.segment import Holder, Segment
 
 __all__ = ["VmmMapping", "VmmSegment", "granularity", "import_fd"]
 
@@ -65,10 +63,6 @@ class VmmSegment(Segment):
             self.close()
             raise
 
-    @property
-    def fd(self) -> int:
-        return self._fd
-
     def dmabuf(self) -> int:
         if self._dmabuf < 0:
             _require_rdma(self.ordinal)
@@ -78,18 +72,12 @@ class VmmSegment(Segment):
             os.set_inheritable(self._dmabuf, False)
         return self._dmabuf
 
-    def map_peers(self, fds: Sequence[int]) -> None:
-        if self._fd < 0:
-            raise ValueError("the segment is closed")
-        if len(fds) != self.ranks_per_node:
-            raise ValueError(f"{len(fds)} descriptors for {self.ranks_per_node} local ranks")
-        for peer, fd in enumerate(fds):
-            if peer != self.local_rank:
-                handle = _import(fd, f"the segment of local rank {peer}")
-                try:
-                    _map(handle, self.address(peer), self.size, self.ordinal, self._undo)
-                finally:
-                    _release(handle)
+    def _map_part(self, local_rank: int, fd: int) -> None:
+        handle = _import(fd, f"the segment of local rank {local_rank}")
+        try:
+            _map(handle, self.address(local_rank), self.size, self.ordinal, self._undo)
+        finally:
+            _release(handle)
 
     def close(self) -> None:
         if self._dmabuf >= 0:
@@ -100,13 +88,9 @@ class VmmSegment(Segment):
             os.close(self._fd)
             self._fd = -1
 
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            warnings.warn(f"VmmSegment of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
-
-class VmmMapping:
-    """One rank's part of a segment of another node, mapped for the engine. A context manager; ``close`` is safe to call twice."""
+class VmmMapping(Holder):
+    """One rank's part of a segment of another node, mapped for the engine."""
 
     def __init__(self, fd: int, size: int, ordinal: int) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -123,18 +107,12 @@ class VmmMapping:
             self.close()
             raise
 
+    @property
+    def closed(self) -> bool:
+        return not getattr(self, "_undo", None)
+
     def close(self) -> None:
         unwind(self._undo)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_undo", None):
-            warnings.warn(f"VmmMapping of {self.size} bytes was not closed", ResourceWarning, stacklevel=2, source=self)
 
 
 def import_fd(fd: int, size: int, ordinal: int) -> VmmMapping:
