@@ -155,6 +155,13 @@ ENTRY_TIMEOUT = _declare(
     "MKERNEL_ENTRY_TIMEOUT", "seconds", _optional(_duration), None, "deadline until all ranks have entered a call (600)"
 )
 HEAP_BYTES = _declare("MKERNEL_HEAP_BYTES", "bytes, e.g. 8G", _optional(_bytes), None, "size of each rank's symmetric heap")
+SHARE_GPUS = _declare(
+    "MKERNEL_SHARE_GPUS",
+    "1 or 0",
+    _boolean,
+    False,
+    "processes of a world may share GPUs and take turns: for tests on fewer GPUs than ranks",
+)
 LOG = _declare(
     "MKERNEL_LOG", "debug, info, warning or error", _choice("debug", "info", "warning", "error"), "warning", "level of the logger `mkernel`"
 )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mkernel import env
 from mkernel.bench import machine
 from mkernel.bench.cases import OPS, Case
 from mkernel.bench.lab import CpuLab, CudaLab, Lab
@@ -50,6 +51,10 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
     """
     if world.target != "cuda" and not settings.allow_cpu:
         raise ArgumentError("target", world.target, "speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
+    if world.target == "cuda" and env.SHARE_GPUS.get():
+        raise ArgumentError(
+            "MKERNEL_SHARE_GPUS", 1, "ranks that take turns on a GPU have no speed of their own", "run with one rank per GPU"
+        )
     op = OPS[settings.op]
     lab: Lab = CudaLab(world, settings.dtype) if world.target == "cuda" else CpuLab(world, settings.dtype)
     libraries = open_libraries(world, lab.stream) if isinstance(lab, CudaLab) else NoLibraries("none on target cpu")

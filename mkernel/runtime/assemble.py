@@ -217,7 +217,14 @@ def assemble(
 def _exchange_cards(bootstrap: Bootstrap, options: Options, *, probe: bool) -> list[Card]:
     gpus, problem, preferred = gpus_here() if probe and options.target in ("auto", "cuda") else ((), "", None)
     card = Card(
-        host_identity(), dataclasses.asdict(options), gpus, problem, preferred, _networks_here(), list(filter(host_signals, TRANSPORTS))
+        host_identity(),
+        dataclasses.asdict(options),
+        gpus,
+        problem,
+        preferred,
+        networks=_networks_here(),
+        host_signals=list(filter(host_signals, TRANSPORTS)),
+        shares=env.SHARE_GPUS.get(),
     )
     return [Card.from_json(json.loads(part)) for part in bootstrap.allgather(json.dumps(card.to_json()).encode())]
 

@@ -34,6 +34,7 @@ class Card:
     preferred: int | None = None  # the ordinal the process has made current itself
     networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
     host_signals: list[str] = dataclasses.field(default_factory=list)  # transports whose flags lie in host memory
+    shares: bool = False  # it may be on another rank's GPU: a process of its own, whose kernels take turns with the other's by time slices
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -101,7 +102,7 @@ def choose_signals(cards: Sequence[Card], transport: str) -> bool:
 
 
 def choose_target(cards: Sequence[Card], target: str) -> str:
-    """``cuda`` if every rank has its own usable GPU, ``cpu`` if there is none; else an error that says what to do."""
+    """``cuda`` if every rank has its own usable GPU (or all share), ``cpu`` if there is none; else an error that says what to do."""
     if target == "cpu":
         return "cpu"
     if target not in ("auto", "cuda"):
@@ -123,7 +124,9 @@ def choose_target(cards: Sequence[Card], target: str) -> str:
         if gpu.capability != (9, 0):
             text = ".".join(map(str, gpu.capability))
             raise ArgumentError("target", target, f"rank {rank}: GPU {gpu.ordinal} has compute capability {text}, kernels need 9.0", remedy)
-        if gpu.identity in used:
+        if cards[rank].shares != cards[0].shares:
+            raise ArgumentError("target", target, f"rank {rank} shares GPUs, or rank 0 does", "set MKERNEL_SHARE_GPUS alike on all ranks")
+        if gpu.identity in used and not cards[rank].shares:
             raise ArgumentError("target", target, f"ranks {used[gpu.identity]} and {rank} are on one GPU", "one rank per GPU; " + remedy)
         used[gpu.identity] = rank
     _require_peer_access(cards, chosen, target, remedy)
@@ -138,7 +141,10 @@ def choose_device(cards: Sequence[Card], rank: int, target: str = "cuda") -> Gpu
         return next(gpu for gpu in card.gpus if gpu.ordinal == card.preferred)
     if len(card.gpus) == 1:
         return card.gpus[0]
-    if place >= len(card.gpus):
+    turn, ordinal = divmod(place, len(card.gpus))
+    if turn and card.shares:  # not the same order again, so that ranks of a rail, that copy to each other, are on different GPUs
+        return card.gpus[(ordinal + turn) % len(card.gpus)]
+    if turn:
         rule = f"rank {rank} is number {place} of its host, which has {len(card.gpus)} GPUs"
         raise ArgumentError("target", target, rule, "start one rank per GPU, or pass target='cpu'")
     return card.gpus[place]
@@ -148,7 +154,7 @@ def _require_peer_access(cards: Sequence[Card], chosen: Sequence[Gpu], target: s
     for rank, gpu in enumerate(chosen):
         ordinals = {g.identity: g.ordinal for g in cards[rank].gpus}
         for peer, other in enumerate(chosen):
-            if peer == rank or cards[peer].host != cards[rank].host:
+            if other.identity == gpu.identity or cards[peer].host != cards[rank].host:
                 continue
             if other.identity not in ordinals:
                 rule = f"rank {rank} does not see the GPU of rank {peer}, so it cannot reach its memory"

@@ -85,6 +85,21 @@ def test_device_order() -> None:
     assert [choose_device(chosen, rank).ordinal for rank in range(3)] == [3, 2, 1], "a device made current is kept"
 
 
+def test_shared_gpus() -> None:
+    """Only where asked for. Two nodes of two ranks on two GPUs: no two on one GPU are of one node, or of one rail."""
+
+    def sharing(hosts: str, count: int) -> list[Card]:
+        return [dataclasses.replace(card, shares=True) for card in cards(hosts, gpus(count))]
+
+    ranks = sharing("aaaa", 2)
+    assert choose_target(ranks, "auto") == "cuda"
+    assert [choose_device(ranks, rank).ordinal for rank in range(4)] == [0, 1, 1, 0]
+    assert [choose_device(sharing("aaaaa", 4), rank).ordinal for rank in range(5)] == [0, 1, 2, 3, 1]
+    assert choose_target(sharing("aaaa", 1), "cuda") == "cuda"
+    with pytest.raises(ArgumentError, match="rank 1 shares GPUs, or rank 0 does"):
+        choose_target([*sharing("a", 2), *cards("a", gpus(2))][::-1], "cuda")
+
+
 def test_options_must_agree() -> None:
     same = [Card("a", {"timeout": 1.0}), Card("a", {"timeout": 1.0})]
     require_equal(same)
@@ -105,5 +120,5 @@ def test_where_flags_lie_must_agree() -> None:
 def test_cards_travel_as_json() -> None:
     import json
 
-    card = Card("a", {"heap_bytes": None}, gpus(2), "", 1, {"rc": ""}, ["srd"])
+    card = Card("a", {"heap_bytes": None}, gpus(2), "", 1, {"rc": ""}, ["srd"], True)
     assert Card.from_json(json.loads(json.dumps(card.to_json()))) == card
