@@ -11,8 +11,8 @@ bench      ``python -m mkernel bench allgather_gemm`` (options after --)
 Stages world, signals, faults and sanitizer go through all ops: allgather_gemm, gemm_reduce_scatter, and gemm_allreduce as one_shot and
 two_shot (``--ops`` chooses among them).
 
-On fewer GPUs than ranks, MKERNEL_SHARE_GPUS=1 lets the ranks of worlds take turns (two GPUs for 2x2: what one rank puts to another on its own
-GPU waits for time slices). Right results there count; times do not.
+On fewer GPUs than ranks, MKERNEL_SHARE_GPUS=1 lets the ranks of a world take turns (two GPUs at least for 2x2: a put within one GPU waits
+for time slices). Right results count there; times do not.
 
 Logs and JSON go to $OUT, else ./out.
 """
