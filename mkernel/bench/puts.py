@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
+from mkernel.plan.gemm import digest_of
 
 if TYPE_CHECKING:
     from mkernel.bench.lab import Call
@@ -49,7 +49,7 @@ class PutsPlan:
 
     @property
     def digest(self) -> int:
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=8).digest(), "little")
+        return digest_of(self)
 
     @property
     def spec(self) -> KernelSpec:

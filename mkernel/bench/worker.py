@@ -154,24 +154,18 @@ class _Measurer:
 
     def _time(self, row: Row, contestants: Mapping[str, Sequence[Call]]) -> None:
         """Half of the samples in this order, the other half in reverse: a GPU that gets warm favours nobody, and the op comes last."""
-        taken: dict[tuple[str, str], list[list[float]]] = {}
-        methods: dict[tuple[str, str], dict[str, None]] = {}
+        taken: dict[tuple[str, str], list[tuple[list[float], str]]] = {}
         first = -(-self.settings.samples // 2)
         for names, samples in ((list(contestants), first), (list(contestants)[::-1], self.settings.samples - first)):
             for name in names if samples else ():
                 self.lab.warm_up(contestants[name])
                 for mode, measure in zip(MODES, (self.lab.isolated, self.lab.back_to_back), strict=True):
-                    times, method = measure(contestants[name], samples)
-                    taken.setdefault((name, mode), []).append(times)
-                    methods.setdefault((name, mode), {})[method] = None
+                    taken.setdefault((name, mode), []).append(measure(contestants[name], samples))
         for name, calls in contestants.items():
-            row.times[name] = {
-                mode: self._slowest(list(itertools.chain(*taken[name, mode])), "ms", "; then: ".join(methods[name, mode])) for mode in MODES
-            }
-            times, method = self.lab.host(calls[0], self.settings.samples)
-            row.host[name] = self._slowest(times, "us", method)
+            row.times[name] = {mode: self._slowest(*_joined(taken[name, mode])) for mode in MODES}
+            row.host[name] = self._slowest(*self.lab.host(calls[0], self.settings.samples), unit="us")
 
-    def _slowest(self, times: list[float], unit: str, method: str) -> Measurement:
+    def _slowest(self, times: list[float], method: str, unit: str = "ms") -> Measurement:
         return slowest(gather(self.world, times), unit, method)
 
     def _add_solo(self, row: Row) -> None:
@@ -183,6 +177,11 @@ class _Measurer:
             row.times[SOLO] = {mode: slowest(raw["samples"], raw["unit"], raw["method"]) for mode, raw in self.settings.solo[label].items()}
         else:
             row.missing[SOLO] = "measured by a run of its own in a world of one (start bench without mpirun)"
+
+
+def _joined(measured: Sequence[tuple[list[float], str]]) -> tuple[list[float], str]:
+    times, methods = zip(*measured, strict=True)
+    return list(itertools.chain(*times)), "; then: ".join(dict.fromkeys(methods))
 
 
 def _split(sms: Mapping[str, int] | None) -> Any:

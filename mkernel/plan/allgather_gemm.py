@@ -110,7 +110,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def put_bytes(self) -> int:
         """Of a chunk on its way to another node."""
-        return self.chunk_rows * self.problem.k * 2 // self.parts
+        return self.chunk_rows * self.problem.k * 2
 
     @property
     def plane_bytes(self) -> int:

@@ -23,6 +23,7 @@ __all__ = [
     "choose_load_rows",
     "choose_put",
     "choose_tile",
+    "digest_of",
     "raster",
 ]
 
@@ -111,8 +112,7 @@ class GemmPlan(Generic[Problem]):
 
     @functools.cached_property
     def digest(self) -> int:
-        """64 bits that differ between any two plans; the low 24 travel in the entry flags."""
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=8).digest(), "little")
+        return digest_of(self)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -144,6 +144,11 @@ class GemmPlan(Generic[Problem]):
     @property
     def tiles_n(self) -> int:
         return math.ceil(self.problem.n / self.tile.block_n)
+
+
+def digest_of(plan: object) -> int:
+    """64 bits that differ between any two plans; the low 24 travel in the entry flags. A plan's ``repr`` says all of it."""
+    return int.from_bytes(hashlib.blake2b(repr(plan).encode(), digest_size=8).digest(), "little")
 
 
 def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, int]:

@@ -194,15 +194,9 @@ class CudaDevice(Device):
         return current(self._context)
 
     def _new_stream(self) -> int:
-        """A stream that never waits for the legacy stream."""
-        cuda = driver()
-        stream = call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream")
-        self._frees.append(lambda: call(cuda.cuStreamDestroy(stream), "destroying a stream"))
-        return int(stream)
-
-    def _new_event(self) -> Any:
-        cuda = driver()
-        return call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+        stream = _new_stream()
+        self._frees.append(lambda: call(driver().cuStreamDestroy(stream), "destroying a stream"))
+        return stream
 
     # ---- memory
     def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> Segment:
@@ -387,7 +381,7 @@ class CudaDevice(Device):
         captured = self.capturing(before)
         with self._lock, self._current():
             # Outside a capture: the event of the last launch, so that a stream which is gone meanwhile is not touched.
-            event = self._new_event() if captured else self._ended.get(before)
+            event = _new_event() if captured else self._ended.get(before)
             if event is None:
                 return
             if captured:
@@ -436,20 +430,20 @@ class CudaDevice(Device):
         if handle is None:
             if len(self._ended) >= _STREAMS_REMEMBERED:
                 self._forget_ended()
-            event = self._ended[stream] = self._new_event()
+            event = self._ended[stream] = _new_event()
             handle = self._ended_handles[stream] = int(event)
         status = self._record(handle, stream)
         if status:
             check(status, "recording an event")
         self._launches += 1
         if self._launches % _MARK_EVERY == 0:
-            mark = self._new_event()
+            mark = _new_event()
             check(self._record(int(mark), stream), "recording an event")
             self._marks.append(mark)
 
     def _forget_ended(self) -> None:
         for stream, event in list(self._ended.items()):
-            if _happened(event):
+            if _happened(int(event)):
                 del self._ended[stream], self._ended_handles[stream]
                 call(driver().cuEventDestroy(event), "destroying an event")
 
@@ -459,7 +453,7 @@ class CudaDevice(Device):
 
     def _has_room(self) -> bool:
         with self._lock, self._current():
-            while self._marks and _happened(self._marks[0]):
+            while self._marks and _happened(int(self._marks[0])):
                 call(driver().cuEventDestroy(self._marks.popleft()), "destroying an event")
             return len(self._marks) < _MARKS
 
@@ -471,7 +465,7 @@ class CudaDevice(Device):
 
     def _idle(self) -> bool:
         with self._lock, self._current():
-            return all(_happened(event) for event in self._ended.values())
+            return all(_happened(handle) for handle in self._ended_handles.values())
 
     def close(self) -> None:
         with self._lock:
@@ -486,14 +480,24 @@ class CudaDevice(Device):
             _free_all(self._frees, self._context)
 
 
-def _happened(event: Any) -> bool:
+def _new_stream() -> int:
+    """A stream that never waits for the legacy stream."""
+    cuda = driver()
+    return int(call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream"))
+
+
+def _new_event() -> Any:
+    cuda = driver()
+    return call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+
+
+def _happened(event: int) -> bool:
     """Has everything before an event ended? Raises DriverError when the context is lost."""
-    status = driver().cuEventQuery(event)[0]
-    if not status:
-        return True
-    if int(status) == _NOT_READY:
+    status = prompt("cuEventQuery", _pointer)(event)
+    if status == _NOT_READY:
         return False
-    raise DriverError("waiting for the GPU", int(status), status.name)
+    check(status, "waiting for the GPU")
+    return True
 
 
 def _sleep_until(condition: Callable[[], bool]) -> None:
@@ -604,7 +608,6 @@ class CudaCopier:
         self._copy_async = prompt("cuMemcpyAsync", _pointer, _pointer, _size, _pointer)
         self._write = prompt("cuStreamWriteValue64_v2", _pointer, _pointer, ctypes.c_uint64, ctypes.c_uint)
         self._record = prompt("cuEventRecord", _pointer, _pointer)
-        self._query = prompt("cuEventQuery", _pointer)
         self._events: list[Any] = []  # all of them
         self._idle: list[int] = []  # those to be used next
         self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuCtxDestroy(context), "closing the engine's context")]
@@ -619,14 +622,12 @@ class CudaCopier:
             raise
 
     def _new_stream(self) -> int:
-        cuda = driver()
-        stream = int(call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream"))
+        stream = _new_stream()
         self._frees.append(functools.partial(_end_stream, stream))
         return stream
 
     def _new_event(self) -> int:
-        cuda = driver()
-        event = call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+        event = _new_event()
         self._events.append(event)
         return int(event)
 
@@ -649,10 +650,8 @@ class CudaCopier:
 
     def done(self, token: Any) -> bool:
         with self._here():
-            status = self._query(token)
-        if status == _NOT_READY:
-            return False
-        check(status, "waiting for a copy")
+            if not _happened(token):
+                return False
         self._idle.append(token)
         return True
 

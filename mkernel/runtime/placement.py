@@ -118,14 +118,14 @@ def choose_target(cards: Sequence[Card], target: str) -> str:
             raise ArgumentError("target", target, f"rank {rank}: {card.gpu_problem}", remedy)
         if not card.gpus:
             raise ArgumentError("target", target, f"rank {rank} sees no GPU, others do", remedy)
+        if card.shares != cards[0].shares:
+            raise ArgumentError("target", target, f"rank {rank} shares GPUs, or rank 0 does", "set MKERNEL_SHARE_GPUS alike on all ranks")
     chosen = [choose_device(cards, rank, target) for rank in range(len(cards))]
     used: dict[str, int] = {}
     for rank, gpu in enumerate(chosen):
         if gpu.capability != (9, 0):
             text = ".".join(map(str, gpu.capability))
             raise ArgumentError("target", target, f"rank {rank}: GPU {gpu.ordinal} has compute capability {text}, kernels need 9.0", remedy)
-        if cards[rank].shares != cards[0].shares:
-            raise ArgumentError("target", target, f"rank {rank} shares GPUs, or rank 0 does", "set MKERNEL_SHARE_GPUS alike on all ranks")
         if gpu.identity in used and not cards[rank].shares:
             raise ArgumentError("target", target, f"ranks {used[gpu.identity]} and {rank} are on one GPU", "one rank per GPU; " + remedy)
         used[gpu.identity] = rank

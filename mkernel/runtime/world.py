@@ -409,10 +409,11 @@ class World:
                 raise ArgumentError("trace", "begin", "this world is already being traced", "end the other trace first")
             self._synchronize()
             size = self._trace_bytes(capacity)
-            if capacity not in self._trace_buffers:
+            if capacity in self._trace_buffers:
+                self.backend.clear(self._trace_buffers[capacity], size)
+            else:
                 self._trace_buffers[capacity] = self.backend.allocate(size)
             records = self._trace_buffers[capacity]
-            self.backend.clear(records, size)
             self._set_trace((records, capacity))
 
     def trace_end(self) -> Any:

@@ -14,16 +14,10 @@ import pytest
 from mkernel.memory import driver, vmm
 from mkernel.memory.driver import DriverError
 from mkernel.memory.vmm import VmmSegment, import_fd
+from tests.memory.test_pinned import OK, Status
 
 UNIT = 2 << 20
 BASE = 1 << 40
-
-
-class Status(int):
-    name = "CUDA_ERROR_SOMETHING"
-
-
-OK = Status(0)
 
 
 class Names:
@@ -48,9 +42,6 @@ class Driver:
         self.zeroed: list[tuple[int, int]] = []
         self.made = 0
         self.fails = ""
-
-    def _status(self, name: str) -> Status:
-        return Status(2) if name == self.fails else OK
 
     def CUmemAllocationProp(self) -> Any:
         return types.SimpleNamespace(location=types.SimpleNamespace(), allocFlags=types.SimpleNamespace())
@@ -108,7 +99,7 @@ class Driver:
 
     def cuMemSetAccess(self, address: int, size: int, descriptions: list[Any], count: int) -> tuple[Any, ...]:
         self.accessible.add(address)
-        return (self._status("access"),)
+        return (Status(2 if self.fails == "access" else 0),)
 
     @property
     def idle(self) -> bool:
