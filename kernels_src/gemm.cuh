@@ -47,6 +47,7 @@ constexpr uint32_t kInstructionK = 16;                  // k of one wgmma
 constexpr uint32_t kTileQueue = 2;                      // items (tile * kParts + part) handed over ahead
 constexpr uint32_t kQueueReaders = kConsumerWarps + 2;  // and the loading and the storing thread
 constexpr uint32_t kStop = 0xffffffffu;                 // in the tile queue: no more tiles
+constexpr uint32_t kAskAhead = 1280;  // columns x k steps of a tile left to load when the next tile is asked for: about 3 us
 
 struct TileCoordinate {
   uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)
@@ -90,6 +91,7 @@ struct GemmStorage {
   alignas(1024) char result[kConsumerWarpgroups][Shape::kResultBuffers][kBlockBytes];
   uint64_t stage_filled[Shape::kStages], stage_consumed[Shape::kStages];
   uint64_t tile_offered[kTileQueue], tile_taken[kTileQueue];
+  uint64_t tile_wanted;  // completes once per tile: it is nearly loaded
   uint64_t block_written[kConsumerWarpgroups][Shape::kResultBuffers], block_stored[kConsumerWarpgroups][Shape::kResultBuffers];
   uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
   uint32_t item[kTileQueue];
@@ -165,6 +167,7 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp 
     ptx::mbarrier_init(&storage.tile_offered[q], 1);
     ptx::mbarrier_init(&storage.tile_taken[q], kQueueReaders);
   }
+  ptx::mbarrier_init(&storage.tile_wanted, 1);
   for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
     for (uint32_t b = 0; b < GemmShape<Config>::kResultBuffers; ++b) {
       ptx::mbarrier_init(&storage.block_written[w][b], kWarpgroup / 32);
@@ -218,11 +221,20 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   const uint32_t num_tiles = op.num_tiles(), lane = ptx::lane_index();
   abi::ControlBlock* control = control_block(call.world);
   uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - kCommCtas : kStop;
-  bool first = true, checked = false, ok = true;
+  uint32_t parts = 0, wanted = 0;  // of the tile before, and the parity of the barrier that it completes
+  bool first = true, last = false, checked = false, ok = true;
 #pragma unroll 1
-  while (ok) {
+  while (true) {
+    if (!checked && (!first || last)) {  // not before a first tile of own inputs: it is computed meanwhile
+      ok = check_entries(call, storage);
+      checked = true;
+    }
+    if (!ok || last) break;
+    if (parts != 0) {  // a tile taken sooner than needed would be missing where another CTA has nothing to do
+      ptx::mbarrier_wait(&storage.tile_wanted, wanted);
+      wanted ^= 1;
+    }
     uint32_t tile = op.assigned(num_assigned);
-    bool last = false;
     if (tile != kStop) {
       ++num_assigned;
     } else {
@@ -234,14 +246,10 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
       }
       last = tile >= num_tiles;
     }
-    if (!checked && (!first || last)) {  // not before a first tile of own inputs: it is computed meanwhile
-      ok = check_entries(call, storage);
-      checked = true;
-    }
-    if (last) break;
+    if (last) continue;
     first = false;
     const TileCoordinate c = op.coordinate(tile);
-    const uint32_t parts = op.parts(c);
+    parts = op.parts(c);
 #pragma unroll 1
     for (uint32_t part = 0; ok && part < parts; ++part) {
       if (op.waits(c, part)) {
@@ -297,9 +305,16 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = (Shape::kLoadRows + width) * Shape::kBlockK * 2;
     const uint32_t steps = op.steps(c, part);
+    uint32_t ask_at = kStop;  // the step at which the next tile is asked for, in the last part that multiplies
+    if (part + 1 == op.parts(c) || op.steps(c, part + 1) == 0) {
+      constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
+      ask_at = steps > kAhead ? steps - kAhead : 0;
+    }
+    if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);
     int32_t a_k = op.a_k(c, part), k = part * steps * Shape::kBlockK;
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
+      if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
       ptx::mbarrier_wait(&storage.stage_consumed[stage.index], stage.parity ^ 1);
       uint64_t* filled = &storage.stage_filled[stage.index];
       ptx::mbarrier_arrive_expect(filled, bytes);

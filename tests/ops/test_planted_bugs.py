@@ -158,7 +158,21 @@ BUGS = [
     Bug(
         "a block is never given back", "gemm.cuh", "ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);", ";", found_as="deadlock"
     ),
-    Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();", seeds=40),
+    Bug("a tile's slot is given back too early", "gemm.cuh", "  if constexpr (By == Reader::kWarp) ptx::sync_warp();", workload="chunks", seeds=40),
+    Bug(
+        "a tile is never asked for",
+        "gemm.cuh",
+        "      if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        found_as="deadlock",
+    ),
+    Bug(
+        "no tile is asked for after a sum",
+        "gemm.cuh",
+        "    if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        found_as="deadlock",
+        world="2x2",
+        workload="reduce",
+    ),
     Bug(
         "a CTA begins before its barriers are ready",
         "gemm.cuh",
