@@ -214,7 +214,7 @@ def test_without_intra_comm_warps_push() -> None:
     plan = make_plan(AllGatherGemmProblem(Topology(4, 4), 1024, 1024, 4096, "bfloat16", False), 132, Split(intra_comm=0))
     assert plan.split == Split(132, 0, 0, 0)
     assert plan.pushers == 132
-    assert plan.chunk_rows * 4096 * 2 // plan.parts == 16 * 1024
+    assert plan.chunk_rows * 4096 * 2 // plan.parts == 32 * 1024
     assert "pushed by a warp of 132 of them" in plan.describe()
     assert make_plan(plan.problem, 132).pushers == 0
     assert make_plan(dataclasses.replace(plan.problem, topology=Topology(1, 1)), 132, Split(intra_comm=0)).pushers == 0
