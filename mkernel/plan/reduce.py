@@ -9,7 +9,18 @@ from collections.abc import Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import BLOCK_M, GROUP_M, THREADS, GemmPlan, GemmTile, choose_load_rows, choose_put, choose_tile, raster
+from mkernel.plan.gemm import (
+    BLOCK_M,
+    GROUP_M,
+    SM_FLOPS,
+    THREADS,
+    GemmPlan,
+    GemmTile,
+    choose_load_rows,
+    choose_put,
+    choose_tile,
+    raster,
+)
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
 from mkernel.plan.wait_graph import Step, WaitGraph
@@ -35,6 +46,9 @@ PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/benchmarks.md)
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
+_PULL_CTAS = 4, 12  # of the all-reduce: at least, and at most
+_CTA_PULLS = 40e9  # bytes per second
+_IN_TIME = 0.45  # of the time that multiplying takes: when so many CTAs could have pulled everything (measured, docs/benchmarks.md)
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
 _PACKET_VALUES = 8 << 20  # bytes of a result up to which packets are faster
@@ -290,12 +304,17 @@ def fits_packets(plan: ReducePlan) -> bool:
 
 
 def default_split(problem: ReduceProblem, sm_count: int) -> Split:
-    """Partial tiles are sent by the CTAs that compute them; an all-reduce has CTAs that pull finished tiles."""
+    """Partial tiles are sent by the CTAs that compute them; an all-reduce has CTAs that pull finished tiles, as many as are in time."""
     topology = problem.topology
     several = topology.num_nodes > 1
     pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
+    fewest, intra = _PULL_CTAS
+    if not several:
+        multiplying = 2 * problem.rows * problem.n * problem.k / (SM_FLOPS * sm_count)
+        pulling = 2 * problem.rows * problem.n * (topology.size - 1) / topology.size / _CTA_PULLS
+        intra = next((ctas for ctas in range(fewest, intra) if pulling <= ctas * _IN_TIME * multiplying), intra)
     return Split(
-        intra_comm=min(12, max(1, sm_count // 4)) if pull else 0,
+        intra_comm=min(intra, max(1, sm_count // 4)) if pull else 0,
         inter_send=min(2, max(1, sm_count // 8)) if several else 0,
         inter_reduce=min(4, max(1, sm_count // 8)) if several and not problem.one_shot else 0,
     )
