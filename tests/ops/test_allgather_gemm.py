@@ -11,6 +11,7 @@ from covering import pairwise
 
 import mkernel as mk
 from mkernel import env
+from mkernel.abi import TraceKind
 from mkernel.cli.check import worst_over_bound
 from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.transport import emulated
@@ -114,6 +115,21 @@ def test_a_network_that_delays_and_reorders(
 
 
 # ---- several plans and ways to call
+
+
+def _tiles_by_cta(world: Any) -> list[int]:
+    rng = np.random.default_rng(world.rank)
+    a, b = random((512, 2048), "bfloat16", rng), random((2048, 8), "bfloat16", rng)
+    with mk.trace(world) as recorded:
+        mk.allgather_gemm(a, b, split=mk.Split(intra_comm=1), world=world)
+    tiles = recorded.events[recorded.events["kind"] == TraceKind.tile]
+    return [int(np.sum(tiles["cta"] == cta)) for cta in (1, 2)]
+
+
+def test_tiles_are_not_taken_before_they_are_needed() -> None:
+    """CTAs that run alike do as many tiles each. One that takes tiles ahead leaves none for the other: 5 and 3."""
+    with env.override(MKERNEL_CPU_SMS=3):
+        assert [ranks(_tiles_by_cta, "1x2", seed=seed) for seed in range(4)] == [[[4, 4], [4, 4]]] * 4
 
 
 def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[Any]:
