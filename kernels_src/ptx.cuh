@@ -93,7 +93,6 @@ MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memo
 MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- TMA: tensor copies (128-byte swizzle is a property of the map)
-MK_DEVICE void prefetch_tensor_map(const abi::TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
                    shared_address(smem)),

@@ -62,7 +62,6 @@ MK_DEVICE void fence_proxy_async() { mkc_fence_proxy_async(false); }
 MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
 
 // ---- TMA
-MK_DEVICE void prefetch_tensor_map(const abi::TensorMap*) {}
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
   mkc_tensor_load(smem, map, bar, c0, c1, c2);
 }

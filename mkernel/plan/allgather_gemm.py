@@ -30,9 +30,7 @@ __all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan
 OP = "allgather_gemm"
 PARAMETER_BYTES = 832  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
-_WARP_CHUNK_BYTES = (
-    32 * 1024
-)  # what a warp pushes before it raises a flag, and waits: all warps together should be at few tiles' rows at a time
+_WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
 _PIECE_UNITS = 128  # of 128 bytes: the pieces of a copy (kernels_src/copy.cuh)
 _SLICES = 2  # of a left-over tile
 _SLICE_N = 64  # columns that a slice is a multiple of

@@ -80,7 +80,6 @@ MK_DEVICE void consume(const Parameters& p, Storage& s, uint32_t m, uint32_t n) 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& s = *reinterpret_cast<Storage*>(ptx::shared_memory());
   if (ptx::thread_index() == 0) {
-    ptx::prefetch_tensor_map(&p.a);
     for (uint32_t i = 0; i < kStages; ++i) ptx::mbarrier_init(&s.filled[i], 1), ptx::mbarrier_init(&s.consumed[i], 4);
     ptx::mbarrier_init_fence();
   }

@@ -58,7 +58,6 @@ MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::
   ptx::mbarrier_init(bar, 1);
   ptx::mbarrier_init_fence();
   ptx::fence_proxy_async_shared();
-  ptx::prefetch_tensor_map(map);
   ptx::mbarrier_arrive_expect(bar, 8192 + 16);
   ptx::tma_load_3d(smem, map, bar, 0, 1, 2);
   ptx::bulk_load(smem + 8192, global, 16, bar);
