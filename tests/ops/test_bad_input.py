@@ -331,7 +331,8 @@ def _disagreements() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize("plan_first", [False, True], ids=["new", "cached"])
 @pytest.mark.parametrize(("what", "how"), list(_disagreements()))
 def test_ranks_that_disagree_all_hear_of_it(what: str, how: str, plan_first: bool) -> None:
-    for world in ("1x2", "2x2"):
+    # Four roles on four SMs: there is one split only.
+    for world in ("1x2",) if (what, how) == ("split", "two_shot") else ("1x2", "2x2"):
         for rank, (text, seconds) in enumerate(ranks(_disagree, world, how, DISAGREEMENTS[what], plan_first)):
             assert re.match(r"the ranks disagree: |rank \d, \w+ CTA \d: rank \d entered call \d with another plan: ", text), (
                 world,

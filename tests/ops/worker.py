@@ -63,7 +63,8 @@ _INSIDE = 0.3  # seconds from the beginning of a call to the middle of its kerne
 def _operands(world: Any, rows: int) -> tuple[Any, Any]:
     """The same on every rank, and so small that all sums are exact."""
     rng = np.random.default_rng(rows)
-    rows *= 1 if HOW in ("allgather_gemm", "packets") else world.size
+    if HOW in ("gemm_reduce_scatter", "two_shot"):  # one_shot: everyone adds up everything
+        rows *= world.size
     return tuple(rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, 512), (512, 256)))
 
 
