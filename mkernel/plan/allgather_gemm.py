@@ -12,7 +12,6 @@ from mkernel.plan.gemm import (
     BLOCK_K,
     BLOCK_M,
     GROUP_M,
-    SM_FLOPS,
     THREADS,
     GemmPlan,
     GemmTile,
@@ -20,6 +19,7 @@ from mkernel.plan.gemm import (
     choose_put,
     choose_tile,
     raster,
+    seconds_to_multiply,
 )
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
@@ -297,7 +297,7 @@ def default_split(problem: AllGatherGemmProblem, sm_count: int, tiles: int) -> S
     topology = problem.topology
     intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
     if topology.num_nodes == 1 < topology.size and tiles > _FEW_WAVES * sm_count:
-        multiplying = 2 * problem.rows * topology.size * problem.n * problem.k / (SM_FLOPS * sm_count)
+        multiplying = seconds_to_multiply(problem.rows * topology.size, problem.n, problem.k, sm_count)
         pushing = _seconds_to_push(problem, _CTA_READS, _CTA_WRITES)
         intra = min(intra, max(2, math.ceil(pushing / (_IN_TIME * multiplying))))
     send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0

@@ -15,7 +15,6 @@ __all__ = [
     "BLOCK_K",
     "BLOCK_M",
     "GROUP_M",
-    "SM_FLOPS",
     "THREADS",
     "GemmPlan",
     "GemmProblem",
@@ -25,6 +24,7 @@ __all__ = [
     "choose_tile",
     "digest_of",
     "raster",
+    "seconds_to_multiply",
 ]
 
 BLOCK_M = 128
@@ -41,7 +41,7 @@ _PUTS = 16  # per shard; every put costs the engine some microseconds
 
 _LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
 
-SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
+_SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured (docs/benchmarks.md).
 _RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.88, 64: 0.58}
 
@@ -60,7 +60,7 @@ class GemmTile:
 
     def seconds(self, k: int) -> float:
         """How long an SM multiplies one."""
-        return 2 * BLOCK_M * self.block_n * k / SM_FLOPS
+        return seconds_to_multiply(BLOCK_M, self.block_n, k, 1)
 
     @classmethod
     def deepest(cls, block_n: int) -> GemmTile:
@@ -156,6 +156,11 @@ def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, 
     group, inside = divmod(tile, group_m * tiles_n)
     rows = min(group_m, tile_rows - group * group_m)
     return group * group_m + inside % rows, inside // rows
+
+
+def seconds_to_multiply(m: int, n: int, k: int, sm_count: int) -> float:
+    """How long so many SMs take for a product of these sizes."""
+    return 2 * m * n * k / (_SM_FLOPS * sm_count)
 
 
 def choose_load_rows(rows: int) -> int:

@@ -12,7 +12,6 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.plan.gemm import (
     BLOCK_M,
     GROUP_M,
-    SM_FLOPS,
     THREADS,
     GemmPlan,
     GemmTile,
@@ -20,6 +19,7 @@ from mkernel.plan.gemm import (
     choose_put,
     choose_tile,
     raster,
+    seconds_to_multiply,
 )
 from mkernel.plan.split import Split
 from mkernel.plan.topology import Topology
@@ -310,7 +310,7 @@ def default_split(problem: ReduceProblem, sm_count: int) -> Split:
     pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
     fewest, intra = _PULL_CTAS
     if not several:
-        multiplying = 2 * problem.rows * problem.n * problem.k / (SM_FLOPS * sm_count)
+        multiplying = seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
         pulling = 2 * problem.rows * problem.n * (topology.size - 1) / topology.size / _CTA_PULLS
         intra = next((ctas for ctas in range(fewest, intra) if pulling <= ctas * _IN_TIME * multiplying), intra)
     return Split(
