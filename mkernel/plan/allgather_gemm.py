@@ -15,6 +15,7 @@ from mkernel.plan.gemm import (
     THREADS,
     GemmPlan,
     GemmTile,
+    choose_ctas,
     choose_load_rows,
     choose_put,
     choose_tile,
@@ -299,7 +300,7 @@ def default_split(problem: AllGatherGemmProblem, sm_count: int, tiles: int) -> S
     if topology.num_nodes == 1 < topology.size and tiles > _FEW_WAVES * sm_count:
         multiplying = seconds_to_multiply(problem.rows * topology.size, problem.n, problem.k, sm_count)
         pushing = _seconds_to_push(problem, _CTA_READS, _CTA_WRITES)
-        intra = min(intra, max(2, math.ceil(pushing / (_IN_TIME * multiplying))))
+        intra = choose_ctas(pushing, _IN_TIME * multiplying, 2, intra)
     send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
     return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
 

@@ -19,6 +19,7 @@ __all__ = [
     "GemmPlan",
     "GemmProblem",
     "GemmTile",
+    "choose_ctas",
     "choose_load_rows",
     "choose_put",
     "choose_tile",
@@ -161,6 +162,11 @@ def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, 
 def seconds_to_multiply(m: int, n: int, k: int, sm_count: int) -> float:
     """How long so many SMs take for a product of these sizes."""
     return 2 * m * n * k / (_SM_FLOPS * sm_count)
+
+
+def choose_ctas(seconds_of_one: float, seconds: float, fewest: int, most: int) -> int:
+    """How few CTAs, of ``fewest`` to ``most``, move in so many seconds what takes one CTA ``seconds_of_one``."""
+    return next((ctas for ctas in range(fewest, most) if seconds_of_one <= ctas * seconds), most)
 
 
 def choose_load_rows(rows: int) -> int:

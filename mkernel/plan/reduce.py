@@ -15,6 +15,7 @@ from mkernel.plan.gemm import (
     THREADS,
     GemmPlan,
     GemmTile,
+    choose_ctas,
     choose_load_rows,
     choose_put,
     choose_tile,
@@ -308,13 +309,14 @@ def default_split(problem: ReduceProblem, sm_count: int) -> Split:
     topology = problem.topology
     several = topology.num_nodes > 1
     pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
-    fewest, intra = _PULL_CTAS
-    if not several:
+    fewest, most = _PULL_CTAS
+    intra = min(most, max(1, sm_count // 4)) if pull else 0
+    if pull and not several:
         multiplying = seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
         pulling = 2 * problem.rows * problem.n * (topology.size - 1) / topology.size / _CTA_PULLS
-        intra = next((ctas for ctas in range(fewest, intra) if pulling <= ctas * _IN_TIME * multiplying), intra)
+        intra = choose_ctas(pulling, _IN_TIME * multiplying, fewest, intra)
     return Split(
-        intra_comm=min(intra, max(1, sm_count // 4)) if pull else 0,
+        intra_comm=intra,
         inter_send=min(2, max(1, sm_count // 8)) if several else 0,
         inter_reduce=min(4, max(1, sm_count // 8)) if several and not problem.one_shot else 0,
     )
