@@ -90,6 +90,7 @@ class SocketControl(Control):
         self._collector_lock = threading.RLock()
         self._told: tuple[int, ...] = ()
         self._awaited = 0  # sequence of the collective this rank sleeps in; 0: none
+        self._passed_on = False  # the failure has been: a wait may end with it
         self._closing = False
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -214,6 +215,7 @@ class SocketControl(Control):
     def collective(self, key: str, what: str, *, call: int, timeout: float, data: bytes = b"") -> list[bytes]:
         with self._condition:
             if self.failure is not None:
+                self._condition.wait_for(lambda: self._passed_on, timeout)
                 raise Failed(self.failure)
             self.started += 1
             sequence = self._awaited = self.started
@@ -224,7 +226,7 @@ class SocketControl(Control):
         else:
             self._upward.send(_REQUEST, _pack_request(request))
         with self._waiting(), self._condition:
-            self._condition.wait_for(lambda: sequence in self._results or self.failure is not None, timeout)
+            self._condition.wait_for(lambda: sequence in self._results or self._passed_on, timeout)
         with self._condition:
             self._awaited = 0
             if sequence in self._results:
@@ -269,18 +271,23 @@ class SocketControl(Control):
         self._learn(failure, None, tell=False)
 
     def _learn(self, failure: Failure, source: _Link | None, *, tell: bool = True) -> None:
-        """Remember a failure and pass it on. Links form a tree, so everybody hears it once."""
+        """Remember a failure and pass it on. Links form a tree, so everybody hears it once.
+
+        Waits of this rank end after that: its goodbye, or the end of its process, must not be what the others hear first.
+        """
         with self._condition:
             if not failure.replaces(self.failure):
                 return
             self.failure = failure
-            self._condition.notify_all()
         body = failure.encode()
         for link in list(self._links.values()):
             if link is not source and not link.leaving:
                 link.send(_FAILURE, body)
         if tell and self._listener is not None:
             self._listener.on_failure(failure)
+        with self._condition:
+            self._passed_on = True
+            self._condition.notify_all()
 
     # ---- the reader thread
     def _read_all(self) -> None:

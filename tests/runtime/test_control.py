@@ -150,6 +150,29 @@ def test_abort_ends_waits_everywhere(party: Party) -> None:
     assert outcome(lambda: party.controls[0].collective("b", "b", call=0, timeout=20.0)) == reason
 
 
+def test_a_wait_ends_after_the_failure_was_passed_on(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank could leave, and its goodbye reach the others before the reason."""
+    hear = Ears.on_failure
+
+    def on_failure(ears: Ears, failure: Failure) -> None:
+        time.sleep(0.2)
+        hear(ears, failure)
+
+    monkeypatch.setattr(Ears, "on_failure", on_failure)
+    party.start()
+    reason = Failure(Kind.aborted, "rank 3 aborted: enough", 3)
+    timer = threading.Timer(0.1, party.controls[3].abort, [reason])
+    timer.start()
+
+    def go(rank: int, control: Control) -> tuple[Failure | Any, list[Failure]]:
+        while rank == 1 and control.failure is None:  # comes to the collective when the world has just failed
+            time.sleep(0.001)
+        return outcome(lambda: control.collective("b", "a barrier", call=0, timeout=20.0)), list(party.ears[rank].failures)
+
+    assert party.all(go, [0, 1, 2, 4]) == [(reason, [reason])] * 4
+    timer.join()
+
+
 def test_who_waits_is_told_to_those_who_are_not_there(party: Party) -> None:
     party.start()
     veto = Failure(Kind.mismatch, "rank 4 has gone past", 4)
