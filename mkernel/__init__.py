@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mkernel.ops.call import PreparedPlan, plan
     from mkernel.ops.gemm_allreduce import gemm_allreduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+    from mkernel.ops.tuning import TuneResult, tune
     from mkernel.plan.split import Split
     from mkernel.runtime.assemble import init
     from mkernel.runtime.launch import launch
@@ -45,6 +46,7 @@ _EXPORTS = {
     "TimeoutError": "errors",
     "Trace": "runtime.trace",
     "TransportError": "errors",
+    "TuneResult": "ops.tuning",
     "World": "runtime.world",
     "allgather_gemm": "ops.allgather_gemm",
     "gemm_allreduce": "ops.gemm_allreduce",
@@ -53,6 +55,7 @@ _EXPORTS = {
     "launch": "runtime.launch",
     "plan": "ops.call",
     "trace": "runtime.trace",
+    "tune": "ops.tuning",
 }
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
     "TimeoutError",
     "Trace",
     "TransportError",
+    "TuneResult",
     "World",
     "allgather_gemm",
     "gemm_allreduce",
@@ -75,6 +79,7 @@ __all__ = [
     "launch",
     "plan",
     "trace",
+    "tune",
 ]
 
 

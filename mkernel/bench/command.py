@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan.reduce import ALGORITHMS, PARTIALS
 from mkernel.plan.topology import Topology
 
-__all__ = ["main", "parse_split", "parse_world"]
+__all__ = ["Asked", "main", "parse_split", "parse_world", "problem_arguments", "require_gpus"]
 
 _ROLES = ("compute", "intra_comm", "inter_send", "inter_reduce")
 _RESULTS = Path("docs") / "benchmarks"
@@ -58,37 +58,42 @@ def parse_world(text: str) -> Topology:
         raise ArgumentError("--world", repr(text), "must be NODESxRANKS", "for example 1x4 or 2x2") from None
 
 
+def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> None:
+    """What to run, on which ranks: for ``Asked``."""
+    parser.add_argument("op", nargs="?", choices=ops, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(ops))
+    shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
+    shapes += "for gemm_allreduce also large, small (default: all of the op's)"
+    parser.add_argument("--shapes", help=shapes)
+    parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by size)")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds until the ranks are killed (default 1200)")
+    parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started")
+    parser.add_argument("--allow-cpu", action="store_true", help=argparse.SUPPRESS)  # tests of the bench; the times mean nothing
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mkernel bench",
         description="Measure an op beside its baselines, in one run on the same inputs (docs/benchmarks.md says how). One rank per GPU.",
     )
-    parser.add_argument("op", nargs="?", choices=OPS, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(OPS))
-    shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
-    shapes += "for gemm_allreduce also large, small (default: all of the op's)"
-    parser.add_argument("--shapes", help=shapes)
-    parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")
+    problem_arguments(parser, OPS)
     parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by size)")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
     parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="baselines to leave out, e.g. 'torch async-TP'")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds until the ranks are killed (default 1200)")
-    parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started")
-    parser.add_argument("--allow-cpu", action="store_true", help=argparse.SUPPRESS)  # tests of the bench; the times mean nothing
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--solo", type=Path, help=argparse.SUPPRESS)  # report of the world of one
     parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed
     return parser
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Asked:
     """The parsed command line, checked."""
 
     options: argparse.Namespace
@@ -99,8 +104,8 @@ class _Plan:
     op_options: dict[str, str]  # keyword arguments of the op
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> _Plan:
-        op = OPS["gemm" if options.world_of_one else options.op]
+    def of(cls, options: argparse.Namespace) -> Asked:
+        op = OPS["gemm" if getattr(options, "world_of_one", False) else options.op]
         if options.samples < 1:
             raise ArgumentError("--samples", options.samples, "must be at least 1")
         if op.name == "gemm":
@@ -134,12 +139,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.split = parse_split(options.split) if options.split else None
     options.sweep = [parse_split(text) for text in options.sweep]
     options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *_without_paths(words)])
-    plan = _Plan.of(options)
+    plan = Asked.of(options)
     if options.worker or started.under_launcher():
         return _worker(plan)
+    require_gpus(options)
+    return _parent(plan)
+
+
+def require_gpus(options: argparse.Namespace) -> None:
     if not options.allow_cpu and not _gpus():
         raise ArgumentError("target", "cpu", "no GPU found: speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
-    return _parent(plan)
 
 
 def _without_paths(words: list[str]) -> list[str]:
@@ -148,7 +157,7 @@ def _without_paths(words: list[str]) -> list[str]:
     return [word for word in kept if not word.startswith("--out=")]
 
 
-def _parent(plan: _Plan) -> int:
+def _parent(plan: Asked) -> int:
     """Two runs: the local compute in a world of one, then the op."""
     options = plan.options
     deadline = time.monotonic() + options.timeout
@@ -186,7 +195,7 @@ def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: 
     return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher)
 
 
-def _worker(plan: _Plan) -> int:
+def _worker(plan: Asked) -> int:
     import mkernel as mk
     from mkernel.bench.worker import Settings, measure
 

@@ -15,7 +15,7 @@ from mkernel.bench.peers import gather, worst_reason
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Call", "CpuLab", "CudaLab", "Lab"]
+__all__ = ["Call", "CpuLab", "CudaLab", "Lab", "open_lab"]
 
 Call = Callable[[], Any]
 
@@ -28,6 +28,7 @@ class Lab(abc.ABC):
 
     xp: Any
     world: Any
+    tunes = True  # its times say which split is faster
 
     def __init__(self, world: Any, dtype: str) -> None:
         self.world, self.xp, self.dtype = world, world.xp, dtype
@@ -237,6 +238,8 @@ def _address_of(buffer: bytearray) -> int:
 class CpuLab(Lab):
     """Host clock and numpy, for tests of the bench itself: speeds of target cpu mean nothing."""
 
+    tunes = False
+
     def random(self, shape: tuple[int, ...], seed: int) -> Any:
         return self.xp.random.default_rng(seed).standard_normal(shape, dtype=self.xp.float32).astype(self.numpy_dtype)
 
@@ -262,3 +265,8 @@ class CpuLab(Lab):
         for call in calls:
             call()
         return (time.perf_counter() - begin) * 1e3
+
+
+def open_lab(world: Any, dtype: str) -> Lab:
+    """The lab of a world's target. Collective."""
+    return CudaLab(world, dtype) if world.target == "cuda" else CpuLab(world, dtype)

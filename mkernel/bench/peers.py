@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
-__all__ = ["gather", "worst_reason"]
+__all__ = ["fresh_seed", "gather", "worst_reason"]
 
 _TIMEOUT = 120.0  # seconds; float64 references of the largest shapes and library start-up differ between ranks
 
 
 def gather(world: Any, value: Any) -> list[Any]:
     """``value`` (JSON) of every rank, in rank order. Collective, blocking."""
-    data = json.dumps(value).encode()
-    # The world offers users no exchange of data; the benchmark is part of the project and borrows the one its own collectives use.
-    by_rank = [data] if world.size == 1 else world._collective("bench", "an exchange of the benchmark", data, _TIMEOUT)
-    return [json.loads(raw) for raw in by_rank]
+    return [json.loads(raw) for raw in world.exchange("facts of the benchmark", json.dumps(value).encode(), _TIMEOUT)]
+
+
+def fresh_seed(world: Any) -> int:
+    """Another one in every run, the same on every rank. Collective."""
+    return int(gather(world, secrets.randbits(40))[0])
 
 
 def worst_reason(world: Any, reason: str) -> str:

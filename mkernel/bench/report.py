@@ -10,11 +10,12 @@ from typing import Any
 from mkernel.bench.stats import Measurement, tera
 from mkernel.cli.table import format_table
 
-__all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "Report", "Row", "render"]
+__all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render"]
 
 SCHEMA = 1
 MODES = ("isolated", "back-to-back")
 FUSED = "fused"  # the whole op, the split chosen by mkernel or by --split
+TUNED = "fused tuned"  # with the split that mk.tune finds, where that is another one
 ALONE = "cuBLAS alone"  # the local compute of one rank, all inputs already there
 ENGINE = "engine alone"  # the op's puts by a kernel that only sends; worlds of several nodes
 SOLO = "fused alone"  # the same local compute by our kernel in a world of one
@@ -35,6 +36,7 @@ class Row:
     times: dict[str, dict[str, Measurement]] = dataclasses.field(default_factory=dict)
     host: dict[str, Measurement] = dataclasses.field(default_factory=dict)  # microseconds to enqueue one call on an empty queue
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    tuned: dict[str, int] | None = None  # the split that mk.tune found
 
     @property
     def correct(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from mkernel import env
 from mkernel.bench import machine
 from mkernel.bench.cases import OPS, Case
-from mkernel.bench.lab import CpuLab, CudaLab, Lab
+from mkernel.bench.lab import CudaLab, open_lab
 from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
-from mkernel.bench.peers import gather
+from mkernel.bench.peers import fresh_seed, gather
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, Report, Row
+from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
 from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call
+    from mkernel.bench.lab import Call, Lab
 
 __all__ = ["Settings", "measure"]
 
@@ -56,7 +55,8 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
             "MKERNEL_SHARE_GPUS", 1, "ranks that take turns on a GPU have no speed of their own", "run with one rank per GPU"
         )
     op = OPS[settings.op]
-    lab: Lab = CudaLab(world, settings.dtype) if world.target == "cuda" else CpuLab(world, settings.dtype)
+    world.tuned.clear()  # what somebody tuned before is not mkernel's own choice
+    lab = open_lab(world, settings.dtype)
     libraries = open_libraries(world, lab.stream) if isinstance(lab, CudaLab) else NoLibraries("none on target cpu")
     libraries.missing.update(dict.fromkeys(settings.without, "left out by --without"))
     report = Report(
@@ -77,8 +77,7 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
         },
         machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
     )
-    # Fresh inputs in every run: one seed, drawn by rank 0.
-    seed = int(gather(world, secrets.randbits(40))[0])
+    seed = fresh_seed(world)
     for i, size in enumerate(settings.sizes):
         case = op.case(size, _topology(world), settings.dtype, **settings.options)
         _progress(world, f"{op.name} {size} ...")
@@ -116,7 +115,9 @@ class _Measurer:
             network_ms=milliseconds(case.network_bytes, settings.network_gb_per_s),
         )
         case.setup(self.lab, seed)
-        contestants = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
+        contestants: dict[str, Sequence[Call]] = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
+        if TUNED not in settings.without and self.world.size > 1 and self.lab.tunes:
+            contestants |= self._tuned(row)
         row.worst = max(self._check(calls) for calls in contestants.values())
         if row.correct:
             self._time(row, contestants | self._others(row))
@@ -128,13 +129,31 @@ class _Measurer:
             row.host.clear()
         return row
 
+    def _tuned(self, row: Row) -> dict[str, Sequence[Call]]:
+        """The op with the split that ``mk.tune`` finds on this shape. The others stay untuned."""
+        import mkernel as mk
+
+        name, arrays, options = self.case.first_call()
+        result = mk.tune(name, *arrays, world=self.world, save=False, **options)
+        self.world.tuned.clear()
+        self.world.bound_calls.clear()
+        row.tuned = dataclasses.asdict(result.best)
+        if result.best == result.usual:
+            row.missing[TUNED] = "nothing was faster than mkernel's own choice"
+            return {}
+        return {TUNED: self.case.fused(result.best)}
+
     def _others(self, row: Row) -> dict[str, Sequence[Call]]:
         """Baselines and what is measured alone."""
+        import mkernel as mk
+
         case, world, libraries = self.case, self.world, self.libraries
         found = {**case.baselines(libraries), ALONE: case.alone(libraries)}
         if world.num_nodes > 1:
             to_each = case.network_bytes // (world.num_nodes - 1)
-            found[ENGINE] = [puts(world, PutsPlan(_topology(world), to_each, case.put_bytes()))]
+            name, arrays, options = case.first_call()
+            put_bytes = int(mk.plan(name, *arrays, world=world, **options).executable.plan.put_bytes)
+            found[ENGINE] = [puts(world, PutsPlan(_topology(world), to_each, put_bytes))]
         row.missing.update(libraries.missing)
         return {name: calls for name, calls in found.items() if calls and name not in self.settings.without}
 

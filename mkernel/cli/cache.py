@@ -1,4 +1,4 @@
-"""``mkernel cache``: where compiled kernels are kept, how much there is, and away with it."""
+"""``mkernel cache``: where compiled kernels and tuned splits are kept, how much there is, and away with it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from mkernel.cli.table import format_table
 
 __all__ = ["main"]
 
-# What mkernel.jit and cuda.core write, by target. Nothing else is touched: MKERNEL_CACHE_DIR may name a folder that holds other things.
-_PARTS = {"cpu": ("*.so", "*.cpp", "*.lock", "*.partial"), "cuda": ("entries", "tmp", "source", "locks")}
+# What mkernel.jit, cuda.core and mk.tune write. Nothing else is touched: MKERNEL_CACHE_DIR may name a folder that holds other things.
+_PARTS = {
+    "cpu": ("*.so", "*.cpp", "*.lock", "*.partial"),
+    "cuda": ("entries", "tmp", "source", "locks"),
+    "tuned": ("*.json",),
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """``show`` (the default) or ``clear``."""
-    parser = argparse.ArgumentParser(prog="mkernel cache", description="The cache of compiled kernels (MKERNEL_CACHE_DIR moves it).")
+    parser = argparse.ArgumentParser(
+        prog="mkernel cache", description="The cache of compiled kernels and tuned splits (MKERNEL_CACHE_DIR moves it)."
+    )
     parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
     action, folder = parser.parse_args(argv).action, env.CACHE_DIR.get()
     print(folder)
     before = {target: _content(folder / target, target) for target in _PARTS}
     if action == "show":
-        print(format_table(["target", "files", "MiB"], [[target, str(n), f"{size / 2**20:.1f}"] for target, (n, size) in before.items()]))
+        print(format_table(["part", "files", "MiB"], [[target, str(n), f"{size / 2**20:.1f}"] for target, (n, size) in before.items()]))
         return 0
     for target in _PARTS:
         _clear(folder / target, target)

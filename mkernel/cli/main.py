@@ -19,7 +19,8 @@ COMMANDS = {
     "doctor": ("mkernel.cli.doctor", "what this machine has, what is missing and how to get it"),
     "demo": ("mkernel.cli.demo", "run the fused kernels on 4 ranks and check every element"),
     "bench": ("mkernel.bench", "measure the fused kernels against their baselines"),
-    "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels"),
+    "tune": ("mkernel.bench.tune", "measure how many SMs each role should have, and remember it"),
+    "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels and tuned splits"),
 }
 
 

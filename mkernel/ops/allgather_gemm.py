@@ -15,9 +15,9 @@ from mkernel.plan.gemm import BLOCK_K
 if TYPE_CHECKING:
     from mkernel.plan.split import Split
     from mkernel.runtime.device import TensorView
-    from mkernel.runtime.world import Executable, World
+    from mkernel.runtime.world import World
 
-__all__ = ["allgather_gemm", "prepare"]
+__all__ = ["allgather_gemm", "make_plan", "problem_of"]
 
 
 class Parameters(ctypes.Structure):
@@ -84,20 +84,16 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
     The algorithm: every rank pushes its shard chunk by chunk into the gather buffers of its node while tiles of its own shard are computed;
     tiles of other shards follow as their chunks arrive (kernels_src/allgather_gemm.cuh).
     """
-    return matmul_call(OP, a, b, (), world, out, split, stream, _problem, _bind)
+    return matmul_call(OP, a, b, (), world, out, split, stream, problem_of, _bind)
 
 
-def _problem(world: World, a: TensorView, b: TensorView) -> AllGatherGemmProblem:
+def problem_of(world: World, a: TensorView, b: TensorView) -> AllGatherGemmProblem:
+    """What these operands ask for."""
     rows, n, k, b_row_major = check_operands(a, b, "K", "this rank's columns")
     if row_stride("a", a) != k * ITEM:
         raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
     check_extents(rows * world.size, n, k)
     return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, b_row_major)
-
-
-def prepare(world: World, a: Any, b: Any, *, split: Split | None = None, out: Any = None, stream: Any = None) -> Executable:
-    """The executable that ``allgather_gemm`` would use for these arrays. Collective on first use."""
-    return executable(world, _problem(world, world.backend.view(a), world.backend.view(b)), make_plan, split, stream)
 
 
 def _bind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -19,7 +20,19 @@ if TYPE_CHECKING:
     from mkernel.runtime.device import TensorView
     from mkernel.runtime.world import Executable, Plan, World
 
-__all__ = ["OPS", "BoundCall", "PreparedPlan", "check_result", "executable", "map_of_b", "matmul_call", "plan", "remember", "set_map"]
+__all__ = [
+    "OPS",
+    "BoundCall",
+    "PreparedPlan",
+    "check_result",
+    "executable",
+    "find_op",
+    "map_of_b",
+    "matmul_call",
+    "plan",
+    "remember",
+    "set_map",
+]
 
 T = TypeVar("T")
 
@@ -48,16 +61,24 @@ def remember(world: World, key: tuple[Any, ...], value: T) -> T:
 
 
 def executable(world: World, problem: Hashable, make_plan: Callable[..., Plan], split: Split | None, stream: Any) -> Executable:
-    """The agreed and compiled plan of a problem. Collective on first use."""
+    """The agreed and compiled plan of a problem. Collective on first use.
+
+    Roles that ``split`` leaves open get what tuning has found, else mkernel's choice.
+    """
     check_split(split)
+    tuned = world.tuned.get(repr(problem))
+    wanted = split if tuned is None else (split or Split()).filled(tuned)
 
     def build() -> Plan:
+        if wanted is not split:
+            with contextlib.suppress(SplitError):  # what was tuned does not go with the rest of ``split``, or with this version of the op
+                return make_plan(problem, world.backend.sm_count, wanted)
         try:
             return make_plan(problem, world.backend.sm_count, split)
         except SplitError as error:
             raise ArgumentError("split", error.split, error.rule, error.remedy) from None
 
-    return world.executable((problem, split), build, stream)
+    return world.executable((problem, wanted), build, stream)
 
 
 def matmul_call(
@@ -162,14 +183,30 @@ class PreparedPlan:
 
     def run(self, *arrays: Any, out: Any = None, stream: Any = None) -> Any:
         """The op itself, with this plan. Not collective in the host sense, never blocks on peers; capturable."""
-        return self._run(*arrays, world=self.world, out=out, stream=stream, **self._options)
+        return self._run(*arrays, world=self.world, out=out, split=self.split, stream=stream, **self._options)
 
 
-# Each a module of this package with a function of its name and ``prepare(world, *arrays, stream=, **options)``.
+# Each a module of this package with a function of its name, ``problem_of(world, *views, **options)`` and
+# ``make_plan(problem, sm_count, split)``.
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 
 
-def plan(op: str, *arrays: Any, world: World | None = None, stream: Any = None, **options: Any) -> PreparedPlan:
+def find_op(name: Any) -> Any:
+    """The module of an op."""
+    if name not in OPS:
+        raise ArgumentError("op", name, f"must be one of {', '.join(OPS)}")
+    return importlib.import_module(f"mkernel.ops.{name}")
+
+
+def plan(
+    op: str,
+    *arrays: Any,
+    world: World | None = None,
+    out: Any = None,  # an argument of every op
+    split: Split | None = None,
+    stream: Any = None,
+    **options: Any,
+) -> PreparedPlan:
     """Agree on and compile the plan of one call before it is made (needed before a graph capture).
 
     Takes the arguments of the op itself; the arrays are only looked at, never read. Collective, blocks the host on first use; not
@@ -185,8 +222,7 @@ def plan(op: str, *arrays: Any, world: World | None = None, stream: Any = None, 
     ArgumentError, MismatchError, CompileError
         As the op itself.
     """
-    if op not in OPS:
-        raise ArgumentError("op", op, f"must be one of {', '.join(OPS)}")
-    module = importlib.import_module(f"mkernel.ops.{op}")
-    chosen = current.current(world)
-    return PreparedPlan(op, chosen, module.prepare(chosen, *arrays, stream=stream, **options), getattr(module, op), options)
+    module, chosen = find_op(op), current.current(world)
+    problem = module.problem_of(chosen, *map(chosen.backend.view, arrays), **options)
+    prepared = executable(chosen, problem, module.make_plan, split, stream)
+    return PreparedPlan(op, chosen, prepared, getattr(module, op), options)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mkernel.errors import ArgumentError
 from mkernel.ops import reduce
 from mkernel.ops.call import matmul_call
-from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, ReduceProblem, choose_algorithm
+from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, ReduceProblem, choose_algorithm, make_plan
 
 if TYPE_CHECKING:
     from mkernel.plan.split import Split
     from mkernel.runtime.device import TensorView
-    from mkernel.runtime.world import Executable, World
+    from mkernel.runtime.world import World
 
-__all__ = ["gemm_allreduce", "prepare"]
+__all__ = ["gemm_allreduce", "make_plan", "problem_of"]
 
 
 def gemm_allreduce(
@@ -74,28 +74,14 @@ def gemm_allreduce(
     tile from its owner; across nodes each node sends one sum, and an owner sends the finished tile once per node
     (kernels_src/reduce.cuh, gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
     """
-    return matmul_call(ALLREDUCE, a, b, (partials, algorithm), world, out, split, stream, _problem, reduce.bind)
+    return matmul_call(ALLREDUCE, a, b, (partials, algorithm), world, out, split, stream, problem_of, reduce.bind)
 
 
-def _problem(world: World, a: TensorView, b: TensorView, partials: Any = "output", algorithm: Any = None) -> ReduceProblem:
+def problem_of(world: World, a: TensorView, b: TensorView, partials: Any = "output", algorithm: Any = None) -> ReduceProblem:
+    """What these operands ask for."""
     m, n, k, row_major = reduce.check_operands(a, b)
     if algorithm is None:
         algorithm = choose_algorithm(world.topology, m, n)
     elif algorithm not in ALGORITHMS:
         raise ArgumentError("algorithm", algorithm, f"must be None or one of {', '.join(ALGORITHMS)}")
     return ReduceProblem(ALLREDUCE, world.topology, m, n, k, a.dtype, row_major, reduce.check_partials(partials), algorithm)
-
-
-def prepare(
-    world: World,
-    a: Any,
-    b: Any,
-    *,
-    split: Split | None = None,
-    out: Any = None,
-    stream: Any = None,
-    partials: str = "output",
-    algorithm: str | None = None,
-) -> Executable:
-    """The executable that ``gemm_allreduce`` would use for these arrays. Collective on first use."""
-    return reduce.prepare(world, _problem(world, world.backend.view(a), world.backend.view(b), partials, algorithm), split, stream)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from mkernel.errors import ArgumentError
 from mkernel.ops import reduce
 from mkernel.ops.call import matmul_call
-from mkernel.plan.reduce import REDUCE_SCATTER, ReduceProblem
+from mkernel.plan.reduce import REDUCE_SCATTER, ReduceProblem, make_plan
 
 if TYPE_CHECKING:
     from mkernel.plan.split import Split
     from mkernel.runtime.device import TensorView
-    from mkernel.runtime.world import Executable, World
+    from mkernel.runtime.world import World
 
-__all__ = ["gemm_reduce_scatter", "prepare"]
+__all__ = ["gemm_reduce_scatter", "make_plan", "problem_of"]
 
 
 def gemm_reduce_scatter(
@@ -70,18 +70,12 @@ def gemm_reduce_scatter(
     into its owner's heap; the owner adds them to its own product, a group of tiles later. Across nodes each node sends one sum
     (kernels_src/reduce.cuh).
     """
-    return matmul_call(REDUCE_SCATTER, a, b, (partials,), world, out, split, stream, _problem, reduce.bind)
+    return matmul_call(REDUCE_SCATTER, a, b, (partials,), world, out, split, stream, problem_of, reduce.bind)
 
 
-def _problem(world: World, a: TensorView, b: TensorView, partials: Any = "output") -> ReduceProblem:
+def problem_of(world: World, a: TensorView, b: TensorView, partials: Any = "output") -> ReduceProblem:
+    """What these operands ask for."""
     m, n, k, row_major = reduce.check_operands(a, b)
     if m % world.size:
         raise ArgumentError("a.shape", a.shape, f"M must be a multiple of the {world.size} ranks", "pad a with rows of zeros")
     return ReduceProblem(REDUCE_SCATTER, world.topology, m // world.size, n, k, a.dtype, row_major, reduce.check_partials(partials))
-
-
-def prepare(
-    world: World, a: Any, b: Any, *, split: Split | None = None, out: Any = None, stream: Any = None, partials: str = "output"
-) -> Executable:
-    """The executable that ``gemm_reduce_scatter`` would use for these arrays. Collective on first use."""
-    return reduce.prepare(world, _problem(world, world.backend.view(a), world.backend.view(b), partials), split, stream)

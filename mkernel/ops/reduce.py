@@ -16,9 +16,9 @@ from mkernel.plan.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, Reduc
 if TYPE_CHECKING:
     from mkernel.plan.split import Split
     from mkernel.runtime.device import TensorView
-    from mkernel.runtime.world import Executable, World
+    from mkernel.runtime.world import World
 
-__all__ = ["bind", "check_operands", "check_partials", "prepare"]
+__all__ = ["bind", "check_operands", "check_partials"]
 
 
 class Parameters(ctypes.Structure):
@@ -58,17 +58,12 @@ def check_operands(a: TensorView, b: TensorView) -> tuple[int, int, int, bool]:
     return m, n, k, row_major
 
 
-def prepare(world: World, problem: ReduceProblem, split: Split | None, stream: Any) -> Executable:
-    """Collective on first use."""
-    return executable(world, problem, make_plan, split, stream)
-
-
 def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any) -> BoundCall:
     """The parameters of one call over views of a, b and the result."""
     rows, n, k, dtype = problem.rows, problem.n, problem.k, problem.dtype
     c_stride = check_result(problem, c, "(M/W, N)" if problem.op == REDUCE_SCATTER else "(M, N)")
     a_stride = row_stride("a", a)
-    chosen = prepare(world, problem, split, stream)
+    chosen = executable(world, problem, make_plan, split, stream)
     plan: ReducePlan = chosen.plan
     extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
     a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container
 
-__all__ = ["Split", "SplitError"]
+__all__ = ["COMMUNICATION_ROLES", "Split", "SplitError"]
+
+COMMUNICATION_ROLES = ("intra_comm", "inter_send", "inter_reduce")
 
 
 class SplitError(ValueError):
@@ -18,7 +20,7 @@ class SplitError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """SMs (CTAs: one per SM) per role; ``None`` leaves the number to the tuned or modelled choice.
+    """SMs (CTAs: one per SM) per role; ``None`` leaves the number to the tuned (``mk.tune``), else the modelled choice.
 
     A communication CTA joins compute when its work is done, so ``compute`` counts those that compute from the start. ``intra_comm=0`` in
     ``allgather_gemm`` on one node: a warp of each computing CTA moves the data.
@@ -28,6 +30,10 @@ class Split:
     intra_comm: int | None = None
     inter_send: int | None = None
     inter_reduce: int | None = None
+
+    def filled(self, other: Split) -> Split:
+        """Roles that communicate and are ``None`` here take ``other``'s number."""
+        return Split(self.compute, *(getattr(other if getattr(self, role) is None else self, role) for role in COMMUNICATION_ROLES))
 
     def complete(self, default: Split, sm_count: int, spared: Container[str] = ()) -> Split:
         """The split with every ``None`` filled in: communication roles from ``default``, then compute gets the SMs that are left.
@@ -40,7 +46,7 @@ class Split:
             More SMs than there are, a role that is needed gets none, or a role that the op does not have gets some.
         """
         chosen: dict[str, int] = {}
-        for role in ("intra_comm", "inter_send", "inter_reduce"):
+        for role in COMMUNICATION_ROLES:
             wanted, usual = getattr(self, role), getattr(default, role) or 0
             chosen[role] = usual if wanted is None else wanted
             if not isinstance(chosen[role], int) or chosen[role] < 0:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel import abi, env
 from mkernel.errors import AbortedError, ArgumentError, Error
-from mkernel.runtime import current
+from mkernel.runtime import current, tuned
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
 from mkernel.runtime.placement import (
@@ -205,7 +205,8 @@ def assemble(
         )
         undo.pop_all()
     try:
-        bootstrap.allgather(b"ready")  # nobody raises a flag in memory that its owner has not mapped
+        found = tuned.encode(tuned.load(world.place)) if rank == 0 else b"ready"
+        world.tuned = tuned.decode(bootstrap.allgather(found)[0])  # and nobody raises a flag in memory that its owner has not mapped
     except BaseException as error:
         world.abort(f"init failed: {error}")
         with contextlib.suppress(Error):

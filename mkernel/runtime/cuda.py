@@ -390,6 +390,26 @@ class CudaDevice(Device):
             if captured:
                 call(cuda.cuEventDestroy(event), "destroying an event")  # the graph has what it needs
 
+    def milliseconds(self, stream: int, calls: Sequence[Callable[[], object]], untimed: int) -> float:
+        cuda = driver()
+        with self._current():
+            begin, end = (call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DEFAULT), "creating an event") for _ in range(2))
+        try:
+            for i, one in enumerate(calls):
+                if i == untimed:
+                    self._mark(begin, stream)
+                one()
+            self._mark(end, stream)
+            _sleep_until(lambda: _happened(int(end)))
+            return float(call(cuda.cuEventElapsedTime(begin, end), "reading the time between two events"))
+        finally:
+            for event in (begin, end):
+                call(cuda.cuEventDestroy(event), "destroying an event")
+
+    def _mark(self, event: Any, stream: int) -> None:
+        with self._lock, self._current():
+            call(driver().cuEventRecord(event, stream), "recording an event")
+
     def launch(self, kernel: Kernel, stream: int, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CudaKernel)
         struct = parameters if isinstance(parameters, ctypes.Structure) else (ctypes.c_char * len(parameters)).from_buffer_copy(parameters)

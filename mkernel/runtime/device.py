@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import ctypes
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
@@ -152,6 +152,10 @@ class Device(abc.ABC):
 
         cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL).
         """
+
+    @abc.abstractmethod
+    def milliseconds(self, stream: Any, calls: Sequence[Callable[[], object]], untimed: int) -> float:
+        """Make these calls, which use ``stream``, and wait for them: how long they took from the end of the first ``untimed`` ones on."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:

@@ -17,12 +17,14 @@ from mkernel.runtime import current
 from mkernel.runtime.control import Failed
 from mkernel.runtime.failure import Failure, Kind, read_host_block
 from mkernel.runtime.heap import Heap
+from mkernel.runtime.tuned import Place
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
+    from mkernel.plan.split import Split
     from mkernel.plan.topology import Topology
     from mkernel.runtime.control import Control, Request, Waiting
     from mkernel.runtime.device import Device, HostMemory, Kernel
@@ -205,6 +207,8 @@ class World:
         self._lock = threading.RLock()  # one public call at a time
         self._poke = parts.poke
         self._executables: dict[Hashable, Executable] = {}
+        self._loaded: dict[int, Executable] = {}  # by digest
+        self.tuned: dict[str, Split] = {}  # repr of a problem -> SMs of the roles that communicate; the same on every rank
         self.bound_calls: dict[Hashable, Any] = {}  # of ops: parameters prepared for particular arrays
         self._history: list[Executable | None] = [None] * _HISTORY
         self._scratch_offset = self._scratch_bytes = 0
@@ -300,6 +304,11 @@ class World:
         self.close()
 
     # ---- for ops
+    @property
+    def place(self) -> Place:
+        """What tuned splits of this world belong to."""
+        return Place(self.backend.name, self.backend.sm_count, self.options.transport)
+
     def executable(self, key: Hashable, build: Callable[[], Plan], stream: Any = None) -> Executable:
         """The loaded plan for ``key``; on first use build it, agree on it with all ranks, and compile it everywhere.
 
@@ -319,13 +328,14 @@ class World:
             return found
         with self._lock:
             self.check()
-            if self.backend.capturing(self.backend.stream(stream)):
-                raise ArgumentError(
-                    "stream", stream, "is being captured, and this plan is used for the first time", "call mk.plan(...) before the capture"
-                )
             plan = build()
-            self._collective(f"plan {plan.op} {plan.digest:016x}", _title(plan))
-            executable = self._load(plan)
+            executable = self._loaded.get(plan.digest)  # under another key; all ranks have it
+            if executable is None:
+                if self.backend.capturing(self.backend.stream(stream)):
+                    rule = "is being captured, and this plan is used for the first time"
+                    raise ArgumentError("stream", stream, rule, "call mk.plan(...) before the capture")
+                self._collective(f"plan {plan.op} {plan.digest:016x}", _title(plan))
+                executable = self._loaded[plan.digest] = self._load(plan)
             self._executables[key] = executable
             return executable
 
@@ -519,6 +529,12 @@ class World:
                 return
 
     # ---- collectives
+    def exchange(self, what: str, data: bytes, timeout: float | None = None) -> list[bytes]:
+        """Every rank's ``data``, by rank. Collective, blocks the host; calls that were launched go on. ``what``: for messages."""
+        with self._lock:
+            self.check()
+            return [data] if self.size == 1 else self._collective(f"exchange {what}", what, data, timeout)
+
     def _collective(self, key: str, what: str, data: bytes = b"", timeout: float | None = None) -> list[bytes]:
         # Longer than any wait of a kernel, which says more when it gives up.
         limit = self.options.entry_timeout + self.options.timeout if timeout is None else timeout
@@ -639,7 +655,7 @@ class World:
     def _set_trace(self, trace: tuple[int, int] | None) -> None:
         self._trace = trace
         self._template.trace, self._template.trace_capacity = trace or (0, 0)
-        for executable in self._executables.values():
+        for executable in self._loaded.values():
             executable.refresh()
 
     # ---- the end
@@ -692,6 +708,7 @@ class World:
 
     def _close_device(self) -> None:
         self._executables.clear()
+        self._loaded.clear()
         self.bound_calls.clear()
         self._history = [None] * _HISTORY
         self._state.release()

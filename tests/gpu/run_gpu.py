@@ -258,11 +258,12 @@ class Bench:
         """The op under test."""
         import mkernel as mk
 
-        if self.op != "allgather_gemm":
-            options["partials"] = self.options.partials
-        if self.algorithm:
-            options["algorithm"] = self.algorithm
-        return getattr(mk, self.name)(a, b, world=self.world, **options)
+        return getattr(mk, self.name)(a, b, world=self.world, **self.op_options, **options)
+
+    @property
+    def op_options(self) -> dict[str, str]:
+        partials = {"partials": self.options.partials} if self.op != "allgather_gemm" else {}
+        return partials | ({"algorithm": self.algorithm} if self.algorithm else {})
 
     def everywhere(self, outputs: Sequence[Any], what: str) -> None:
         """An all-reduce gives all ranks the same bits, or raise on every rank."""
@@ -410,6 +411,23 @@ def reproducible(bench: Bench, runs: int = 50) -> str:
     return f"{runs} runs of 2 inputs"
 
 
+def tuned(bench: Bench) -> str:
+    """Tuning finds a split that all ranks use, and changes no bit."""
+    import mkernel as mk
+
+    problems, expected = _family(bench, 2)
+    first = problems[0]
+    result = mk.tune(bench.name, first.a, first.b, world=bench.world, out=first.c, samples=3, save=False, **bench.op_options)
+    outputs = [problems[i % 2].output() for i in range(20)]
+    for i, output in enumerate(outputs):
+        problems[i % 2].call(output)
+    bench.same(outputs, [expected[i % 2] for i in range(20)], "tuned")
+    found = gather(bench.world, str(mk.plan(bench.name, first.a, first.b, world=bench.world, **bench.op_options).split))
+    if found != [str(result.best)] * bench.world.size:
+        raise AssertionError(f"tuned to {result.best}, used by rank: {found}")
+    return f"{len(result.table)} measurements, {result.usual} -> {result.best}"
+
+
 def beside(bench: Bench) -> str:
     """Module loads, allocations and full launch queues while kernels of the other ranks spin for the rank that sleeps."""
     problems, expected = _family(bench)
@@ -520,6 +538,7 @@ CHECKS: dict[str, dict[str, Callable[[Bench], str]]] = {
         "graph": graph,
         "late": late,
         "reproducible": reproducible,
+        "tuned": tuned,
         "beside": beside,
     },
     "host": {"CuPy": host_cupy, "torch": host_torch, "import": host_import},

@@ -360,6 +360,22 @@ def test_order_between_streams(device: CudaDevice) -> None:
     quick.close()
 
 
+def test_milliseconds(device: CudaDevice) -> None:
+    """Only the timed calls count, and all of them; the stream is idle afterwards."""
+    xp = device.xp
+    program = 'extern "C" __global__ void spin(long long ns) { long long t, b; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(b)); '
+    program += 'do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); while (t - b < ns); }'
+    spin, stream = xp.RawKernel(program, "spin"), xp.cuda.Stream(non_blocking=True)
+
+    def call() -> None:
+        with stream:
+            spin((1,), (1,), (xp.int64(2_000_000),))
+
+    call()
+    assert 3 * 2.0 < device.milliseconds(device.stream(stream), [call] * 5, 2) < 3 * 2.0 + 1.9
+    assert stream.done
+
+
 def test_graphs(device: CudaDevice) -> None:
     xp = device.xp
     calls = Calls(device, wait=0)

@@ -26,7 +26,7 @@ from mkernel.bench.check import NodeSum, Product, to_float64, worst_product, wor
 from mkernel.bench.lab import CpuLab
 from mkernel.bench.libraries import ASYNC_TP, NCCL, CupyLibraries, TorchLibraries
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, Report, Row, render
+from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, Row, render
 from mkernel.bench.stats import Measurement, milliseconds, quantile, slowest, tera
 from mkernel.bench.worker import Settings, measure
 from mkernel.errors import ArgumentError
@@ -118,7 +118,7 @@ def test_small_shapes_are_a_table_of_their_own() -> None:
     op = OPS["gemm_allreduce"]
     assert set(op.sizes) == set(op.groups["large"]) | set(op.groups["small"])
     options = command._parser().parse_args(["gemm_allreduce", "--world", "1x4", "--shapes", "small"])
-    assert command._Plan.of(options).sizes == tuple(f"{m}x8192x8192" for m in (1, 8, 32, 128, 256))
+    assert command.Asked.of(options).sizes == tuple(f"{m}x8192x8192" for m in (1, 8, 32, 128, 256))
     case = op.case("32x8192x8192", Topology(4, 4), "bfloat16")
     assert case.solo is not None
     assert (case.solo.m, case.solo.n, case.solo.k) == (32, 8192, 2048)
@@ -126,8 +126,8 @@ def test_small_shapes_are_a_table_of_their_own() -> None:
 
 
 def test_options_go_to_the_op_that_has_them() -> None:
-    def plan(*words: str) -> command._Plan:
-        return command._Plan.of(command._parser().parse_args([*words, "--world", "1x4", "--shapes", "512"]))
+    def plan(*words: str) -> command.Asked:
+        return command.Asked.of(command._parser().parse_args([*words, "--world", "1x4", "--shapes", "512"]))
 
     assert plan("gemm_allreduce", "--partials", "float32", "--algorithm", "one_shot").op_options == {
         "partials": "float32",
@@ -432,7 +432,13 @@ class _World:
 
     rank, size, num_nodes, ranks_per_node, target, xp = 0, 1, 1, 1, "cpu", np
 
+    def __init__(self) -> None:
+        self.tuned: dict[str, Any] = {}
+        self.bound_calls: dict[Any, Any] = {}
+
     def barrier(self) -> None: ...
+    def exchange(self, what: str, data: bytes, timeout: float) -> list[bytes]:
+        return [data]
 
 
 def _settings(**changes: Any) -> Settings:
@@ -495,6 +501,43 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pyte
     assert set(row.times) == {FUSED, SOLO}
     assert [len(samples) for samples in row.times[FUSED]["isolated"].samples] == [2, 2]
     assert len(row.times[SOLO]["isolated"].samples) == 1
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("fastest", [0, 2])
+def test_tuned_and_untuned_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, fastest: int) -> None:
+    """``fastest``: CTAs that push, of the split that the tuner is made to prefer; none is mkernel's own choice."""
+    splits = []
+
+    def measured(world: Any, calls: list[Any], samples: int, stream: Any) -> list[list[float]]:
+        return [[1.0 if call.keywords["split"].intra_comm == fastest else 2.0] for call in calls]
+
+    class _Lab(CpuLab):
+        tunes = True
+
+        def isolated(self, calls: Any, samples: int) -> Any:
+            before = len(self.world.bound_calls)
+            result = super().isolated(calls, samples)
+            assert len(self.world.bound_calls) == before, "warm"
+            splits.append({bound.executable.plan.split.intra_comm for bound in self.world.bound_calls.values()})
+            return result
+
+    monkeypatch.setattr("mkernel.ops.tuning._measure", measured)
+    monkeypatch.setattr("mkernel.bench.worker.open_lab", _Lab)
+
+    def go(world: Any) -> Report:
+        world.tuned["somebody's problem"] = mkernel.Split(intra_comm=1)
+        return measure(world, _settings(op="allgather_gemm", sizes=("260x72x80",), samples=2))
+
+    report = mkernel.launch(go, ranks=2, target="cpu", heap_bytes=1 << 26)[0]
+    (row,) = report.rows
+    assert row.correct
+    assert row.tuned is not None
+    assert row.tuned["intra_comm"] == fastest
+    assert (TUNED in row.times) == (fastest != 0)
+    assert (TUNED in row.missing) == (fastest == 0)
+    assert splits[-1] == {0, fastest}, "the untuned calls stay untuned"
+    assert Report.from_json(report.to_json()) == report
 
 
 @needs_a_compiler
@@ -607,7 +650,7 @@ class _FourAlike:
     def __init__(self) -> None:
         self.xp = types.SimpleNamespace(matmul=np.matmul, empty=np.empty)
 
-    def _collective(self, op: str, what: str, data: bytes, timeout: float) -> list[bytes]:
+    def exchange(self, what: str, data: bytes, timeout: float) -> list[bytes]:
         return [data] * self.size
 
 

@@ -58,10 +58,8 @@ class AllgatherGemm(Case):
         call = functools.partial(mk.allgather_gemm, world=self._lab.world, split=split)
         return [functools.partial(call, a, b, out=c) for a, b, c in zip(self._a, self._b, self._c, strict=True)]
 
-    def put_bytes(self) -> int:
-        import mkernel as mk
-
-        return int(mk.plan("allgather_gemm", self._a[0], self._b[0], world=self._lab.world).executable.plan.put_bytes)
+    def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        return "allgather_gemm", (self._a[0], self._b[0]), {"out": self._c[0]}
 
     def outputs(self) -> list[Any]:
         return self._c

@@ -46,9 +46,9 @@ class Case(abc.ABC):
     def fused(self, split: Any = None) -> list[Call]:
         """One call of the op per input set."""
 
-    def put_bytes(self) -> int:
-        """Of the puts that the op's plan makes, in a world of several nodes. After ``setup``; collective."""
-        return 0
+    @abc.abstractmethod
+    def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """Op, arrays and options of the first of these calls, as ``mk.plan`` and ``mk.tune`` take them."""
 
     @abc.abstractmethod
     def outputs(self) -> list[Any]:

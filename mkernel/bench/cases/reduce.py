@@ -56,10 +56,8 @@ class ReduceCase(Case):
         call = functools.partial(op, world=self._lab.world, split=split, **self.options)
         return [functools.partial(call, a, b, out=c) for (a, b), c in zip(self._inputs, self._c, strict=True)]
 
-    def put_bytes(self) -> int:
-        import mkernel as mk
-
-        return int(mk.plan(self.problem.op, *self._inputs[0], world=self._lab.world, **self.options).executable.plan.put_bytes)
+    def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        return self.problem.op, self._inputs[0], {"out": self._c[0], **self.options}
 
     def outputs(self) -> list[Any]:
         return self._c

@@ -1,0 +1,61 @@
+"""``python -m mkernel tune``: ``mk.tune`` on the shapes of an op, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from mkernel.bench import launcher as started
+from mkernel.bench.command import Asked, problem_arguments, require_gpus
+from mkernel.cli import launcher
+from mkernel.errors import ArgumentError
+from mkernel.ops.call import OPS
+
+__all__ = ["main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mkernel tune",
+        description="Measure how many SMs each role of an op should have, and remember it: for these shapes, this kind of GPU, worlds of "
+        "this shape. One rank per GPU.",
+    )
+    problem_arguments(parser, OPS)
+    parser.add_argument("--samples", type=int, default=7, help="batches of calls per split (default 7)")
+    parser.add_argument("--no-save", action="store_true", help="only show what is found")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if everything was measured."""
+    words = list(argv) if argv is not None else []
+    options = _parser().parse_args(words)
+    asked = Asked.of(options)
+    if options.worker or started.under_launcher():
+        return _worker(asked)
+    require_gpus(options)
+    world = f"{asked.topology.num_nodes}x{asked.topology.ranks_per_node}"
+    command = ["-m", "mkernel", "tune", *words, "--world", world, "--worker"]
+    return launcher.run(asked.topology.size, command, timeout=options.timeout, kind=options.launcher)
+
+
+def _worker(asked: Asked) -> int:
+    import mkernel as mk
+    from mkernel.bench.lab import open_lab
+    from mkernel.bench.peers import fresh_seed
+
+    options = asked.options
+    heap = sum(case.heap_bytes for case in asked.cases)  # a workspace that grows leaves the old one behind
+    with mk.init(ranks_per_node=asked.topology.ranks_per_node, heap_bytes=heap) as world:
+        if world.size != asked.topology.size:
+            raise ArgumentError("--world", f"{asked.topology.size} ranks", f"must be the {world.size} that were started")
+        lab = open_lab(world, options.dtype)
+        for case in asked.cases:
+            case.setup(lab, fresh_seed(world))
+            op, arrays, arguments = case.first_call()
+            save = False if options.no_save else None
+            result = mk.tune(op, *arrays, world=world, samples=options.samples, save=save, **arguments)
+            if world.rank == 0:
+                print(f"{result}\n", flush=True)
+        lab.close()
+    return 0

@@ -1,0 +1,221 @@
+"""``mk.tune``: measure how many SMs each role should have for one problem, and remember it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import html
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mkernel import env
+from mkernel.errors import ArgumentError
+from mkernel.ops.call import executable, find_op
+from mkernel.plan.split import COMMUNICATION_ROLES, Split
+from mkernel.plan.tuning import search
+from mkernel.runtime import current, tuned
+
+if TYPE_CHECKING:
+    from mkernel.runtime.world import World
+
+__all__ = ["Trial", "TuneResult", "tune"]
+
+_LEAD = 2  # calls in front of the timed ones: every call waits for all ranks, so these bring them into step
+_BATCH = 5, 200  # calls that are timed together: at least, and at most
+_BATCH_MS = 10.0  # how long a batch should take, so that its ends do not count
+
+
+class Trial(NamedTuple):
+    """One split, measured beside the others of its ``round``: milliseconds per call, of the slowest rank."""
+
+    round: int
+    split: Split
+    median: float
+    fastest: float
+    slowest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneResult:
+    """What ``tune`` found; in a notebook it shows itself.
+
+    Attributes
+    ----------
+    best
+        SMs per role: what calls with ``split=None`` use from now on.
+    usual
+        What mkernel chooses without tuning.
+    table
+        Every measurement. Times of different rounds were taken at different times: compare inside a round.
+    """
+
+    op: str
+    title: str
+    best: Split
+    usual: Split
+    table: tuple[Trial, ...]
+
+    def __str__(self) -> str:
+        head = ["round", *COMMUNICATION_ROLES, "ms", "fastest", "slowest"]
+        rows = [head, *([*map(str, (t.round, *_roles(t.split))), *(f"{ms:.4f}" for ms in t[2:])] for t in self.table)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        marks = ["", *("  best" if t.split == self.best else "  usual" if t.split == self.usual else "" for t in self.table)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([self.title, *(line + mark for line, mark in zip(lines, marks, strict=True))])
+
+    def plot(self, path: str | Path | None = None) -> TuneResult:
+        """Draw every measurement as a bar: SVG to ``path``, or, without one, in the notebook cell that returns this result."""
+        if path is not None:
+            Path(path).write_text(self._repr_svg_())
+        return self
+
+    def _repr_svg_(self) -> str:
+        left, width, height = 250, 560, 18
+        scale = width / max((t.slowest for t in self.table), default=1.0)
+        body = []
+        for i, t in enumerate(self.table):
+            y = 40 + i * height + 6 * t.round
+            colour = "#54a24b" if t.split == self.best else "#4c78a8" if t.split == self.usual else "#c9c9c9"
+            label = ", ".join(f"{role} {sms}" for role, sms in zip(COMMUNICATION_ROLES, _roles(t.split), strict=True))
+            middle = y + height / 2 - 2
+            begin, end = left + t.fastest * scale, left + t.slowest * scale
+            body += [
+                f'<text x="{left - 8}" y="{y + 11}" text-anchor="end">{label}</text>',
+                f'<rect x="{left}" y="{y}" width="{t.median * scale:.1f}" height="{height - 4}" fill="{colour}"/>',
+                f'<line x1="{begin:.1f}" x2="{end:.1f}" y1="{middle}" y2="{middle}" stroke="black"/>',
+                f'<text x="{end + 6:.1f}" y="{y + 11}">{t.median:.4f} ms</text>',
+            ]
+        bottom = 60 + len(self.table) * height + 6 * (self.table[-1].round if self.table else 0)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 100}" height="{bottom}" '
+            f'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n<text x="8" y="20" font-size="13">'
+            f"{html.escape(self.title)} (green: best, blue: usual; lines from fastest to slowest)</text>\n" + "\n".join(body) + "\n</svg>\n"
+        )
+
+
+def tune(
+    op: str,
+    *arrays: Any,
+    world: World | None = None,
+    out: Any = None,
+    stream: Any = None,
+    samples: int = 7,
+    save: bool | None = None,
+    **options: Any,
+) -> TuneResult:
+    """Measure splits of the SMs between the roles for one problem, and use the fastest for it from now on.
+
+    Takes the arguments of the op itself, without ``split``, and calls it many times, back to back, on these arrays. Calls of this world
+    with the same problem (shapes, dtype, layout, options) and ``split=None``, or with roles left at None, then use what was found; so do
+    later worlds that start with the same cache folder, on the same kind of device, with the same shape and transport. No bit of any result
+    changes by tuning. Plans made by ``mk.plan``, and captured graphs, stay as they are.
+
+    Parameters
+    ----------
+    op
+        Name of the op, such as ``"allgather_gemm"``.
+    out
+        Where the op puts its result; None: a new array in every call.
+    samples
+        Batches of calls per split, taken in turn with the other splits.
+    save
+        Whether later worlds shall know. Default: on GPUs; the times of target cpu, and of ranks that share a GPU, say nothing about speed.
+
+    Returns
+    -------
+    TuneResult
+        The same on every rank.
+
+    Notes
+    -----
+    Collective, blocks the host: some seconds, most of them to compile one kernel per split. Not capturable. A split replaces another only
+    if it takes 1 % less, and in the end must be faster than mkernel's own choice in a measurement of the two alone.
+
+    Raises
+    ------
+    ArgumentError, MismatchError, CompileError, TimeoutError, PeerLostError, TransportError
+        As the op itself.
+
+    The algorithm: coordinate descent over the roles (mkernel/plan/tuning.py).
+    """
+    module, w = find_op(op), current.current(world)
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ArgumentError("samples", samples, "must be a positive integer")
+    views = [*map(w.backend.view, arrays)]
+    problem = module.problem_of(w, *views, **options)
+    w.tuned.pop(repr(problem), None)
+
+    def call_with(split: Split) -> Callable[[], object]:
+        executable(w, problem, module.make_plan, split, stream)
+        return functools.partial(getattr(module, op), *arrays, world=w, out=out, split=split, stream=stream, **options)
+
+    seen = _search(w, lambda split: module.make_plan(problem, w.backend.sm_count, split), call_with, samples, stream)
+    result = TuneResult(op, next(iter(seen.plan.describe().splitlines())), seen.plan.split, seen.usual, tuple(seen.trials))
+    found = dataclasses.replace(result.best, compute=None)
+    w.tuned[repr(problem)] = found
+    w.bound_calls.clear()  # they have the split of before
+    if save is None:
+        save = w.target == "cuda" and not env.SHARE_GPUS.get()
+    if save and w.rank == 0:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        times = [{"round": t.round, "split": dataclasses.asdict(t.split), "ms": t.median} for t in result.table]
+        tuned.save(w.place, repr(problem), found, date=date, times=times)
+    return result
+
+
+class _Seen(NamedTuple):
+    plan: Any
+    usual: Split
+    trials: list[Trial]
+
+
+def _search(
+    world: World, plan_for: Callable[[Split | None], Any], call_with: Callable[[Split], Callable[[], object]], samples: int, stream: Any
+) -> _Seen:
+    """Drive the search: every rank measures the same and learns the same times."""
+    steps, trials, usual = search(plan_for), [], plan_for(None).split
+    try:
+        plans = next(steps)
+        for round_ in range(len(COMMUNICATION_ROLES) + 1):
+            calls = [call_with(plan.split) for plan in plans]
+            times = _measure(world, calls, samples, stream)
+            measured = [Trial(round_, plan.split, statistics.median(ms), min(ms), max(ms)) for plan, ms in zip(plans, times, strict=True)]
+            trials += measured
+            plans = steps.send([trial.median for trial in measured])
+    except StopIteration as end:
+        return _Seen(end.value, usual, trials)
+    raise AssertionError("a search has one round per role, and a last one")
+
+
+def _measure(world: World, calls: Sequence[Callable[[], object]], samples: int, stream: Any) -> list[list[float]]:
+    """Milliseconds per call, of the rank whose median is the largest; the calls take turns, so that a GPU that gets warm favours none."""
+    backend = world.backend
+    queue = backend.stream(stream)
+
+    def batch(call: Callable[[], object], count: int) -> float:
+        world.barrier()
+        return backend.milliseconds(queue, [call] * (_LEAD + count), _LEAD) / count
+
+    fewest, most = _BATCH
+    once = max(_exchanged(world, max(batch(call, 1) for call in calls)))
+    count = min(most, max(fewest, math.ceil(_BATCH_MS / max(once, 1e-6))))
+    mine: list[list[float]] = [[] for _ in calls]
+    for turn in range(samples):
+        order = range(len(calls))
+        for i in order if turn % 2 == 0 else reversed(order):
+            mine[i].append(batch(calls[i], count))
+    by_rank = _exchanged(world, mine)
+    return [max((of_rank[i] for of_rank in by_rank), key=statistics.median) for i in range(len(calls))]
+
+
+def _exchanged(world: World, value: Any) -> list[Any]:
+    return [json.loads(text) for text in world.exchange("times of tuning", json.dumps(value).encode())]
+
+
+def _roles(split: Split) -> list[int]:
+    return [getattr(split, role) or 0 for role in COMMUNICATION_ROLES]

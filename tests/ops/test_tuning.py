@@ -1,0 +1,179 @@
+"""``mk.tune``: what is found is used, remembered, and changes no bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel.errors import ArgumentError, MismatchError
+from mkernel.ops import tuning
+from mkernel.runtime import tuned
+
+# Small, with several chunks and tiles on every rank: a split changes who does what. The all-reduce is too large, or not for packets.
+OPS = [
+    ("allgather_gemm", (96, 136), (136, 264), {}),
+    ("gemm_reduce_scatter", (256, 72), (72, 264), {}),
+    ("gemm_allreduce", (200, 72), (72, 264), {"partials": "float32", "algorithm": "two_shot"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tuned splits of this test only; compiled kernels stay where they are."""
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
+    return tmp_path
+
+
+def times(monkeypatch: pytest.MonkeyPatch, time_of: Callable[[mk.Split], float]) -> None:
+    """Splits take so long, whatever the clock says. Every call is made once."""
+
+    def measure(world: Any, calls: list[Any], samples: int, stream: Any) -> list[list[float]]:
+        for call in calls:
+            call()
+        return [[time_of(call.keywords["split"])] * samples for call in calls]
+
+    monkeypatch.setattr(tuning, "_measure", measure)
+
+
+def communicating(split: mk.Split) -> int:
+    return sum(getattr(split, role) or 0 for role in ("intra_comm", "inter_send", "inter_reduce"))
+
+
+def operands(world: mk.World, *shapes: tuple[int, int]) -> list[Any]:
+    rng = np.random.default_rng(world.rank)
+    return [rng.standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16) for shape in shapes]
+
+
+launch = functools.partial(mk.launch, target="cpu", timeout=20.0, entry_timeout=20.0)
+
+
+@pytest.mark.parametrize(("op", "a", "b", "options"), OPS, ids=[op for op, *_ in OPS])
+def test_what_is_found_is_used_and_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, op: str, a: tuple[int, int], b: tuple[int, int], options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("MKERNEL_CPU_SMS", "6")
+    times(monkeypatch, lambda split: 10.0 - communicating(split))
+
+    def go(world: mk.World) -> tuple[str, mk.Split]:
+        arrays, call = operands(world, a, b), getattr(mk, op)
+        before = call(*arrays, **options)
+        planned = mk.plan(op, *arrays, **options)
+        result = mk.tune(op, *arrays, **options)
+        assert planned.split == result.usual
+        assert communicating(result.best) > communicating(result.usual)
+        assert result.best.total == 6
+        assert {trial.split for trial in result.table} > {result.usual, result.best}
+        assert mk.plan(op, *arrays, **options).split == result.best
+        usual = mk.Split(intra_comm=result.usual.intra_comm)  # the other roles stay open
+        merged = mk.plan(op, *arrays, split=usual, **options).split
+        assert merged.intra_comm == result.usual.intra_comm
+        assert merged.inter_send == result.best.inter_send
+        after = call(*arrays, **options)
+        assert world.bound_calls  # the call is known, and has the new split
+        assert {bound.executable.plan.split for bound in world.bound_calls.values() if hasattr(bound, "executable")} == {result.best}
+        assert before.tobytes() == after.tobytes()
+        assert planned.run(*arrays).tobytes() == before.tobytes()
+        assert planned.split == result.usual, "a plan stays as it was made"
+        return str(result), result.best
+
+    results = launch(go, ranks=4, ranks_per_node=2)
+    assert results == [results[0]] * 4
+
+
+def test_later_worlds_know(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    times(monkeypatch, lambda split: 1.0 if split.intra_comm == 2 else 2.0)
+    shapes = (96, 136), (136, 264)
+
+    def found(world: mk.World, *, tune: bool = False, save: bool | None = None) -> mk.Split:
+        arrays = operands(world, *shapes)
+        if tune:
+            mk.tune("allgather_gemm", *arrays, save=save)
+        return mk.plan("allgather_gemm", *arrays).split
+
+    usual = launch(found, ranks=2)
+    assert launch(functools.partial(found, tune=True), ranks=2) == [mk.Split(2, 2, 0, 0)] * 2
+    assert list(folder.iterdir()) == [], "times of target cpu say nothing"
+    launch(functools.partial(found, tune=True, save=True), ranks=2)
+    assert len(list(folder.iterdir())) == 1
+    assert launch(found, ranks=2) == [mk.Split(2, 2, 0, 0)] * 2 != usual
+    assert launch(found, ranks=4)[0] != mk.Split(2, 2, 0, 0), "a world of another shape"
+    monkeypatch.setenv("MKERNEL_CPU_SMS", "5")
+    assert launch(found, ranks=2)[0].total == 5, "another device"
+
+
+def test_a_tuned_split_that_does_not_fit_is_not_used() -> None:
+    def go(world: mk.World) -> tuple[mk.Split, mk.Split]:
+        arrays = operands(world, (96, 136), (136, 264))
+        usual = mk.plan("allgather_gemm", *arrays)
+        world.tuned[repr(usual.executable.plan.problem)] = mk.Split(intra_comm=1, inter_send=1)  # no other node to send to
+        mk.allgather_gemm(*arrays)
+        assert mk.plan("allgather_gemm", *arrays).split == usual.split
+        world.tuned[repr(usual.executable.plan.problem)] = mk.Split(intra_comm=2)
+        return mk.plan("allgather_gemm", *arrays, split=mk.Split(compute=3)).split, usual.split
+
+    for split, usual in launch(go, ranks=2):
+        assert split.compute == 3
+        assert split != usual
+
+
+def test_times_are_taken_and_shown(tmp_path: Path) -> None:
+    """With the real clock: whatever it says, all ranks agree."""
+
+    def go(world: mk.World) -> mk.TuneResult:
+        return mk.tune("gemm_allreduce", *operands(world, (64, 64), (64, 64)), algorithm="one_shot", samples=2)
+
+    results = launch(go, ranks=2, ranks_per_node=1)
+    assert results[0] == results[1]
+    result = results[0]
+    assert result.table
+    assert all(0 < trial.fastest <= trial.median <= trial.slowest for trial in result.table)
+    assert {trial.split.inter_send for trial in result.table} == {1, 2, 3}
+    assert "best" in str(result)
+    text = result.plot(tmp_path / "x.svg")._repr_svg_()
+    assert (tmp_path / "x.svg").read_text() == text
+    assert text.count("<rect") == 1 + len(result.table)
+
+
+def test_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, lambda split: pytest.fail("nothing to compare"))
+    (result,) = launch(lambda world: mk.tune("allgather_gemm", *operands(world, (96, 136), (136, 264))), ranks=1)
+    assert result.table == ()
+    assert result.best == result.usual
+    assert result._repr_svg_().startswith("<svg")
+
+
+def test_bad_arguments_leave_the_world_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, lambda split: 1.0)
+
+    def go(world: mk.World) -> None:
+        a, b = operands(world, (8, 64), (64, 64))
+        for op, arrays, options in (
+            ("moe", (a, b), {}),
+            ("allgather_gemm", (a, a), {}),
+            ("allgather_gemm", (a, b), {"samples": 0}),
+            ("gemm_allreduce", (a, b), {"partials": "int8"}),
+        ):
+            with pytest.raises(ArgumentError):
+                mk.tune(op, *arrays, **options)
+        with pytest.raises(TypeError):
+            mk.tune("allgather_gemm", a, b, split=mk.Split())
+        mk.allgather_gemm(a, b)
+
+    launch(go, ranks=2)
+
+
+def test_ranks_that_tune_different_things_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, lambda split: 1.0)
+
+    def go(world: mk.World) -> None:
+        mk.tune("allgather_gemm", *operands(world, (8, 64), (64, 64 + 8 * world.rank)))
+
+    with pytest.raises(MismatchError):
+        launch(go, ranks=2)
