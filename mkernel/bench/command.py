@@ -26,7 +26,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan.reduce import ALGORITHMS, PARTIALS
 from mkernel.plan.topology import Topology
 
-__all__ = ["Asked", "main", "parse_split", "parse_world", "problem_arguments", "require_gpus"]
+__all__ = ["Asked", "main", "parse_split", "parse_world", "problem_arguments", "rank_arguments", "require_gpus"]
 
 _ROLES = ("compute", "intra_comm", "inter_send", "inter_reduce")
 _RESULTS = Path("docs") / "benchmarks"
@@ -59,7 +59,7 @@ def parse_world(text: str) -> Topology:
 
 
 def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> None:
-    """What to run, on which ranks: for ``Asked``."""
+    """What to run on which world: for ``Asked``."""
     parser.add_argument("op", nargs="?", choices=ops, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(ops))
     shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
     shapes += "for gemm_allreduce also large, small (default: all of the op's)"
@@ -68,6 +68,10 @@ def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> 
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by size)")
+
+
+def rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """How ranks are started, and for how long."""
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds until the ranks are killed (default 1200)")
     parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started")
     parser.add_argument("--allow-cpu", action="store_true", help=argparse.SUPPRESS)  # tests of the bench; the times mean nothing
@@ -80,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure an op beside its baselines, in one run on the same inputs (docs/benchmarks.md says how). One rank per GPU.",
     )
     problem_arguments(parser, OPS)
+    rank_arguments(parser)
     parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
@@ -106,7 +111,7 @@ class Asked:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Asked:
         op = OPS["gemm" if getattr(options, "world_of_one", False) else options.op]
-        if options.samples < 1:
+        if getattr(options, "samples", 1) < 1:
             raise ArgumentError("--samples", options.samples, "must be at least 1")
         if op.name == "gemm":
             topology = parse_world(options.world or "1x1")

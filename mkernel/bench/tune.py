@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from mkernel.bench import launcher as started
-from mkernel.bench.command import Asked, problem_arguments, require_gpus
+from mkernel.bench.command import Asked, problem_arguments, rank_arguments, require_gpus
 from mkernel.cli import launcher
 from mkernel.errors import ArgumentError
 from mkernel.ops.call import OPS
@@ -21,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         "this shape. One rank per GPU.",
     )
     problem_arguments(parser, OPS)
+    rank_arguments(parser)
     parser.add_argument("--samples", type=int, default=7, help="batches of calls per split (default 7)")
     parser.add_argument("--no-save", action="store_true", help="only show what is found")
     return parser

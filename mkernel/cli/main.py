@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": ("mkernel.cli.demo", "run the fused kernels on 4 ranks and check every element"),
     "bench": ("mkernel.bench", "measure the fused kernels against their baselines"),
     "tune": ("mkernel.bench.tune", "measure how many SMs each role should have, and remember it"),
+    "model": ("mkernel.bench.model", "what mkernel would do for a shape, and how long its parts would take; needs no GPU"),
     "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels and tuned splits"),
 }
 

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mkernel.bench.cases.base import Case, LocalGemm, Op
 from mkernel.bench.check import worst_product
 from mkernel.errors import ArgumentError
+from mkernel.plan.allgather_gemm import AllGatherGemmProblem, make_plan
 
 if TYPE_CHECKING:
     from mkernel.bench.lab import Call, Lab
+    from mkernel.plan.split import Split
     from mkernel.plan.topology import Topology
+    from mkernel.runtime.world import Plan
 
 __all__ = ["OP", "AllgatherGemm"]
 
@@ -24,6 +27,7 @@ class AllgatherGemm(Case):
     def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str) -> None:
         self.label, self.shape = label, {"M": m, "N": n, "K": k}
         self.m, self.n, self.k, self.rows = m, n, k, m // topology.size
+        self.problem = AllGatherGemmProblem(topology, self.rows, n, k, dtype, True)
         shard = self.rows * k * _ITEM
         self.solo = LocalGemm(m, n, k)
         self.flops = self.solo.flops
@@ -31,6 +35,9 @@ class AllgatherGemm(Case):
         self.network_bytes = (topology.num_nodes - 1) * shard
         self.link_bytes = (topology.size - topology.num_nodes) * shard
         self.heap_bytes = m * k * _ITEM + _SLACK
+
+    def plan(self, sm_count: int, split: Split | None = None) -> Plan:
+        return make_plan(self.problem, sm_count, split)
 
     def setup(self, lab: Lab, seed: int) -> None:
         rank, size = lab.world.rank, lab.world.size

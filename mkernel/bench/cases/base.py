@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from mkernel.bench.lab import Call, Lab
+    from mkernel.plan.split import Split
     from mkernel.plan.topology import Topology
+    from mkernel.runtime.world import Plan
 
 __all__ = ["Case", "LocalGemm", "Op"]
 
@@ -37,6 +39,10 @@ class Case(abc.ABC):
     network_bytes: int  # into one GPU over its network card
     heap_bytes: int  # symmetric heap the op needs
     solo: LocalGemm | None  # the local compute as a GEMM in a world of one; None: it is none
+
+    @abc.abstractmethod
+    def plan(self, sm_count: int, split: Split | None = None) -> Plan:
+        """What mkernel does on a device with so many SMs. Raises SplitError."""
 
     @abc.abstractmethod
     def setup(self, lab: Lab, seed: int) -> None:

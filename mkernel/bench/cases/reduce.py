@@ -14,6 +14,8 @@ from mkernel.plan.topology import Topology
 
 if TYPE_CHECKING:
     from mkernel.bench.lab import Call, Lab
+    from mkernel.plan.split import Split
+    from mkernel.runtime.world import Plan
 
 __all__ = ["ITEM", "ReduceCase", "parse_size"]
 
@@ -36,7 +38,10 @@ class ReduceCase(Case):
         topology, shard = problem.topology, m * problem.n * ITEM // problem.topology.size
         self.link_bytes = topology.num_nodes * (topology.ranks_per_node - 1) * shard
         self.network_bytes = (topology.num_nodes - 1) * shard
-        self.heap_bytes = make_plan(problem, _SMS).workspace_bytes + _SLACK
+        self.heap_bytes = self.plan(_SMS).workspace_bytes + _SLACK
+
+    def plan(self, sm_count: int, split: Split | None = None) -> Plan:
+        return make_plan(self.problem, sm_count, split)
 
     def setup(self, lab: Lab, seed: int) -> None:
         self._lab, self._seed = lab, seed
