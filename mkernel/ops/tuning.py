@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel import env
-from mkernel.errors import ArgumentError
+from mkernel.errors import ArgumentError, CompileError
 from mkernel.ops.call import executable, find_op
 from mkernel.plan.split import COMMUNICATION_ROLES, Split
 from mkernel.plan.tuning import search
@@ -182,6 +183,9 @@ def _search(
     try:
         plans = next(steps)
         for round_ in range(len(COMMUNICATION_ROLES) + 1):
+            for plan in plans[world.rank :: world.size]:  # the ranks share the work of compiling
+                with contextlib.suppress(CompileError):  # told to all ranks when it is loaded
+                    world.backend.compile(plan.spec)
             calls = [call_with(plan.split) for plan in plans]
             times = _measure(world, calls, samples, stream)
             measured = [Trial(round_, plan.split, statistics.median(ms), min(ms), max(ms)) for plan, ms in zip(plans, times, strict=True)]

@@ -634,6 +634,9 @@ class CpuDevice(Device):
         return _aligned(math.prod(shape) * kind.itemsize).view(kind).reshape(tuple(shape))
 
     # ---- kernels
+    def compile(self, spec: KernelSpec) -> None:
+        compiler.compile(spec)
+
     def load(self, spec: KernelSpec) -> CpuKernel:
         return CpuKernel(spec, compiler.compile(spec), self.sm_count)
 

@@ -335,6 +335,9 @@ class CudaDevice(Device):
             return self.xp.empty(tuple(shape), dtype=kind)
 
     # ---- kernels
+    def compile(self, spec: KernelSpec) -> None:
+        compiler.compile(spec)
+
     def load(self, spec: KernelSpec) -> CudaKernel:
         cubin = compiler.compile(spec)
         with self._lock, self._current():

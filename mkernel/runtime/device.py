@@ -122,6 +122,10 @@ class Device(abc.ABC):
 
     # ---- kernels
     @abc.abstractmethod
+    def compile(self, spec: KernelSpec) -> None:
+        """Into the cache, for ``load``; also beside running kernels. Raises CompileError."""
+
+    @abc.abstractmethod
     def load(self, spec: KernelSpec) -> Kernel:
         """Compile (or find in the cache) and load. Raises CompileError. Nothing may be spinning on this device."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel.errors import ArgumentError, MismatchError
+from mkernel.errors import ArgumentError, CompileError, MismatchError
 from mkernel.ops import tuning
 from mkernel.runtime import tuned
 
@@ -167,6 +167,18 @@ def test_bad_arguments_leave_the_world_usable(monkeypatch: pytest.MonkeyPatch) -
         mk.allgather_gemm(a, b)
 
     launch(go, ranks=2)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_NO_COMPILE", "1")
+
+    def go(world: mk.World) -> str:
+        with pytest.raises(CompileError):
+            mk.tune("allgather_gemm", *operands(world, (24, 88), (88, 104)))  # no other test has this K and N
+        world.barrier()
+        return "usable"
+
+    assert launch(go, ranks=2) == ["usable"] * 2
 
 
 def test_ranks_that_tune_different_things_disagree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,8 @@ class FakeDevice(Device):
         return np.empty(shape, dtype)
 
     # ---- kernels
+    def compile(self, spec: KernelSpec) -> None: ...
+
     def load(self, spec: KernelSpec) -> FakeKernel:
         if spec.name == f"broken_on_{self.rank}":
             raise CompileError("broken", log="line 1: no", path="/nowhere")
