@@ -403,11 +403,17 @@ class CudaDevice(Device):
                     self._mark(begin, stream)
                 one()
             self._mark(end, stream)
-            _sleep_until(lambda: _happened(int(end)))
-            return float(call(cuda.cuEventElapsedTime(begin, end), "reading the time between two events"))
+            _sleep_until(lambda: self._passed(int(end)))
+            with self._current():
+                return float(call(cuda.cuEventElapsedTime(begin, end), "reading the time between two events"))
         finally:
-            for event in (begin, end):
-                call(cuda.cuEventDestroy(event), "destroying an event")
+            with self._current():
+                for event in (begin, end):
+                    call(cuda.cuEventDestroy(event), "destroying an event")
+
+    def _passed(self, event: int) -> bool:
+        with self._current():
+            return _happened(event)
 
     def _mark(self, event: Any, stream: int) -> None:
         with self._lock, self._current():
