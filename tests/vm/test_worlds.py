@@ -44,8 +44,8 @@ def texts(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.parametrize("world", ["2x2", pytest.param("4x1", marks=pytest.mark.slow)])
 def test_fused_operations(machines: Machines, world: str, pytestconfig: pytest.Config) -> None:
-    """20 calls of each operation, without --full 5."""
-    cases, calls = worker.cases(), 20 if pytestconfig.getoption("--full") else 5
+    """20 calls of each operation, without --full 2."""
+    cases, calls = worker.cases(), 20 if pytestconfig.getoption("--full") else 2
     compile(world, *(case for some in cases.values() for case in some))
     environment = {"TEST_SEED": str(pytestconfig.getoption("--seed")), "TEST_CALLS": str(calls)}
     outcomes = machines.run(jobs("calls", world, **environment), timeout=540)
