@@ -65,9 +65,10 @@ class TuneResult:
         head = ["round", *COMMUNICATION_ROLES, "ms", "fastest", "slowest"]
         rows = [head, *([*map(str, (t.round, *_roles(t.split))), *(f"{ms:.4f}" for ms in t[2:])] for t in self.table)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        marks = ["", *("  best" if t.split == self.best else "  usual" if t.split == self.usual else "" for t in self.table)]
+        names = {"best": self.best, "usual": self.usual}
+        marks = ["", *("  " + ", ".join(name for name, split in names.items() if t.split == split) for t in self.table)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([self.title, *(line + mark for line, mark in zip(lines, marks, strict=True))])
+        return "\n".join([self.title, *((line + mark).rstrip() for line, mark in zip(lines, marks, strict=True))])
 
     def plot(self, path: str | Path | None = None) -> TuneResult:
         """Draw every measurement as a bar: SVG to ``path``, or, without one, in the notebook cell that returns this result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -63,6 +64,18 @@ def test_example_of_a_tensor_parallel_block_is_right(tmp_path: Path) -> None:
     assert status == 0, lines
     assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
     assert all("y is (128, 256)" in line and line.endswith("right") for line in lines)
+
+
+def test_example_of_tuning_draws(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "examples" / "explore_split.py"), "--ranks", "2", "--m", "256", "--n", "136", "--k", "136"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "MKERNEL_CPU_SMS": "3"}
+    done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "best" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"splits.svg", "usual.svg", "best.svg"}
+    for path in tmp_path.iterdir():
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
 _SPOILED = """
