@@ -279,15 +279,17 @@ class SocketControl(Control):
             if not failure.replaces(self.failure):
                 return
             self.failure = failure
-        body = failure.encode()
-        for link in list(self._links.values()):
-            if link is not source and not link.leaving:
-                link.send(_FAILURE, body)
-        if tell and self._listener is not None:
-            self._listener.on_failure(failure)
-        with self._condition:
-            self._passed_on = True
-            self._condition.notify_all()
+        try:
+            body = failure.encode()
+            for link in list(self._links.values()):
+                if link is not source and not link.leaving:
+                    link.send(_FAILURE, body)
+            if tell and self._listener is not None:
+                self._listener.on_failure(failure)
+        finally:
+            with self._condition:
+                self._passed_on = True
+                self._condition.notify_all()
 
     # ---- the reader thread
     def _read_all(self) -> None:
