@@ -5,17 +5,20 @@
 #   PYTEST="-k name"    more arguments for pytest
 #   JOBS=1              tests at once (default: one per core)
 
-PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11 3; do \
-  python$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v python$$v; break; }; done)
+ifndef PYTHON
+  PYTHON := $(shell for v in 3.14 3.13 3.12 3.11 3; do \
+    python$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v python$$v; break; }; done)
+endif
 VENV ?= .venv
 PYTEST ?=
 JOBS ?= $(shell nproc)
 APT := apt-get install -y make g++ python3 python3-venv
 
-# The CUDA of the driver, "13", "12" or nothing: decides which GPU packages the demo installs.
+# The CUDA of the driver, "13", "12" or nothing: decides which GPU packages the demo installs. What the tests bring is CUDA 13's.
 DRIVER_CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | head -n 1)
-DEMO_EXTRAS := demo$(if $(filter 12,$(DRIVER_CUDA)),$(comma)cuda12,$(if $(DRIVER_CUDA),$(comma)cuda13))
 comma := ,
+EXTRAS_demo := demo$(if $(DRIVER_CUDA),$(comma)$(if $(filter 12,$(DRIVER_CUDA)),cuda12,cuda13))
+EXTRAS_test-gpu := test,cuda13
 
 ifeq ($(VENV),none)
   PY := $(PYTHON)
@@ -37,7 +40,7 @@ test: $(call stamp,test)
 test-full: $(call stamp,test)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" --full $(PYTEST)
 
-test-gpu: $(call stamp,test)
+test-gpu: $(call stamp,test-gpu)
 	$(PY) -m pytest -m gpu $(PYTEST)
 
 # Real verbs in virtual machines: root, and apt-get install -y --no-install-recommends qemu-system-x86
@@ -65,5 +68,5 @@ $(VENV)/bin/python:
 	else echo '$(PYTHON) has neither ensurepip nor pip: $(APT)' >&2; exit 1; fi || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.%: $(VENV)/bin/python pyproject.toml
-	$(PY) -m pip install -q --disable-pip-version-check -e '.[$(if $(filter demo,$*),$(DEMO_EXTRAS),$*)]'
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[$(or $(EXTRAS_$*),$*)]'
 	@touch $@
