@@ -132,7 +132,7 @@ DUMP = _declare(
     "MKERNEL_DUMP", "a path", _optional(_path), None, "folder that receives source, PTX, cubin and SASS of every compiled kernel"
 )
 NO_COMPILE = _declare("MKERNEL_NO_COMPILE", "1 or 0", _boolean, False, "compiling is an error: only cached kernels run")
-CXX = _declare("MKERNEL_CXX", "a command", _optional(str), None, "host C++20 compiler of target cpu (else $CXX, c++, g++, clang++)")
+CXX = _declare("MKERNEL_CXX", "a command", _optional(str), None, "host C++20 compiler of target cpu (else $CXX, g++, clang++, c++)")
 CUTLASS = _declare(
     "MKERNEL_CUTLASS", "a path", _optional(_path), None, "CUTLASS include folder, holds cute/ (else the nvidia-cutlass package)"
 )

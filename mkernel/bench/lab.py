@@ -10,12 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mkernel import env
 from mkernel.bench.peers import gather, worst_reason
+from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Call", "CpuLab", "CudaLab", "Lab", "open_lab"]
+__all__ = ["Call", "CpuLab", "CudaLab", "Lab", "open_lab", "require_speed"]
 
 Call = Callable[[], Any]
 
@@ -265,6 +267,14 @@ class CpuLab(Lab):
         for call in calls:
             call()
         return (time.perf_counter() - begin) * 1e3
+
+
+def require_speed(world: Any, allow_cpu: bool) -> None:
+    """Raise where times would mean nothing."""
+    if world.target != "cuda" and not allow_cpu:
+        raise ArgumentError("target", world.target, "speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
+    if world.target == "cuda" and env.SHARE_GPUS.get():
+        raise ArgumentError("MKERNEL_SHARE_GPUS", 1, "ranks that take turns on a GPU have no speed of their own", "run one rank per GPU")
 
 
 def open_lab(world: Any, dtype: str) -> Lab:

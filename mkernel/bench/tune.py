@@ -42,20 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _worker(asked: Asked) -> int:
     import mkernel as mk
-    from mkernel.bench.lab import open_lab
+    from mkernel.bench.lab import open_lab, require_speed
     from mkernel.bench.peers import fresh_seed
+    from mkernel.ops.tuning import tune_calls
 
     options = asked.options
     heap = sum(case.heap_bytes for case in asked.cases)  # a workspace that grows leaves the old one behind
     with mk.init(ranks_per_node=asked.topology.ranks_per_node, heap_bytes=heap) as world:
         if world.size != asked.topology.size:
             raise ArgumentError("--world", f"{asked.topology.size} ranks", f"must be the {world.size} that were started")
+        require_speed(world, options.allow_cpu)
         lab = open_lab(world, options.dtype)
-        for case in asked.cases:
+        for size in asked.sizes:
+            case = asked.op.case(size, asked.topology, options.dtype, **asked.op_options)  # a new one: the arrays of the last go
             case.setup(lab, fresh_seed(world))
             op, arrays, arguments = case.first_call()
             save = False if options.no_save else None
-            result = mk.tune(op, *arrays, world=world, samples=options.samples, save=save, **arguments)
+            result = tune_calls(op, arrays, case.fused, world=world, samples=options.samples, save=save, **arguments)
             if world.rank == 0:
                 print(f"{result}\n", flush=True)
         lab.close()

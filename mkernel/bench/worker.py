@@ -9,16 +9,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel import env
 from mkernel.bench import machine
 from mkernel.bench.cases import OPS, Case
-from mkernel.bench.lab import CudaLab, open_lab
+from mkernel.bench.lab import CudaLab, open_lab, require_speed
 from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
 from mkernel.bench.peers import fresh_seed, gather
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
-from mkernel.errors import ArgumentError
+from mkernel.ops.tuning import tune_calls
 
 if TYPE_CHECKING:
     from mkernel.bench.lab import Call, Lab
@@ -48,14 +47,9 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
 
     ``after_row`` is called on rank 0 with what there is so far: a run that is cut short has not been in vain.
     """
-    if world.target != "cuda" and not settings.allow_cpu:
-        raise ArgumentError("target", world.target, "speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
-    if world.target == "cuda" and env.SHARE_GPUS.get():
-        raise ArgumentError(
-            "MKERNEL_SHARE_GPUS", 1, "ranks that take turns on a GPU have no speed of their own", "run with one rank per GPU"
-        )
+    require_speed(world, settings.allow_cpu)
     op = OPS[settings.op]
-    world.tuned.clear()  # what somebody tuned before is not mkernel's own choice
+    world.set_tuned({})  # what somebody tuned before is not mkernel's own choice
     lab = open_lab(world, settings.dtype)
     libraries = open_libraries(world, lab.stream) if isinstance(lab, CudaLab) else NoLibraries("none on target cpu")
     libraries.missing.update(dict.fromkeys(settings.without, "left out by --without"))
@@ -131,12 +125,9 @@ class _Measurer:
 
     def _tuned(self, row: Row) -> dict[str, Sequence[Call]]:
         """The op with the split that ``mk.tune`` finds on this shape. The others stay untuned."""
-        import mkernel as mk
-
         name, arrays, options = self.case.first_call()
-        result = mk.tune(name, *arrays, world=self.world, save=False, **options)
-        self.world.tuned.clear()
-        self.world.bound_calls.clear()
+        result = tune_calls(name, arrays, self.case.fused, world=self.world, save=False, **options)
+        self.world.set_tuned({})
         row.tuned = dataclasses.asdict(result.best)
         if result.best == result.usual:
             row.missing[TUNED] = "nothing was faster than mkernel's own choice"

@@ -16,7 +16,7 @@ __all__ = ["main"]
 _PARTS = {
     "cpu": ("*.so", "*.cpp", "*.lock", "*.partial"),
     "cuda": ("entries", "tmp", "source", "locks"),
-    "tuned": ("*.json",),
+    "tuned": ("*.json*",),
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from mkernel import env
 from mkernel.errors import CompileError
 
-__all__ = ["IncludePath", "cuda_includes", "cutlass_include", "digest", "kernels_src"]
+__all__ = ["IncludePath", "cuda_includes", "cutlass_include", "digest", "kernels_src", "sources_digest"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,6 +147,14 @@ def _read(file: Path, mtime_ns: int, size: int) -> tuple[bytes, tuple[str, ...]]
     """Digest and includes of one version of a file."""
     text = file.read_bytes()
     return hashlib.sha256(text).digest(), tuple(_names(text))
+
+
+def sources_digest() -> str:
+    """Of the device code: another one may want other splits."""
+    total = hashlib.sha256()
+    for file in sorted(kernels_src().glob("*.*h")):
+        total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:16]
 
 
 def _names(text: bytes) -> Iterator[str]:

@@ -59,7 +59,7 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
     out
         (M, N), the dtype of ``a``, rows contiguous; returned as given. None: a new array of ``world.xp``.
     split
-        SMs per role (``mk.Split``); None: mkernel's choice.
+        SMs per role (``mk.Split``). None, or a role left at None: what ``mk.tune`` found, else mkernel's choice.
     stream
         Anything with ``__cuda_stream__``; None: CuPy's current stream.
 

@@ -70,15 +70,18 @@ def executable(world: World, problem: Hashable, make_plan: Callable[..., Plan], 
     wanted = split if tuned is None else (split or Split()).filled(tuned)
 
     def build() -> Plan:
-        if wanted is not split:
-            with contextlib.suppress(SplitError):  # what was tuned does not go with the rest of ``split``, or with this version of the op
-                return make_plan(problem, world.backend.sm_count, wanted)
         try:
-            return make_plan(problem, world.backend.sm_count, split)
+            untuned = make_plan(problem, world.backend.sm_count, split)
         except SplitError as error:
             raise ArgumentError("split", error.split, error.rule, error.remedy) from None
+        if wanted != split:
+            with contextlib.suppress(SplitError):  # what was tuned does not go with the rest of ``split``
+                found = make_plan(problem, world.backend.sm_count, wanted)
+                if found.spec.name == untuned.spec.name:  # another kernel may round at other places
+                    return found
+        return untuned
 
-    return world.executable((problem, wanted), build, stream)
+    return world.executable((problem, split, wanted), build, stream)
 
 
 def matmul_call(

@@ -40,7 +40,7 @@ def gemm_reduce_scatter(
     out
         (M/W, N), the dtype of ``a``, rows contiguous; returned as given. None: a new array of ``world.xp``.
     split
-        SMs per role (``mk.Split``); None: mkernel's choice.
+        SMs per role (``mk.Split``). None, or a role left at None: what ``mk.tune`` found, else mkernel's choice.
     stream
         Anything with ``__cuda_stream__``; None: CuPy's current stream.
     partials

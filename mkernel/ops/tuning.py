@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel import env
-from mkernel.errors import ArgumentError, CompileError
+from mkernel.errors import ArgumentError
 from mkernel.ops.call import executable, find_op
 from mkernel.plan.split import COMMUNICATION_ROLES, Split
 from mkernel.plan.tuning import search
@@ -24,7 +24,9 @@ from mkernel.runtime import current, tuned
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["Trial", "TuneResult", "tune"]
+__all__ = ["Trial", "TuneResult", "tune", "tune_calls"]
+
+Call = Callable[[], object]
 
 _LEAD = 2  # calls in front of the timed ones: every call waits for all ranks, so these bring them into step
 _BATCH = 5, 200  # calls that are timed together: at least, and at most
@@ -114,8 +116,8 @@ def tune(
 
     Takes the arguments of the op itself, without ``split``, and calls it many times, back to back, on these arrays. Calls of this world
     with the same problem (shapes, dtype, layout, options) and ``split=None``, or with roles left at None, then use what was found; so do
-    later worlds that start with the same cache folder, on the same kind of device, with the same shape and transport. No bit of any result
-    changes by tuning. Plans made by ``mk.plan``, and captured graphs, stay as they are.
+    later worlds that start with the same cache folder, on the same kind of device, with the same shape, transport and device code. No bit
+    of any result changes by tuning. Plans made by ``mk.plan``, and captured graphs, stay as they are.
 
     Parameters
     ----------
@@ -136,7 +138,8 @@ def tune(
     Notes
     -----
     Collective, blocks the host: some seconds, most of them to compile one kernel per split. Not capturable. A split replaces another only
-    if it takes 1 % less, and in the end must be faster than mkernel's own choice in a measurement of the two alone.
+    if it takes 1 % less, and in the end must be faster than mkernel's own choice in a measurement of the two alone. Operands that fit the
+    L2 cache stay there from call to call. The kernels of all splits stay loaded as long as the world is open.
 
     Raises
     ------
@@ -145,28 +148,52 @@ def tune(
 
     The algorithm: coordinate descent over the roles (mkernel/plan/tuning.py).
     """
-    module, w = find_op(op), current.current(world)
+    w = current.current(world)
+
+    def calls_with(split: Split) -> list[Call]:
+        return [functools.partial(getattr(find_op(op), op), *arrays, world=w, out=out, split=split, stream=stream, **options)]
+
+    return tune_calls(op, arrays, calls_with, world=w, stream=stream, samples=samples, save=save, **options)
+
+
+def tune_calls(
+    op: str,
+    arrays: Sequence[Any],
+    calls_with: Callable[[Split], Sequence[Call]],
+    *,
+    world: World,
+    stream: Any = None,
+    samples: int = 7,
+    save: bool | None = None,
+    **options: Any,
+) -> TuneResult:
+    """``tune``, on calls of one's own for each split, which are made in turn: on several sets of arrays like ``arrays``, say."""
+    module, backend = find_op(op), world.backend
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ArgumentError("samples", samples, "must be a positive integer")
-    views = [*map(w.backend.view, arrays)]
-    problem = module.problem_of(w, *views, **options)
-    w.tuned.pop(repr(problem), None)
+    queue = backend.stream(stream)
+    if backend.capturing(queue):
+        raise ArgumentError("stream", stream, "is being captured, and tuning measures", "tune before the capture")
+    problem = module.problem_of(world, *map(backend.view, arrays), **options)
 
-    def call_with(split: Split) -> Callable[[], object]:
-        executable(w, problem, module.make_plan, split, stream)
-        return functools.partial(getattr(module, op), *arrays, world=w, out=out, split=split, stream=stream, **options)
+    def ready(split: Split) -> Sequence[Call]:
+        executable(world, problem, module.make_plan, split, stream)
+        return calls_with(split)
 
-    seen = _search(w, lambda split: module.make_plan(problem, w.backend.sm_count, split), call_with, samples, stream)
+    def measure(calls: Sequence[Sequence[Call]]) -> list[list[float]]:
+        return _measure(world, calls, samples, queue)
+
+    seen = _search(world, lambda split: module.make_plan(problem, backend.sm_count, split), ready, measure)
     result = TuneResult(op, next(iter(seen.plan.describe().splitlines())), seen.plan.split, seen.usual, tuple(seen.trials))
-    found = dataclasses.replace(result.best, compute=None)
-    w.tuned[repr(problem)] = found
-    w.bound_calls.clear()  # they have the split of before
+    found = dataclasses.replace(result.best, compute=None) if result.best != result.usual else None
+    others = {other: split for other, split in world.tuned.items() if other != repr(problem)}
+    world.set_tuned(others if found is None else {**others, repr(problem): found})
     if save is None:
-        save = w.target == "cuda" and not env.SHARE_GPUS.get()
-    if save and w.rank == 0:
+        save = world.target == "cuda" and not env.SHARE_GPUS.get()
+    if save and world.rank == 0:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         times = [{"round": t.round, "split": dataclasses.asdict(t.split), "ms": t.median} for t in result.table]
-        tuned.save(w.place, repr(problem), found, date=date, times=times)
+        tuned.save(world.place, repr(problem), found, date=date, times=times)
     return result
 
 
@@ -177,7 +204,10 @@ class _Seen(NamedTuple):
 
 
 def _search(
-    world: World, plan_for: Callable[[Split | None], Any], call_with: Callable[[Split], Callable[[], object]], samples: int, stream: Any
+    world: World,
+    plan_for: Callable[[Split | None], Any],
+    ready: Callable[[Split], Sequence[Call]],
+    measure: Callable[[Sequence[Sequence[Call]]], list[list[float]]],
 ) -> _Seen:
     """Drive the search: every rank measures the same and learns the same times."""
     steps, trials, usual = search(plan_for), [], plan_for(None).split
@@ -185,10 +215,9 @@ def _search(
         plans = next(steps)
         for round_ in range(len(COMMUNICATION_ROLES) + 1):
             for plan in plans[world.rank :: world.size]:  # the ranks share the work of compiling
-                with contextlib.suppress(CompileError):  # told to all ranks when it is loaded
+                with contextlib.suppress(Exception):  # loading meets it again, and tells the other ranks
                     world.backend.compile(plan.spec)
-            calls = [call_with(plan.split) for plan in plans]
-            times = _measure(world, calls, samples, stream)
+            times = measure([ready(plan.split) for plan in plans])
             measured = [Trial(round_, plan.split, statistics.median(ms), min(ms), max(ms)) for plan, ms in zip(plans, times, strict=True)]
             trials += measured
             plans = steps.send([trial.median for trial in measured])
@@ -197,17 +226,15 @@ def _search(
     raise AssertionError("a search has one round per role, and a last one")
 
 
-def _measure(world: World, calls: Sequence[Callable[[], object]], samples: int, stream: Any) -> list[list[float]]:
-    """Milliseconds per call, of the rank whose median is the largest; the calls take turns, so that a GPU that gets warm favours none."""
-    backend = world.backend
-    queue = backend.stream(stream)
+def _measure(world: World, calls: Sequence[Sequence[Call]], samples: int, queue: Any) -> list[list[float]]:
+    """Milliseconds per call, of the rank whose median is the largest; the splits take turns, so that a GPU that gets warm favours none."""
 
-    def batch(call: Callable[[], object], count: int) -> float:
+    def batch(some: Sequence[Call], count: int) -> float:
         world.barrier()
-        return backend.milliseconds(queue, [call] * (_LEAD + count), _LEAD) / count
+        return world.backend.milliseconds(queue, [some[i % len(some)] for i in range(_LEAD + count)], _LEAD) / count
 
     fewest, most = _BATCH
-    once = max(_exchanged(world, max(batch(call, 1) for call in calls)))
+    once = max(_exchanged(world, max(batch(some, 1) for some in calls)))
     count = min(most, max(fewest, math.ceil(_BATCH_MS / max(once, 1e-6))))
     mine: list[list[float]] = [[] for _ in calls]
     for turn in range(samples):

@@ -205,14 +205,23 @@ def assemble(
         )
         undo.pop_all()
     try:
-        found = tuned.encode(tuned.load(world.place)) if rank == 0 else b"ready"
-        world.tuned = tuned.decode(bootstrap.allgather(found)[0])  # and nobody raises a flag in memory that its owner has not mapped
+        known = _tuned(world) if rank == 0 else b"ready"
+        world.set_tuned(tuned.decode(bootstrap.allgather(known)[0]))  # and nobody raises a flag in memory that its owner has not mapped
     except BaseException as error:
         world.abort(f"init failed: {error}")
         with contextlib.suppress(Error):
             world.close()
         raise
     return world
+
+
+def _tuned(world: World) -> bytes:
+    """What this host knows of splits, for all ranks. Never raises: the others wait."""
+    try:
+        return tuned.encode(tuned.load(world.place))
+    except Exception:
+        logging.getLogger("mkernel").warning("tuned splits cannot be read; mkernel's own choices are used", exc_info=True)
+        return tuned.encode({})
 
 
 def _exchange_cards(bootstrap: Bootstrap, options: Options, *, probe: bool) -> list[Card]:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from mkernel.errors import ArgumentError, CompileError, Error
@@ -394,10 +394,7 @@ class CudaDevice(Device):
                 call(cuda.cuEventDestroy(event), "destroying an event")  # the graph has what it needs
 
     def milliseconds(self, stream: int, calls: Sequence[Callable[[], object]], untimed: int) -> float:
-        cuda = driver()
-        with self._current():
-            begin, end = (call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DEFAULT), "creating an event") for _ in range(2))
-        try:
+        with self._timed_event() as begin, self._timed_event() as end:
             for i, one in enumerate(calls):
                 if i == untimed:
                     self._mark(begin, stream)
@@ -405,11 +402,18 @@ class CudaDevice(Device):
             self._mark(end, stream)
             _sleep_until(lambda: self._passed(int(end)))
             with self._current():
-                return float(call(cuda.cuEventElapsedTime(begin, end), "reading the time between two events"))
+                return float(call(driver().cuEventElapsedTime(begin, end), "reading the time between two events"))
+
+    @contextlib.contextmanager
+    def _timed_event(self) -> Iterator[Any]:
+        cuda = driver()
+        with self._current():
+            event = call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DEFAULT), "creating an event")
+        try:
+            yield event
         finally:
             with self._current():
-                for event in (begin, end):
-                    call(cuda.cuEventDestroy(event), "destroying an event")
+                cuda.cuEventDestroy(event)  # where the context is lost, others have said so
 
     def _passed(self, event: int) -> bool:
         with self._current():

@@ -24,21 +24,29 @@ class Place:
     device: str
     sms: int
     transport: str
+    kernels: str  # digest of the device code
 
 
 def folder() -> Path:
     return env.CACHE_DIR.get() / "tuned"
 
 
-def save(place: Place, problem: str, split: Split, **facts: Any) -> Path | None:
-    """Keep what was found for a problem (its ``repr``), with ``facts`` for people. A folder that cannot be written costs a warning."""
+def save(place: Place, problem: str, split: Split | None, **facts: Any) -> Path | None:
+    """Keep what was found for a problem (its ``repr``), with ``facts`` for people; None: nothing is better than mkernel's own choice.
+
+    A folder that cannot be written costs a warning.
+    """
     from mkernel.jit.cache import write_atomically
 
     key = hashlib.blake2b(repr((place, problem)).encode(), digest_size=12).hexdigest()
-    entry = {**dataclasses.asdict(place), "problem": problem, "split": _roles(split), **facts}
     path = folder() / f"{key}.json"
     try:
+        if split is None:
+            path.unlink(missing_ok=True)
+            return None
+        entry = {**dataclasses.asdict(place), "problem": problem, "split": _roles(split), **facts}
         write_atomically(path, (json.dumps(entry, indent=1) + "\n").encode())
+        path.chmod(0o644)  # a cache may be shared
     except OSError as error:
         _log.warning("tuned splits %s: %s; set MKERNEL_CACHE_DIR to a folder that can be written", folder(), error)
         return None
@@ -48,12 +56,17 @@ def save(place: Place, problem: str, split: Split, **facts: Any) -> Path | None:
 def load(place: Place) -> dict[str, Split]:
     """Everything found at a place, by problem. A file that cannot be read or understood is left out, with a warning."""
     found = {}
-    for path in sorted(folder().glob("*.json")):
+    try:
+        paths = sorted(folder().glob("*.json"))
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where HOME is
+        _log.warning("tuned splits: %s; set MKERNEL_CACHE_DIR to a folder that can be read", error)
+        return {}
+    for path in paths:
         try:
             entry = json.loads(path.read_text())
             if all(entry[name] == value for name, value in dataclasses.asdict(place).items()):
                 found[str(entry["problem"])] = _split(entry["split"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever is wrong with it
             _log.warning("tuned split %s: %s: %s; delete it, and tune again", path, type(error).__name__, error)
     return found
 

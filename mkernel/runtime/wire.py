@@ -379,6 +379,9 @@ class SocketControl(Control):
     def close(self) -> None:
         if self._closing:
             return
+        if self._reader is not threading.current_thread():
+            with self._condition:  # not goodbye before the reason
+                self._condition.wait_for(lambda: self.failure is None or self._passed_on, _SEND_SECONDS)
         for link in self._links.values():
             link.send(_BYE, struct.pack("!I", self.rank))
         self._closing = True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mkernel import abi, env
 from mkernel.errors import ArgumentError, CompileError, Error
+from mkernel.jit.headers import sources_digest
 from mkernel.runtime import current
 from mkernel.runtime.control import Failed
 from mkernel.runtime.failure import Failure, Kind, read_host_block
@@ -307,7 +308,13 @@ class World:
     @property
     def place(self) -> Place:
         """What tuned splits of this world belong to."""
-        return Place(self.backend.name, self.backend.sm_count, self.options.transport)
+        return Place(self.backend.name, self.backend.sm_count, self.options.transport, sources_digest())
+
+    def set_tuned(self, splits: dict[str, Split]) -> None:
+        """What roles left open get from the next call on, by the ``repr`` of a problem. All ranks alike."""
+        with self._lock:
+            self.tuned = splits
+            self.bound_calls.clear()  # they have the split of before
 
     def executable(self, key: Hashable, build: Callable[[], Plan], stream: Any = None) -> Executable:
         """The loaded plan for ``key``; on first use build it, agree on it with all ranks, and compile it everywhere.

@@ -13,6 +13,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError, CompileError, MismatchError
+from mkernel.jit.cpu import core_library
 from mkernel.ops import tuning
 from mkernel.runtime import tuned
 
@@ -34,10 +35,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def times(monkeypatch: pytest.MonkeyPatch, time_of: Callable[[mk.Split], float]) -> None:
     """Splits take so long, whatever the clock says. Every call is made once."""
 
-    def measure(world: Any, calls: list[Any], samples: int, stream: Any) -> list[list[float]]:
-        for call in calls:
+    def measure(world: Any, calls: list[list[Any]], samples: int, queue: Any) -> list[list[float]]:
+        for (call,) in calls:
             call()
-        return [[time_of(call.keywords["split"])] * samples for call in calls]
+        return [[time_of(call.keywords["split"])] * samples for (call,) in calls]
 
     monkeypatch.setattr(tuning, "_measure", measure)
 
@@ -101,26 +102,98 @@ def test_later_worlds_know(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
     assert launch(functools.partial(found, tune=True), ranks=2) == [mk.Split(2, 2, 0, 0)] * 2
     assert list(folder.iterdir()) == [], "times of target cpu say nothing"
     launch(functools.partial(found, tune=True, save=True), ranks=2)
-    assert len(list(folder.iterdir())) == 1
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644
     assert launch(found, ranks=2) == [mk.Split(2, 2, 0, 0)] * 2 != usual
     assert launch(found, ranks=4)[0] != mk.Split(2, 2, 0, 0), "a world of another shape"
     monkeypatch.setenv("MKERNEL_CPU_SMS", "5")
     assert launch(found, ranks=2)[0].total == 5, "another device"
+    monkeypatch.delenv("MKERNEL_CPU_SMS")
+    monkeypatch.setattr("mkernel.runtime.world.sources_digest", lambda: "another")
+    assert launch(found, ranks=2) == usual, "another device code"
+    monkeypatch.undo()
+
+
+def test_a_world_without_the_files_is_a_world(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is wrong with them on rank 0: the others wait for it."""
+
+    def load(place: Any) -> dict[str, mk.Split]:
+        raise MemoryError
+
+    monkeypatch.setattr(tuned, "load", load)
+    assert launch(lambda world: len(world.tuned), ranks=2) == [0, 0]
+    assert "tuned splits cannot be read" in caplog.text
+
+
+def test_nothing_better_is_forgotten_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def go(world: mk.World) -> mk.Split:
+        arrays = operands(world, (96, 136), (136, 264))
+        mk.tune("allgather_gemm", *arrays, save=True)
+        return mk.plan("allgather_gemm", *arrays).split
+
+    times(monkeypatch, lambda split: 1.0 if split.intra_comm == 2 else 2.0)
+    assert launch(go, ranks=2) == [mk.Split(2, 2, 0, 0)] * 2
+    assert len(list(folder.iterdir())) == 1
+    times(monkeypatch, lambda split: 1.0)
+    assert launch(go, ranks=2)[0] != mk.Split(2, 2, 0, 0)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_tuned_split_that_does_not_fit_is_not_used() -> None:
     def go(world: mk.World) -> tuple[mk.Split, mk.Split]:
         arrays = operands(world, (96, 136), (136, 264))
         usual = mk.plan("allgather_gemm", *arrays)
-        world.tuned[repr(usual.executable.plan.problem)] = mk.Split(intra_comm=1, inter_send=1)  # no other node to send to
+        nowhere = mk.Split(intra_comm=1, inter_send=1)  # no other node to send to
+        world.set_tuned({repr(usual.executable.plan.problem): nowhere})
         mk.allgather_gemm(*arrays)
         assert mk.plan("allgather_gemm", *arrays).split == usual.split
-        world.tuned[repr(usual.executable.plan.problem)] = mk.Split(intra_comm=2)
+        with pytest.raises(ArgumentError, match="inter_send has nothing to do"):
+            mk.plan("allgather_gemm", *arrays, split=nowhere)
+        world.set_tuned({repr(usual.executable.plan.problem): mk.Split(intra_comm=2)})
         return mk.plan("allgather_gemm", *arrays, split=mk.Split(compute=3)).split, usual.split
 
     for split, usual in launch(go, ranks=2):
         assert split.compute == 3
         assert split != usual
+
+
+def test_a_tuned_split_of_another_kernel_is_not_used() -> None:
+    """It would round elsewhere: few values travel in packets, unless a split asks for CTAs that pull."""
+
+    def go(world: mk.World) -> None:
+        arrays = operands(world, (200, 72), (72, 264))
+        usual = mk.plan("gemm_allreduce", *arrays, algorithm="two_shot")
+        assert usual.executable.plan.packets
+        world.set_tuned({repr(usual.executable.plan.problem): mk.Split(intra_comm=2)})
+        assert mk.plan("gemm_allreduce", *arrays, algorithm="two_shot").split == usual.split
+
+    launch(go, ranks=4)
+
+
+def test_tuning_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, lambda split: 1.0)
+
+    def go(world: mk.World) -> None:
+        a, b = operands(world, (96, 136), (136, 264))
+        tuned = {repr(mk.plan("allgather_gemm", a, b).executable.plan.problem): mk.Split(intra_comm=2)}
+        world.set_tuned(tuned)
+        c = mk.allgather_gemm(a, b)
+        with pytest.raises(ArgumentError):
+            mk.tune("allgather_gemm", a, b, out=c[1:])
+        assert world.tuned == tuned
+        mk.allgather_gemm(a if world.rank else a.copy(), b, out=c)  # bound on one rank, new on the other: the same plan
+        world.barrier()
+
+    launch(go, ranks=2)
+
+
+def test_tuning_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go(world: mk.World) -> None:
+        world.backend.capturing = lambda stream: True  # type: ignore[method-assign]
+        with pytest.raises(ArgumentError, match="tune before the capture"):
+            mk.tune("allgather_gemm", *operands(world, (8, 64), (64, 64)))
+
+    launch(go, ranks=1)
 
 
 def test_times_are_taken_and_shown(tmp_path: Path) -> None:
@@ -170,6 +243,7 @@ def test_bad_arguments_leave_the_world_usable(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_that_cannot_be_compiled_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    core_library()  # compiled before compiling is an error
     monkeypatch.setenv("MKERNEL_NO_COMPILE", "1")
 
     def go(world: mk.World) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mkernel import errors
+from mkernel.runtime import wire
 from mkernel.runtime.bootstrap import ThreadGroup
 from mkernel.runtime.control import Collector, Control, Failed, LocalControl, LocalHub, Request
 from mkernel.runtime.failure import Failure, Kind
@@ -170,6 +171,32 @@ def test_a_wait_ends_after_the_failure_was_passed_on(party: Party, monkeypatch: 
         return outcome(lambda: control.collective("b", "a barrier", call=0, timeout=20.0)), list(party.ears[rank].failures)
 
     assert party.all(go, [0, 1, 2, 4]) == [(reason, [reason])] * 4
+    timer.join()
+
+
+def test_goodbye_is_not_said_before_the_reason(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that aborts and closes while it passes another one's failure on: the others hear of that failure."""
+    send = wire._Link.send
+
+    def slowly(link: Any, kind: int, body: bytes) -> None:
+        time.sleep(0.1 if kind == wire._FAILURE else 0.0)
+        send(link, kind, body)
+
+    monkeypatch.setattr(wire._Link, "send", slowly)
+    party.start()
+    reason = Failure(Kind.aborted, "rank 3 aborted: enough", 3)
+    timer = threading.Timer(0.1, party.controls[3].abort, [reason])
+    timer.start()
+
+    def go(rank: int, control: Control) -> Failure | Any:
+        if rank != 0:
+            return outcome(lambda: control.collective("b", "a barrier", call=0, timeout=20.0))
+        while control.failure is None:
+            time.sleep(0.001)
+        control.abort(Failure(Kind.aborted, "rank 0 aborted: its own reason", 0))
+        return control.close()
+
+    assert party.all(go, [0, 1, 2, 4]) == [None, reason, reason, reason]
     timer.join()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -12,7 +13,7 @@ from mkernel.plan.split import Split
 from mkernel.runtime import tuned
 from mkernel.runtime.tuned import Place
 
-PLACE = Place("a GPU", 132, "")
+PLACE = Place("a GPU", 132, "", "kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +35,14 @@ def test_what_is_saved_is_found_again() -> None:
 
 def test_other_places_have_their_own() -> None:
     tuned.save(PLACE, "problem", Split(None, 8))
-    others = [Place("another GPU", 132, ""), Place("a GPU", 114, ""), Place("a GPU", 132, "rc")]
+    others = [dataclasses.replace(PLACE, **change) for change in ({"device": "B"}, {"sms": 114}, {"transport": "rc"}, {"kernels": "new"})]
     for i, other in enumerate(others):
         assert tuned.load(other) == {}
         tuned.save(other, "problem", Split(None, i))
-    assert [tuned.load(other)["problem"].intra_comm for other in (PLACE, *others)] == [8, 0, 1, 2]
+    assert [tuned.load(other)["problem"].intra_comm for other in (PLACE, *others)] == [8, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"device": "a GPU"}', "SPLIT", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"device": "a GPU"}', "SPLIT", "\xff", "[" * 100_000])
 def test_a_file_that_is_not_understood_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
     tuned.save(PLACE, "good", Split(None, 8))
     path = tuned.save(PLACE, "bad", Split(None, 4))
@@ -52,6 +53,25 @@ def test_a_file_that_is_not_understood_is_left_out(folder: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING, "mkernel"):
         assert tuned.load(PLACE) == {"good": Split(None, 8)}
     assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize("error", [PermissionError("not yours"), RuntimeError("Could not determine home directory.")])
+def test_a_folder_that_cannot_be_read_costs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def glob(path: Path, pattern: str) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "glob", glob)
+    with caplog.at_level(logging.WARNING, "mkernel"):
+        assert tuned.load(PLACE) == {}
+    assert str(error) in caplog.text
+
+
+def test_what_is_no_better_than_the_usual_is_removed() -> None:
+    tuned.save(PLACE, "problem", Split(None, 8))
+    assert tuned.save(PLACE, "problem", None) is None
+    assert tuned.load(PLACE) == {}
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

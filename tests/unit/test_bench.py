@@ -432,11 +432,8 @@ class _World:
 
     rank, size, num_nodes, ranks_per_node, target, xp = 0, 1, 1, 1, "cpu", np
 
-    def __init__(self) -> None:
-        self.tuned: dict[str, Any] = {}
-        self.bound_calls: dict[Any, Any] = {}
-
     def barrier(self) -> None: ...
+    def set_tuned(self, splits: dict[str, Any]) -> None: ...
     def exchange(self, what: str, data: bytes, timeout: float) -> list[bytes]:
         return [data]
 
@@ -509,8 +506,8 @@ def test_tuned_and_untuned_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, f
     """``fastest``: CTAs that push, of the split that the tuner is made to prefer; none is mkernel's own choice."""
     splits = []
 
-    def measured(world: Any, calls: list[Any], samples: int, stream: Any) -> list[list[float]]:
-        return [[1.0 if call.keywords["split"].intra_comm == fastest else 2.0] for call in calls]
+    def measured(world: Any, calls: list[list[Any]], samples: int, queue: Any) -> list[list[float]]:
+        return [[1.0 if some[0].keywords["split"].intra_comm == fastest else 2.0] for some in calls]
 
     class _Lab(CpuLab):
         tunes = True

@@ -13,7 +13,7 @@ from mkernel.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "docs/architecture.md", "docs/memory_model.md"]
+PAGES = ["README.md", "docs/architecture.md", "docs/memory_model.md", "docs/transports.md", "docs/benchmarks.md"]
 
 
 def _default(variable: env.Variable) -> str:
@@ -58,4 +58,4 @@ def test_functions_of_the_kernels_that_are_named_exist(page: str) -> None:
     sources = "\n".join(path.read_text() for path in paths if path.is_file() and not path.name.startswith("."))
     named = set(re.findall(r"`(?:\w+(?:::|\.))?([a-z]+(?:_[a-z0-9]+)+)`", (ROOT / page).read_text()))
     words = set(re.findall(r"\w+", sources))
-    assert not sorted(named - words)
+    assert not [name for name in sorted(named - words) if not name.startswith(("ibv_", "rdma_"))]  # those are others'

@@ -54,7 +54,7 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """Op, arrays and options of the first of these calls, as ``mk.plan`` and ``mk.tune`` take them."""
+        """Op, operands and options of the first of these calls, as ``mk.plan`` and ``mk.tune`` take them."""
 
     @abc.abstractmethod
     def outputs(self) -> list[Any]:

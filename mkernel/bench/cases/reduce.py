@@ -62,7 +62,7 @@ class ReduceCase(Case):
         return [functools.partial(call, a, b, out=c) for (a, b), c in zip(self._inputs, self._c, strict=True)]
 
     def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        return self.problem.op, self._inputs[0], {"out": self._c[0], **self.options}
+        return self.problem.op, self._inputs[0], dict(self.options)
 
     def outputs(self) -> list[Any]:
         return self._c
