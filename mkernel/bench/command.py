@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -12,9 +13,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mkernel import env
 from mkernel.bench import launcher as started
@@ -24,11 +25,15 @@ from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.cli import launcher
 from mkernel.errors import ArgumentError
 from mkernel.plan.reduce import ALGORITHMS, PARTIALS
+from mkernel.plan.split import COMMUNICATION_ROLES
 from mkernel.plan.topology import Topology
 
-__all__ = ["Asked", "main", "parse_split", "parse_world", "problem_arguments", "rank_arguments", "require_gpus"]
+if TYPE_CHECKING:
+    from mkernel.runtime.world import World
 
-_ROLES = ("compute", "intra_comm", "inter_send", "inter_reduce")
+__all__ = ["Asked", "main", "open_world", "parse_split", "parse_world", "problem_arguments", "rank_arguments", "require_gpus"]
+
+_ROLES = ("compute", *COMMUNICATION_ROLES)
 _RESULTS = Path("docs") / "benchmarks"
 _DTYPES = ("bfloat16", "float16")
 _OP_OPTIONS = ("partials", "algorithm")
@@ -200,8 +205,18 @@ def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: 
     return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher)
 
 
-def _worker(plan: Asked) -> int:
+@contextlib.contextmanager
+def open_world(asked: Asked, heap_bytes: int) -> Iterator[World]:
+    """The world that was asked for, in a rank of it."""
     import mkernel as mk
+
+    with mk.init(ranks_per_node=asked.topology.ranks_per_node, heap_bytes=heap_bytes) as world:
+        if world.size != asked.topology.size:
+            raise ArgumentError("--world", f"{asked.topology.size} ranks", f"must be the {world.size} that were started")
+        yield world
+
+
+def _worker(plan: Asked) -> int:
     from mkernel.bench.worker import Settings, measure
 
     options = plan.options
@@ -220,9 +235,7 @@ def _worker(plan: Asked) -> int:
     )
     # A workspace that grows leaves the old one behind, for captured graphs. The engine alone sends from it, too.
     heap = sum(case.heap_bytes + 2 * case.network_bytes for case in plan.cases)
-    with mk.init(ranks_per_node=plan.topology.ranks_per_node, heap_bytes=heap) as world:
-        if world.size != plan.topology.size:
-            raise ArgumentError("--world", f"{plan.topology.size} ranks", f"must be the {world.size} that were started")
+    with open_world(plan, heap) as world:
         report = measure(world, settings, lambda report: _write(report, options))
         if world.rank == 0:
             _write(report, options)

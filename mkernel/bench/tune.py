@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from mkernel.bench import launcher as started
-from mkernel.bench.command import Asked, problem_arguments, rank_arguments, require_gpus
+from mkernel.bench.command import Asked, open_world, problem_arguments, rank_arguments, require_gpus
 from mkernel.cli import launcher
-from mkernel.errors import ArgumentError
 from mkernel.ops.call import OPS
 
 __all__ = ["main"]
@@ -41,16 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _worker(asked: Asked) -> int:
-    import mkernel as mk
     from mkernel.bench.lab import open_lab, require_speed
     from mkernel.bench.peers import fresh_seed
     from mkernel.ops.tuning import tune_calls
 
     options = asked.options
     heap = sum(case.heap_bytes for case in asked.cases)  # a workspace that grows leaves the old one behind
-    with mk.init(ranks_per_node=asked.topology.ranks_per_node, heap_bytes=heap) as world:
-        if world.size != asked.topology.size:
-            raise ArgumentError("--world", f"{asked.topology.size} ranks", f"must be the {world.size} that were started")
+    with open_world(asked, heap) as world:
         require_speed(world, options.allow_cpu)
         lab = open_lab(world, options.dtype)
         for size in asked.sizes:

@@ -133,13 +133,18 @@ def digest(path: IncludePath, source: str, roots: Sequence[Path] = ()) -> bytes:
         file = todo.pop()
         if file in seen:
             continue
-        status = file.stat()
-        seen[file], names = _read(file, status.st_mtime_ns, status.st_size)
+        seen[file], names = _as_it_is(file)
         todo += [found for name in names if (found := path.find(name, file.parent)) is not None and found not in seen]
     total = hashlib.sha256()
     for file in sorted(seen):
         total.update(str(file).encode() + b"\0" + seen[file])
     return total.digest()
+
+
+def _as_it_is(file: Path) -> tuple[bytes, tuple[str, ...]]:
+    """Digest and includes of a file, read again only after it has changed."""
+    status = file.stat()
+    return _read(file, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,7 +158,7 @@ def sources_digest() -> str:
     """Of the device code: another one may want other splits."""
     total = hashlib.sha256()
     for file in sorted(kernels_src().glob("*.*h")):
-        total.update(file.name.encode() + b"\0" + file.read_bytes())
+        total.update(file.name.encode() + b"\0" + _as_it_is(file)[0])
     return total.hexdigest()[:16]
 
 

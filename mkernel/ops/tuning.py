@@ -186,14 +186,15 @@ def tune_calls(
     seen = _search(world, lambda split: module.make_plan(problem, backend.sm_count, split), ready, measure)
     result = TuneResult(op, next(iter(seen.plan.describe().splitlines())), seen.plan.split, seen.usual, tuple(seen.trials))
     found = dataclasses.replace(result.best, compute=None) if result.best != result.usual else None
-    others = {other: split for other, split in world.tuned.items() if other != repr(problem)}
-    world.set_tuned(others if found is None else {**others, repr(problem): found})
+    key = repr(problem)
+    others = {other: split for other, split in world.tuned.items() if other != key}
+    world.set_tuned(others if found is None else {**others, key: found})
     if save is None:
         save = world.target == "cuda" and not env.SHARE_GPUS.get()
     if save and world.rank == 0:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         times = [{"round": t.round, "split": dataclasses.asdict(t.split), "ms": t.median} for t in result.table]
-        tuned.save(world.place, repr(problem), found, date=date, times=times)
+        tuned.save(world.place, key, found, date=date, times=times)
     return result
 
 

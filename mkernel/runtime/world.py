@@ -509,7 +509,7 @@ class World:
         if failure.kind != Kind.mismatch or record is None:
             return failure
         mask = (1 << abi.DIGEST_BITS) - 1
-        names = {e.plan.digest & mask: _title(e.plan) for e in self._executables.values()}
+        names = {e.plan.digest & mask: _title(e.plan) for e in self._loaded.values()}
         mine, theirs = names.get(record.expected & mask, "?"), names.get(record.seen & mask, "a plan that this rank does not have")
         return dataclasses.replace(failure, message=f"{failure.message}: {theirs}; rank {self.rank} entered with {mine}")
 
