@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import functools
 import html
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ Call = Callable[[], object]
 
 _LEAD = 2  # calls in front of the timed ones: every call waits for all ranks, so these bring them into step
 _BATCH = 5, 200  # calls that are timed together: at least, and at most
+_TIMES = "times of tuning"  # what ranks exchange
 _BATCH_MS = 10.0  # how long a batch should take, so that its ends do not count
 
 
@@ -235,19 +235,15 @@ def _measure(world: World, calls: Sequence[Sequence[Call]], samples: int, queue:
         return world.backend.milliseconds(queue, [some[i % len(some)] for i in range(_LEAD + count)], _LEAD) / count
 
     fewest, most = _BATCH
-    once = max(_exchanged(world, max(batch(some, 1) for some in calls)))
+    once = max(world.exchange(_TIMES, max(batch(some, 1) for some in calls)))
     count = min(most, max(fewest, math.ceil(_BATCH_MS / max(once, 1e-6))))
     mine: list[list[float]] = [[] for _ in calls]
     for turn in range(samples):
         order = range(len(calls))
         for i in order if turn % 2 == 0 else reversed(order):
             mine[i].append(batch(calls[i], count))
-    by_rank = _exchanged(world, mine)
+    by_rank = world.exchange(_TIMES, mine)
     return [max((of_rank[i] for of_rank in by_rank), key=statistics.median) for i in range(len(calls))]
-
-
-def _exchanged(world: World, value: Any) -> list[Any]:
-    return [json.loads(text) for text in world.exchange("times of tuning", json.dumps(value).encode())]
 
 
 def _roles(split: Split) -> list[int]:

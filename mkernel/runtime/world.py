@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import json
 import logging
 import math
 import threading
@@ -536,11 +537,13 @@ class World:
                 return
 
     # ---- collectives
-    def exchange(self, what: str, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """Every rank's ``data``, by rank. Collective, blocks the host; calls that were launched go on. ``what``: for messages."""
+    def exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
+        """Every rank's ``value`` (JSON), by rank. Collective, blocks the host; calls that were launched go on. ``what``: for messages."""
+        data = json.dumps(value).encode()
         with self._lock:
             self.check()
-            return [data] if self.size == 1 else self._collective(f"exchange {what}", what, data, timeout)
+            by_rank = [data] if self.size == 1 else self._collective(f"exchange {what}", what, data, timeout)
+        return [json.loads(text) for text in by_rank]
 
     def _collective(self, key: str, what: str, data: bytes = b"", timeout: float | None = None) -> list[bytes]:
         # Longer than any wait of a kernel, which says more when it gives up.

@@ -434,8 +434,8 @@ class _World:
 
     def barrier(self) -> None: ...
     def set_tuned(self, splits: dict[str, Any]) -> None: ...
-    def exchange(self, what: str, data: bytes, timeout: float) -> list[bytes]:
-        return [data]
+    def exchange(self, what: str, value: Any, timeout: float) -> list[Any]:
+        return [json.loads(json.dumps(value))]
 
 
 def _settings(**changes: Any) -> Settings:
@@ -647,8 +647,8 @@ class _FourAlike:
     def __init__(self) -> None:
         self.xp = types.SimpleNamespace(matmul=np.matmul, empty=np.empty)
 
-    def exchange(self, what: str, data: bytes, timeout: float) -> list[bytes]:
-        return [data] * self.size
+    def exchange(self, what: str, value: Any, timeout: float) -> list[Any]:
+        return [json.loads(json.dumps(value))] * self.size
 
 
 def _own_rows(array: Any) -> Any:
