@@ -72,8 +72,8 @@ struct GemmShape {
   static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
-  static constexpr uint32_t kPanels = kBlockN / kPanel;                  // of a result
-  static constexpr uint32_t kResultBuffers = kPanels > 2 ? kPanels : 2;  // per consumer warpgroup, on their way out: a whole tile
+  static constexpr uint32_t kPanels = kBlockN / kPanel;               // of a result
+  static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
   static_assert(Config::kK % 8 == 0 && Config::kN % 8 == 0, "16-byte rows");

@@ -167,11 +167,20 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t sent_index(const TileCoordinate& c) const {
     return partial_index(p, node_distance(p.world, c.plane), (p.world.local_rank + kR - adder(c)) % kR, c.index);
   }
+  // Over a link, and with tiles to load behind it.
+  MK_DEVICE bool paced(const TileCoordinate& c) const {
+    return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > ptx::cta_count();
+  }
   MK_DEVICE void store_partial(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
     char* tile = c.is_sum ? own_heap(p) + sum_offset(p, node_distance(p.world, c.plane), c.index)
                           : heap(p.world, adder(c)) + partial_offset(p, sent_index(c));
-    if (bytes != 0) ptx::bulk_store(tile + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
+    tile += (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
+    if (paced(c)) {
+      store_paced(tile, smem, bytes);
+    } else if (bytes != 0) {
+      ptx::bulk_store(tile, smem, bytes);
+    }
   }
   MK_DEVICE void raise_partial(const Call& call, const TileCoordinate& c) const {  // warp function
     if (ptx::lane_index() != 0) return;

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mkernel import env
 from mkernel.bench import launcher as started
 from mkernel.bench.cases import OPS, Case, Op
+from mkernel.bench.lab import LONGEST_REST_MS, REST_MS
 from mkernel.bench.report import FUSED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.cli import launcher
@@ -94,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
     parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
+    rest = f"idle milliseconds before every sample (default {REST_MS:g}, and longer after long samples); 0: none, as in a loop that never pauses"
+    parser.add_argument("--rest", type=float, default=REST_MS, metavar="MS", help=rest)
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="baselines to leave out, e.g. 'torch async-TP'")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
@@ -118,6 +121,8 @@ class Asked:
         op = OPS["gemm" if getattr(options, "world_of_one", False) else options.op]
         if getattr(options, "samples", 1) < 1:
             raise ArgumentError("--samples", options.samples, "must be at least 1")
+        if not 0 <= getattr(options, "rest", 0.0) <= LONGEST_REST_MS:
+            raise ArgumentError("--rest", options.rest, f"must be from 0 to {LONGEST_REST_MS:g} milliseconds")
         if op.name == "gemm":
             topology = parse_world(options.world or "1x1")
         elif options.world:
@@ -199,7 +204,7 @@ def _split_text(split: dict[str, int]) -> str:
 
 def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: list[str]) -> int:
     command = ["-m", "mkernel", "bench", *arguments, "--worker", "--dtype", options.dtype, "--samples", str(options.samples)]
-    command += ["--command", options.command]
+    command += ["--command", options.command, "--rest", str(options.rest)]
     command += ["--allow-cpu"] if options.allow_cpu else []
     command += ["--without", *options.without] if options.without else []
     return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher)
@@ -232,6 +237,7 @@ def _worker(plan: Asked) -> int:
         command=options.command,
         solo=_solo(options.solo),
         options=plan.op_options,
+        rest_ms=options.rest,
     )
     # A workspace that grows leaves the old one behind, for captured graphs. The engine alone sends from it, too.
     heap = sum(case.heap_bytes + 2 * case.network_bytes for case in plan.cases)

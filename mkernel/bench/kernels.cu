@@ -14,6 +14,18 @@ extern "C" __global__ void hold(u64 ns) {
   }
 }
 
+// Writes 16 bytes of every thread to each other rank: links that have slept take up to 200 us to carry the first byte, and shall have done so
+// before anything is timed. Memory of a rank: flag_bytes, then as much as a grid writes for each source.
+extern "C" __global__ void wake(const u64* addresses, unsigned rank, unsigned size, unsigned flag_bytes) {
+  const u64 thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  for (unsigned peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    asm volatile("st.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(addresses[peer] + flag_bytes + (rank * threads + thread) * 16), "r"(rank)
+                 : "memory");
+  }
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 // Device-side barrier: thread p tells rank p that this rank has come, then waits for rank p. flags[rank of source], one set per rank.
 // Bounded, so that a lost rank leaves no kernel behind: own[size] becomes 1 and the host raises.
 extern "C" __global__ void meet(const u64* addresses, unsigned rank, unsigned size, u64 epoch, u64 limit_ns) {

@@ -17,11 +17,14 @@ from mkernel.errors import ArgumentError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Call", "CpuLab", "CudaLab", "Lab", "open_lab", "require_speed"]
+__all__ = ["LONGEST_REST_MS", "REST_MS", "Call", "CpuLab", "CudaLab", "Lab", "open_lab", "require_speed"]
 
 Call = Callable[[], Any]
 
 L2_BYTES = 60 << 20  # H200
+REST_MS = 30.0  # before every sample, at least
+LONGEST_REST_MS = 300.0
+_REST_SHARE = 4  # times what the sample before took
 BATCH = 20  # calls in the stream in mode back-to-back
 
 
@@ -32,8 +35,8 @@ class Lab(abc.ABC):
     world: Any
     tunes = True  # its times say which split is faster
 
-    def __init__(self, world: Any, dtype: str) -> None:
-        self.world, self.xp, self.dtype = world, world.xp, dtype
+    def __init__(self, world: Any, dtype: str, rest_ms: float = 0.0) -> None:
+        self.world, self.xp, self.dtype, self.rest_ms = world, world.xp, dtype, rest_ms
 
     @abc.abstractmethod
     def random(self, shape: tuple[int, ...], seed: int) -> Any:
@@ -90,17 +93,22 @@ class Lab(abc.ABC):
 
 
 class CudaLab(Lab):
-    """CUDA events around calls that were enqueued behind a delay kernel."""
+    """CUDA events around calls that were enqueued behind a delay kernel.
+
+    Before every sample the GPUs rest: a GPU that has just worked at its power limit is slower for some tens of milliseconds, so that a time
+    would tell what was measured before (docs/benchmarks.md). ``rest_ms`` 0: samples follow each other at once.
+    """
 
     LONGEST_HOLD_NS = 100_000_000
 
-    def __init__(self, world: Any, dtype: str) -> None:
-        super().__init__(world, dtype)
+    def __init__(self, world: Any, dtype: str, rest_ms: float = 0.0) -> None:
+        super().__init__(world, dtype, rest_ms)
+        self._last_ms = 0.0
         self.xp.cuda.Device(world.device).use()
         self.stream = self.xp.cuda.Stream(non_blocking=True)
         self.stream.use()  # mkernel's default (CuPy's current stream) and torch's below are this one
         module = self.xp.RawModule(code=(Path(__file__).parent / "kernels.cu").read_text(), options=("--std=c++17",))
-        self._hold, self._meet, self._fill = (module.get_function(name) for name in ("hold", "meet", "fill"))
+        self._hold, self._wake, self._meet, self._fill = (module.get_function(name) for name in ("hold", "wake", "meet", "fill"))
         self._hold_ns, self._exposed = 300_000, False  # the delay grows until the host is done enqueueing before it ends
         self._meeting = _Meeting(world, self.xp)
 
@@ -135,15 +143,22 @@ class CudaLab(Lab):
         return results, self._method(f"CUDA events around {BATCH} calls / {BATCH}, no barrier")
 
     def _start_measurement(self) -> None:
-        self._hold_ns, self._exposed = 300_000, False
+        self._hold_ns, self._exposed, self._last_ms = 300_000, False, 0.0
 
     def _method(self, text: str) -> str:
-        return f"{text}; " + ("host launch time NOT hidden: enqueueing waits for the device" if self._exposed else "behind a delay kernel")
+        rest = f"; at least {self.rest_ms:g} ms of rest before each sample" if self.rest_ms else ""
+        hidden = "host launch time NOT hidden: enqueueing waits for the device" if self._exposed else "behind a delay kernel"
+        return f"{text}; {hidden}{rest}"
+
+    def _rest(self) -> None:
+        if self.rest_ms:
+            time.sleep(max(self.rest_ms, min(_REST_SHARE * self._last_ms, LONGEST_REST_MS)) / 1e3)
 
     def _behind_delay(self, calls: Sequence[Call], events_between: bool = False) -> list[float]:
         """Milliseconds of the calls, as one interval or one by one. Taken again, on all ranks, until no rank's host was late."""
         while True:
             self.synchronize()
+            self._rest()
             self.world.barrier()
             events = [self.xp.cuda.Event() for _ in range(len(calls) + 1 if events_between else 2)]
             released = self.xp.cuda.Event()
@@ -157,6 +172,7 @@ class CudaLab(Lab):
                     events[i + 1 if events_between else 1].record(self.stream)
             late = bool(released.done)
             self.synchronize()
+            self._last_ms = float(self.xp.cuda.get_elapsed_time(events[0], events[-1]))
             if self._exposed or not any(gather(self.world, late)):
                 return [float(self.xp.cuda.get_elapsed_time(begin, end)) for begin, end in pairwise(events)]
             self._hold_ns *= 2
@@ -165,11 +181,18 @@ class CudaLab(Lab):
 
     def _meet_all(self) -> None:
         if self.world.size > 1:
+            if self.rest_ms:
+                self._wake((_WAKE_CTAS,), (_WAKE_THREADS,), self._meeting.wake_arguments())
             self._meet((1,), (64,), self._meeting.next_arguments())
 
     def close(self) -> None:
         self.stream.synchronize()
         self._meeting.close()
+
+
+_FLAG_BYTES = 4096
+_WAKE_CTAS, _WAKE_THREADS = 16, 256
+_WAKE_BYTES = _WAKE_CTAS * _WAKE_THREADS * 16  # that a rank writes to each other one, so that no NVLink is asleep
 
 
 class _Meeting:
@@ -180,7 +203,7 @@ class _Meeting:
     def __init__(self, world: Any, xp: Any) -> None:
         self._world, self._runtime, self._epoch = world, xp.cuda.runtime, 0
         self._opened: list[int] = []
-        size = 4096
+        size = _FLAG_BYTES + world.size * _WAKE_BYTES
         self._own = int(self._runtime.malloc(size))
         self._runtime.memset(self._own, 0, size)
         xp.cuda.Device().synchronize()
@@ -210,6 +233,10 @@ class _Meeting:
         self._epoch += 1
         u32, u64 = self._uint32, self._uint64
         return self._addresses, u32(self._world.rank), u32(self._world.size), u64(self._epoch), u64(self.LIMIT_NS)
+
+    def wake_arguments(self) -> tuple[Any, ...]:
+        u32 = self._uint32
+        return self._addresses, u32(self._world.rank), u32(self._world.size), u32(_FLAG_BYTES)
 
     def check(self) -> None:
         """Raise if a barrier gave up; called with the stream idle."""
@@ -277,6 +304,6 @@ def require_speed(world: Any, allow_cpu: bool) -> None:
         raise ArgumentError("MKERNEL_SHARE_GPUS", 1, "ranks that take turns on a GPU have no speed of their own", "run one rank per GPU")
 
 
-def open_lab(world: Any, dtype: str) -> Lab:
+def open_lab(world: Any, dtype: str, rest_ms: float = 0.0) -> Lab:
     """The lab of a world's target. Collective."""
-    return CudaLab(world, dtype) if world.target == "cuda" else CpuLab(world, dtype)
+    return (CudaLab if world.target == "cuda" else CpuLab)(world, dtype, rest_ms)

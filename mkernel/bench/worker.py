@@ -40,6 +40,7 @@ class Settings:
     command: str
     solo: Mapping[str, Mapping[str, Any]]  # local GEMM "MxNxK" -> mode -> measurement in a world of one
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keyword arguments of the op
+    rest_ms: float = 0.0  # before every sample
 
 
 def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] = lambda report: None) -> Report:
@@ -50,7 +51,7 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
     require_speed(world, settings.allow_cpu)
     op = OPS[settings.op]
     world.set_tuned({})  # what somebody tuned before is not mkernel's own choice
-    lab = open_lab(world, settings.dtype)
+    lab = open_lab(world, settings.dtype, settings.rest_ms)
     libraries = open_libraries(world, lab.stream) if isinstance(lab, CudaLab) else NoLibraries("none on target cpu")
     libraries.missing.update(dict.fromkeys(settings.without, "left out by --without"))
     report = Report(
@@ -68,6 +69,7 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
             "options": dict(settings.options),
             "link_gb_per_s": LINK_GB_PER_S,
             "network_gb_per_s": settings.network_gb_per_s,
+            "rest_ms": settings.rest_ms,
         },
         machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
     )

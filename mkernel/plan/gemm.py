@@ -49,30 +49,32 @@ _RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.88, 64: 0.58}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GemmTile:
-    """A tile of ``BLOCK_M x block_n`` with ``stages`` stages of ``BLOCK_K``; 16-bit elements."""
+    """A tile of ``BLOCK_M x block_n`` with ``stages`` stages of ``BLOCK_K``; 16-bit elements.
+
+    ``buffers``: of 64 columns each, where results wait to be stored.
+    """
 
     block_n: int
     stages: int
+    buffers: int = 2
 
     @property
     def shared_bytes(self) -> int:
         stages = self.stages * (BLOCK_M + self.block_n) * BLOCK_K * 2
-        return max(stages + _result_bytes(self.block_n), _PIECES_BYTES) + _BARRIER_BYTES
+        return max(stages + self.buffers * _RESULT_BYTES, _PIECES_BYTES) + _BARRIER_BYTES
 
     def seconds(self, k: int) -> float:
         """How long an SM multiplies one."""
         return seconds_to_multiply(BLOCK_M, self.block_n, k, 1)
 
     @classmethod
-    def deepest(cls, block_n: int) -> GemmTile:
-        """With as many stages as fit, at most 8."""
-        stage = (BLOCK_M + block_n) * BLOCK_K * 2
-        return cls(block_n, min(8, (SHARED_LIMIT - _result_bytes(block_n) - _BARRIER_BYTES) // stage))
+    def deepest(cls, block_n: int, *, sent: bool = False) -> GemmTile:
+        """With as many stages as fit, at most 8.
 
-
-def _result_bytes(block_n: int) -> int:
-    """Where results wait to be stored: room for a whole tile, so that no thread that multiplies waits for stores over NVLink."""
-    return max(2, block_n // 64) * _RESULT_BYTES
+        ``sent``: to other ranks; then there is room for a whole tile, so that no thread that multiplies waits for stores over NVLink.
+        """
+        stage, buffers = (BLOCK_M + block_n) * BLOCK_K * 2, max(2, block_n // 64) if sent else 2
+        return cls(block_n, min(8, (SHARED_LIMIT - buffers * _RESULT_BYTES - _BARRIER_BYTES) // stage), buffers)
 
 
 class GemmProblem(Protocol):
@@ -124,6 +126,7 @@ class GemmPlan(Generic[Problem]):
             "kK": problem.k,
             "kBlockN": self.tile.block_n,
             "kStages": self.tile.stages,
+            "kResultBuffers": self.tile.buffers,
             "kFloat16": int(problem.dtype == "float16"),
             "kBRowMajor": int(problem.b_row_major),
             "kNumNodes": topology.num_nodes,
@@ -182,10 +185,10 @@ def choose_put(shard_bytes: int) -> int:
     return size
 
 
-def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0) -> GemmTile:
+def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0, *, sent: bool = False) -> GemmTile:
     """The tile width that finishes ``tile_rows`` rows of tiles over ``n`` columns soonest, by counting waves.
 
-    ``tail``: tiles' time that the end of a call costs, where tiles wait for data that comes until the end.
+    ``tail``: tiles' time that the end of a call costs, where tiles wait for data that comes until the end. ``sent``: as in ``deepest``.
     """
 
     def cost(block_n: int) -> tuple[float, int]:
@@ -193,4 +196,4 @@ def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0) -> Gem
         waves = tiles / sm_count if tiles > 4 * sm_count else math.ceil(tiles / sm_count)
         return (waves + tail) * block_n / _RELATIVE_SPEED[block_n], -block_n
 
-    return GemmTile.deepest(min(_RELATIVE_SPEED, key=cost))
+    return GemmTile.deepest(min(_RELATIVE_SPEED, key=cost), sent=sent)

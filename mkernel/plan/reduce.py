@@ -278,9 +278,9 @@ def make_plan(
     owners = problem.topology.size if problem.op == REDUCE_SCATTER else 1
     tile_rows = max(1, math.ceil(problem.rows / BLOCK_M))
     if tile is None:
-        tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if problem.topology.size > 1 else 0.0)
+        tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if problem.topology.size > 1 else 0.0, sent=True)
         if problem.one_shot:
-            tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N))
+            tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     wanted = split or Split()
     plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=choose_load_rows(problem.rows))
     if group_tiles is None:
@@ -290,7 +290,7 @@ def make_plan(
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=1 << put_tiles.bit_length() - 1)
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
-        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N)), packets=True)
+        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True), packets=True)
         if fits_packets(packed):
             return dataclasses.replace(packed, split=wanted.complete(Split(0, 0, 0, 0), sm_count))
     return dataclasses.replace(plan, split=wanted.complete(default_split(problem, sm_count), sm_count))
