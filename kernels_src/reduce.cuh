@@ -11,7 +11,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce,
-// kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
+// kInterleaved, kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
@@ -66,7 +66,8 @@ MK_DEVICE uint32_t finished_flag(const Parameters& p, uint32_t distance, uint32_
 }
 
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
-// one group later, the own ones: what they add has then had time to come.
+// one group later, the own ones: what they add has then had time to come. kInterleaved: from the second group on one of each other owner and
+// an own one in turn, so that the link has as much to carry at any time.
 // Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
@@ -111,11 +112,19 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
         const uint32_t whole = rest / (kWorldSize * p.group_tiles), group = whole + 1 < groups - 1 ? whole + 1 : groups - 1;
         rest -= (group - 1) * kWorldSize * p.group_tiles;
         begin = group * p.group_tiles;
-        const uint32_t sent = kPeers * group_size(begin);
-        if (rest < sent) {
-          owner = peer(rest / group_size(begin)), rest %= group_size(begin);
+        const uint32_t size = group_size(begin), sent = kPeers * size;
+        uint32_t turn = kPeers;  // whose it is: an owner's at this distance, or an own one
+        if (Config::kInterleaved != 0 && rest < kWorldSize * size) {
+          turn = rest % kWorldSize, rest /= kWorldSize;
+        } else if (rest < sent) {
+          turn = rest / size, rest %= size;
         } else {
-          rest -= sent, begin -= p.group_tiles;
+          rest -= sent;
+        }
+        if (turn < kPeers) {
+          owner = peer(turn);
+        } else {
+          begin -= p.group_tiles;
         }
       }
     }
@@ -167,9 +176,9 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t sent_index(const TileCoordinate& c) const {
     return partial_index(p, node_distance(p.world, c.plane), (p.world.local_rank + kR - adder(c)) % kR, c.index);
   }
-  // Over a link, and with tiles to load behind it.
+  // Over a link, and with many tiles to load behind it.
   MK_DEVICE bool paced(const TileCoordinate& c) const {
-    return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > ptx::cta_count();
+    return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > kPacedWaves * ptx::cta_count();
   }
   MK_DEVICE void store_partial(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     const uint32_t bytes = block_bytes(rows(c), warpgroup);

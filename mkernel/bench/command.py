@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
     parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
-    rest = f"idle milliseconds before every sample (default {REST_MS:g}, and longer after long samples); 0: none, as in a loop that never pauses"
+    rest = f"idle milliseconds before every sample (default {REST_MS:g}, and more after long samples); 0: as in a loop that never pauses"
     parser.add_argument("--rest", type=float, default=REST_MS, metavar="MS", help=rest)
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="baselines to leave out, e.g. 'torch async-TP'")
     parser.add_argument("--out", type=Path, help="write the JSON here")

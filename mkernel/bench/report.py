@@ -141,6 +141,8 @@ def render(report: Report) -> str:
         f"{report.op}: {report.title}\n{world['ranks']} ranks on {world['nodes']} node(s), {report.dtype}, target {report.target}, "
         f"{report.machine.get('name', 'unknown device')}; ms, median (p10-p90) of the slowest rank"
     )
+    rest = report.settings.get("rest_ms", 0)
+    head += f", after at least {rest:g} ms of rest" if rest else ", without rest"
     contestants = _contestants(report.rows)
     lines = [_line(row, contestants) for row in report.rows]
     headers = ["shape", *contestants, "b2b " + FUSED]

@@ -39,8 +39,8 @@ _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/benchmarks.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
-_CTA_READS, _CTA_WRITES = 40e9, 46e9  # the same for one CTA of intra_comm
-_IN_TIME = 0.6  # of the time that multiplying takes: when the last chunk should have come
+_CTA_READS, _CTA_WRITES = 40e9, 40e9  # the same for one CTA of intra_comm, beside the others' tiles
+_IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk should have come
 _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 
@@ -308,14 +308,16 @@ def default_split(problem: AllGatherGemmProblem, sm_count: int, tiles: int) -> S
 def warps_pay(problem: AllGatherGemmProblem, tile: GemmTile, tiles: int, split: Split) -> bool:
     """Whether a call ends sooner if a warp of every CTA pushes than with ``split``, which has CTAs for it (docs/benchmarks.md).
 
-    So where all SMs need fewer waves for the tiles, and multiply longer than their warps push.
+    So between two ranks where all SMs need fewer waves for the tiles, and multiply longer than their warps push. What goes to several
+    peers takes the link longer, and what the link cannot take yet stands in front of the loads of all SMs: on four GPUs a tile took 1.5
+    times as long.
     """
     size, compute = problem.topology.size, split.compute or 1
     waves = math.ceil(tiles / split.total)
     otherwise = tiles // compute + _HALVES if choose_slices(tiles, tile, split) > 1 else math.ceil(tiles / compute)
     fewer = tiles <= _FEW_WAVES * split.total and otherwise >= _WARPS_GAIN * waves
     in_time = waves * tile.seconds(problem.k) >= _seconds_to_push(problem, _WARPS_BYTES, _LINK_BYTES)
-    return problem.topology.num_nodes == 1 < size and fewer and in_time
+    return problem.topology.num_nodes == 1 and size == 2 and fewer and in_time
 
 
 def _seconds_to_push(problem: AllGatherGemmProblem, reads: float, writes: float) -> float:

@@ -49,6 +49,7 @@ _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
 _PULL_CTAS = 4, 12  # of the all-reduce: at least, and at most
 _CTA_PULLS = 40e9  # bytes per second
+_LINK_BYTES = 250e9  # per second, that a link takes without much waiting
 _IN_TIME = 0.45  # of the time that multiplying takes: when so many CTAs could have pulled everything (measured, docs/benchmarks.md)
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
@@ -103,6 +104,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
     packets: bool = False  # all-reduce inside a node: values travel in words that are their own flags
+    interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
 
     @property
     def op(self) -> str:
@@ -121,6 +123,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             "kChunkTiles": self.chunk_tiles,
             "kLoadRows": self.load_rows,
             "kTwoShot": int(not problem.one_shot),
+            "kInterleaved": int(self.interleaved),
             "kSlices": 1,
         }
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if problem.one_shot else self.op
@@ -136,7 +139,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}"
+            f"{', the owners in turn' if self.interleaved and len(self.groups()) > 1 else ''}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
             f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
         )
@@ -244,8 +248,12 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             return
         peers, before = self.peers(rank), range(0)
         for group in [*self.groups(), range(0)]:
-            yield from (self.at(owner, index) for owner in peers for index in group)
-            yield from (self.at(rank, index) for index in before)
+            in_turn = len(group) if self.interleaved and before else 0
+            for i in range(in_turn):
+                yield from (self.at(owner, group[i]) for owner in peers)
+                yield self.at(rank, before[i])
+            yield from (self.at(owner, index) for owner in peers for index in group[in_turn:])
+            yield from (self.at(rank, index) for index in before[in_turn:])
             before = group
 
     def sums_of(self, rank: int) -> Iterator[Tile]:
@@ -289,11 +297,23 @@ def make_plan(
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=1 << put_tiles.bit_length() - 1)
+    plan = dataclasses.replace(plan, interleaved=floods(plan, sm_count))
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
         packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True), packets=True)
         if fits_packets(packed):
             return dataclasses.replace(packed, split=wanted.complete(Split(0, 0, 0, 0), sm_count))
     return dataclasses.replace(plan, split=wanted.complete(default_split(problem, sm_count), sm_count))
+
+
+def floods(plan: ReducePlan, sm_count: int) -> bool:
+    """Whether all SMs together compute tiles of others faster than the links of a node take them.
+
+    Measured on four GPUs (docs/benchmarks.md); between two, with half of the tiles own ones, one owner's after the other's was faster, and
+    in an all-reduce, whose links are busy anyway, it makes no difference.
+    """
+    problem = plan.problem
+    inside = problem.op == REDUCE_SCATTER and problem.topology.num_nodes == 1 and problem.topology.size > 2
+    return inside and sm_count * plan.partial_bytes > plan.tile.seconds(problem.k) * _LINK_BYTES
 
 
 def fits_packets(plan: ReducePlan) -> bool:

@@ -86,19 +86,21 @@ class Memory:
 
 # The plan's words for a world, sizes, and what the planner would choose otherwise for such small problems.
 _CASES = [
-    # nodes, ranks per node, N, block_n, group_m, group_tiles, chunk_tiles, split without compute
-    (1, 1, 264, 64, 16, 4, 1, (0, 0, 0)),
-    (1, 2, 264, 256, 6, 3, 2, (1, 0, 0)),
-    (1, 4, 72, 128, 2, 2, 1, (3, 0, 0)),
-    (2, 2, 520, 192, 3, 3, 2, (1, 1, 1)),
-    (4, 1, 136, 64, 1, 5, 3, (2, 3, 2)),
-    (3, 5, 1000, 256, 4, 4, 4, (2, 2, 3)),
-    (4, 8, 264, 128, 16, 7, 3, (4, 2, 2)),
+    # nodes, ranks per node, N, block_n, group_m, group_tiles, chunk_tiles, split without compute, interleaved
+    (1, 1, 264, 64, 16, 4, 1, (0, 0, 0), False),
+    (1, 2, 264, 256, 6, 3, 2, (1, 0, 0), True),
+    (1, 3, 520, 64, 2, 4, 1, (1, 0, 0), False),
+    (1, 4, 72, 128, 2, 2, 1, (3, 0, 0), True),
+    (2, 2, 520, 192, 3, 3, 2, (1, 1, 1), False),
+    (2, 2, 264, 64, 3, 3, 2, (1, 1, 1), True),
+    (4, 1, 136, 64, 1, 5, 3, (2, 3, 2), False),
+    (3, 5, 1000, 256, 4, 4, 4, (2, 2, 3), False),
+    (4, 8, 264, 128, 16, 7, 3, (4, 2, 2), False),
 ]
 
 
 def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str) -> ReducePlan:
-    nodes, per_node, n, block_n, group_m, group_tiles, chunk_tiles, (intra, send, reduce) = case
+    nodes, per_node, n, block_n, group_m, group_tiles, chunk_tiles, (intra, send, reduce), interleaved = case
     topology = Topology(nodes * per_node, per_node)
     one_shot = algorithm == "one_shot"
     split = Split(3, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
@@ -108,10 +110,11 @@ def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mkernel.plan.reduce.fits_packets", lambda plan: False)  # those are for test_mirror_packets.py
         plan = make_plan(problem, split.total, split, GemmTile.deepest(block_n), group_tiles)
-    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, load_rows=BLOCK_M)  # one kernel for all rows
+    # One kernel for all rows.
+    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, load_rows=BLOCK_M, interleaved=interleaved)
 
 
-each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}x{case[1]}")
+each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}x{case[1]}{' in turn' if case[-1] else ''}")
 
 
 def check_roles(mirror: Mirror) -> None:

@@ -23,7 +23,7 @@ from mkernel.bench import command, main
 from mkernel.bench import launcher as started
 from mkernel.bench.cases import OPS
 from mkernel.bench.check import NodeSum, Product, to_float64, worst_product, worst_sum
-from mkernel.bench.lab import CpuLab
+from mkernel.bench.lab import LONGEST_REST_MS, REST_MS, CpuLab, CudaLab
 from mkernel.bench.libraries import ASYNC_TP, NCCL, CupyLibraries, TorchLibraries
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, Row, render
@@ -477,6 +477,28 @@ def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatc
     assert "none on target cpu" in render(report)
 
 
+@pytest.mark.parametrize(
+    ("rest_ms", "last_ms", "seconds"),
+    [(30.0, 0.0, 0.03), (30.0, 5.0, 0.03), (30.0, 22.0, 0.088), (30.0, 500.0, 0.3), (0.0, 500.0, None)],
+    ids=["first", "short", "long", "very long", "none"],
+)
+def test_gpus_rest_before_a_sample(monkeypatch: pytest.MonkeyPatch, rest_ms: float, last_ms: float, seconds: float | None) -> None:
+    """Four times as long as the sample before took: what works a fifth of the time does not reach its power limit."""
+    slept: list[float] = []
+    monkeypatch.setattr("mkernel.bench.lab.time.sleep", slept.append)
+    lab = object.__new__(CudaLab)
+    lab.rest_ms, lab._last_ms, lab._exposed = rest_ms, last_ms, False
+    lab._rest()
+    assert slept == ([] if seconds is None else [pytest.approx(seconds)])
+    assert ("rest" in lab._method("events")) == (rest_ms > 0)
+
+
+@pytest.mark.parametrize("rest", ["-1", "nan", str(LONGEST_REST_MS + 1)])
+def test_a_rest_that_makes_no_sense(rest: str) -> None:
+    with pytest.raises(ArgumentError, match="--rest"):
+        main(["gemm", "--allow-cpu", f"--rest={rest}"])
+
+
 @needs_a_compiler
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
 def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,6 +513,7 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pyte
     (row,) = report.rows
     assert report.correct
     assert report.op == op
+    assert report.settings["rest_ms"] == REST_MS
     assert report.settings["options"] == ({} if op == "allgather_gemm" else {"partials": "float32"})
     assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
     assert report.command.endswith("--timeout 240")

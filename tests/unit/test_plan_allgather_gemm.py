@@ -224,10 +224,10 @@ def test_without_intra_comm_warps_push() -> None:
 
 @pytest.mark.parametrize(
     ("size", "s", "pays"),
-    [(2, 4096, False), (2, 8192, True), (2, 16384, False), (4, 2048, False), (4, 4096, False), (4, 8192, True), (4, 16384, False)],
+    [(2, 4096, False), (2, 8192, True), (2, 16384, False), (4, 2048, False), (4, 4096, False), (4, 8192, False), (4, 16384, False)],
 )
 def test_warps_push_where_that_saves_a_wave(size: int, s: int, pays: bool) -> None:
-    """512 tiles are four waves of 132 SMs, and more than four of 124."""
+    """512 tiles are four waves of 132 SMs, and more than four of 124. With several peers, links slow the SMs that push."""
     problem = AllGatherGemmProblem(Topology(size, size), s // size, s // 4, s, "bfloat16", False)
     assert (make_plan(problem, 132).split.intra_comm == 0) is pays
     assert make_plan(problem, 132, Split(compute=120)).split.intra_comm != 0, "who names compute leaves room for the others"
@@ -237,7 +237,7 @@ def test_warps_push_where_that_saves_a_wave(size: int, s: int, pays: bool) -> No
 def test_pushing_takes_the_time_there_is() -> None:
     """Of a long product few CTAs push, of a short one, or where much is to be pushed for it, eight."""
     by_size = {s: make_plan(AllGatherGemmProblem(Topology(4, 4), s // 4, s // 4, s, "bfloat16", False), 132) for s in (4096, 16384, 32768)}
-    assert [plan.split.intra_comm for plan in by_size.values()] == [8, 5, 3]
+    assert [plan.split.intra_comm for plan in by_size.values()] == [8, 8, 4]
     narrow = dataclasses.replace(by_size[32768].problem, n=1024)
     assert make_plan(narrow, 132).split.intra_comm == 8
     across = dataclasses.replace(by_size[32768].problem, topology=Topology(4, 2))

@@ -130,6 +130,37 @@ def test_tiles_come_in_the_order_of_need(topology: Topology, how: str) -> None:
         )
 
 
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_the_owners_come_in_turn_where_links_are_flooded(size: int) -> None:
+    """Of little K tiles are computed faster than they can be sent: then from the second group on one for each peer, and an own one."""
+    topology = Topology(size, size)
+    plan = plan_of(topology, REDUCE_SCATTER, 600, 520, group_tiles=4)
+    assert plan.interleaved
+    assert len(plan.groups()) > 2
+    whole = sum(len(group) == plan.group_tiles for group in plan.groups())
+    for rank in range(size):
+        peers = plan.peers(rank)
+        owners = [tile.owner for tile in plan.tiles_of(rank)]
+        begin, end = (size - 1) * plan.group_tiles, (size * whole - 1) * plan.group_tiles
+        assert owners[:begin] == [peer for peer in peers for _ in range(plan.group_tiles)]
+        assert owners[begin:end] == [*peers, rank] * ((end - begin) // size)
+        assert owners[-plan.group_tiles :] == [rank] * plan.group_tiles, "the last are own ones"
+
+
+def test_owners_follow_each_other_where_the_links_keep_up() -> None:
+    problem = ReduceProblem(REDUCE_SCATTER, Topology(4, 4), 2048, 8192, 2048, "bfloat16", False)
+    assert make_plan(problem, 132).interleaved
+    assert not make_plan(dataclasses.replace(problem, k=4096), 132).interleaved, "half as many bytes in the same time"
+    assert make_plan(dataclasses.replace(problem, k=4096, partials="float32"), 132).interleaved
+    assert "in turn" in make_plan(problem, 132).describe()
+    assert "in turn" not in make_plan(dataclasses.replace(problem, rows=128, n=2048), 132).describe(), "one group"
+    assert not make_plan(dataclasses.replace(problem, topology=Topology(2, 2)), 132).interleaved, "half of the tiles are own ones"
+    assert not make_plan(dataclasses.replace(problem, topology=Topology(4, 2)), 132).interleaved, "the network decides"
+    assert not make_plan(dataclasses.replace(problem, topology=Topology(1, 1)), 132).interleaved
+    two_shot = ReduceProblem(ALLREDUCE, Topology(4, 4), 8192, 8192, 2048, "bfloat16", False)
+    assert not make_plan(two_shot, 132).interleaved
+
+
 def test_few_kernels_serve_many_shapes() -> None:
     """Rows are no constant of a kernel; what follows from them takes few values."""
     plans = [
