@@ -28,7 +28,7 @@ __all__ = ["Trial", "TuneResult", "tune", "tune_calls"]
 Call = Callable[[], object]
 
 _LEAD = 2  # calls in front of the timed ones: every call waits for all ranks, so these bring them into step
-_BATCH = 5, 200  # calls that are timed together: at least, and at most
+_BATCH = 2, 200  # calls that are timed together: at least, and at most
 _TIMES = "times of tuning"  # what ranks exchange
 _BATCH_MS = 10.0  # how long a batch should take, so that its ends do not count
 
