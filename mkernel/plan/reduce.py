@@ -308,8 +308,8 @@ def make_plan(
 def floods(plan: ReducePlan, sm_count: int) -> bool:
     """Whether all SMs together compute tiles of others faster than the links of a node take them.
 
-    Measured on four GPUs (docs/benchmarks.md); between two, with half of the tiles own ones, one owner's after the other's was faster, and
-    in an all-reduce, whose links are busy anyway, it makes no difference.
+    Measured on four GPUs (docs/benchmarks.md). Between two, with half of the tiles own ones, and in an all-reduce, whose links are busy
+    anyway, one owner's after the other's was faster.
     """
     problem = plan.problem
     inside = problem.op == REDUCE_SCATTER and problem.topology.num_nodes == 1 and problem.topology.size > 2

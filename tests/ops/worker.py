@@ -56,7 +56,8 @@ def calls() -> None:
 
 # ---- faults: rank 1 is the one that fails
 
-_SMALL, _LARGE = 40, 8000 if HOW == "packets" else 12000  # rows of a; the large call takes seconds
+_SMALL, _LARGE = 40, 16000 if HOW == "packets" else 12000  # rows of a; the large call takes a second or more, on a fast machine too
+_K = 1024 if HOW == "packets" else 512
 _INSIDE = 0.3  # seconds from the beginning of a call to the middle of its kernel
 
 
@@ -65,7 +66,7 @@ def _operands(world: Any, rows: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(rows)
     if HOW in ("gemm_reduce_scatter", "two_shot"):  # one_shot: everyone adds up everything
         rows *= world.size
-    return tuple(rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, 512), (512, 256)))
+    return tuple(rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, _K), (_K, 256)))
 
 
 def _options() -> dict[str, Any]:
