@@ -21,7 +21,8 @@ from mkernel import env
 from mkernel.bench import launcher as started
 from mkernel.bench.cases import OPS, Case, Op
 from mkernel.bench.lab import LONGEST_REST_MS, REST_MS
-from mkernel.bench.report import FUSED, Report, render
+from mkernel.bench.libraries import ASYNC_TP, NCCL
+from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.cli import launcher
 from mkernel.errors import ArgumentError
@@ -38,6 +39,7 @@ _ROLES = ("compute", *COMMUNICATION_ROLES)
 _RESULTS = Path("docs") / "benchmarks"
 _DTYPES = ("bfloat16", "float16")
 _OP_OPTIONS = ("partials", "algorithm")
+_OPTIONAL = (TUNED, NCCL, ASYNC_TP, ALONE, SOLO, ENGINE)  # columns
 
 
 def parse_split(text: str) -> dict[str, int]:
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
     rest = f"idle milliseconds before every sample (default {REST_MS:g}, and more after long samples); 0: as in a loop that never pauses"
     parser.add_argument("--rest", type=float, default=REST_MS, metavar="MS", help=rest)
-    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="baselines to leave out, e.g. 'torch async-TP'")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="columns to leave out: " + ", ".join(_OPTIONAL))
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
     parser.add_argument("--solo", type=Path, help=argparse.SUPPRESS)  # report of the world of one
@@ -121,6 +123,9 @@ class Asked:
         op = OPS["gemm" if getattr(options, "world_of_one", False) else options.op]
         if getattr(options, "samples", 1) < 1:
             raise ArgumentError("--samples", options.samples, "must be at least 1")
+        for name in getattr(options, "without", ()):
+            if name not in _OPTIONAL:
+                raise ArgumentError("--without", name, "must be one of " + ", ".join(_OPTIONAL))
         if not 0 <= getattr(options, "rest", 0.0) <= LONGEST_REST_MS:
             raise ArgumentError("--rest", options.rest, f"must be from 0 to {LONGEST_REST_MS:g} milliseconds")
         if op.name == "gemm":
@@ -176,7 +181,7 @@ def _parent(plan: Asked) -> int:
     """Two runs: the local compute in a world of one, then the op."""
     options = plan.options
     deadline = time.monotonic() + options.timeout
-    local = [case.solo for case in plan.cases if case.solo is not None]
+    local = [case.solo for case in plan.cases if case.solo is not None and SOLO not in options.without]
     with tempfile.TemporaryDirectory(prefix="mkernel-bench-") as folder:
         solo = Path(folder) / "solo.json"
         if plan.op.name != "gemm" and local:

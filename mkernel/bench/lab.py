@@ -103,13 +103,12 @@ class CudaLab(Lab):
 
     def __init__(self, world: Any, dtype: str, rest_ms: float = 0.0) -> None:
         super().__init__(world, dtype, rest_ms)
-        self._last_ms = 0.0
         self.xp.cuda.Device(world.device).use()
         self.stream = self.xp.cuda.Stream(non_blocking=True)
         self.stream.use()  # mkernel's default (CuPy's current stream) and torch's below are this one
         module = self.xp.RawModule(code=(Path(__file__).parent / "kernels.cu").read_text(), options=("--std=c++17",))
         self._hold, self._wake, self._meet, self._fill = (module.get_function(name) for name in ("hold", "wake", "meet", "fill"))
-        self._hold_ns, self._exposed = 300_000, False  # the delay grows until the host is done enqueueing before it ends
+        self._start_measurement(1)
         self._meeting = _Meeting(world, self.xp)
 
     def random(self, shape: tuple[int, ...], seed: int) -> Any:
@@ -129,21 +128,22 @@ class CudaLab(Lab):
         self._meeting.check()
 
     def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
-        self._start_measurement()
+        self._start_measurement(1)
         results = [self._behind_delay([calls[i % len(calls)]])[0] for i in range(samples)]
         return results, self._method("CUDA events around one call, device-side barrier of all ranks before it")
 
     def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
-        self._start_measurement()
+        self._start_measurement(BATCH)
         batch = [calls[i % len(calls)] for i in range(BATCH)]
-        once = max(gather(self.world, self._behind_delay(batch)[0] / BATCH))
+        once = max(gather(self.world, self._behind_delay(batch[:1])[0]))
         if once >= 0.5 and samples <= BATCH:  # an event between long calls costs nothing, and one batch is enough
             return self._behind_delay(batch, events_between=True), self._method(f"CUDA events between {BATCH} calls, no barrier")
         results = [self._behind_delay(batch)[0] / BATCH for _ in range(samples)]
         return results, self._method(f"CUDA events around {BATCH} calls / {BATCH}, no barrier")
 
-    def _start_measurement(self) -> None:
-        self._hold_ns, self._exposed, self._last_ms = 300_000, False, 0.0
+    def _start_measurement(self, calls: int) -> None:
+        """Of samples of so many calls: the delay grows until the host is done enqueueing before it ends."""
+        self._hold_ns, self._exposed, self._last_ms = 200_000 * (calls + 1), False, 0.0
 
     def _method(self, text: str) -> str:
         rest = f"; at least {self.rest_ms:g} ms of rest before each sample" if self.rest_ms else ""

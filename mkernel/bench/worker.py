@@ -182,7 +182,7 @@ class _Measurer:
 
     def _add_solo(self, row: Row) -> None:
         case = self.case
-        if case.solo is None or (self.world.size == 1 and FUSED in self.settings.splits):
+        if case.solo is None or SOLO in self.settings.without or (self.world.size == 1 and FUSED in self.settings.splits):
             return  # in a world of one the fused column is compute alone
         label = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
         if label in self.settings.solo:

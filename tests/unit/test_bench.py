@@ -499,6 +499,11 @@ def test_a_rest_that_makes_no_sense(rest: str) -> None:
         main(["gemm", "--allow-cpu", f"--rest={rest}"])
 
 
+def test_only_columns_that_exist_can_be_left_out() -> None:
+    with pytest.raises(ArgumentError, match=r"--without = nccl: must be one of .*torch async-TP"):
+        main(["gemm", "--allow-cpu", "--without", "nccl"])
+
+
 @needs_a_compiler
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
 def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,6 +513,8 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pyte
     out = tmp_path / "report.json"
     arguments = [op, "--allow-cpu", "--world", "1x2", "--shapes", "130x72x80", "--samples", "2", "--launcher", "processes"]
     arguments += [] if op == "allgather_gemm" else ["--partials", "float32"]
+    left_out = op == "gemm_reduce_scatter"
+    arguments += ["--without", SOLO] if left_out else []
     assert main([*arguments, "--out", str(out), "--timeout", "240"]) == 0
     report = Report.from_json(out.read_text())
     (row,) = report.rows
@@ -518,9 +525,10 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pyte
     assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
     assert report.command.endswith("--timeout 240")
     assert str(tmp_path) not in report.command
-    assert set(row.times) == {FUSED, SOLO}
+    assert set(row.times) == ({FUSED} if left_out else {FUSED, SOLO})
     assert [len(samples) for samples in row.times[FUSED]["isolated"].samples] == [2, 2]
-    assert len(row.times[SOLO]["isolated"].samples) == 1
+    assert left_out or len(row.times[SOLO]["isolated"].samples) == 1
+    assert row.missing.get(SOLO) == ("left out by --without" if left_out else None)
 
 
 @needs_a_compiler
