@@ -230,7 +230,6 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
       checked = true;
     }
     if (!ok || last) break;
-    if (ptx::kLooksPerTile && !first && ptx::broadcast(lane == 0 && given_up(call), 0) != 0) break;
     if (parts != 0) {  // a tile taken sooner than needed would be missing where another CTA has nothing to do
       ptx::mbarrier_wait(&storage.tile_wanted, wanted);
       wanted ^= 1;

@@ -63,7 +63,6 @@ MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
 // Polls of a flag (about a microsecond each) between two looks at the abort words. That of the host lies in host memory: with a look every 32
 // polls by 124 waiting CTAs, each release to a peer took 100 us (4 x H200, docs/benchmarks.md), so they look every 0.1 s only.
 constexpr uint32_t kPollsPerAbortCheck = 32, kPollsPerHostCheck = 1 << 16;
-constexpr bool kLooksPerTile = false;  // a tile takes microseconds: who computes and waits for nobody will soon be done
 
 // ---- mbarriers (shared memory)
 MK_DEVICE void mbarrier_init(uint64_t* bar, uint32_t count) {

@@ -64,18 +64,6 @@ MK_DEVICE void fail(const Call& call, abi::State state, const Awaited& what, uin
   }
 }
 
-MK_DEVICE bool abort_requested(const abi::World& world) {
-  return ptx::load_acquire_sys(&signal_header(world, world.local_rank)->abort) != 0;
-}
-MK_DEVICE bool host_gives_up(const abi::World& world) { return ptx::load_acquire_sys(&host_block(world)->abort) != 0; }
-
-// Whether the call has been given up, for who does not wait for anything just now. One thread.
-MK_DEVICE bool given_up(const Call& call) {
-  if (!abort_requested(call.world) && !host_gives_up(call.world)) return false;
-  fail(call, abi::kAborted, Awaited{abi::kFlagEntry, call.world.rank, call.world.rank}, 0, 0);
-  return true;
-}
-
 // Between two looks at what is waited for: how long it may take, and whether the call has been given up.
 class Patience {
  public:
@@ -87,8 +75,8 @@ class Patience {
     if (polls_++ == 0) deadline_ = now + timeout_ns_;
     if (now >= deadline_) return abi::kTimedOut;
     const abi::World& world = call_.world;
-    if ((polls_ % ptx::kPollsPerAbortCheck == 0 && abort_requested(world)) ||
-        (polls_ % ptx::kPollsPerHostCheck == 0 && host_gives_up(world))) {
+    if ((polls_ % ptx::kPollsPerAbortCheck == 0 && ptx::load_acquire_sys(&signal_header(world, world.local_rank)->abort) != 0) ||
+        (polls_ % ptx::kPollsPerHostCheck == 0 && ptx::load_acquire_sys(&host_block(world)->abort) != 0)) {
       return abi::kAborted;
     }
     ptx::pause(flag, value, deadline_);

@@ -46,7 +46,6 @@ MK_DEVICE void registers_decrease() {
 
 // ---- time
 constexpr uint32_t kPollsPerAbortCheck = 1, kPollsPerHostCheck = 1;  // threads poll only after something has changed
-constexpr bool kLooksPerTile = true;                                 // a tile takes milliseconds, a call seconds
 MK_DEVICE uint64_t clock_ns() { return mkc_clock_ns(); }
 MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) { mkc_pause(flag, value, deadline); }
 
