@@ -192,6 +192,7 @@ def raises() -> None:
         _small_call(world)
         world.barrier()  # all have what they need of the first call
         if world.rank == 1:
+            time.sleep(0.3)  # the others have left the barrier
             raise ValueError("the input file is gone")
         first = outcome(lambda: _small_call(world))
         tell(rank=world.rank, first=first)
