@@ -82,7 +82,12 @@ BUGS = [
         workload="short",
         seeds=40,
     ),
-    Bug("a warp's flag before all lanes have stored", "copy.cuh", "  ptx::sync_warp();  // all lanes have stored\n", workload="warps short"),
+    Bug(
+        "a warp's flag before all lanes have stored",
+        "copy.cuh",
+        "  ptx::sync_warp();  // all lanes have stored\n",
+        workload="warps short",
+    ),
     Bug(
         "no entry before a warp's push",
         "allgather_gemm.cuh",
