@@ -8,8 +8,8 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce (0),
-// kChunkRows, kParts, kPieceRows, kPieceUnits, kSlices, kLoadRows; kSharedBytes, kParameterBytes
+// ---- config: kN, kK, kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor, kNumNodes, kRanksPerNode, kIntraComm, kInterSend,
+// kInterReduce (0), kChunkRows, kParts, kPieceRows, kPieceUnits, kSlices, kLoadRows; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kRowBytes = uint64_t(Config::kK) * 2;
 constexpr bool kWarpsPush = Config::kIntraComm == 0 && kR > 1;

@@ -22,7 +22,7 @@ MK_DEVICE uint32_t block_bytes(uint32_t rows, uint32_t warpgroup) {  // of a til
 }
 // Stores to a peer, a piece at a time, each complete before the next is issued. One thread. Where all CTAs store whole tiles at once, what the
 // link cannot take stands in the SMs, in front of their loads: gemm_reduce_scatter 8192 took 6 % longer (docs/benchmarks.md).
-constexpr uint32_t kPacedBytes = 4096, kPacedWaves = 4;
+constexpr uint32_t kPacedBytes = 4096;
 MK_DEVICE void store_paced(char* to, const char* smem, uint32_t bytes) {
 #pragma unroll 1
   for (uint32_t offset = 0; offset < bytes; offset += kPacedBytes) {

@@ -10,8 +10,8 @@
 
 namespace mkernel {
 
-// ---- config: kN, kK, kBlockN, kStages, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm, kInterSend, kInterReduce,
-// kInterleaved, kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
+// ---- config: kN, kK, kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor, kPartialFloat32, kNumNodes, kRanksPerNode, kIntraComm,
+// kInterSend, kInterReduce, kInterleaved, kChunkTiles, kLoadRows, kSlices (1); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
@@ -176,6 +176,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t sent_index(const TileCoordinate& c) const {
     return partial_index(p, node_distance(p.world, c.plane), (p.world.local_rank + kR - adder(c)) % kR, c.index);
   }
+  static constexpr uint32_t kPacedWaves = 4;  // of tiles, from which there is much to load behind a partial tile
   // Over a link, and with many tiles to load behind it.
   MK_DEVICE bool paced(const TileCoordinate& c) const {
     return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > kPacedWaves * ptx::cta_count();

@@ -172,9 +172,10 @@ class CudaLab(Lab):
                     events[i + 1 if events_between else 1].record(self.stream)
             late = bool(released.done)
             self.synchronize()
-            self._last_ms = float(self.xp.cuda.get_elapsed_time(events[0], events[-1]))
+            times = [float(self.xp.cuda.get_elapsed_time(begin, end)) for begin, end in pairwise(events)]
+            self._last_ms = sum(times)
             if self._exposed or not any(gather(self.world, late)):
-                return [float(self.xp.cuda.get_elapsed_time(begin, end)) for begin, end in pairwise(events)]
+                return times
             self._hold_ns *= 2
             # Some calls wait for the device themselves (a bounded number of launches in flight): no delay is ever long enough for them.
             self._exposed = self._hold_ns > self.LONGEST_HOLD_NS

@@ -296,8 +296,8 @@ def make_plan(
         group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
-    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=1 << put_tiles.bit_length() - 1)
-    plan = dataclasses.replace(plan, interleaved=floods(plan, sm_count))
+    chunk_tiles = 1 << put_tiles.bit_length() - 1
+    plan = dataclasses.replace(plan, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=floods(plan, sm_count))
     if not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
         packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True), packets=True)
         if fits_packets(packed):
