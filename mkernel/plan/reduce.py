@@ -45,11 +45,14 @@ ALGORITHMS = ("one_shot", "two_shot")  # of the all-reduce
 PARTIALS = ("output", "float32")  # what partial tiles travel as
 PARAMETER_BYTES = 576  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/benchmarks.md)
-_GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time
+_GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time;
+_ALLREDUCE_GROUPS = 32  # in an all-reduce of three ranks or more inside a node (measured, docs/benchmarks.md)
 _ONE_SHOT_BYTES = 2 * 1024 * 1024  # up to so much sent per rank, one step costs less than two
-_PULL_CTAS = 4, 12  # of the all-reduce: at least, and at most
+_PULL_CTAS = 4, 12  # of the all-reduce: at least, and at most,
+_LINK_PULL_CTAS = 14  # and where the links take longer than the products
 _CTA_PULLS = 40e9  # bytes per second
-_LINK_BYTES = 250e9  # per second, that a link takes without much waiting
+_LINK_BYTES = 250e9  # per second, that a link takes without much waiting,
+_LINK_PEAK = 310e9  # and at most
 _IN_TIME = 0.45  # of the time that multiplying takes: when so many CTAs could have pulled everything (measured, docs/benchmarks.md)
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
@@ -292,8 +295,7 @@ def make_plan(
     wanted = split or Split()
     plan = ReducePlan(problem, wanted, tile, 1, 1, load_rows=choose_load_rows(problem.rows))
     if group_tiles is None:
-        rows = min(GROUP_M, tile_rows)
-        group_tiles = max(1, max(sm_count // 2, plan.tiles // _GROUPS) // rows) * rows
+        group_tiles = choose_group(plan, sm_count)
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
@@ -303,6 +305,33 @@ def make_plan(
         if fits_packets(packed):
             return dataclasses.replace(packed, split=wanted.complete(Split(0, 0, 0, 0), sm_count))
     return dataclasses.replace(plan, split=wanted.complete(default_split(problem, sm_count), sm_count))
+
+
+def choose_group(plan: ReducePlan, sm_count: int) -> int:
+    """How many tiles of an owner are computed one after the other, before own ones follow.
+
+    All of them where the links are what an all-reduce waits for: they carry partial tiles first, and then results, faster than both at once
+    (measured, docs/benchmarks.md).
+    """
+    if link_bound(plan.problem, sm_count):
+        return plan.tiles
+    rows = min(GROUP_M, plan.tile_rows or 1)
+    topology = plan.problem.topology
+    near = plan.op == ALLREDUCE and topology.num_nodes == 1 and topology.size > 2
+    wanted = plan.tiles // (_ALLREDUCE_GROUPS if near else _GROUPS)
+    return max(1, max(sm_count // 2, wanted) // rows) * rows
+
+
+def link_bound(problem: ReduceProblem, sm_count: int) -> bool:
+    """Whether an all-reduce inside a node keeps the links busy for longer than its products take."""
+    near = problem.op == ALLREDUCE and problem.topology.num_nodes == 1 and not problem.one_shot
+    return near and _sent_bytes(problem, 2) / _LINK_PEAK > seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
+
+
+def _sent_bytes(problem: ReduceProblem, times: int) -> float:
+    """Of an all-reduce, what a rank sends inside its node if every other rank's share of the result travels so many times."""
+    size = problem.topology.size
+    return times * 2 * problem.rows * problem.n * (size - 1) / size
 
 
 def floods(plan: ReducePlan, sm_count: int) -> bool:
@@ -329,12 +358,11 @@ def default_split(problem: ReduceProblem, sm_count: int) -> Split:
     topology = problem.topology
     several = topology.num_nodes > 1
     pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
-    fewest, most = _PULL_CTAS
+    fewest, most = (_LINK_PULL_CTAS, _LINK_PULL_CTAS) if link_bound(problem, sm_count) else _PULL_CTAS
     intra = min(most, max(1, sm_count // 4)) if pull else 0
     if pull and not several:
         multiplying = seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
-        pulling = 2 * problem.rows * problem.n * (topology.size - 1) / topology.size / _CTA_PULLS
-        intra = choose_ctas(pulling, _IN_TIME * multiplying, fewest, intra)
+        intra = choose_ctas(_sent_bytes(problem, 1) / _CTA_PULLS, _IN_TIME * multiplying, fewest, intra)
     return Split(
         intra_comm=intra,
         inter_send=min(2, max(1, sm_count // 8)) if several else 0,

@@ -339,11 +339,32 @@ def test_own_tiles_before_what_is_sent_deadlock(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("size", "rows", "k", "ctas"),
-    [(2, 16384, 8192, 4), (2, 8192, 4096, 5), (2, 8192, 2048, 10), (4, 8192, 2048, 12), (4, 32768, 8192, 4), (4, 0, 64, 4), (4, 99, 8, 12)],
+    [
+        *((2, 16384, 8192, 4), (2, 8192, 4096, 5), (4, 16384, 4096, 8), (4, 32768, 8192, 4), (4, 0, 64, 4)),
+        *((2, 8192, 2048, 14), (4, 8192, 2048, 14), (4, 99, 8, 14)),  # the links take longer than the products
+    ],
 )
 def test_as_many_ctas_pull_as_are_in_time(size: int, rows: int, k: int, ctas: int) -> None:
     problem = ReduceProblem(ALLREDUCE, Topology(size, size), rows, max(rows, 8), k, "bfloat16", True)
     assert default_split(problem, 132).intra_comm == ctas
+
+
+@pytest.mark.parametrize(
+    ("op", "topology", "rows", "k", "group"),
+    [
+        (ALLREDUCE, Topology(4, 4), 8192, 2048, 512),  # the links take longer: all of an owner's tiles
+        (ALLREDUCE, Topology(4, 4), 8192, 4096, 64),
+        (ALLREDUCE, Topology(4, 4), 32768, 8192, 256),
+        (ALLREDUCE, Topology(2, 2), 8192, 4096, 128),
+        (ALLREDUCE, Topology(2, 2), 8192, 2048, 1024),
+        (ALLREDUCE, Topology(4, 2), 8192, 2048, 64),
+        (ALLREDUCE, Topology(4, 2), 32768, 8192, 1024),
+        (REDUCE_SCATTER, Topology(4, 4), 2048, 2048, 64),
+    ],
+)
+def test_how_many_tiles_of_an_owner_follow_each_other(op: str, topology: Topology, rows: int, k: int, group: int) -> None:
+    problem = ReduceProblem(op, topology, rows, 8192 if rows < 8192 else rows, k, "bfloat16", False)
+    assert make_plan(problem, 132).group_tiles == group
 
 
 @each_world
