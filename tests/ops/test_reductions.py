@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,6 +144,20 @@ def test_every_element(
 ) -> None:
     case = case_of(how, dtype, *shape, row_major, split, partials)
     settle(monkeypatch, split)
+    for seed in some_seeds(request):
+        check(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.n), seed=seed))
+
+
+@pytest.mark.parametrize(("link_peak", "many"), [(1.0, False), (math.inf, True)])
+@pytest.mark.parametrize("world", ["1x2", "1x3", "1x4"])
+def test_an_allreduce_inside_a_node_by_groups_or_not(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, link_peak: float, many: bool
+) -> None:
+    """Where links are slow (bytes per second) all of the others' tiles come first."""
+    monkeypatch.setattr("mkernel.plan.reduce._LINK_PEAK", link_peak)
+    monkeypatch.setenv("MKERNEL_CPU_SMS", "4")
+    case = case_of("two_shot", "bfloat16", 8, 1272)
+    assert {len(plan.groups()) > 1 for plan in plans(case, world) if plan.problem.rows == 300} == {many}
     for seed in some_seeds(request):
         check(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.n), seed=seed))
 
