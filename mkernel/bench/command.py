@@ -75,7 +75,7 @@ def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> 
     parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by size)")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by world and size)")
 
 
 def rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
-    parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20, the least that is reported)")
+    parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20; fewer are for trying out)")
     rest = f"idle milliseconds before every sample (default {REST_MS:g}, and more after long samples); 0: as in a loop that never pauses"
     parser.add_argument("--rest", type=float, default=REST_MS, metavar="MS", help=rest)
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="columns to leave out: " + ", ".join(_OPTIONAL))

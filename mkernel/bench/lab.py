@@ -95,8 +95,9 @@ class Lab(abc.ABC):
 class CudaLab(Lab):
     """CUDA events around calls that were enqueued behind a delay kernel.
 
-    Before every sample the GPUs rest: a GPU that has just worked at its power limit is slower for some tens of milliseconds, so that a time
-    would tell what was measured before (docs/benchmarks.md). ``rest_ms`` 0: samples follow each other at once.
+    Before every sample (of calls timed one by one: before the first) the GPUs rest: a GPU that has just worked at its power limit is slower
+    for some tens of milliseconds, so that a time would tell what was measured before (docs/benchmarks.md). ``rest_ms`` 0: samples follow
+    each other at once.
     """
 
     LONGEST_HOLD_NS = 100_000_000

@@ -24,7 +24,8 @@ _ITEM = 2  # bytes of a 16-bit element
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mkernel model",
-        description="The plan for each shape, and about how long its parts take at the sustained rates measured on H200. What waits for "
+        description="The plan for each shape, and about how long its parts take at rates measured on H200 (memory: its data sheet's; "
+        "network: MKERNEL_EMULATED_GBPS). What waits for "
         "what is not modelled: what a call takes is what `bench` measures.",
     )
     problem_arguments(parser, OPS)

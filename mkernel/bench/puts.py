@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PutsPlan", "puts"]
 
-_SENDERS = 2  # CTAs: what the ops use
+_SENDERS = 2  # CTAs, as the reductions have; allgather_gemm has 4
 _THREADS = 64
 
 

@@ -34,7 +34,7 @@ class Settings:
     dtype: str
     samples: int
     splits: Mapping[str, Mapping[str, int] | None]  # contestant -> SMs by role; None: mkernel's choice
-    without: tuple[str, ...]  # baselines left out
+    without: tuple[str, ...]  # columns left out
     allow_cpu: bool
     network_gb_per_s: float
     command: str

@@ -270,7 +270,9 @@ def _pyverbs() -> Generator[Finding, None, bool]:
     version, features = json.loads(result.stdout.splitlines()[-1])
     missing = [name for name, there in features.items() if not there]
     if missing:
-        yield Finding("note", "pyverbs", f"{version or 'version unknown'}, without {', '.join(missing)}", "rdma-core 44 or newer has them")
+        yield Finding(
+            "note", "pyverbs", f"{version or 'version unknown'}, without {', '.join(missing)}", "rdma-core 44 or newer has them (efa: 46)"
+        )
     else:
         yield Finding("ok", "pyverbs", f"{version or 'version unknown'}, with {', '.join(features)}")
     return True

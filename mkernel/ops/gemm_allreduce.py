@@ -49,7 +49,7 @@ def gemm_allreduce(
         bytes.
     algorithm
         ``"one_shot"``: everyone sends to everyone and adds up everything; ``"two_shot"``: every tile has an owner that adds it up, and
-        from which the others fetch it. None: by size.
+        from which the others get it. None: by world and size.
 
     Returns
     -------
@@ -73,6 +73,8 @@ def gemm_allreduce(
     The algorithm: two-shot is a reduce-scatter by direct exchange, tile by tile, after which the node's other ranks pull each finished
     tile from its owner; across nodes each node sends one sum, and an owner sends the finished tile once per node
     (kernels_src/reduce.cuh, gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
+    Either way up to 8 MiB of result inside a node of at most 8 ranks travel in packets, each word its own flag, and the owner, of 16 rows
+    of a tile, sends the sum back (gemm_allreduce_packets.cuh).
     """
     return matmul_call(ALLREDUCE, a, b, (partials, algorithm), world, out, split, stream, problem_of, reduce.bind)
 

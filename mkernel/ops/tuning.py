@@ -138,7 +138,7 @@ def tune(
     Notes
     -----
     Collective, blocks the host: some seconds, most of them to compile one kernel per split. Not capturable. A split replaces another only
-    if it takes 1 % less, and in the end must be faster than mkernel's own choice in a measurement of the two alone. Operands that fit the
+    if it takes 1 % less, and in the end again than mkernel's own choice in a measurement of the two alone. Operands that fit the
     L2 cache stay there from call to call. The kernels of all splits stay loaded as long as the world is open.
 
     Raises

@@ -325,11 +325,12 @@ def choose_group(plan: ReducePlan, sm_count: int) -> int:
 def link_bound(problem: ReduceProblem, sm_count: int) -> bool:
     """Whether an all-reduce inside a node keeps the links busy for longer than its products take."""
     near = problem.op == ALLREDUCE and problem.topology.num_nodes == 1 and not problem.one_shot
-    return near and _sent_bytes(problem, 2) / _LINK_PEAK > seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
+    times = 3 if problem.partials == "float32" else 2  # partial tiles, and results
+    return near and _sent_bytes(problem, times) / _LINK_PEAK > seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
 
 
 def _sent_bytes(problem: ReduceProblem, times: int) -> float:
-    """Of an all-reduce, what a rank sends inside its node if every other rank's share of the result travels so many times."""
+    """Of an all-reduce, what a rank sends inside its node if its 16-bit values for every other rank travel so many times."""
     size = problem.topology.size
     return times * 2 * problem.rows * problem.n * (size - 1) / size
 
