@@ -10,7 +10,7 @@ from typing import Any
 from mkernel.bench.stats import Measurement, tera
 from mkernel.cli.table import format_table
 
-__all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render"]
+__all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render", "told"]
 
 SCHEMA = 1
 MODES = ("isolated", "back-to-back")
@@ -152,6 +152,14 @@ def render(report: Report) -> str:
         lines = [line[: headers.index("link") + 1] + line[headers.index("link") + 2 :] for line in lines]
     notes = _notes(report.rows)
     return "\n".join([head, "", format_table(headers, lines), *(["", *notes] if notes else [])])
+
+
+def told(row: Row) -> str:
+    """One line of what a row has found, for who waits for the table."""
+    if not row.correct:
+        return f"{row.label}: WRONG"
+    times = (f"{name} {_ms(row.time(name))} (b2b {_ms(row.time(name, 'back-to-back'))})" for name in row.times)
+    return f"{row.label}: {', '.join(times)}"
 
 
 def _contestants(rows: Iterable[Row]) -> list[str]:

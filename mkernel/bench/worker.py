@@ -15,7 +15,7 @@ from mkernel.bench.lab import CudaLab, open_lab, require_speed
 from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
 from mkernel.bench.peers import fresh_seed, gather
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row
+from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row, told
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
 from mkernel.ops.tuning import tune_calls
 
@@ -77,7 +77,9 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
     for i, size in enumerate(settings.sizes):
         case = op.case(size, _topology(world), settings.dtype, **settings.options)
         _progress(world, f"{op.name} {size} ...")
-        report.rows.append(_Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9))
+        row = _Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9)
+        report.rows.append(row)
+        _progress(world, f"{op.name} {told(row)}")
         if world.rank == 0:
             after_row(report)
     # Not after a failure: closing is collective, and the peers may be gone.

@@ -26,7 +26,7 @@ from mkernel.bench.check import NodeSum, Product, to_float64, worst_product, wor
 from mkernel.bench.lab import LONGEST_REST_MS, REST_MS, CpuLab, CudaLab
 from mkernel.bench.libraries import ASYNC_TP, NCCL, CupyLibraries, TorchLibraries
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, Row, render
+from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row, render
 from mkernel.bench.stats import Measurement, milliseconds, quantile, slowest, tera
 from mkernel.bench.worker import Settings, measure
 from mkernel.errors import ArgumentError
@@ -605,7 +605,7 @@ def test_the_kernel_that_only_sends(ranks: int, per_node: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, 1e4])
-def test_a_run_with_wrong_results_has_no_times(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_a_run_with_wrong_results_has_no_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float) -> None:
     def spoil(out: Any) -> None:
         out[-1, -1] = value
 
@@ -614,6 +614,7 @@ def test_a_run_with_wrong_results_has_no_times(monkeypatch: pytest.MonkeyPatch, 
     assert not report.correct
     assert not any(row.times or row.host for row in report.rows)
     assert render(report).count("WRONG") == 2
+    assert capsys.readouterr().err.count(": WRONG\n") == 2
 
 
 def test_a_result_that_goes_wrong_while_it_is_timed_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,7 +652,7 @@ def test_contestants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(m.samples[0]) for modes in report.rows[0].times.values() for m in modes.values()] == [5] * 4
 
 
-def test_what_is_measured_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail_later(out: Any) -> None:
         if out.shape[1] != 520:
             raise RuntimeError("the second shape failed")
@@ -661,7 +662,10 @@ def test_what_is_measured_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="the second shape failed"):
         measure(_World(), _settings(sizes=("64x520x64", "64x72x64")), lambda report: told.append(Report.from_json(report.to_json())))
     assert [[row.shape["N"] for row in report.rows] for report in told] == [[520]]
-    assert told[0].rows[0].times[FUSED]
+    times = told[0].rows[0].times[FUSED]
+    assert times
+    first, second = (f"{times[mode].median:.4f}" for mode in MODES)
+    assert f"64x520x64: fused {first} (b2b {second})" in capsys.readouterr().err
 
 
 def test_target_cpu_is_refused_unless_asked_for() -> None:
