@@ -11,6 +11,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -104,13 +105,15 @@ class CpuKernel(Kernel):
 
 
 class _Scheduler:
-    """One native scheduler; used by one thread at a time."""
+    """One native scheduler; used by one thread at a time. Closed with its owner, or dropped with it."""
 
     def __init__(self, seed: int, *, virtual_time: bool) -> None:
         self.library = _library()
         self.handle = self.library.create(seed, virtual_time)
         if not self.handle:
             raise MemoryError("target cpu: no memory for a scheduler")
+        self._destroy = weakref.finalize(self, self.library.destroy, self.handle)
+        self._destroy.atexit = False
 
     def start(self, kernel: CpuKernel, grid: int, parameters: bytes, rank: int) -> int:
         spec = kernel.spec
@@ -141,9 +144,8 @@ class _Scheduler:
         return buffer.value.decode(errors="replace")
 
     def close(self) -> None:
-        if self.handle:
-            self.library.destroy(self.handle)
-            self.handle = None
+        self.handle = None
+        self._destroy()
 
 
 # ---- mk.launch

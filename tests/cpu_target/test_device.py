@@ -19,7 +19,7 @@ from mkernel.errors import ArgumentError, CompileError, Error
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
 from mkernel.runtime.cpu import CpuDevice, CpuKernel
-from tests.cpu_target.harness import KERNELS, Faults, Ping, aligned, load
+from tests.cpu_target.harness import KERNELS, Faults, Nans, Ping, aligned, load
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +41,20 @@ def test_memory() -> None:
     assert int.from_bytes(device.read(address + 64, 8), "little") == 2**40
     device.close()
     device.close()
+
+
+def test_a_device_that_is_dropped_leaves_no_mappings() -> None:
+    """The kernel's threads have stacks, and a process only so many mappings (vm.max_map_count)."""
+
+    def launch() -> int:
+        wrong = aligned(1, np.uint32)
+        CpuDevice().launch(kernel, 0, 1, bytes(Nans(wrong.ctypes.data)))
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    kernel = load("nans", Nans, threads=64, kFloat16=0)
+    launch()
+    before = launch()
+    assert max(launch() for _ in range(20)) < before + 64, "a launch has as many threads"
 
 
 def test_wrap_keeps_its_owner() -> None:
