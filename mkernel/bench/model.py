@@ -25,8 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mkernel model",
         description="The plan for each shape, and about how long its parts take at rates measured on H200 (memory: its data sheet's; "
-        "network: MKERNEL_EMULATED_GBPS). What waits for "
-        "what is not modelled: what a call takes is what `bench` measures.",
+        "network: MKERNEL_EMULATED_GBPS). What waits for what is not modelled: what a call takes is what `bench` measures.",
     )
     problem_arguments(parser, OPS)
     parser.add_argument("--sms", type=int, default=_H200_SMS, help=f"of the device (default {_H200_SMS}: H100, H200)")

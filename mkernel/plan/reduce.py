@@ -359,9 +359,10 @@ def default_split(problem: ReduceProblem, sm_count: int) -> Split:
     topology = problem.topology
     several = topology.num_nodes > 1
     pull = problem.op == ALLREDUCE and topology.size > 1 and not problem.one_shot
-    fewest, most = (_LINK_PULL_CTAS, _LINK_PULL_CTAS) if link_bound(problem, sm_count) else _PULL_CTAS
-    intra = min(most, max(1, sm_count // 4)) if pull else 0
-    if pull and not several:
+    all_the_time = link_bound(problem, sm_count)
+    fewest, most = _PULL_CTAS
+    intra = min(_LINK_PULL_CTAS if all_the_time else most, max(1, sm_count // 4)) if pull else 0
+    if pull and not several and not all_the_time:
         multiplying = seconds_to_multiply(problem.rows, problem.n, problem.k, sm_count)
         intra = choose_ctas(_sent_bytes(problem, 1) / _CTA_PULLS, _IN_TIME * multiplying, fewest, intra)
     return Split(
