@@ -16,36 +16,28 @@ import logging
 import mmap
 import os
 import platform
-import queue
 import select
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 from typing import Any
 
 from mkernel.errors import ArgumentError, Error, TransportError
 from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.engine import SPIN_NS, Engine
 from mkernel.proxy.ring import RING_BYTES, RingReader
+from mkernel.proxy.spawn import die_with, how_it_ended, scrubbed_environment, spawn
 from mkernel.transport import Card, Wiring, create
 
-__all__ = ["EngineProcess", "Layout", "Memory", "release_store", "scrubbed_environment", "serve"]
+__all__ = ["EngineProcess", "Layout", "Memory", "release_store", "serve"]
 
 _log = logging.getLogger("mkernel")
 
-# Variables by which MPI, PMI and batch systems know their processes: a child that inherits them may be taken for a rank.
-_LAUNCHER_PREFIXES = (
-    *("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_", "MPIR_", "MPICH_", "MV2_", "I_MPI_", "HYDRA_", "HYDI_"),
-    *("SLURM_", "FLUX_", "PALS_", "JSM_", "ALPS_", "TORCHELASTIC_"),
-)
-_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MKERNEL_RENDEZVOUS", "MKERNEL_RANK", "MKERNEL_SIZE"}
 _LENGTH = struct.Struct("=I")
 _START_SECONDS = 120.0  # pinning a large heap takes its time
 _NAP_NS = 1_000_000  # the longest: kernels may put without a launch (replayed graphs)
@@ -147,7 +139,7 @@ class EngineProcess:
         try:
             with theirs:
                 fds = {theirs.fileno(), self._wake, layout.heap.fd, layout.signals.fd, layout.ring}
-                self._process = _spawn([_interpreter(), "-P", "-m", "mkernel.proxy", str(theirs.fileno())], fds)
+                self._process = spawn("mkernel.proxy", [str(theirs.fileno())], scrubbed_environment(os.environ, gpus=False), fds)
             mine.sendall(_framed(layout.encode(wake=self._wake, parent=os.getpid())))
         except BaseException:
             mine.close()
@@ -228,71 +220,10 @@ class EngineProcess:
 
     def _ended(self) -> TransportError:
         try:
-            code = self._process.wait(1.0)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            how = how_it_ended(self._process.wait(1.0))
         except subprocess.TimeoutExpired:
             how = "closed its connection"
         return TransportError(f"the engine process of rank {self.rank} {how}", op="engine", status="ended")
-
-
-class _Spawner(threading.Thread):
-    """Starts processes on a thread that lives as long as this process: the kernel kills a child when the *thread* that made it ends."""
-
-    def __init__(self) -> None:
-        super().__init__(name="mkernel-spawner", daemon=True)
-        self.pid = os.getpid()
-        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        while True:
-            order, answer = self._orders.get()
-            try:
-                answer.put((order(), None))
-            except BaseException as error:
-                answer.put((None, error))
-
-    def do(self, order: Callable[[], Any]) -> Any:
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._orders.put((order, answer))
-        result, error = answer.get()
-        if error is not None:
-            raise error
-        return result
-
-
-_spawner: _Spawner | None = None
-_spawner_lock = threading.Lock()
-
-
-def _spawn(command: list[str], fds: set[int]) -> subprocess.Popen[bytes]:
-    global _spawner
-    with _spawner_lock:
-        if _spawner is None or not _spawner.is_alive() or _spawner.pid != os.getpid():  # a forked child has no threads
-            _spawner = _Spawner()
-            _spawner.start()
-        spawner = _spawner
-    environment = scrubbed_environment(os.environ)
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=sorted(fds - {-1}), env=environment)
-
-    process: subprocess.Popen[bytes] = spawner.do(start)
-    return process
-
-
-def scrubbed_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """For the engine's process: no launcher's variables, no GPUs, and the same modules as here."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES}
-    package = str(Path(__file__).resolve().parents[2])
-    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([package, *(entry for entry in sys.path if entry)]))
-    kept["CUDA_VISIBLE_DEVICES"] = ""
-    return kept
-
-
-def _interpreter() -> str:
-    if not sys.executable:
-        raise ArgumentError("transport", "rc or srd", "the engine's process needs a Python interpreter, and this program does not name one")
-    return sys.executable
 
 
 def _framed(body: bytes) -> bytes:
@@ -313,7 +244,7 @@ def serve(fd: int) -> int:
     try:
         fields = channel.receive()
         layout, more = Layout.decode(json.dumps(fields).encode())
-        _die_with(more["parent"])
+        die_with(more["parent"])
         with contextlib.ExitStack() as stack:
             try:
                 engine = _open(layout, channel, stack)
@@ -327,14 +258,6 @@ def serve(fd: int) -> int:
     except (EOFError, OSError):
         return 0  # the rank has gone
     return 0
-
-
-def _die_with(parent: int) -> None:
-    """No engine outlives its rank: by signal, and in any case by the end of the socket."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        raise EOFError
 
 
 def _open(layout: Layout, channel: _Channel, stack: contextlib.ExitStack) -> Engine:

@@ -20,8 +20,9 @@ import pytest
 from mkernel.abi import RING_SLOTS, Ring
 from mkernel.errors import ArgumentError, TransportError
 from mkernel.memory.memfd import MemfdSegment
-from mkernel.proxy.process import EngineProcess, Layout, Memory, release_store, scrubbed_environment
+from mkernel.proxy.process import EngineProcess, Layout, Memory, release_store
 from mkernel.proxy.ring import RING_BYTES
+from mkernel.proxy.spawn import scrubbed_environment
 from mkernel.transport import Card
 from tests.transport.harness import Producer
 
@@ -239,7 +240,8 @@ def test_the_process_knows_no_launcher_no_gpu_no_mpi() -> None:
         "HOME": "/root",
         "CUDA_VISIBLE_DEVICES": "0",
     }
-    kept = scrubbed_environment(given)
+    assert scrubbed_environment(given, gpus=True)["CUDA_VISIBLE_DEVICES"] == "0"
+    kept = scrubbed_environment(given, gpus=False)
     assert set(kept) == {"MKERNEL_RC_SIGNAL", "HOME", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
     assert kept["CUDA_VISIBLE_DEVICES"] == ""
     with started() as (engine, _):
