@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel import env
 from mkernel.bench.peers import gather, worst_reason
@@ -17,7 +17,7 @@ from mkernel.errors import ArgumentError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["LONGEST_REST_MS", "REST_MS", "Call", "CpuLab", "CudaLab", "Lab", "open_lab", "require_speed"]
+__all__ = ["LONGEST_REST_MS", "REST_MS", "Call", "CpuLab", "CudaLab", "Lab", "Taken", "open_lab", "require_speed"]
 
 Call = Callable[[], Any]
 
@@ -26,6 +26,14 @@ REST_MS = 30.0  # before every sample, at least
 LONGEST_REST_MS = 300.0
 _REST_SHARE = 4  # times what the sample before took
 BATCH = 20  # calls in the stream in mode back-to-back
+
+
+class Taken(NamedTuple):
+    """Samples of one contestant on this rank, how one of them came about in words, and the index of the call that was made last."""
+
+    times: list[float]
+    method: str
+    last: int
 
 
 class Lab(abc.ABC):
@@ -64,15 +72,16 @@ class Lab(abc.ABC):
     def synchronize(self) -> None: ...
 
     @abc.abstractmethod
-    def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
-        """Milliseconds of ``samples`` calls (``calls`` in turn), each alone after a barrier of all ranks; and how they were taken."""
+    def isolated(self, calls: Sequence[Call], samples: int) -> Taken:
+        """Milliseconds of ``samples`` calls (``calls`` in turn), each alone after a barrier of all ranks."""
 
     @abc.abstractmethod
-    def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
-        """Milliseconds per call of 20 calls in the stream, no barrier, ``calls`` in turn; and how they were taken."""
+    def back_to_back(self, calls: Sequence[Call], samples: int) -> Taken:
+        """Milliseconds per call of 20 calls in the stream, no barrier, ``calls`` in turn."""
 
-    def host(self, call: Call, samples: int) -> tuple[list[float], str]:
-        """Microseconds until the call returns, with nothing in the queue."""
+    def host(self, calls: Sequence[Call], samples: int) -> Taken:
+        """Microseconds until the first of ``calls`` returns, with nothing in the queue."""
+        call = calls[0]
         results = []
         for _ in range(samples):
             self.synchronize()
@@ -80,7 +89,7 @@ class Lab(abc.ABC):
             call()
             results.append((time.perf_counter_ns() - begin) / 1e3)
         self.synchronize()
-        return results, "host clock around one call, queue empty"
+        return Taken(results, "host clock around one call, queue empty", 0)
 
     def warm_up(self, calls: Sequence[Call]) -> None:
         """Every call once, and again: module loads, handles and connections are made outside the clock."""
@@ -128,19 +137,21 @@ class CudaLab(Lab):
         self.stream.synchronize()
         self._meeting.check()
 
-    def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+    def isolated(self, calls: Sequence[Call], samples: int) -> Taken:
         self._start_measurement(1)
         results = [self._behind_delay([calls[i % len(calls)]])[0] for i in range(samples)]
-        return results, self._method("CUDA events around one call, device-side barrier of all ranks before it")
+        method = self._method("CUDA events around one call, device-side barrier of all ranks before it")
+        return Taken(results, method, (samples - 1) % len(calls))
 
-    def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+    def back_to_back(self, calls: Sequence[Call], samples: int) -> Taken:
         self._start_measurement(BATCH)
-        batch = [calls[i % len(calls)] for i in range(BATCH)]
+        batch, last = [calls[i % len(calls)] for i in range(BATCH)], (BATCH - 1) % len(calls)
         once = max(gather(self.world, self._behind_delay(batch[:1])[0]))
         if once >= 0.5 and samples <= BATCH:  # an event between long calls costs nothing, and one batch is enough
-            return self._behind_delay(batch, events_between=True), self._method(f"CUDA events between {BATCH} calls, no barrier")
+            times = self._behind_delay(batch, events_between=True)
+            return Taken(times, self._method(f"CUDA events between {BATCH} calls, no barrier"), last)
         results = [self._behind_delay(batch)[0] / BATCH for _ in range(samples)]
-        return results, self._method(f"CUDA events around {BATCH} calls / {BATCH}, no barrier")
+        return Taken(results, self._method(f"CUDA events around {BATCH} calls / {BATCH}, no barrier"), last)
 
     def _start_measurement(self, calls: int) -> None:
         """Of samples of so many calls: the delay grows until the host is done enqueueing before it ends."""
@@ -280,15 +291,16 @@ class CpuLab(Lab):
     def synchronize(self) -> None:
         pass
 
-    def isolated(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
+    def isolated(self, calls: Sequence[Call], samples: int) -> Taken:
         results = []
         for i in range(samples):
             self.world.barrier()
             results.append(self._time([calls[i % len(calls)]]))
-        return results, "host clock around one call"
+        return Taken(results, "host clock around one call", (samples - 1) % len(calls))
 
-    def back_to_back(self, calls: Sequence[Call], samples: int) -> tuple[list[float], str]:
-        return [self._time(calls) / len(calls) for _ in range(samples)], f"host clock around {len(calls)} calls"
+    def back_to_back(self, calls: Sequence[Call], samples: int) -> Taken:
+        times = [self._time(calls) / len(calls) for _ in range(samples)]
+        return Taken(times, f"host clock around {len(calls)} calls", len(calls) - 1)
 
     @staticmethod
     def _time(calls: Sequence[Call]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowes
 from mkernel.ops.tuning import tune_calls
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call, Lab
+    from mkernel.bench.lab import Call, Lab, Taken
 
 __all__ = ["Settings", "measure"]
 
@@ -118,10 +117,8 @@ class _Measurer:
             contestants |= self._tuned(row)
         row.worst = max(self._check(calls) for calls in contestants.values())
         if row.correct:
-            self._time(row, contestants | self._others(row))
+            row.worst = max(row.worst, self._time(row, contestants, self._others(row)))
             self._add_solo(row)
-            # Under load the result must still be right: the timed calls left it behind.
-            row.worst = max(row.worst, self._agreed_worst(range(len(case.outputs()))[-1:]))
         if not row.correct:
             row.times.clear()
             row.host.clear()
@@ -154,33 +151,53 @@ class _Measurer:
 
     def _check(self, calls: Sequence[Call]) -> float:
         """Every set, back to back without a barrier, on poisoned outputs; all elements of the first, the last and one between."""
-        for c in self.case.outputs():
-            self.lab.poison(c)
+        self._poison()
         for call in calls:
             call()
         self.lab.synchronize()
         return self._agreed_worst(sorted({0, len(calls) // 2, len(calls) - 1}))
+
+    def _poison(self) -> None:
+        for c in self.case.outputs():
+            self.lab.poison(c)
+        self.lab.synchronize()
 
     def _agreed_worst(self, sets: Sequence[int]) -> float:
         worst = max(self.case.worst(i) for i in sets)
         self.lab.synchronize()
         return max(float(text) for text in gather(self.world, str(worst)))  # as text: JSON has no infinity
 
-    def _time(self, row: Row, contestants: Mapping[str, Sequence[Call]]) -> None:
-        """Half of the samples in this order, the other half in reverse: a GPU that gets warm favours nobody, and the op comes last."""
-        taken: dict[tuple[str, str], list[tuple[list[float], str]]] = {}
+    def _time(self, row: Row, ours: Mapping[str, Sequence[Call]], others: Mapping[str, Sequence[Call]]) -> float:
+        """The worst error of ``ours`` over its bound, under load: every measurement begins on poisoned outputs, its last call is checked.
+
+        Half of the samples in this order, the other half in reverse: a GPU that gets warm favours nobody.
+        """
+        contestants, worst = {**ours, **others}, 0.0
+
+        def timed(name: str, measure: Callable[[Sequence[Call], int], Taken], samples: int) -> Taken:
+            nonlocal worst
+            self.lab.warm_up(contestants[name])
+            self._poison()
+            taken = measure(contestants[name], samples)
+            if name in ours:
+                self.lab.synchronize()
+                worst = max(worst, self._agreed_worst([taken.last]))
+            return taken
+
+        taken: dict[tuple[str, str], list[Taken]] = {}
         first = -(-self.settings.samples // 2)
         for names, samples in ((list(contestants), first), (list(contestants)[::-1], self.settings.samples - first)):
             for name in names if samples else ():
-                self.lab.warm_up(contestants[name])
                 for mode, measure in zip(MODES, (self.lab.isolated, self.lab.back_to_back), strict=True):
-                    taken.setdefault((name, mode), []).append(measure(contestants[name], samples))
-        for name, calls in contestants.items():
-            row.times[name] = {mode: self._slowest(*_joined(taken[name, mode])) for mode in MODES}
-            row.host[name] = self._slowest(*self.lab.host(calls[0], self.settings.samples), unit="us")
+                    taken.setdefault((name, mode), []).append(timed(name, measure, samples))
+        for name in contestants:
+            row.times[name] = {mode: self._slowest(taken[name, mode]) for mode in MODES}
+            row.host[name] = self._slowest([timed(name, self.lab.host, self.settings.samples)], unit="us")
+        return worst
 
-    def _slowest(self, times: list[float], method: str, unit: str = "ms") -> Measurement:
-        return slowest(gather(self.world, times), unit, method)
+    def _slowest(self, taken: Sequence[Taken], unit: str = "ms") -> Measurement:
+        times = [time for part in taken for time in part.times]
+        return slowest(gather(self.world, times), unit, "; then: ".join(dict.fromkeys(part.method for part in taken)))
 
     def _add_solo(self, row: Row) -> None:
         case = self.case
@@ -191,11 +208,6 @@ class _Measurer:
             row.times[SOLO] = {mode: slowest(raw["samples"], raw["unit"], raw["method"]) for mode, raw in self.settings.solo[label].items()}
         else:
             row.missing[SOLO] = "measured by a run of its own in a world of one (start bench without mpirun)"
-
-
-def _joined(measured: Sequence[tuple[list[float], str]]) -> tuple[list[float], str]:
-    times, methods = zip(*measured, strict=True)
-    return list(itertools.chain(*times)), "; then: ".join(dict.fromkeys(methods))
 
 
 def _split(sms: Mapping[str, int] | None) -> Any:

@@ -1,0 +1,111 @@
+"""The benchmark's command line, and how it starts ranks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mkernel.bench import command, main
+from mkernel.bench import launcher as started
+from mkernel.bench.lab import LONGEST_REST_MS, REST_MS
+from mkernel.bench.report import FUSED, SOLO, Report
+from mkernel.errors import ArgumentError
+from mkernel.plan.topology import Topology
+
+needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
+
+
+@pytest.mark.parametrize("rest", ["-1", "nan", str(LONGEST_REST_MS + 1)])
+def test_a_rest_that_makes_no_sense(rest: str) -> None:
+    with pytest.raises(ArgumentError, match="--rest"):
+        main(["gemm", "--allow-cpu", f"--rest={rest}"])
+
+
+def test_only_columns_that_exist_can_be_left_out() -> None:
+    with pytest.raises(ArgumentError, match=r"--without = nccl: must be one of .*torch async-TP"):
+        main(["gemm", "--allow-cpu", "--without", "nccl"])
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
+def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
+    for name in (*started._MARKS, *started._SIZES):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "report.json"
+    arguments = [op, "--allow-cpu", "--world", "1x2", "--shapes", "130x72x80", "--samples", "2", "--launcher", "processes"]
+    arguments += [] if op == "allgather_gemm" else ["--partials", "float32"]
+    left_out = op == "gemm_reduce_scatter"
+    arguments += ["--without", SOLO] if left_out else []
+    assert main([*arguments, "--out", str(out), "--timeout", "240"]) == 0
+    report = Report.from_json(out.read_text())
+    (row,) = report.rows
+    assert report.correct
+    assert report.op == op
+    assert report.settings["rest_ms"] == REST_MS
+    assert report.settings["options"] == ({} if op == "allgather_gemm" else {"partials": "float32"})
+    assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
+    assert report.command.endswith("--timeout 240")
+    assert str(tmp_path) not in report.command
+    assert set(row.times) == ({FUSED} if left_out else {FUSED, SOLO})
+    assert [len(samples) for samples in row.times[FUSED]["isolated"].samples] == [2, 2]
+    assert left_out or len(row.times[SOLO]["isolated"].samples) == 1
+    assert row.missing.get(SOLO) == ("left out by --without" if left_out else None)
+
+
+def test_world_and_split_are_parsed() -> None:
+    assert command.parse_world("2x2") == Topology(4, 2)
+    assert command.parse_world("4") == Topology(4, 4)
+    assert command.parse_split("compute=120, intra_comm=12") == {"compute": 120, "intra_comm": 12}
+    for text in ("", "two", "2x2x2", "0x4"):
+        with pytest.raises(ArgumentError, match="NODESxRANKS"):
+            command.parse_world(text)
+    for text in ("", "compute", "compute=x", "comput=3", "compute=-1"):
+        with pytest.raises(ArgumentError, match="split"):
+            command.parse_split(text)
+
+
+def test_without_a_gpu_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*started._MARKS, *started._SIZES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "_gpus", lambda: 0)
+    with pytest.raises(ArgumentError, match="speeds of target cpu mean nothing"):
+        main(["allgather_gemm"])
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*started._MARKS, *started._SIZES):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_under_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not started.under_launcher()
+    assert started.launched_size() == 0
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert started.under_launcher()
+    assert started.launched_size() == 4
+
+
+def test_the_recorded_command_names_no_path() -> None:
+    words = ["gemm", "--out", "/somewhere/x.json", "--samples", "5", "--out=/else.json", "--save"]
+    assert command._without_paths(words) == ["gemm", "--samples", "5", "--save"]
+
+
+def test_importing_the_command_imports_nothing_heavy() -> None:
+    code = "import sys, mkernel.bench.command, mkernel.bench.worker; "
+    code += "print([m for m in ('cupy', 'torch', 'cuda', 'mpi4py') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_the_benchmarks_kernels_compile_for_sm_90() -> None:
+    core = pytest.importorskip("cuda.core", reason="NVRTC is not installed")
+    source = Path(command.__file__).with_name("kernels.cu").read_text()
+    cubin = core.Program(source, "c++", core.ProgramOptions(std="c++17", arch="sm_90")).compile("cubin").code
+    for name in (b"hold", b"meet", b"fill"):
+        assert name in cubin
