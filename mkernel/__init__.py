@@ -10,6 +10,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from mkernel.version import VERSION
+
 if TYPE_CHECKING:
     from mkernel.errors import (
         AbortedError,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.trace import Trace, trace
     from mkernel.runtime.world import World
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _EXPORTS = {
     "AbortedError": "errors",

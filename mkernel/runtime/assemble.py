@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel import abi, env
 from mkernel.errors import AbortedError, ArgumentError, Error
+from mkernel.jit.headers import sources_digest
 from mkernel.runtime import current, tuned
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
@@ -29,10 +30,12 @@ from mkernel.runtime.placement import (
     choose_target,
     choose_topology,
     require_equal,
+    require_same_build,
 )
 from mkernel.runtime.wire import SocketControl
 from mkernel.runtime.world import SIGNAL_BYTES, Options, Parts, World
 from mkernel.transport import TRANSPORTS, host_signals, own_process
+from mkernel.version import VERSION
 
 if TYPE_CHECKING:
     from mkernel.memory.segment import Segment
@@ -59,8 +62,8 @@ def init(
     ranks_per_node: int | None = None,
     transport: str = "auto",
     heap_bytes: int | None = None,
-    timeout: float = 30.0,
-    entry_timeout: float = 600.0,
+    timeout: float | None = None,
+    entry_timeout: float | None = None,
 ) -> World:
     """Join the world: every process of the program calls this once, alike.
 
@@ -83,7 +86,9 @@ def init(
         Size of each rank's symmetric heap, for ``world.empty`` and the plans' workspaces. Reserved here and never grown; default 256 MiB on
         cpu, 4 GiB on cuda. When it is too small, the error says how much is needed.
     timeout, entry_timeout
-        Seconds that a wait inside a call may last once all ranks have entered it, and before.
+        Seconds that a wait inside a call may last once all ranks have entered it (30), and before (600).
+
+    What is left open (None, or ``transport="auto"``) takes the environment's value (``MKERNEL_TIMEOUT`` ...), then the default.
 
     Raises
     ------
@@ -235,8 +240,22 @@ def _exchange_cards(bootstrap: Bootstrap, options: Options, *, probe: bool) -> l
         networks=_networks_here(),
         host_signals=list(filter(host_signals, TRANSPORTS)),
         shares=env.SHARE_GPUS.get(),
+        version=VERSION,
+        sources=_sources(),
     )
-    return [Card.from_json(json.loads(part)) for part in bootstrap.allgather(json.dumps(card.to_json()).encode())]
+    told = [json.loads(part) for part in bootstrap.allgather(json.dumps(card.to_json()).encode())]
+    require_same_build(
+        [(fields.get("version", "?"), fields.get("sources", "?")) for fields in told]
+    )  # before the rest, which may look different there
+    return [Card.from_json(fields) for fields in told]
+
+
+def _sources() -> str:
+    """The digest of the device code, or why there is none. Never raises: the others wait for this rank's card."""
+    try:
+        return sources_digest()
+    except (Error, OSError) as error:
+        return f"that cannot be read ({error})"
 
 
 def _networks_here() -> dict[str, str]:

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from mkernel.errors import ArgumentError
+from mkernel.errors import ArgumentError, MismatchError
 from mkernel.plan.topology import Topology
 
-__all__ = ["Card", "Gpu", "choose_device", "choose_signals", "choose_target", "choose_topology", "require_equal"]
+__all__ = ["Card", "Gpu", "choose_device", "choose_signals", "choose_target", "choose_topology", "require_equal", "require_same_build"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Card:
     networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
     host_signals: list[str] = dataclasses.field(default_factory=list)  # transports whose flags lie in host memory
     shares: bool = False  # it may be on another rank's GPU: a process of its own, whose kernels take turns with the other's by time slices
+    version: str = ""  # of mkernel
+    sources: str = ""  # digest of the device code
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -45,8 +47,17 @@ class Card:
         return cls(**{**fields, "gpus": gpus})
 
 
+def require_same_build(builds: Sequence[tuple[str, str]]) -> None:
+    """Raise MismatchError, the same on every rank, where the ranks run different versions of mkernel or different kernels."""
+    texts = [f"mkernel {version} with kernels {sources}" for version, sources in builds]
+    ranks = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+    if len(ranks) > 1:
+        found = "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
+        raise MismatchError(f"the ranks run different code: {found} (install one mkernel everywhere; set MKERNEL_KERNELS_SRC alike)")
+
+
 def require_equal(cards: Sequence[Card]) -> None:
-    """The ranks called init alike. Raises ArgumentError, the same on every rank."""
+    """Raise ArgumentError, the same on every rank, where the ranks called init with different options."""
     for name, value in cards[0].options.items():
         for rank, card in enumerate(cards):
             if card.options.get(name) != value:

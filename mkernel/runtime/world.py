@@ -79,7 +79,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("timeout", "entry_timeout"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
                 raise ArgumentError(name, value, "must be a number of seconds greater than 0")
         for name in ("ranks_per_node", "heap_bytes"):
             value = getattr(self, name)
@@ -88,22 +88,23 @@ class Options:
 
     @classmethod
     def resolve(cls, **arguments: Any) -> Options:
-        """Arguments of ``init``, completed from the environment."""
-        unknown = arguments.keys() - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            raise ArgumentError(
-                "init_options", sorted(unknown), "unknown", f"known are {', '.join(f.name for f in dataclasses.fields(cls))}"
-            )
-        for name, variable, default in (
-            ("ranks_per_node", env.RANKS_PER_NODE, None),
-            ("heap_bytes", env.HEAP_BYTES, None),
-            ("transport", env.TRANSPORT, "auto"),
-            ("timeout", env.TIMEOUT, DEFAULT_TIMEOUT),
-            ("entry_timeout", env.ENTRY_TIMEOUT, DEFAULT_ENTRY_TIMEOUT),
-        ):
-            if arguments.get(name, default) == default and variable.is_set():
-                arguments[name] = variable.get()
-        return cls(**arguments)
+        """Arguments of ``init``: one that is left open (None, or ``transport="auto"``) takes the environment's value, then the default."""
+        known = {field.name: field.default for field in dataclasses.fields(cls)}
+        if arguments.keys() - known.keys():
+            raise ArgumentError("init_options", sorted(arguments.keys() - known.keys()), "unknown", f"known are {', '.join(known)}")
+        given = {name: value for name, value in arguments.items() if value is not None and (name, value) != ("transport", "auto")}
+        told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
+        return cls(**{**known, **told, **given})
+
+
+# Options that the environment may give.
+_VARIABLES: dict[str, env.Variable[Any]] = {
+    "ranks_per_node": env.RANKS_PER_NODE,
+    "transport": env.TRANSPORT,
+    "heap_bytes": env.HEAP_BYTES,
+    "timeout": env.TIMEOUT,
+    "entry_timeout": env.ENTRY_TIMEOUT,
+}
 
 
 class Executable:
@@ -576,15 +577,17 @@ class World:
         """After the agreement: compile on every rank, make room, and let nobody launch before all are ready."""
         problem: Exception | None = None
         kernel: Kernel | None = None
-        self._synchronize()  # modules must not be loaded beside a kernel that waits, nor the workspace moved under it
         try:
+            self._synchronize()  # modules must not be loaded beside a kernel that waits, nor the workspace moved under it
             kernel = self.backend.load(plan.spec)
             if plan.grid > kernel.max_ctas():
                 raise ArgumentError("grid", plan.grid, f"only {kernel.max_ctas()} CTAs fit on this device at once")
         except Exception as error:  # told to the other ranks, then raised
             problem = error
         texts = self._collective(
-            f"loaded {plan.op} {plan.digest:016x}", f"loading {plan.op}", b"" if problem is None else str(problem).encode()
+            f"loaded {plan.op} {plan.digest:016x}",
+            f"loading {plan.op}",
+            b"" if problem is None else f"{type(problem).__name__}: {problem}".encode(),
         )
         if problem is not None:
             raise problem

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A part may import parts of lower layers; those of one layer are ignorant of each other.
 LAYERS = (
-    ("errors", "abi"),
+    ("errors", "abi", "version"),
     ("env",),
     ("plan", "jit", "memory", "transport"),
     ("proxy",),
