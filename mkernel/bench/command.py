@@ -25,6 +25,7 @@ from mkernel.bench.libraries import ASYNC_TP, NCCL
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.cli import launcher
+from mkernel.cli.output import require_writable
 from mkernel.errors import ArgumentError
 from mkernel.plan.reduce import ALGORITHMS, PARTIALS
 from mkernel.plan.split import COMMUNICATION_ROLES
@@ -163,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker or started.under_launcher():
         return _worker(plan)
     require_gpus(options)
+    _require_writable(options)
     return _parent(plan)
 
 
@@ -247,6 +249,8 @@ def _worker(plan: Asked) -> int:
     # A workspace that grows leaves the old one behind, for captured graphs. The engine alone sends from it, too.
     heap = sum(case.heap_bytes + 2 * case.network_bytes for case in plan.cases)
     with open_world(plan, heap) as world:
+        if world.rank == 0:
+            _require_writable(options)
         report = measure(world, settings, lambda report: _write(report, options))
         if world.rank == 0:
             _write(report, options)
@@ -262,6 +266,12 @@ def _solo(path: Path | None) -> dict[str, dict[str, Any]]:
     return {row["label"]: row["times"][FUSED] for row in json.loads(path.read_text())["rows"] if FUSED in row["times"]}
 
 
+def _require_writable(options: argparse.Namespace) -> None:
+    for option, path in (("--out", options.out), ("--save", _RESULTS / "report.json" if options.save else None)):
+        if path is not None:
+            require_writable(option, path, parents=True)
+
+
 def _write(report: Report, options: argparse.Namespace) -> None:
     paths = [options.out] if options.out else []
     if options.save:
@@ -270,5 +280,5 @@ def _write(report: Report, options: argparse.Namespace) -> None:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        scratch.write_text(report.to_json())
+        scratch.write_text(report.to_json(), encoding="utf-8")
         scratch.replace(path)

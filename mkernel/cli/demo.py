@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mkernel.cli import demo_rank, launcher
 from mkernel.cli.demo_rank import Outcome
+from mkernel.cli.output import require_writable
 from mkernel.cli.table import format_table
 from mkernel.errors import Error
 
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.worker is not None:
         return demo_rank.run(Path(options.worker), options.target, options.ranks_per_node, options.seed)
+    require_writable("--picture", options.picture)
     options.seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     print(
         f"mkernel demo: {RANKS} ranks as {RANKS // RANKS_PER_NODE} nodes x {RANKS_PER_NODE}; inputs from --seed {options.seed}", flush=True
@@ -72,10 +74,19 @@ def main(argv: Sequence[str]) -> int:
     if any(group.target == "cpu" for group in groups):
         print("\nTarget cpu emulates the GPU thread by thread: it shows that results are right, not how fast a GPU is.")
     if picture:
-        Path(options.picture).write_text(picture)
-        print(f"What each CTA of rank 0 did over time: {options.picture}")
+        _save(picture, options.picture)
     print(f"{time.monotonic() - began:.0f} s; " + ("WRONG: see above" if wrong else "all results are right"))
     return 1 if wrong else 0
+
+
+def _save(picture: str, path: str) -> None:
+    """Write the picture, or say why that is impossible by now: the results are not worse for it."""
+    try:
+        Path(path).write_text(picture, encoding="utf-8")
+    except OSError as error:
+        print(f"mkernel demo: the picture is lost: {error}", file=sys.stderr)
+    else:
+        print(f"What each CTA of rank 0 did over time: {path}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,7 +139,7 @@ def _run(group: Group, options: argparse.Namespace) -> Result:
             problem = str(error)
         reports = [demo_rank.read_report(folder, rank) for rank in range(group.ranks)]
         picture = folder / demo_rank.PICTURE
-        drawn = picture.read_text() if picture.exists() else ""
+        drawn = picture.read_text(encoding="utf-8") if picture.exists() else ""
     reported, expected = min(map(len, reports)), len(demo_rank.cases(group.target, group.ranks))
     if not problem and reported != expected:
         problem = f"{reported} of {expected} cases reported"

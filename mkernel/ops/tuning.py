@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import html
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from mkernel.ops.call import executable, find_op
 from mkernel.plan.split import COMMUNICATION_ROLES, Split
 from mkernel.plan.tuning import search
 from mkernel.runtime import current, tuned
+from mkernel.runtime.barchart import Bar, draw
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
@@ -75,31 +75,16 @@ class TuneResult:
     def plot(self, path: str | Path | None = None) -> TuneResult:
         """Draw every measurement as a bar: SVG to ``path``, or, without one, in the notebook cell that returns this result."""
         if path is not None:
-            Path(path).write_text(self._repr_svg_())
+            Path(path).write_text(self._repr_svg_(), encoding="utf-8")
         return self
 
     def _repr_svg_(self) -> str:
-        left, width, height = 250, 560, 18
-        scale = width / max((t.slowest for t in self.table), default=1.0)
-        body = []
-        for i, t in enumerate(self.table):
-            y = 40 + i * height + 6 * t.round
-            colour = "#54a24b" if t.split == self.best else "#4c78a8" if t.split == self.usual else "#c9c9c9"
-            label = ", ".join(f"{role} {sms}" for role, sms in zip(COMMUNICATION_ROLES, _roles(t.split), strict=True))
-            middle = y + height / 2 - 2
-            begin, end = left + t.fastest * scale, left + t.slowest * scale
-            body += [
-                f'<text x="{left - 8}" y="{y + 11}" text-anchor="end">{label}</text>',
-                f'<rect x="{left}" y="{y}" width="{t.median * scale:.1f}" height="{height - 4}" fill="{colour}"/>',
-                f'<line x1="{begin:.1f}" x2="{end:.1f}" y1="{middle}" y2="{middle}" stroke="black"/>',
-                f'<text x="{end + 6:.1f}" y="{y + 11}">{t.median:.4f} ms</text>',
-            ]
-        bottom = 60 + len(self.table) * height + 6 * (self.table[-1].round if self.table else 0)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 100}" height="{bottom}" '
-            f'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n<text x="8" y="20" font-size="13">'
-            f"{html.escape(self.title)} (green: best, blue: usual; lines from fastest to slowest)</text>\n" + "\n".join(body) + "\n</svg>\n"
-        )
+        bars = []
+        for trial in self.table:
+            colour = "#54a24b" if trial.split == self.best else "#4c78a8" if trial.split == self.usual else "#c9c9c9"
+            label = ", ".join(f"{role} {sms}" for role, sms in zip(COMMUNICATION_ROLES, _roles(trial.split), strict=True))
+            bars.append(Bar(trial.round, label, trial.median, trial.fastest, trial.slowest, colour))
+        return draw(f"{self.title}\n(green: best, blue: usual; lines from fastest to slowest)", bars)
 
 
 def tune(

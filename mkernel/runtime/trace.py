@@ -106,9 +106,12 @@ class Trace:
         return path
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> Trace:
-        """Draw one row per CTA, grouped by role: SVG to ``path``, or, without one, in the notebook cell that returns this trace."""
+        """Draw one row per CTA, grouped by role: SVG to ``path``, or, without one, in the notebook cell that returns this trace.
+
+        The picture has at most 4 MiB: a long trace is drawn in bins of time, each in the colour of what took most of it, and says so.
+        """
         if path is not None:
-            Path(path).write_text(self._draw(title))
+            Path(path).write_text(self._draw(title), encoding="utf-8")
         return self
 
     def summary(self) -> str:

@@ -19,6 +19,12 @@ from mkernel.plan.topology import Topology
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*started._MARKS, *started._SIZES):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize("rest", ["-1", "nan", str(LONGEST_REST_MS + 1)])
 def test_a_rest_that_makes_no_sense(rest: str) -> None:
     with pytest.raises(ArgumentError, match="--rest"):
@@ -28,6 +34,20 @@ def test_a_rest_that_makes_no_sense(rest: str) -> None:
 def test_only_columns_that_exist_can_be_left_out() -> None:
     with pytest.raises(ArgumentError, match=r"--without = nccl: must be one of .*torch async-TP"):
         main(["gemm", "--allow-cpu", "--without", "nccl"])
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(command, "_ranks", lambda *_: pytest.fail("ranks were started"))
+    for name in ("", "file/x.json", "x\0.json"):
+        with pytest.raises(ArgumentError, match=r"--out = .*must be a file that can be written"):
+            main(["gemm", "--allow-cpu", "--out", f"{tmp_path}/{name}"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").touch()
+    with pytest.raises(ArgumentError, match=r"--save = .*must be a file that can be written"):
+        main(["gemm", "--allow-cpu", "--save"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs", "file"]
 
 
 @needs_a_compiler
@@ -75,12 +95,6 @@ def test_without_a_gpu_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_gpus", lambda: 0)
     with pytest.raises(ArgumentError, match="speeds of target cpu mean nothing"):
         main(["allgather_gemm"])
-
-
-@pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*started._MARKS, *started._SIZES):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -16,6 +16,7 @@ import pytest
 
 from mkernel.cli import demo, demo_rank, launcher
 from mkernel.cli.main import main
+from mkernel.cli.output import require_writable
 from mkernel.ops.call import OPS
 from mkernel.plan.reduce import ALGORITHMS, choose_algorithm
 from mkernel.plan.topology import Topology
@@ -133,6 +134,55 @@ def test_one_wrong_rank_fails_the_demo(worst: float, monkeypatch: pytest.MonkeyP
     out = capsys.readouterr().out
     assert "WRONG: see above" in out
     assert not [line for line in out.splitlines() if line.endswith("right") and " x " in line]
+
+
+NOT_WRITABLE = ["missing/x.svg", "", "file/x.svg", "x\0.svg", "a" * 300]
+
+
+@pytest.mark.parametrize("name", NOT_WRITABLE)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(launcher, "run", lambda *_, **__: pytest.fail("ranks were started"))
+    assert main(["demo", "--target", "cpu", "--picture", f"{tmp_path}/{name}"]) == 1
+    said = capsys.readouterr()
+    assert "mkernel demo: ArgumentError: --picture = " in said.err
+    assert "must be a file that can be written" in said.err
+    assert "Traceback" not in said.err
+    assert not said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_whether_a_picture_can_be_written_is_found_out_without_a_trace(tmp_path: Path) -> None:
+    old = tmp_path / "old.svg"
+    old.write_text("kept")
+    link = tmp_path / "link.svg"
+    link.symlink_to(old)
+    for path in (old, link, tmp_path / "new.svg"):
+        require_writable("--picture", path)
+    assert old.read_text() == link.read_text() == "kept"
+    assert not (tmp_path / "new.svg").exists()
+    (tmp_path / "dangling.svg").symlink_to(tmp_path / "target")
+    require_writable("--picture", tmp_path / "dangling.svg")
+    assert (tmp_path / "dangling.svg").is_symlink()
+
+
+def test_a_picture_that_can_no_longer_be_written_costs_the_picture_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, path = _reports(0.5), tmp_path / "x.svg"
+
+    def run(ranks: int, arguments: Sequence[str], **options: Any) -> int:
+        (Path(arguments[arguments.index("--worker") + 1]) / demo_rank.PICTURE).write_text("<svg/>")
+        path.mkdir()
+        return int(report(ranks, arguments, **options))
+
+    monkeypatch.setattr(launcher, "run", run)
+    assert main(["demo", "--target", "cpu", "--picture", str(path)]) == 0
+    said = capsys.readouterr()
+    assert "the picture is lost" in said.err
+    assert "all results are right" in said.out
 
 
 def test_right_reports_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
