@@ -69,7 +69,7 @@ def init_differently(options: list[Options], **patches: Any) -> list[BaseExcepti
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mkernel.runtime.launch.assemble", one)
-        with pytest.raises(Exception):  # noqa: B017, PT011 -- which one is what the caller looks at
+        with pytest.raises(Exception):  # noqa: B017 -- which one is what the caller looks at
             together.run()
     return [error for _, error in sorted(together.failures, key=lambda item: item[0])]
 

@@ -1,0 +1,61 @@
+"""mkernel on one page: every op once, and a failure that names itself.
+
+No GPU, under 20 seconds: the place to begin reading, and what the pre-push hook runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel.ops.call import OPS
+
+W, M, N, K = 2, 64, 48, 128  # ranks; the whole product is (M, K) @ (K, N)
+
+rng = np.random.default_rng(0)
+A = rng.integers(-4, 5, (M, K)).astype(np.float16)  # small integers: float16 holds every sum exactly
+B = rng.integers(-4, 5, (K, N)).astype(np.float16)
+C = A.astype(np.float64) @ B.astype(np.float64)
+
+
+def test_allgather_gemm() -> None:
+    """Every rank gives its rows of A and its columns of B, and gets all rows of the product with its columns."""
+
+    def rank(world: mk.World) -> Any:
+        rows, columns = slice(world.rank * M // W, (world.rank + 1) * M // W), slice(world.rank * N // W, (world.rank + 1) * N // W)
+        return mk.allgather_gemm(A[rows], B[:, columns].copy())
+
+    results = mk.launch(rank, ranks=W, target="cpu")
+    np.testing.assert_array_equal(np.concatenate(results, axis=1), C)
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_allreduce"])
+def test_reductions(op: str) -> None:
+    """Every rank gives its columns of A and its rows of B, and gets its rows of the sum of all products, or the whole sum."""
+
+    def rank(world: mk.World) -> Any:
+        part = slice(world.rank * K // W, (world.rank + 1) * K // W)
+        return getattr(mk, op)(A[:, part].copy(), B[part])
+
+    results = mk.launch(rank, ranks=W, target="cpu")
+    if op == "gemm_reduce_scatter":
+        np.testing.assert_array_equal(np.concatenate(results), C)
+    else:
+        for result in results:
+            np.testing.assert_array_equal(result, C)
+
+
+def test_every_op_is_above() -> None:
+    assert set(OPS) == {"allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"}
+
+
+def test_ranks_that_call_different_things_are_told_so() -> None:
+    def rank(world: mk.World) -> Any:
+        op = mk.allgather_gemm if world.rank == 0 else mk.gemm_allreduce
+        return op(A, B)
+
+    with pytest.raises(mk.MismatchError, match=r"(?s)allgather_gemm.*gemm_allreduce"):
+        mk.launch(rank, ranks=W, target="cpu")
