@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import pickle
+from typing import Any
 
 __all__ = [
     "AbortedError",
@@ -18,8 +20,34 @@ __all__ = [
 ]
 
 
+_HEAP_TYPE = 1 << 9  # in type.__flags__: made by a class statement
+
+
 class Error(Exception):
-    """Base of all mkernel errors."""
+    """Base of all mkernel errors. Every one can be pickled, whatever its attributes are: ranks of ``mk.launch`` are processes on GPUs."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, {name: _portable(value) for name, value in self.__dict__.items()})
+
+
+def _rebuild(kind: type[Error], args: tuple[Any, ...], state: dict[str, Any]) -> Error:
+    """An error as it was, without calling its ``__init__``, whose arguments are not those of the message."""
+    builtin: Any = kind
+    while builtin.__flags__ & _HEAP_TYPE:  # of the bases that lie in C the one that lays out the object, e.g. OSError's
+        builtin = builtin.__base__
+    error: Error = builtin.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+def _portable(value: Any) -> Any:
+    """``value``, or its text where it cannot be pickled (a stream, a world)."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return str(value)
+    return value
 
 
 class ArgumentError(Error, ValueError):

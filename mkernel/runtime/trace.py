@@ -80,15 +80,22 @@ class Trace:
     def __init__(self, world: _TracedWorld, capacity: int) -> None:
         import numpy as np
 
-        self._world, self._capacity, self._rank = world, capacity, world.rank
+        self._world: _TracedWorld | None = world
+        self._capacity, self._rank = capacity, world.rank
         self.truncated = False
         self.events = np.zeros(0, _event_type())
 
     def __enter__(self) -> Self:
+        if self._world is None:
+            raise ArgumentError("trace", "begin", "this trace has come from another process, which has its world", "begin a new one")
         self._world.trace_begin(self._capacity)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_world": None}  # what was recorded travels between processes, the world does not
+
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        assert self._world is not None
         try:
             records = self._world.trace_end()
         except Error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -132,4 +134,14 @@ def test_the_error_inside_the_block_is_the_one_raised() -> None:
     with pytest.raises(ZeroDivisionError), trace(FakeWorld({}, fails=True)):
         raise ZeroDivisionError
     with pytest.raises(AbortedError), trace(FakeWorld({}, fails=True)):
+        pass
+
+
+def test_what_was_recorded_travels_between_processes() -> None:
+    original = traced()
+    original._world.lock = threading.Lock()  # type: ignore[union-attr]  # a world cannot be pickled
+    back = pickle.loads(pickle.dumps(original))
+    assert back._repr_svg_() == original._repr_svg_()
+    assert back.summary() == original.summary()
+    with pytest.raises(ArgumentError, match="another process"), back:
         pass
