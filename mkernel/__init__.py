@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.assemble import init
     from mkernel.runtime.launch import launch
     from mkernel.runtime.trace import Trace, trace
+    from mkernel.runtime.workers.calls import shutdown
     from mkernel.runtime.world import World
 
 __version__ = VERSION
@@ -56,6 +57,7 @@ _EXPORTS = {
     "init": "runtime.assemble",
     "launch": "runtime.launch",
     "plan": "ops.call",
+    "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
     "tune": "ops.tuning",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "init",
     "launch",
     "plan",
+    "shutdown",
     "trace",
     "tune",
 ]

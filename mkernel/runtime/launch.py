@@ -1,8 +1,9 @@
-"""``mk.launch``: all ranks of a world as threads of this process."""
+"""``mk.launch``: all ranks of a world, started from one program. Here those that are threads; on GPUs they are processes (``workers``)."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,19 +32,29 @@ def launch(
     seed: int | None = None,
     **init_options: Any,
 ) -> list[Any]:
-    """Call ``fn(world, *args)`` for every rank, each in a thread of this process; the results, by rank.
+    """Call ``fn(world, *args)`` for every rank; the results, by rank. Blocks until all ranks have ended.
 
-    On target cpu all ranks' kernels run on one scheduler with virtual time: the same ``seed`` gives the same interleaving, and a deadlock
-    is reported at once. Blocks until all ranks have ended.
+    On target cpu each rank is a thread of this process, and all ranks' kernels run on one scheduler with virtual time: the same ``seed``
+    gives the same interleaving, and a deadlock is reported at once.
 
-    On GPUs the ranks share CUDA's locks. A loop that made arrays from NumPy and read results on the legacy stream in every turn hung until
-    ``entry_timeout``: making pinned memory waits for all contexts, and one of them was locked by the peer that was reading. Make inputs
-    before the loop, use streams of your own, or start processes.
+    On GPUs each rank is a process. The processes and their world stay for the next call with the same options, which then starts in
+    milliseconds; ``mk.shutdown()``, ``MKERNEL_IDLE_LIMIT`` seconds without a call, other options, a changed ``MKERNEL_`` or ``CUDA_``
+    variable and the end of this process end them.
+
+    - ``fn``, what it refers to, and ``args`` travel as *copies* (cloudpickle): a list that ``fn`` appends to stays empty here. A CuPy array
+      or CUDA tensor among them arrives on the rank's own GPU. Modules are imported by name, once: call ``mk.shutdown()`` after you have
+      changed one.
+    - Results come back as copies in host memory, at any depth: CuPy arrays as NumPy's, CUDA tensors as CPU tensors.
+    - What ranks print, warn of and log (logger ``mkernel``) is shown here while they run. They take over this process's environment
+      variables, current folder, ``sys.path`` and warning filters with every call.
+    - Ctrl-C, like a failure, ends the call on all ranks; a rank that does not leave within some seconds is killed, and
+      replaced. The next call works.
+    - Calls of several threads take turns. ``fn`` itself cannot start ranks on GPUs.
 
     Parameters
     ----------
     fn
-        What each rank does. Calls without ``world=`` mean the rank's own world, which is closed when ``fn`` returns.
+        What each rank does. Calls without ``world=`` mean the rank's own world, and a result must not refer to it.
     ranks, ranks_per_node
         Size of the world and of its (emulated) nodes; by default one node.
     target, init_options
@@ -54,7 +65,12 @@ def launch(
     Raises
     ------
     Exception
-        What the first rank to fail raised; the other ranks are aborted, and what they raised is added as notes.
+        What the first rank to fail raised, with its traceback as the cause where the rank is a process; the other ranks are aborted, and
+        what they raised is added as notes.
+    PeerLostError
+        The process of a rank died; the message says which and how. The next call replaces it.
+    ArgumentError
+        Something that must travel to or from a process cannot be pickled; the message says what.
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ArgumentError("ranks", ranks, "must be a positive integer")
@@ -71,7 +87,18 @@ def run(
     make_device: MakeDevice | None = None,
 ) -> list[Any]:
     """``launch`` after its arguments are checked; tests give another device."""
+    if make_device is None and _target(ranks, options) == "cuda":
+        from mkernel.runtime.workers.calls import run_in_workers
+
+        return run_in_workers(fn, ranks, dataclasses.replace(options, target="cuda"), args)
     return _Launch(fn, ranks, options, args, seed, make_device).run()
+
+
+def _target(ranks: int, options: Options) -> str:
+    """Where the ranks will run, as far as this process can tell: each worker process sees what it sees, and has chosen no GPU yet."""
+    gpus, problem, _ = gpus_here() if options.target in ("auto", "cuda") else ((), "", None)
+    card = Card(host_identity(), {}, gpus, problem, shares=env.SHARE_GPUS.get())
+    return choose_target([card] * ranks, options.target)
 
 
 class _Launch:
@@ -88,10 +115,6 @@ class _Launch:
 
     def _make_cohort(self, seed: int | None) -> Cohort | None:
         if self.make_device is not None:
-            return None
-        gpus, problem, preferred = gpus_here() if self.options.target in ("auto", "cuda") else ((), "", None)
-        card = Card(host_identity(), {}, gpus, problem, preferred)
-        if choose_target([card] * self.ranks, self.options.target) != "cpu":
             return None
         from mkernel.runtime.cpu import Cohort
 

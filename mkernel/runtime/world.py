@@ -283,6 +283,12 @@ class World:
         if not self._closed:
             self._fail(Failure(Kind.aborted, f"rank {self.rank} aborted: {reason}", self.rank))
 
+    def told(self, failure: Failure) -> None:
+        """Give the world up because whoever started the ranks says so, and tells all of them: nothing is logged. Not collective."""
+        if not self._closed:
+            self._fail(failure, relay=False)
+            self._control.abort(failure)
+
     def close(self) -> None:
         """End the world and free its memory, after all ranks have come here. A failed world is closed at once, without the others.
 

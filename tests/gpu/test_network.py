@@ -157,7 +157,7 @@ def test_calls_whose_flags_lie_in_host_memory(op: str) -> None:
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_results_are_read_at_once(ranks_per_node: int) -> None:
-    """Ranks that are threads of one process, on the legacy stream: each copies a result to the host while its peer has yet to call."""
+    """On the legacy stream: each rank copies a result to the host while its peer has yet to call."""
     if len(cuda.available()) < 2:
         pytest.skip("needs 2 GPUs")
 

@@ -30,6 +30,7 @@ LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts} | 
 CONTRACTS = {"mkernel.jit.spec"}
 # Package -> the only files that may import it.
 HOMES = {
+    "cloudpickle": {"runtime/workers/pickling.py"},
     "mpi4py": {"runtime/mpi.py"},
     "cuda": {"jit/cache.py", "jit/cuda.py", "memory/driver.py", "runtime/cuda.py", "cli/probes.py"},
     "torch": {"bench/libraries.py"},

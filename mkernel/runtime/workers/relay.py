@@ -1,0 +1,171 @@
+"""What worker processes print, log and warn of: collected there, shown where ``mk.launch`` was called."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import copy
+import ctypes
+import logging
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from mkernel.runtime.workers.messages import Kind
+
+__all__ = ["Lines", "WarningLog", "capture", "dump_filters", "flush", "load_filters", "show_log", "write"]
+
+_LOGGER = "mkernel"
+_PIECES = 64  # of 64 KiB, more than a pipe holds: a process that goes on printing must not hold up the end of a call
+
+
+# ---- in a worker
+def capture(send: Callable[[Kind, Any], None]) -> None:
+    """From now on send the records of the logger ``mkernel`` and warnings; what is printed goes into the process's pipes line by line."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    logger = logging.getLogger(_LOGGER)
+    logger.addHandler(_LogRelay(send))
+    logger.propagate = False  # the caller's handlers show them
+    plain = warnings.showwarning
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    ) -> None:
+        if file is not None:
+            plain(message, category, filename, lineno, file, line)
+            return
+        given: Any = message
+        try:
+            pickle.loads(pickle.dumps((message, category)))
+        except Exception:  # of a class that only this process knows
+            given, category = str(message), _importable(category)
+        send(Kind.warning, (given, category, filename, lineno))
+
+    warnings.showwarning = show
+
+
+def _importable(category: type[Warning]) -> type[Warning]:
+    return next(kind for kind in category.__mro__ if kind.__module__ == "builtins" and issubclass(kind, Warning))
+
+
+class _LogRelay(logging.Handler):
+    def __init__(self, send: Callable[[Kind, Any], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)  # with its traceback: objects in arguments and frames stay here
+            record = copy.copy(record)
+            record.msg, record.message, record.args = text, text, None
+            record.exc_info = record.exc_text = record.stack_info = None
+            self._send(Kind.log, record)
+        except Exception:
+            self.handleError(record)
+
+
+def flush() -> None:
+    """Everything printed so far is in the pipes afterwards, what C code printed too."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def dump_filters() -> bytes:
+    """The caller's warning filters; empty where they cannot be pickled."""
+    try:
+        return pickle.dumps(list(warnings.filters))
+    except Exception:
+        return b""
+
+
+def load_filters(data: bytes) -> None:
+    """Warn of what the caller would be warned of."""
+    if not data:
+        warnings.simplefilter("default")
+        return
+    filters = pickle.loads(data)
+    if list(warnings.filters) != filters:
+        warnings.resetwarnings()
+        warnings.filters[:] = filters  # type: ignore[index]
+
+
+# ---- in the caller
+def show_log(record: logging.LogRecord) -> None:
+    """Pass a worker's record to the caller's handlers."""
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
+
+
+class WarningLog:
+    """Warns in the caller as the workers did; a warning that all ranks give is shown once."""
+
+    def __init__(self) -> None:
+        self._registry: dict[Any, int] = {}
+
+    def show(self, message: Any, category: type[Warning], filename: str, lineno: int) -> None:
+        warnings.warn_explicit(message, category, filename, lineno, registry=self._registry)
+
+
+def write(name: str, text: str) -> None:
+    """Print on the caller's ``sys.stdout`` or ``sys.stderr`` of this moment: a notebook cell's, or one that a test captures."""
+    stream = getattr(sys, name)
+    if stream is not None:
+        stream.write(text)
+        stream.flush()
+
+
+class Lines:
+    """One stream of a worker: whole lines, so that those of several ranks do not run into each other.
+
+    Parameters
+    ----------
+    fd
+        The end of the pipe to read from; closed by ``close``.
+    name
+        ``stdout`` or ``stderr``.
+    """
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd, self.name = fd, name
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = ""
+        self.ended = False
+        os.set_blocking(fd, False)
+
+    def read(self) -> str:
+        """What has come, up to the last end of a line (or a carriage return: progress bars); does not block."""
+        self._take()
+        end = max(self._begun.rfind("\n"), self._begun.rfind("\r")) + 1
+        text, self._begun = self._begun[:end], self._begun[end:]
+        return text
+
+    def drain(self) -> str:
+        """All that is in the pipe, the beginning of a line included."""
+        for _ in range(_PIECES):
+            if not self._take():
+                break
+        text, self._begun = self._begun, ""
+        return text
+
+    def _take(self) -> bool:
+        try:
+            part = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            part = b""
+        self.ended = self.ended or not part
+        self._begun += self._decoder.decode(part, final=not part)
+        return bool(part)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
