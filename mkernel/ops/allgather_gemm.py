@@ -57,11 +57,13 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
     b
         (K, N), the dtype of ``a``: this rank's columns, row-major or the transpose view of a (N, K) array. K and N are multiples of 8.
     out
-        (M, N), the dtype of ``a``, rows contiguous; returned as given. None: a new array of ``world.xp``.
+        (M, N), the dtype of ``a``, rows contiguous, no byte shared with ``a`` or ``b``; returned as given. None: a new array of
+        the library of ``a`` (torch or CuPy; NumPy on target cpu), in memory of ``stream``. CuPy needs it in a capture.
     split
         SMs per role (``mk.Split``). None, or a role left at None: what ``mk.tune`` found, else mkernel's choice.
     stream
-        Anything with ``__cuda_stream__``; None: CuPy's current stream.
+        Anything with ``__cuda_stream__``. None: the current stream of the library of ``a``. Calls of a world run in call order on
+        whatever streams; docs/streams.md states what else is ordered.
 
     Returns
     -------
@@ -100,7 +102,7 @@ def _bind(
     world: World, problem: AllGatherGemmProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any
 ) -> BoundCall:
     rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
-    c_stride = check_result(problem, c, "(M, N)")
+    c_stride = check_result(problem, a, b, c, "(M, N)")
     chosen = executable(world, problem, make_plan, split, stream)
     plan: AllGatherGemmPlan = chosen.plan
     heap = world.heap_address

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mkernel.errors import ArgumentError
 from mkernel.plan.split import Split
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_aligned",
+    "check_apart",
     "check_extents",
     "check_matrix",
     "check_operands",
@@ -50,6 +54,27 @@ def check_multiple(name: str, value: int, rule: str = "must be a positive multip
 def check_writable(name: str, view: TensorView) -> None:
     if not view.writable:
         raise ArgumentError(name, f"array at {view.address:#x}", "is read-only")
+
+
+def check_apart(name: str, view: TensorView, operands: Mapping[str, TensorView]) -> None:
+    """No byte of an output belongs to an operand, which other ranks may still be reading when the output is written."""
+    for operand, other in operands.items():
+        if 0 not in (*view.shape, *other.shape) and np.shares_memory(np.asarray(_Place(view)), np.asarray(_Place(other))):
+            rule = f"overlaps {operand}, at {other.address:#x}, which is read while the result is written"
+            raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
+
+
+class _Place:
+    """What NumPy takes for an array of the same extent. Nobody reads it: the memory may be a GPU's."""
+
+    def __init__(self, view: TensorView) -> None:
+        self.__array_interface__ = {
+            "data": (view.address, True),
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{ITEM}",
+            "version": 3,
+        }
 
 
 def row_stride(name: str, view: TensorView) -> int:

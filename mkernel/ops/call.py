@@ -6,18 +6,19 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_aligned, check_matrix, check_split, check_writable, layout_of, row_stride
+from mkernel.ops.arguments import check_aligned, check_apart, check_matrix, check_split, check_writable, layout_of, row_stride
 from mkernel.plan.gemm import BLOCK_K
 from mkernel.plan.split import Split, SplitError
 from mkernel.runtime import current
+from mkernel.runtime.arrays import Crossing
 
 if TYPE_CHECKING:
     from mkernel.plan.gemm import GemmProblem
-    from mkernel.runtime.device import TensorView
+    from mkernel.runtime.views import TensorView
     from mkernel.runtime.world import Executable, Plan, World
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "plan",
     "remember",
     "set_map",
+    "stream_of",
 ]
 
 T = TypeVar("T")
@@ -99,41 +101,61 @@ def matmul_call(
     """One call of an op that makes a matrix of two.
 
     ``problem(world, a view, b view, *options)`` checks and describes it; ``bind(world, problem, views of a, b and the result, split,
-    stream)`` prepares its launch. Both are called only for arguments not seen before.
+    stream)`` prepares its launch. Both are called only for arguments not seen before. The world's lock is held throughout, so that what
+    was bound is still right when it is launched, whatever other threads do.
     """
     w = current.current(world)
-    key = w.backend.key
-    ka, kb = key(a), key(b)
-    try:
-        if out is None:
-            known = w.bound_calls.get((op, ka, kb, *options))
-            if known is None:
-                asked = problem(w, w.backend.view(a), w.backend.view(b), *options)
-                known = remember(w, (op, ka, kb, *options), (asked.result_shape, asked.dtype))
-            c = w.backend.empty(*known)
-        else:
-            c = out
-        call = (op, ka, kb, key(c), split, *options)
-        bound = w.bound_calls.get(call)
-    except TypeError:  # an option that cannot be hashed
-        check_split(split)
-        problem(w, w.backend.view(a), w.backend.view(b), *options)
-        raise
-    if bound is None or not bound.valid():
-        views = w.backend.view(a), w.backend.view(b), w.backend.view(c)
-        bound = remember(w, call, bind(w, problem(w, *views[:2], *options), *views, split, stream))
-    w.launch(bound.executable, bound.parameters, stream)
-    return c
+    with w.lock:
+        libraries = w.backend.libraries
+        home, other = libraries[type(a)], libraries[type(b)]
+        queue = home.stream() if stream is None else w.backend.stream(stream)
+        ka, kb = home.key(a), other.key(b)
+        try:
+            if out is None:
+                known = w.bound_calls.get((op, ka, kb, *options))
+                if known is None:
+                    asked = problem(w, home.view(a), other.view(b), *options)
+                    known = remember(w, (op, ka, kb, *options), (asked.result_shape, asked.dtype))
+                shape, dtype = known
+                c = home.empty(shape, dtype, queue)
+            else:
+                c = out
+            third = libraries[type(c)]
+            call = (op, ka, kb, third.key(c), split, *options)
+            bound = w.bound_calls.get(call)
+        except TypeError:  # an option that cannot be hashed
+            check_split(split)
+            problem(w, home.view(a), other.view(b), *options)
+            raise
+        if bound is None or not bound.valid():
+            views = home.view(a), other.view(b), third.view(c)
+            bound = remember(w, call, bind(w, problem(w, *views[:2], *options), *views, split, queue))
+        if stream is None and home is other is third and home.one_stream:
+            w.launch(bound.executable, bound.parameters, queue)
+            return c
+        crossing = Crossing(home, queue, stream is not None, (a, b), out)
+        crossing.enter()
+        w.launch(bound.executable, bound.parameters, queue)
+        crossing.leave()
+        return c
 
 
-def check_result(problem: GemmProblem, c: TensorView, rule: str) -> int:
-    """``out`` fits the problem; returns the bytes between its rows."""
+def stream_of(world: World, arrays: Sequence[Any], stream: Any) -> Any:
+    """The stream of a call on these operands, as the backend has resolved it."""
+    backend = world.backend
+    return backend.libraries[type(arrays[0])].stream() if stream is None and arrays else backend.stream(stream)
+
+
+def check_result(problem: GemmProblem, a: TensorView, b: TensorView, c: TensorView, rule: str) -> int:
+    """``out`` fits the problem and lies apart from the operands; returns the bytes between its rows."""
     if check_matrix("out", c, problem.dtype) != problem.result_shape:
         raise ArgumentError("out.shape", c.shape, f"must be {rule} = {problem.result_shape}")
     check_writable("out", c)
     if problem.result_shape[0]:
         check_aligned("out", c)
-    return row_stride("out", c)
+    stride = row_stride("out", c)
+    check_apart("out", c, {"a": a, "b": b})
+    return stride
 
 
 def map_of_b(world: World, problem: GemmProblem, b: TensorView, columns: int) -> bytes:
@@ -227,5 +249,5 @@ def plan(
     """
     module, chosen = find_op(op), current.current(world)
     problem = module.problem_of(chosen, *map(chosen.backend.view, arrays), **options)
-    prepared = executable(chosen, problem, module.make_plan, split, stream)
+    prepared = executable(chosen, problem, module.make_plan, split, stream_of(chosen, arrays, stream))
     return PreparedPlan(op, chosen, prepared, getattr(module, op), options)

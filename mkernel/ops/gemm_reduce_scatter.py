@@ -38,11 +38,13 @@ def gemm_reduce_scatter(
         (K/W, N), the dtype of ``a``: this rank's rows of B, row-major or the transpose view of a (N, K/W) array. K/W and N are multiples
         of 8.
     out
-        (M/W, N), the dtype of ``a``, rows contiguous; returned as given. None: a new array of ``world.xp``.
+        (M/W, N), the dtype of ``a``, rows contiguous, no byte shared with ``a`` or ``b``; returned as given. None: a new array of
+        the library of ``a`` (torch or CuPy; NumPy on target cpu), in memory of ``stream``. CuPy needs it in a capture.
     split
         SMs per role (``mk.Split``). None, or a role left at None: what ``mk.tune`` found, else mkernel's choice.
     stream
-        Anything with ``__cuda_stream__``; None: CuPy's current stream.
+        Anything with ``__cuda_stream__``. None: the current stream of the library of ``a``. Calls of a world run in call order on
+        whatever streams; docs/streams.md states what else is ordered.
     partials
         What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact, twice the
         bytes.

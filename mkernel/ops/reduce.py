@@ -61,7 +61,7 @@ def check_operands(a: TensorView, b: TensorView) -> tuple[int, int, int, bool]:
 def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any) -> BoundCall:
     """The parameters of one call over views of a, b and the result."""
     rows, n, k, dtype = problem.rows, problem.n, problem.k, problem.dtype
-    c_stride = check_result(problem, c, "(M/W, N)" if problem.op == REDUCE_SCATTER else "(M, N)")
+    c_stride = check_result(problem, a, b, c, "(M/W, N)" if problem.op == REDUCE_SCATTER else "(M, N)")
     a_stride = row_stride("a", a)
     chosen = executable(world, problem, make_plan, split, stream)
     plan: ReducePlan = chosen.plan

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.ops.call import executable, find_op
+from mkernel.ops.call import executable, find_op, stream_of
 from mkernel.plan.split import COMMUNICATION_ROLES, Split
 from mkernel.plan.tuning import search
 from mkernel.runtime import current, tuned
@@ -156,13 +156,13 @@ def tune_calls(
     module, backend = find_op(op), world.backend
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ArgumentError("samples", samples, "must be a positive integer")
-    queue = backend.stream(stream)
+    queue = stream_of(world, arrays, stream)
     if backend.capturing(queue):
         raise ArgumentError("stream", stream, "is being captured, and tuning measures", "tune before the capture")
     problem = module.problem_of(world, *map(backend.view, arrays), **options)
 
     def ready(split: Split) -> Sequence[Call]:
-        executable(world, problem, module.make_plan, split, stream)
+        executable(world, problem, module.make_plan, split, queue)
         return calls_with(split)
 
     def measure(calls: Sequence[Sequence[Call]]) -> list[list[float]]:

@@ -659,13 +659,10 @@ class CpuDevice(Device):
     def stream(self, stream: Any) -> Any:
         if stream is not None:
             raise ArgumentError("stream", stream, "target cpu has no streams", "leave it out")
-        return 0
+        return None
 
     def capturing(self, stream: Any) -> bool:
         return False
-
-    def order(self, before: Any, after: Any) -> None:
-        """Calls are synchronous: nothing to order."""
 
     def milliseconds(self, stream: Any, calls: Sequence[Callable[[], object]], untimed: int) -> float:
         begin = time.perf_counter()
@@ -675,7 +672,7 @@ class CpuDevice(Device):
             one()
         return (time.perf_counter() - begin) * 1e3
 
-    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
+    def launch(self, kernel: Kernel, turn: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CpuKernel)
         if not 0 < grid <= kernel.max_ctas():
             raise ArgumentError("grid", grid, f"must be 1 to {kernel.max_ctas()}: that many CTAs run at once", "raise MKERNEL_CPU_SMS")

@@ -7,10 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -24,22 +21,14 @@ from mkernel.memory.memfd import SharedMemory, import_fd
 from mkernel.memory.pinned import PinnedSegment, pin
 from mkernel.memory.segment import Segment
 from mkernel.runtime import dlpack
+from mkernel.runtime.arrays import Libraries, TorchLibrary
 from mkernel.runtime.device import Device, Extents, HostMemory, Kernel, TensorView
+from mkernel.runtime.gpu_arrays import CupyLibrary, ForeignLibrary, GpuTorchLibrary
+from mkernel.runtime.streams import LEGACY_STREAM, LaunchQueue, Turn, happened, new_event, sleep_until
 
 __all__ = ["CudaDevice", "CudaKernel", "Gpu", "available"]
 
-_LEGACY_STREAM = 1  # CU_STREAM_LEGACY; 0 means the same here, whatever the bindings were told
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_MARK_EVERY, _MARKS = 16, 8  # launches between two marks, marks that may be pending: at most 144 launches are
-_POLL_SECONDS = 20e-6, 200e-6  # shortest and longest sleep of a host wait
-_STREAMS_REMEMBERED = 64
 _BOX_BYTES = 128  # the swizzle's row
-_GPU_MEMORY = (2, 3)  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
-_DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
-_NAMES = {"<f2": "float16", "<f4": "float32", "<f8": "float64", "<i4": "int32", "<i8": "int64"}  # of __cuda_array_interface__
-
-_CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the legacy stream, while another one is being captured
-
 _NOTHING = contextlib.nullcontext()
 _pointer, _size, _u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
 
@@ -166,25 +155,12 @@ class CudaDevice(Device):
         self.sm_count = int(call(cuda.cuDeviceGetAttribute(attribute, ordinal), f"attributes of GPU {ordinal}"))
         self.xp = cupy
         self._context = call(cuda.cuDevicePrimaryCtxRetain(ordinal), f"opening GPU {ordinal}")
-        self._lock = threading.RLock()
         self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuDevicePrimaryCtxRelease(ordinal), f"closing GPU {ordinal}")]
-        self._ended: dict[int, Any] = {}  # stream -> event after the last launch there
-        self._ended_handles: dict[int, int] = {}  # the same as numbers
-        self._marks: deque[Any] = deque()
-        self._launches = 0
-        self._captured = False  # graphs may replay launches that leave no event here
-        self._dtypes = {name: cupy.dtype(dlpack.numpy_dtype(name)) for name in ("bfloat16", "float16", "float32", "int32", "int64")}
-        self._names = {dtype: name for name, dtype in self._dtypes.items()}
+        self._queue = LaunchQueue(self._context)
+        self._lock = self._queue.lock
+        self._cupy = CupyLibrary(self, cupy, ordinal, self._queue)
+        self.libraries = Libraries(self, ForeignLibrary(self._cupy, self._queue, ordinal), [(cupy.ndarray, self._cupy)])
         self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(_Config), _pointer, _pointer, _pointer)
-        self._record = prompt("cuEventRecord", _pointer, _pointer)
-        self._get_context = prompt("cuCtxGetCurrent", _pointer)
-        self._is_capturing = prompt("cuStreamIsCapturing", _pointer, _pointer)
-        self._answer = ctypes.c_uint64()  # of the two above; used under the lock
-        self._answer_at = ctypes.addressof(self._answer)
-        self._context_handle = int(self._context)
-        self._current_stream = cupy.cuda.get_current_stream
-        self._array_type = cupy.ndarray
-        self._tensor_type: Any = None  # torch.Tensor, once one has come
         with self._current():
             self._stream = self._new_stream()
         self._encode = functools.lru_cache(maxsize=4096)(_encode)
@@ -255,71 +231,14 @@ class CudaDevice(Device):
         check(native("cuStreamSynchronize", _pointer)(stream), what)
 
     # ---- arrays
+    def torch_library(self, torch: Any) -> TorchLibrary:
+        return GpuTorchLibrary(self, torch, self.ordinal, self._queue)
+
     def key(self, array: Any) -> Hashable:
-        kind = type(array)
-        if kind is self._array_type:
-            memory = array.data
-            return memory.ptr, array.shape, array.strides, array.dtype, memory.device_id
-        if kind is self._tensor_type:
-            with contextlib.suppress(RuntimeError):  # no ordinary memory: the view says so
-                return array.data_ptr(), array.shape, array.stride(), array.dtype, array.get_device(), array.requires_grad
-        return self.view(array)
+        return self.libraries[type(array)].key(array)
 
     def view(self, array: Any) -> TensorView:
-        if type(array) is self._array_type:
-            memory = array.data
-            if memory.device_id != self.ordinal:
-                raise self._elsewhere(array, memory.device_id)
-            dtype = array.dtype
-            return TensorView(memory.ptr, array.shape, array.strides, self._names.get(dtype) or dtype.name)
-        if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-            if self._tensor_type is None:
-                self._tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
-            return self._from_dlpack(array)
-        if hasattr(array, "__cuda_array_interface__"):
-            return self._from_interface(array)
-        raise ArgumentError(
-            "array",
-            type(array).__name__,
-            "is no GPU array: neither DLPack nor __cuda_array_interface__",
-            "cupy.asarray copies it to the GPU",
-        )
-
-    def _from_dlpack(self, array: Any) -> TensorView:
-        kind, ordinal = array.__dlpack_device__()
-        if kind not in _DLPACK_GPU:
-            raise ArgumentError("array", type(array).__name__, "is not in GPU memory", f"copy it to GPU {self.ordinal} (cupy.asarray)")
-        if ordinal != self.ordinal:
-            raise self._elsewhere(array, ordinal)
-        try:
-            # -1: no synchronization. A call runs on the stream it is given, which the caller has ordered after the array's producer.
-            return dlpack.capsule_view(array.__dlpack__(stream=-1))
-        except (BufferError, RuntimeError) as error:  # torch: a tensor that requires a gradient
-            raise ArgumentError("array", type(array).__name__, f"does not give its memory away: {error}", "detach() it") from error
-
-    def _from_interface(self, array: Any) -> TensorView:
-        interface = array.__cuda_array_interface__
-        kind = interface["typestr"]
-        if kind not in _NAMES:
-            raise ArgumentError("array", kind, f"must be one of {', '.join(_NAMES)}", "bfloat16 arrays are taken from CuPy or by DLPack")
-        shape = tuple(interface["shape"])
-        strides = interface.get("strides") or _contiguous(shape, int(kind[2:]))
-        address, read_only = interface["data"]
-        address = address or 0
-        if math.prod(shape) and (ordinal := self._ordinal_of(address)) != self.ordinal:
-            raise self._elsewhere(array, ordinal)
-        return TensorView(address, shape, tuple(strides), _NAMES[kind], writable=not read_only)
-
-    def _ordinal_of(self, address: int) -> int:
-        with self._current():  # by the runtime: cuPointerGetAttribute of cuda.bindings 13 said 0 of memory on GPU 1
-            found = self.xp.cuda.runtime.pointerGetAttributes(address)
-        if found.type not in _GPU_MEMORY:
-            raise ArgumentError("array", hex(address), "is not in GPU memory", f"copy it to GPU {self.ordinal} (cupy.asarray)")
-        return int(found.device)
-
-    def _elsewhere(self, array: Any, ordinal: int) -> ArgumentError:
-        rule = f"is on GPU {ordinal}, this rank works on GPU {self.ordinal}"
-        return ArgumentError("array", type(array).__name__, rule, f"allocate inside `with cupy.cuda.Device({self.ordinal}):`")
+        return self.libraries[type(array)].view(array)
 
     def wrap(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> Any:
         cupy, kind = self.xp, dlpack.numpy_dtype(dtype)
@@ -328,11 +247,7 @@ class CudaDevice(Device):
         return cupy.ndarray(extents, dtype=kind, memptr=cupy.cuda.MemoryPointer(memory, 0))
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        kind = self._dtypes[dtype]
-        if self.xp.cuda.runtime.getDevice() == self.ordinal:
-            return self.xp.empty(tuple(shape), dtype=kind)
-        with self.xp.cuda.Device(self.ordinal):
-            return self.xp.empty(tuple(shape), dtype=kind)
+        return self._cupy.empty(shape, dtype, self._cupy.stream())
 
     # ---- kernels
     def compile(self, spec: KernelSpec) -> None:
@@ -354,44 +269,29 @@ class CudaDevice(Device):
     # ---- streams
     def stream(self, stream: Any) -> int:
         """A CUstream as an integer."""
-        if stream is None:
-            handle: int = self._current_stream(self.ordinal).ptr
+        if type(stream) is int:
+            handle = stream
+        elif stream is None:
+            handle = self._cupy.stream()
         elif hasattr(stream, "__cuda_stream__"):
             handle = int(stream.__cuda_stream__()[1])
-        elif isinstance(stream, int) and not isinstance(stream, bool):
-            handle = stream
+        elif isinstance(stream, int) and not isinstance(stream, bool):  # of NumPy, say
+            handle = int(stream)
+        elif hasattr(stream, "cuda_stream"):  # torch before it learnt the protocol
+            handle = int(stream.cuda_stream)
         else:
             rule = "must be None, an integer or an object with __cuda_stream__"
             raise ArgumentError("stream", type(stream).__name__, rule, "e.g. a cupy.cuda.Stream")
-        return handle or _LEGACY_STREAM
+        return handle or LEGACY_STREAM
 
     def capturing(self, stream: int) -> bool:
-        with self._lock, self._current():
-            return self._captures(stream)
+        return self._queue.capturing(stream)
 
-    def _captures(self, stream: int) -> bool:
-        """The same, under the lock and with the context current."""
-        self._answer.value = 0  # only the lower half is written
-        status = self._is_capturing(stream, self._answer_at)
-        if status == _CAPTURE_IMPLICIT:
-            return False
-        if status:
-            check(status, "asking whether a stream is being captured")
-        return self._answer.value != 0
+    def order(self, stream: int) -> Turn:
+        return self._queue.order(stream)
 
-    def order(self, before: int, after: int) -> None:
-        cuda = driver()
-        captured = self.capturing(before)
-        with self._lock, self._current():
-            # Outside a capture: the event of the last launch, so that a stream which is gone meanwhile is not touched.
-            event = _new_event() if captured else self._ended.get(before)
-            if event is None:
-                return
-            if captured:
-                call(cuda.cuEventRecord(event, before), "recording an event in a capture")
-            call(cuda.cuStreamWaitEvent(after, event, 0), "ordering two streams")
-            if captured:
-                call(cuda.cuEventDestroy(event), "destroying an event")  # the graph has what it needs
+    def release(self) -> None:
+        self._queue.release()
 
     def milliseconds(self, stream: int, calls: Sequence[Callable[[], object]], untimed: int) -> float:
         with self._timed_event() as begin, self._timed_event() as end:
@@ -400,7 +300,7 @@ class CudaDevice(Device):
                     self._mark(begin, stream)
                 one()
             self._mark(end, stream)
-            _sleep_until(lambda: self._passed(int(end)))
+            sleep_until(lambda: self._passed(int(end)))
             with self._current():
                 return float(call(driver().cuEventElapsedTime(begin, end), "reading the time between two events"))
 
@@ -417,88 +317,42 @@ class CudaDevice(Device):
 
     def _passed(self, event: int) -> bool:
         with self._current():
-            return _happened(event)
+            return happened(event)
 
     def _mark(self, event: Any, stream: int) -> None:
         with self._lock, self._current():
             call(driver().cuEventRecord(event, stream), "recording an event")
 
-    def launch(self, kernel: Kernel, stream: int, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
+    def launch(self, kernel: Kernel, turn: Turn, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CudaKernel)
         struct = parameters if isinstance(parameters, ctypes.Structure) else (ctypes.c_char * len(parameters)).from_buffer_copy(parameters)
         if ctypes.sizeof(struct) != kernel.spec.parameter_bytes:
             rule = f"{kernel.spec.name} takes {kernel.spec.parameter_bytes}"
             raise ArgumentError("parameters", f"{ctypes.sizeof(struct)} bytes", rule)
-        if len(self._marks) >= _MARKS:
-            self._wait_for_room()
         with self._lock:
             # Not self._current(): its opting out of other threads' captures costs a microsecond and nothing here needs it.
-            if self._get_context(self._answer_at) == 0 and self._answer.value == self._context_handle:
-                self._launch(kernel, stream, grid, ctypes.addressof(struct))
+            if self._queue.is_current():
+                self._launch(kernel, turn, grid, ctypes.addressof(struct))
                 return
             cuda = driver()
             call(cuda.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
             try:
-                self._launch(kernel, stream, grid, ctypes.addressof(struct))
+                self._launch(kernel, turn, grid, ctypes.addressof(struct))
             finally:
                 cuda.cuCtxPopCurrent()
 
-    def _launch(self, kernel: CudaKernel, stream: int, grid: int, address: int) -> None:
-        captures = self._captures(stream)
+    def _launch(self, kernel: CudaKernel, turn: Turn, grid: int, address: int) -> None:
         kernel.argument_list[0] = address
         config = kernel.config
         config.grid[0] = grid
-        config.stream = stream
+        config.stream = turn.stream
         launched = self._launch_kernel(config, kernel.function, kernel.argument_list, None)
         if launched:
             check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
-        if captures:
-            self._captured = True
-        else:
-            self._remember(stream)
-
-    def _remember(self, stream: int) -> None:
-        """Leave an event after a launch."""
-        handle = self._ended_handles.get(stream)
-        if handle is None:
-            if len(self._ended) >= _STREAMS_REMEMBERED:
-                self._forget_ended()
-            event = self._ended[stream] = _new_event()
-            handle = self._ended_handles[stream] = int(event)
-        status = self._record(handle, stream)
-        if status:
-            check(status, "recording an event")
-        self._launches += 1
-        if self._launches % _MARK_EVERY == 0:
-            mark = _new_event()
-            check(self._record(int(mark), stream), "recording an event")
-            self._marks.append(mark)
-
-    def _forget_ended(self) -> None:
-        for stream, event in list(self._ended.items()):
-            if _happened(int(event)):
-                del self._ended[stream], self._ended_handles[stream]
-                call(driver().cuEventDestroy(event), "destroying an event")
-
-    def _wait_for_room(self) -> None:
-        """While too many launches are pending: at a full queue the driver would wait with the context locked, deaf to Ctrl-C."""
-        _sleep_until(self._has_room)
-
-    def _has_room(self) -> bool:
-        with self._lock, self._current():
-            while self._marks and _happened(int(self._marks[0])):
-                call(driver().cuEventDestroy(self._marks.popleft()), "destroying an event")
-            return len(self._marks) < _MARKS
+        self._queue.launched(turn)
 
     def synchronize(self) -> None:
-        _sleep_until(self._idle)
-        if self._captured:  # replays of graphs leave no event here
-            with self._current():
-                check(native("cuCtxSynchronize")(), f"waiting for GPU {self.ordinal}")
-
-    def _idle(self) -> bool:
-        with self._lock, self._current():
-            return all(_happened(handle) for handle in self._ended_handles.values())
+        self._queue.synchronize()
 
     def close(self) -> None:
         with self._lock:
@@ -506,10 +360,7 @@ class CudaDevice(Device):
                 return
             self._encode.cache_clear()
             self.__dict__.pop("_some_address", None)
-            self._frees += [_destroyer(event) for event in (*self._ended.values(), *self._marks)]
-            self._ended.clear()
-            self._ended_handles.clear()
-            self._marks.clear()
+            self._frees += map(_destroyer, self._queue.close())
             _free_all(self._frees, self._context)
 
 
@@ -517,29 +368,6 @@ def _new_stream() -> int:
     """A stream that never waits for the legacy stream."""
     cuda = driver()
     return int(call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream"))
-
-
-def _new_event() -> Any:
-    cuda = driver()
-    return call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
-
-
-def _happened(event: int) -> bool:
-    """Has everything before an event ended? Raises DriverError when the context is lost."""
-    status = prompt("cuEventQuery", _pointer)(event)
-    if status == _NOT_READY:
-        return False
-    check(status, "waiting for the GPU")
-    return True
-
-
-def _sleep_until(condition: Callable[[], bool]) -> None:
-    """Sleeps, without the GIL or any lock and interruptibly, until a condition holds."""
-    shortest, longest = _POLL_SECONDS
-    pause = shortest
-    while not condition():
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
 
 
 def _pinned(size: int) -> tuple[int, Callable[[], object]]:
@@ -572,14 +400,6 @@ def _free_all(frees: list[Callable[[], object]], context: Any) -> None:
                 failure = failure or error
     if failure is not None:
         raise failure
-
-
-def _contiguous(shape: Sequence[int], item: int) -> tuple[int, ...]:
-    strides, step = [], item
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 def _encode(address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool) -> bytes:
@@ -660,7 +480,7 @@ class CudaCopier:
         return stream
 
     def _new_event(self) -> int:
-        event = _new_event()
+        event = new_event()
         self._events.append(event)
         return int(event)
 
@@ -683,7 +503,7 @@ class CudaCopier:
 
     def done(self, token: Any) -> bool:
         with self._here():
-            if not _happened(token):
+            if not happened(token):
                 return False
         self._idle.append(token)
         return True

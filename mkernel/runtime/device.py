@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
+
+from mkernel.runtime.arrays import Libraries, Library, TorchLibrary
+from mkernel.runtime.views import TensorView
 
 if TYPE_CHECKING:
     import ctypes
@@ -16,17 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["Copier", "Device", "Extents", "HostMemory", "Kernel", "TensorView"]
 
 Extents = tuple[int, int, int]  # of a tensor map or its box, innermost first
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorView:
-    """A strided array on the device, as the ops see it after argument checks."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes
-    dtype: str  # "bfloat16", "float16", "float32", "int32", "int64"
-    writable: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,13 +105,22 @@ class Device(abc.ABC):
         """Arrays of equal keys have equal views. Cheaper than a view, for calls that are repeated; raises what ``view`` raises."""
         return self.view(array)
 
+    @functools.cached_property
+    def libraries(self) -> Libraries:
+        """The library of arrays by their type."""
+        return Libraries(self, Library(self))
+
+    def torch_library(self, torch: Any) -> TorchLibrary:
+        """Torch's tensors on this device."""
+        return TorchLibrary(self, torch, "cpu")
+
     @abc.abstractmethod
     def wrap(self, address: int, shape: Sequence[int], dtype: str, owner: object) -> Any:
         """An ``xp`` array over existing memory, keeping ``owner`` alive."""
 
     @abc.abstractmethod
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """A new ``xp`` array in ordinary memory."""
+        """A new ``xp`` array in ordinary memory, on the current stream of ``xp``."""
 
     # ---- kernels
     @abc.abstractmethod
@@ -140,22 +142,31 @@ class Device(abc.ABC):
     # ---- streams
     @abc.abstractmethod
     def stream(self, stream: Any) -> Any:
-        """Resolve a user's ``stream=`` (None, int or an object with ``__cuda_stream__``) to what ``launch`` takes. Hashable, comparable."""
+        """Resolve a user's ``stream=`` (None, int or an object with ``__cuda_stream__``); what is resolved resolves to itself.
+
+        None: the current stream of ``xp``. Hashable, comparable.
+        """
 
     @abc.abstractmethod
     def capturing(self, stream: Any) -> bool:
         """Whether a CUDA graph is being captured on this stream (never on cpu)."""
 
-    @abc.abstractmethod
-    def order(self, before: Any, after: Any) -> None:
-        """Work launched on ``after`` from now on runs after all work launched on ``before`` so far (an event)."""
+    def order(self, stream: Any) -> Any:
+        """Make what is launched next on ``stream`` (as ``stream()`` has resolved it) run after everything launched before.
+
+        Returns what ``launch`` takes; nothing else is launched in between. Raises what stands in the way before anything is launched.
+        """
+        return stream
 
     @abc.abstractmethod
-    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
-        """Launch ``grid`` CTAs with one parameter struct, which may be changed afterwards.
+    def launch(self, kernel: Kernel, turn: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
+        """Launch ``grid`` CTAs with one parameter struct, which may be changed afterwards. ``turn``: what ``order`` has returned.
 
         cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL).
         """
+
+    def release(self) -> None:  # noqa: B027 (where launches are synchronous, nothing is kept)
+        """Let go of memory that was kept for launches which have ended. Never blocks."""
 
     @abc.abstractmethod
     def milliseconds(self, stream: Any, calls: Sequence[Callable[[], object]], untimed: int) -> float:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.device import TensorView
+from mkernel.runtime.views import TensorView
 
-__all__ = ["capsule_view", "host_view", "numpy_dtype"]
+__all__ = ["capsule_view", "export", "host_view", "immutable", "numpy_dtype"]
 
 _HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # libraries whose arrays never change, and whose capsules do not say so
 _DTYPES = {  # (DLPack type code, bits)
     (0, 32): "int32",
     (0, 64): "int64",
@@ -35,6 +38,17 @@ class _DLTensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),  # elements; null: contiguous
         ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Versioned(ctypes.Structure):  # DLManagedTensorVersioned
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
     ]
 
 
@@ -69,14 +83,42 @@ def host_view(array: Any) -> TensorView:
 def _from_dlpack(array: Any) -> TensorView:
     if array.__dlpack_device__()[0] not in _HOST_DEVICES:
         raise ArgumentError("array", type(array).__name__, "is not in host memory, where target cpu works", "copy it to the host")
-    return capsule_view(array.__dlpack__())
+    try:
+        view = capsule_view(export(array))
+    except (BufferError, RuntimeError) as error:
+        raise ArgumentError("array", type(array).__name__, f"does not give its memory away: {error}") from error
+    return dataclasses.replace(view, writable=False) if immutable(array) else view
+
+
+def export(array: Any, **options: Any) -> object:
+    """A DLPack capsule of an array, of the version that tells whether it may be written to, if its library knows that."""
+    try:
+        return array.__dlpack__(max_version=(1, 0), **options)
+    except TypeError:  # of before DLPack 1.0
+        return array.__dlpack__(**options)
+
+
+def immutable(array: Any) -> bool:
+    """Whether an array must not be written to although its DLPack capsule may not say so."""
+    interface = getattr(array, "__cuda_array_interface__", None) or getattr(array, "__array_interface__", None)
+    if interface is not None and interface.get("data") is not None and interface["data"][1]:
+        return True
+    return type(array).__module__.partition(".")[0] in _IMMUTABLE
 
 
 def capsule_view(capsule: object) -> TensorView:
     """What an unconsumed DLPack capsule holds, wherever the memory is."""
+    name = ctypes.pythonapi.PyCapsule_GetName
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))  # the capsule stays unconsumed and frees what it holds
+    kind = name(capsule)
+    writable = True
+    if kind == b"dltensor_versioned":
+        managed = _Versioned.from_address(pointer(capsule, kind))
+        tensor, writable = managed.tensor, not managed.flags & _READ_ONLY
+    else:
+        tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))  # the capsule stays unconsumed and frees what it holds
     dtype = _DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         raise ArgumentError("array", f"DLPack type {tensor.code}, {tensor.bits} bits", f"must be one of {', '.join(_DTYPES.values())}")
@@ -88,4 +130,4 @@ def capsule_view(capsule: object) -> TensorView:
         strides, step = (), size
         for extent in reversed(shape):
             strides, step = (step, *strides), step * extent
-    return TensorView((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype)
+    return TensorView((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, writable)

@@ -215,8 +215,6 @@ class World:
         self.bound_calls: dict[Hashable, Any] = {}  # of ops: parameters prepared for particular arrays
         self._history: list[Executable | None] = [None] * _HISTORY
         self._scratch_offset = self._scratch_bytes = 0
-        self._stream: Any = None
-        self._stream_owner: Any = None
         self._synchronous = self.target == "cpu"  # a launch returns when its kernel has ended
         self._trace: tuple[int, int] | None = None
         self._trace_buffers: dict[int, int] = {}  # capacity -> address
@@ -355,13 +353,16 @@ class World:
             return executable
 
     def launch(self, executable: Executable, parameters: ctypes.Structure, stream: Any = None) -> None:
-        """Launch one call on ``stream`` (as the user passed it). ``parameters`` begins with ``world``, which is filled in here.
+        """Launch one call on ``stream``, after all earlier calls. ``parameters`` begins with ``world``, which is filled in here.
 
+        ``stream``: as the user passed it, None for the current stream of ``xp``; or as the backend has resolved it.
         Asynchronous on cuda; on cpu it returns when the kernel has ended, and raises what it failed of.
         """
         with self._lock:
             backend = self.backend
-            resolved = backend.stream(stream)
+            if self._attention or self._state[0]:
+                self.check()
+            turn = backend.order(backend.stream(stream))  # may wait or raise: not counted yet
             call = self._calls
             self._history[call & (_HISTORY - 1)] = executable
             # Count, then look: who asks for an agreement announces it, then looks at our count, so that one of the two sees the other.
@@ -369,10 +370,8 @@ class World:
             if self._attention or self._state[0]:
                 self._attend(call)
             ctypes.memmove(ctypes.addressof(parameters), executable._header_address, _WORLD_BYTES)
-            if resolved != self._stream:
-                self._change_stream(call, resolved, stream)
             try:
-                backend.launch(executable.kernel, resolved, executable.grid, parameters)
+                backend.launch(executable.kernel, turn, executable.grid, parameters)
             except BaseException as error:
                 # The others may already wait for this rank inside the call.
                 self._fail(
@@ -384,6 +383,11 @@ class World:
                 self._wake()
             if self._synchronous and self._state[0]:
                 self.check()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by every public call: threads that share a world take turns."""
+        return self._lock
 
     @property
     def closed(self) -> bool:
@@ -542,6 +546,7 @@ class World:
             self._look()
             if self.failure is not None and not self.failure.derived:
                 return
+            self.backend.release()
 
     # ---- collectives
     def exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
@@ -626,22 +631,6 @@ class World:
             if free:
                 self._scratch_offset = self._heap.allocate(old_size)
             raise
-
-    def _change_stream(self, call: int, resolved: Any, stream: Any) -> None:
-        """Calls of a world run in order, also when they come on different streams."""
-        backend, before = self.backend, self._stream
-        if before is not None:
-            captured, capturing = backend.capturing(before), backend.capturing(resolved)
-            if captured and not capturing:
-                self._calls = call
-                raise ArgumentError("stream", stream, "another stream with a call of this world is being captured", "end the capture first")
-            if captured == capturing:
-                backend.order(before, resolved)
-            # else: a capture begins; it must not depend on work outside it, so its replays follow the user's own stream order
-        self._stream = resolved
-        # Keep the stream alive as long as we may ask about its handle; None means CuPy's current one.
-        cuda = getattr(self.xp, "cuda", None)
-        self._stream_owner = cuda.get_current_stream() if stream is None and cuda is not None else stream
 
     def _synchronize(self) -> None:
         if not self._synchronous:

@@ -84,7 +84,7 @@ class Calls:
         return bytes(WaitParameters(world, self.flag, value, self.data, self.out))
 
     def launch(self, stream: Any, value: int = 1) -> None:
-        self.device.launch(self.kernel, stream, self.ctas, self.parameters(value))
+        self.device.launch(self.kernel, self.device.order(stream), self.ctas, self.parameters(value))
 
     def write(self, copier: Any, factor: int = 7) -> None:
         """New data, from pinned memory."""
@@ -115,7 +115,7 @@ def test_every_nan_becomes_the_same_one(device: CudaDevice, monkeypatch: pytest.
     folder = ROOT / "tests" / "cpu_target" / "kernels"
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[folder]))
     kernel, wrong = device.load(KernelSpec("nans", (("kFloat16", float16),), THREADS, 0, 8)), device.allocate(4)
-    device.launch(kernel, device.stream(None), 1, wrong.to_bytes(8, "little"))
+    device.launch(kernel, device.order(device.stream(None)), 1, wrong.to_bytes(8, "little"))
     assert device.read(wrong, 4) == bytes(4)
 
 
@@ -318,11 +318,11 @@ def test_a_grid_that_cannot_be_resident_is_refused(device: CudaDevice) -> None:
     calls = Calls(device, wait=0)
     calls.out = device.allocate(4 * THREADS * (calls.kernel.max_ctas() + 1))
     parameters = calls.parameters()
-    device.launch(calls.kernel, device.stream(None), calls.kernel.max_ctas(), parameters)
+    device.launch(calls.kernel, device.order(device.stream(None)), calls.kernel.max_ctas(), parameters)
     with pytest.raises(DriverError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
-        device.launch(calls.kernel, device.stream(None), calls.kernel.max_ctas() + 1, parameters)
+        device.launch(calls.kernel, device.order(device.stream(None)), calls.kernel.max_ctas() + 1, parameters)
     with pytest.raises(ArgumentError, match="takes 192"):
-        device.launch(calls.kernel, device.stream(None), 1, parameters[:-1])
+        device.launch(calls.kernel, device.order(device.stream(None)), 1, parameters[:-1])
     calls.close()
 
 

@@ -123,7 +123,7 @@ def test_a_flag_that_another_process_raises(device: CudaDevice, monkeypatch: pyt
     device.wrap(data, (4 * THREADS,), "uint8", None)[...] = 1
     device.xp.cuda.get_current_stream().synchronize()
     parameters = WaitParameters(abi.World(timeout_ns=int(CHILD_SECONDS * 1e9)), own + 64, 7, data, peer + 4096)
-    device.launch(kernel, device.stream(None), 2, bytes(parameters))
+    device.launch(kernel, device.order(device.stream(None)), 2, bytes(parameters))
     command = [sys.executable, "-c", RAISE, str(segments[0].fd), str(SIZE), "64", "7"]
     subprocess.run(command, cwd=Path(__file__).parents[2], pass_fds=[segments[0].fd], check=True, timeout=CHILD_SECONDS)
     device.synchronize()

@@ -88,7 +88,7 @@ class FakeDevice(Device):
         self.mappings: list[Any] = []
         self.copiers: list[MemoryCopier] = []
         self.launches: list[tuple[Any, ...]] = []
-        self.orders: list[tuple[Any, Any]] = []
+        self.orders: list[Any] = []
         self.capturing_streams: set[Any] = set()
         self.closed = False
         self.broken_specs: set[int] = set()
@@ -168,20 +168,23 @@ class FakeDevice(Device):
     def capturing(self, stream: Any) -> bool:
         return stream in self.capturing_streams
 
-    def order(self, before: Any, after: Any) -> None:
-        self.orders.append((before, after))
+    def order(self, stream: Any) -> Any:
+        if stream == "gone":
+            raise RuntimeError("the stream is gone")
+        self.orders.append(stream)
+        return stream
 
     def milliseconds(self, stream: Any, calls: Any, untimed: int) -> float:
         for one in calls:
             one()
         return 1.0
 
-    def launch(self, kernel: Kernel, stream: Any, grid: int, parameters: Any) -> None:
+    def launch(self, kernel: Kernel, turn: Any, grid: int, parameters: Any) -> None:
         assert isinstance(kernel, FakeKernel)
         if kernel.spec.name == "refused":
             raise RuntimeError("the launch was refused")
         given = Parameters.from_buffer_copy(parameters)
-        self.launches.append((kernel.spec.name, stream, grid, given))
+        self.launches.append((kernel.spec.name, turn, grid, given))
         if self.target == "cuda":
             self.work.put(lambda: run_kernel(given))
         else:

@@ -1,0 +1,343 @@
+"""Streams of one GPU: the launches of a world run in call order on whatever streams they come, also those that graphs replay.
+
+One event, the *tail*, stands for everything that a world has launched. An eager call on another stream than the last one waits for it,
+and records it anew. A graph waits for it before its first call of the world and records it after its last one, by an event wait node and
+an event record node, so that every replay takes its place among the eager calls. docs/streams.md states what follows for programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from mkernel.errors import ArgumentError
+from mkernel.memory.driver import call, check, current, driver, prompt
+
+__all__ = ["LEGACY_STREAM", "PER_THREAD_STREAM", "LaunchQueue", "Turn", "happened", "new_event", "sleep_until"]
+
+LEGACY_STREAM = 1  # CU_STREAM_LEGACY; 0 means the same here, whatever the bindings were told
+PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: one handle, another stream in every thread
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the legacy stream, while another one is being captured
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_WAIT_EXTERNAL = 1  # CU_EVENT_WAIT_EXTERNAL: a node of the graph, not a dependency inside it
+_ADD_DEPENDENCIES = 0  # CU_STREAM_ADD_CAPTURE_DEPENDENCIES
+_MARK_EVERY, _MARKS = 16, 8  # launches between two marks, marks that may be pending: at most 144 launches are
+_POLL_SECONDS = 20e-6, 200e-6  # shortest and longest sleep of a host wait
+_CAPTURES = 256  # remembered; the oldest of so many has long ended, and its number never comes again
+_EAGER, _FORBIDDEN = 0, -1  # in place of a capture's number, which is positive
+
+_pointer, _size, _u32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
+
+
+class _Answers(ctypes.Structure):
+    """Where the driver's functions write; used under the lock."""
+
+    _fields_ = [
+        ("context", _pointer),
+        ("status", ctypes.c_int),
+        ("capture", ctypes.c_uint64),
+        ("graph", _pointer),
+        ("nodes", ctypes.POINTER(_pointer)),
+        ("count", _size),
+        ("stream_id", ctypes.c_uint64),
+    ]
+
+
+class _Capture:
+    """One graph under capture that holds calls of the world."""
+
+    __slots__ = ("last", "record", "stream_id")
+
+    def __init__(self, last: int, stream_id: int) -> None:
+        self.last = last  # the node of the last call; of the wait for the tail, before the first one
+        self.record = 0  # the node that records the tail; 0: there is none yet
+        self.stream_id = stream_id  # of the last call
+
+
+class Turn:
+    """What ``LaunchQueue.order`` has found out about the next launch."""
+
+    __slots__ = ("capture", "stream", "stream_id")
+
+    def __init__(self, stream: int, stream_id: int, capture: _Capture | None) -> None:
+        self.stream, self.stream_id, self.capture = stream, stream_id, capture
+
+
+class LaunchQueue:
+    """The order of one world's launches on one GPU. Methods may be called from any thread; they make the GPU's context current.
+
+    ``order`` and ``launched`` enclose a launch, and one thread at a time is between them (the world's lock).
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.context, self.lock = context, threading.RLock()
+        self._handle = int(context)
+        self._answers = answers = _Answers()
+        at = ctypes.addressof(answers)
+        names = ("context", "status", "capture", "graph", "nodes", "count", "stream_id")
+        self._at = {name: at + getattr(_Answers, name).offset for name in names}
+        self._context_at, self._status_at = self._at["context"], self._at["status"]
+        self._capture_at, self._id_at = self._at["capture"], self._at["stream_id"]
+        self._node = (_pointer * 1)()
+        self._target = (_pointer * 1)()
+        # None of these waits for anything, so that giving up the GIL would only cost time.
+        self._get_context = prompt("cuCtxGetCurrent", _pointer)
+        self._record = prompt("cuEventRecord", _pointer, _pointer)
+        self._wait = prompt("cuStreamWaitEvent", _pointer, _pointer, ctypes.c_uint)
+        self._get_id = prompt("cuStreamGetId", _pointer, _pointer)
+        # By their first names: with cuda-bindings 13 some of these have other parameters.
+        self._get_capture = prompt("cuStreamGetCaptureInfo_v2", *(_pointer,) * 6)
+        self._update = prompt("cuStreamUpdateCaptureDependencies", _pointer, _pointer, _size, ctypes.c_uint)
+        self._add_record = prompt("cuGraphAddEventRecordNode", _pointer, _pointer, _pointer, _size, _pointer)
+        self._add_edge = prompt("cuGraphAddDependencies", _pointer, _pointer, _pointer, _size)
+        self._remove_edge = prompt("cuGraphRemoveDependencies", _pointer, _pointer, _pointer, _size)
+        self._captures: dict[int, _Capture] = {}  # by the driver's number of the capture
+        self._marks: deque[Any] = deque()
+        self._held: deque[tuple[Any, object]] = deque()  # an event, and what must live until it has happened
+        self._launches = 0
+        self._last_id = 0  # of the stream where the tail was recorded last; 0: on none, or nobody knows
+        self._anything = False  # has been launched or captured
+        self._replayable = False  # graphs may record the tail at any time
+        with current(context):
+            self._events = [new_event(), new_event()]
+        self._tail, self._crossing = (int(event) for event in self._events)
+
+    def here(self) -> Any:
+        """``with queue.here():`` the GPU's context is the calling thread's, and another thread's capture does not matter."""
+        return current(self.context)
+
+    # ---- a launch
+    def order(self, stream: int) -> Turn:
+        """Make what is launched next on ``stream`` run after everything launched before. Waits while too many launches are pending.
+
+        Raises
+        ------
+        ArgumentError
+            The stream cannot take a launch now.
+        DriverError
+            It is no stream.
+        """
+        if len(self._marks) >= _MARKS:
+            self._wait_for_room()
+        with self.lock:
+            if self.is_current():
+                return self._order(stream)
+            with current(self.context):
+                return self._order(stream)
+
+    def _order(self, stream: int) -> Turn:
+        number = self._capture_of(stream)
+        if number == _FORBIDDEN:
+            rule = "cannot take a call now: its capture has failed, or it would wait for another stream, which is being captured"
+            raise ArgumentError("stream", _name(stream), rule, "make the call on a stream of its own, or after the capture")
+        stream_id = self._id_of(stream)
+        if number != _EAGER:
+            return Turn(stream, stream_id, self._order_in_capture(stream, stream_id, number))
+        if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
+            self._check(self._wait(stream, self._tail, 0), "ordering two streams")
+        return Turn(stream, stream_id, None)
+
+    def _order_in_capture(self, stream: int, stream_id: int, number: int) -> _Capture:
+        capture = self._captures.get(number)
+        if capture is None:
+            self._check(self._wait(stream, self._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls")
+            while len(self._captures) >= _CAPTURES:
+                del self._captures[next(iter(self._captures))]
+            capture = self._captures[number] = _Capture(self._frontier(stream)[0], stream_id)
+        elif (stream_id == 0 or stream_id != capture.stream_id) and capture.last not in self._frontier(stream):
+            self._node[0] = capture.last
+            self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
+        return capture
+
+    def launched(self, turn: Turn) -> None:
+        """Tell that the launch has been made. With the lock held and the context current."""
+        self._anything = True
+        if turn.capture is not None:
+            self._launched_in_capture(turn.capture, turn)
+            return
+        stream = turn.stream
+        self._check(self._record(self._tail, stream), "recording an event")
+        self._last_id = turn.stream_id
+        self._launches += 1
+        if self._launches % _MARK_EVERY == 0:
+            mark = new_event()
+            self._check(self._record(int(mark), stream), "recording an event")
+            self._marks.append(mark)
+
+    def _launched_in_capture(self, capture: _Capture, turn: Turn) -> None:
+        """Move the graph's only record of the tail behind this call, off the path from this call to the next."""
+        self._replayable = True
+        last, self._node[0] = capture.last, self._frontier(turn.stream)[0]
+        graph = self._answers.graph
+        capture.last, capture.stream_id = int(self._node[0] or 0), turn.stream_id
+        what = "ordering later calls after a graph"
+        if not capture.record:
+            self._check(self._add_record(self._target, graph, self._node, 1, self._tail), what)
+            capture.record = int(self._target[0] or 0)
+            return
+        self._target[0] = capture.record
+        self._check(self._add_edge(graph, self._node, self._target, 1), what)
+        self._node[0] = last
+        self._check(self._remove_edge(graph, self._node, self._target, 1), what)
+
+    # ---- between libraries
+    def capturing(self, stream: int) -> bool:
+        """Whether a graph is being captured on this stream."""
+        with self.lock:
+            if self.is_current():
+                return self._capture_of(stream) > _EAGER
+            with current(self.context):
+                return self._capture_of(stream) > _EAGER
+
+    def follow(self, stream: int, producer: int) -> None:
+        """Make what comes on ``stream`` run after what is on ``producer`` now.
+
+        In a capture, what lies outside it is not waited for: the graph's replays follow it in the order that the caller gives them.
+
+        Raises
+        ------
+        ArgumentError
+            The producer is being captured, and ``stream`` is not.
+        """
+        if stream == producer:
+            return
+        with self.lock, current(self.context):
+            mine, its = self._capture_of(stream), self._capture_of(producer)
+            if mine > _EAGER and its <= _EAGER:
+                return
+            if mine != its or its == _FORBIDDEN:
+                rule = (
+                    "is where an operand comes from, and is being captured or held up by a capture; the call's stream is not part of that"
+                )
+                raise ArgumentError("stream", _name(producer), rule, "make the call on the stream that is captured, or after the capture")
+            self._cross(producer, stream)
+
+    def lead(self, stream: int, consumer: int) -> None:
+        """Make what comes on ``consumer`` run after what is on ``stream`` now; nothing if one of them is captured without the other."""
+        if stream == consumer:
+            return
+        with self.lock, current(self.context):
+            mine = self._capture_of(stream)
+            if mine != _FORBIDDEN and mine == self._capture_of(consumer):
+                self._cross(stream, consumer)
+
+    def _cross(self, before: int, after: int) -> None:
+        self._check(self._record(self._crossing, before), "recording an event")
+        self._check(self._wait(after, self._crossing, 0), "ordering two streams")
+
+    def hold(self, stream: int, thing: object) -> None:
+        """Keep ``thing`` alive until what is on ``stream`` now has ended. In a capture it does nothing: the graph's owner keeps things."""
+        with self.lock, current(self.context):
+            if self._capture_of(stream) == _EAGER:
+                event = new_event()
+                self._held.append((event, thing))
+                self._check(self._record(int(event), stream), "recording an event")
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what was held for calls that have ended. Any thread, now and then."""
+        if not self._held:
+            return
+        done: list[object] = []  # dropped outside the lock: whatever that runs
+        with self.lock, current(self.context):
+            while self._held and happened(int(self._held[0][0])):
+                event, thing = self._held.popleft()
+                done.append(thing)
+                call(driver().cuEventDestroy(event), "destroying an event")
+
+    # ---- waiting
+    def synchronize(self) -> None:
+        """Wait until everything launched has ended, replays of graphs included: sleeping, and for nobody else's work."""
+        sleep_until(self._idle)
+        self.release()
+
+    def _idle(self) -> bool:
+        with self.lock, current(self.context):
+            return not self._anything or happened(self._tail)
+
+    def _wait_for_room(self) -> None:
+        """While too many launches are pending: at a full queue the driver would wait with the context locked, deaf to Ctrl-C."""
+        sleep_until(self._has_room)
+
+    def _has_room(self) -> bool:
+        with self.lock, current(self.context):
+            while self._marks and happened(int(self._marks[0])):
+                call(driver().cuEventDestroy(self._marks.popleft()), "destroying an event")
+            return len(self._marks) < _MARKS
+
+    def close(self) -> list[Any]:
+        """The events, for the caller to destroy; nothing is held any more."""
+        with self.lock:
+            events = [*self._events, *self._marks, *(event for event, _ in self._held)]
+            for kept in (self._events, self._marks, self._held, self._captures):
+                kept.clear()
+            return events
+
+    # ---- questions to the driver, with the context current
+    def is_current(self) -> bool:
+        """Whether the GPU's context is the calling thread's. Under the lock."""
+        return bool(self._get_context(self._context_at) == 0 and self._answers.context == self._handle)
+
+    def _capture_of(self, stream: int) -> int:
+        status = self._get_capture(stream, self._status_at, self._capture_at, None, None, None)
+        if status:
+            if status == _CAPTURE_IMPLICIT:
+                return _FORBIDDEN
+            check(status, "asking whether a stream is being captured")
+        answers = self._answers
+        if answers.status == 0:
+            return _EAGER
+        return int(answers.capture) if answers.status == _ACTIVE else _FORBIDDEN
+
+    def _id_of(self, stream: int) -> int:
+        """The number of a stream, which no later stream will have, as its handle may; 0: another in every thread."""
+        if stream == PER_THREAD_STREAM:
+            return 0
+        self._check(self._get_id(stream, self._id_at), "asking for a stream's number")
+        return int(self._answers.stream_id) + 1
+
+    def _frontier(self, stream: int) -> list[int]:
+        """The nodes that the next one of a captured stream will depend on; the graph is in the answers."""
+        at = self._at
+        found = self._get_capture(stream, self._status_at, self._capture_at, at["graph"], at["nodes"], at["count"])
+        self._check(found, "asking for the graph under capture")
+        answers = self._answers
+        return [int(answers.nodes[i] or 0) for i in range(answers.count)]
+
+    @staticmethod
+    def _check(status: int, what: str) -> None:
+        if status:
+            check(status, what)
+
+
+def _name(stream: int) -> str:
+    return {LEGACY_STREAM: "the legacy default stream", PER_THREAD_STREAM: "the per-thread default stream"}.get(stream, hex(stream))
+
+
+def new_event() -> Any:
+    """A CUevent without timing, which counts as happened until it is recorded."""
+    cuda = driver()
+    return call(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING), "creating an event")
+
+
+def happened(event: int) -> bool:
+    """Has everything before an event ended? Raises DriverError when the context is lost."""
+    status = prompt("cuEventQuery", _pointer)(event)
+    if status == _NOT_READY:
+        return False
+    check(status, "waiting for the GPU")
+    return True
+
+
+def sleep_until(condition: Callable[[], bool]) -> None:
+    """Sleeps, without the GIL or any lock and interruptibly, until a condition holds."""
+    shortest, longest = _POLL_SECONDS
+    pause = shortest
+    while not condition():
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
