@@ -11,15 +11,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel import abi, env
 from mkernel.errors import AbortedError, ArgumentError, Error
 from mkernel.jit.headers import sources_digest
-from mkernel.runtime import current, tuned
-from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity
+from mkernel.runtime import current, ending, tuned
+from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity, under_launcher
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
 from mkernel.runtime.placement import (
     Card,
@@ -33,7 +33,7 @@ from mkernel.runtime.placement import (
     require_same_build,
 )
 from mkernel.runtime.wire import SocketControl
-from mkernel.runtime.world import SIGNAL_BYTES, Options, Parts, World
+from mkernel.runtime.world import DEFAULT_ENTRY_TIMEOUT, DEFAULT_TIMEOUT, SIGNAL_BYTES, Options, Parts, World
 from mkernel.transport import TRANSPORTS, host_signals, own_process
 from mkernel.version import VERSION
 
@@ -97,22 +97,35 @@ def init(
     Error
         A launcher started several ranks but MPI sees one; a peer went away.
     """
-    options = Options.resolve(
-        target=target,
-        ranks_per_node=ranks_per_node,
-        transport=transport,
-        heap_bytes=heap_bytes,
-        timeout=timeout,
-        entry_timeout=entry_timeout,
-    )
+    with _opening(comm):
+        options = Options.resolve(
+            target=target,
+            ranks_per_node=ranks_per_node,
+            transport=transport,
+            heap_bytes=heap_bytes,
+            timeout=timeout,
+            entry_timeout=entry_timeout,
+        )
     return join(comm, options)
+
+
+@contextlib.contextmanager
+def _opening(comm: Any) -> Iterator[None]:
+    """From here on the end of this process is the others' business too: they may already wait for it, inside MPI."""
+    ending.install(current.opened)
+    try:
+        yield
+    except BaseException:
+        if comm is not None or (under_launcher() and not env.RENDEZVOUS.is_set()):
+            ending.note_failure(peer_lost=False, seconds=DEFAULT_TIMEOUT + DEFAULT_ENTRY_TIMEOUT)
+        raise
 
 
 def join(comm: Any, options: Options, make_device: MakeDevice | None = None) -> World:
     """``init`` after its arguments are checked; tests give another device."""
     if env.LOG.is_set():
         logging.getLogger("mkernel").setLevel(env.LOG.get().upper())
-    with contextlib.closing(choose(comm)) as bootstrap:
+    with _opening(comm), contextlib.closing(choose(comm)) as bootstrap:
         world = assemble(bootstrap, options, make_device=make_device)
     current.remember(world)
     return world

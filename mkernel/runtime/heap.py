@@ -45,7 +45,7 @@ class Heap:
         self._drops: deque[int] = deque()  # what finalizers append to: they run anywhere, also inside this class
         self._reports: set[int] = set()
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed = self._disowned = False
 
     def offset(self, address: int, size: int) -> int | None:
         """Offset of an address range that lies in this heap; else None."""
@@ -89,7 +89,13 @@ class Heap:
             self._closed = True
             self._release()
 
+    def disown(self) -> None:
+        """In a forked child: what it drops changes nothing, and another thread may have held the lock."""
+        self._lock, self._disowned = threading.RLock(), True
+
     def _dropped(self, number: int) -> None:
+        if self._disowned:
+            return
         self._drops.append(number)
         if self._closed:
             with self._lock:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from mpi4py import MPI
 
 from mkernel.runtime.bootstrap import Bootstrap
 
-__all__ = ["MpiBootstrap", "abort_process", "library", "world_size"]
+__all__ = ["MpiBootstrap", "abort_process", "library", "limit_finalize", "world_size"]
 
 
 class MpiBootstrap(Bootstrap):
@@ -40,3 +41,10 @@ def abort_process(code: int) -> None:
     """End this process and, through the launcher, its job: the others may be unable to reach MPI_Finalize."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)
+
+
+def limit_finalize(seconds: int) -> None:
+    """End this process (SIGALRM), and with it the job, if MPI_Finalize waits longer than this for ranks that will not come."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from mkernel import abi, env
 from mkernel.errors import ArgumentError, CompileError, Error
 from mkernel.jit.headers import sources_digest
-from mkernel.runtime import current
+from mkernel.runtime import current, ending
 from mkernel.runtime.control import Failed
 from mkernel.runtime.failure import Failure, Kind, read_host_block
 from mkernel.runtime.heap import Heap
@@ -205,6 +206,7 @@ class World:
         self._attention = False  # something must be looked at before the next launch
         self._pending: list[Request] = []  # other ranks that wait for an agreement
         self._surfaced = self._closed = False
+        self.foreign, self._process = "", os.getpid()  # why it may not be used in a forked child; whose it is
         self._explained = threading.Event()
         self._failure_lock = threading.RLock()
         self._lock = threading.RLock()  # one public call at a time
@@ -223,6 +225,7 @@ class World:
         self._wake = parts.wakers[0] if parts.wakers else None
         self._stop_watchdog = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="mkernel-watchdog", daemon=True)
+        ending.born(self)
         self._control.start(self)
         if not self._synchronous:
             self._watchdog.start()
@@ -264,7 +267,7 @@ class World:
     def check(self) -> None:
         """Raise what has failed since the last call, if anything has. Not collective, never blocks on peers."""
         if self._closed:
-            raise Error("the world is closed: mk.init() makes a new one")
+            raise Error(self.foreign or "the world is closed: mk.init() makes a new one")
         self._look()
         failure = self.failure
         if failure is None:
@@ -278,6 +281,8 @@ class World:
 
     def abort(self, reason: str) -> None:
         """Give the world up: running kernels leave, every rank's next call raises AbortedError with this reason. Not collective."""
+        if self.foreign:
+            raise Error(self.foreign)
         if not self._closed:
             self._fail(Failure(Kind.aborted, f"rank {self.rank} aborted: {reason}", self.rank))
 
@@ -293,19 +298,16 @@ class World:
         Collective. Blocks the host, at most ``entry_timeout + timeout`` seconds. Safe to call twice. Raises a failure nobody has seen.
         Arrays of ``empty`` that are still in use keep the heap's memory until they are dropped.
         """
-        self._close(None)
-
-    def close_at_exit(self) -> None:
-        """``close``, for the end of the process: peers have the time of an ordinary wait."""
-        self._close(self.options.timeout)
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        if exc is None:
+        if exc is None or self._closed or ending.clean(exc):
             self.close()
             return
+        ending.left_by(exc)
         self.abort(f"{type(exc).__name__}: {exc}")
         self._surfaced = True  # the exception under way is the one to see
         self.close()
@@ -450,6 +452,8 @@ class World:
         import numpy as np
 
         with self._lock:
+            if self.foreign:
+                raise Error(self.foreign)
             if self._trace is None:
                 raise ArgumentError("trace", "end", "this world is not being traced")
             records, capacity = self._trace
@@ -496,7 +500,8 @@ class World:
             if not failure.derived:
                 self._explained.set()
         if self.over_mpi:
-            current.note_failure(peer_lost=failure.kind == Kind.lost)
+            seconds = self.options.entry_timeout + self.options.timeout
+            ending.note_failure(peer_lost=failure.kind == Kind.lost, seconds=seconds)
         if not failure.derived:
             # Once per job, where it happened; a rank that has gone cannot say so itself.
             level = logging.ERROR if relay or failure.kind == Kind.lost or failure.rank == self.rank else logging.INFO
@@ -667,7 +672,20 @@ class World:
             executable.refresh()
 
     # ---- the end
-    def _close(self, timeout: float | None) -> None:
+    def disown(self) -> None:
+        """In a forked child: the world is its parent's, whose peers this process must not disturb. Whoever uses it here is told so."""
+        # Other threads, which are not here, may have held the locks.
+        self._lock, self._failure_lock = threading.RLock(), threading.RLock()
+        self._heap.disown()
+        if not self._closed:
+            self.foreign = (
+                f"the world of rank {self.rank} belongs to process {self._process}, which this process was forked from: use it there only, "
+                "or start workers by spawn (multiprocessing.set_start_method('spawn')) and give each its own mk.init()"
+            )
+            self.failure = Failure(Kind.aborted, self.foreign, self.rank)
+            self._closed = self._attention = True
+
+    def _close(self) -> None:
         if self._closed:
             return
         error: Error | None = None
@@ -677,7 +695,7 @@ class World:
                 if self.failure is None:
                     self._synchronize()
                     self._look()
-                    self._collective("close", "close()", timeout=timeout)
+                    self._collective("close", "close()")
                     self._synchronize_failed()
                 elif not self._surfaced:
                     self.check()

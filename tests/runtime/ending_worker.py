@@ -1,0 +1,132 @@
+"""A rank of the tests of how processes end: ``python tests/runtime/ending_worker.py <way>``; see ``test_endings.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mkernel.errors import Error
+from mkernel.runtime.world import World
+from tests.runtime.worker import calls, open_world
+
+
+class _Reason:
+    """What a program may hand to sys.exit."""
+
+    def __str__(self) -> str:
+        return "a custom reason"
+
+
+def _exit_with(code: Any) -> Callable[[World], None]:
+    return lambda world: sys.exit(code)
+
+
+def _raise(error: BaseException) -> Callable[[World], None]:
+    def act(world: World) -> None:
+        raise error
+
+    return act
+
+
+def _nested(world: World) -> None:
+    """Another exception on the way out."""
+    try:
+        raise ValueError("planned")
+    finally:
+        {}["missing"]  # type: ignore[index]
+
+
+def _in_another_thread(world: World) -> None:
+    """A thread dies in the middle of its calls; the main thread sees nothing and ends."""
+
+    def run() -> None:
+        calls(world, 1)
+        raise ValueError("planned")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _swallowed(world: World) -> None:
+    """The world fails, the program catches that and goes on to its end."""
+    world.abort("given up")
+    try:
+        world.check()
+    except Error:
+        return
+    raise AssertionError("check must raise")
+
+
+def _caught_exit(world: World) -> None:
+    """Somebody calls sys.exit, somebody else catches it: nobody dies."""
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+
+
+def _terminated(world: World) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+WAYS: dict[str, Callable[[World], None]] = {
+    "returns": lambda world: None,
+    "exit_none": _exit_with(None),
+    "exit_0": _exit_with(0),
+    "exit_1": _exit_with(1),
+    "exit_3": _exit_with(3),
+    "exit_text": _exit_with("bad config"),
+    "exit_object": _exit_with(_Reason()),
+    "raises_exit": _raise(SystemExit(3)),
+    "raises": _raise(ValueError("planned")),
+    "raises_nested": _nested,
+    "interrupted": _raise(KeyboardInterrupt()),
+    "caught_exit": _caught_exit,
+    "os_exit": lambda world: os._exit(5),
+    "terminated": _terminated,
+    "thread": _in_another_thread,
+    "swallowed": _swallowed,
+}
+
+
+def _silent(*details: object) -> None:
+    """The excepthook of another library, which calls nobody else's."""
+
+
+def main() -> None:
+    way, block, who, hook = (os.environ[name] for name in ("WAY", "BLOCK", "WHO", "HOOK"))
+    if hook == "before":
+        sys.excepthook = _silent
+    world = open_world(timeout=2.0, entry_timeout=600.0)  # who hears of it only by waiting so long has not heard
+    if hook == "after":
+        sys.excepthook = _silent
+    calls(world, 1)
+    acts = who == "all" or world.rank == 1
+    if block == "with":
+        with world:
+            (WAYS[way] if acts else peer)(world)
+    elif block == "closed":
+        world.close()
+        (WAYS[way] if acts else lambda world: None)(world)
+    else:
+        (WAYS[way] if acts else peer)(world)
+
+
+def peer(world: World) -> None:
+    """A rank that goes on: with calls for as long as there is somebody to make them with, or by coming to its own end."""
+    if os.environ["PEER"] == "calls":
+        while True:
+            calls(world, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Every way a process can end, alone or with all others, under mpirun or not: each rank ends, with the right status, and hears why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.processes import start, start_mpi
+
+_WORKER = Path(__file__).with_name("ending_worker.py")
+_SECONDS = 150.0  # a hang; the worlds' own limit is 600 s
+
+# The status of a process, and whether it was a good end.
+_STATUS = {
+    **dict.fromkeys(("returns", "exit_none", "exit_0", "caught_exit"), 0),
+    **dict.fromkeys(("exit_1", "exit_text", "exit_object", "raises", "raises_nested"), 1),
+    **dict.fromkeys(("exit_3", "raises_exit"), 3),
+    "interrupted": -2,
+    "os_exit": 5,
+    "terminated": -15,
+    "thread": 0,  # as Python has it: a thread's exception is printed
+    "swallowed": 0,
+}
+_SAID = {  # what the others hear where the world sees it: in its block, or as the exception that ends the process
+    "exit_1": "SystemExit: 1",
+    "exit_3": "SystemExit: 3",
+    "exit_text": "SystemExit: bad config",
+    "exit_object": "SystemExit: a custom reason",
+    "raises_exit": "SystemExit: 3",
+    "raises": "ValueError: planned",
+    "raises_nested": "KeyError: 'missing'",
+    "interrupted": "KeyboardInterrupt",
+    "os_exit": "rank 1 has gone",
+    "terminated": "rank 1 has gone",
+    "swallowed": "rank 1 aborted: given up",
+}
+_EXITS = ("exit_1", "exit_3", "exit_text", "exit_object", "raises_exit")
+
+
+_GOOD = [way for way, status in _STATUS.items() if status == 0 and way != "swallowed"]
+
+
+def _valid(way: str, block: str, who: str, how: str, hook: str) -> bool:
+    if block == "closed" and way in ("thread", "swallowed"):
+        return False  # they use the world
+    # A process that leaves MPI without a word, when no world is open any more, or together with all others, is not ours to notice.
+    return how == "plain" or way not in ("os_exit", "terminated") or (block != "closed" and who == "one")
+
+
+@pytest.mark.mpi
+@pytest.mark.cases(
+    way=list(_STATUS),
+    block=["with", "open", "closed"],
+    who=["one", "all"],
+    how=["plain", "mpi"],
+    hook=["none", "before", "after"],
+    valid=_valid,
+)
+def test_endings(way: str, block: str, who: str, how: str, hook: str) -> None:
+    # Does rank 0 go on making calls, which cannot end well when rank 1 leaves? Else both come to their ends.
+    calling = who == "one" and block != "closed"
+    # Nobody can see a SystemExit outside of a world's block: the world is closed then, as at every good end.
+    quiet = way in _GOOD or (block == "open" and way in _EXITS)
+    status = 1 if calling and quiet else _STATUS[way]
+    why = "close()" if quiet else _SAID[way]
+    extra = {"WAY": way, "BLOCK": block, "WHO": who, "HOOK": hook, "PEER": "calls" if calling else "ends"}
+    if how == "mpi":
+        result = start_mpi("end", 2, _SECONDS, _WORKER, **extra)
+        assert (result.code != 0) == (calling or status != 0), result
+        said = result.errors
+    else:
+        first, second = start("end", 2, _SECONDS, _WORKER, **extra)
+        assert second.code == status, second
+        assert first.code == (1 if calling else status if who == "all" else 0), first
+        said = first.errors
+    if calling and hook == "none":
+        assert why in said, said
