@@ -7,6 +7,7 @@ A rank that dies must say so: the others wait for it, and under MPI the job wait
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import math
 import os
@@ -16,14 +17,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mkernel.errors import Error
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["born", "clean", "install", "left_by", "note_failure"]
+__all__ = ["born", "clean", "install", "note_failure", "seen"]
 
 _log = logging.getLogger("mkernel")
 
@@ -33,8 +34,7 @@ _worlds: weakref.WeakSet[World] = weakref.WeakSet()  # of this process, those of
 _open_worlds: Callable[[], Sequence[World]] = tuple  # what to close at exit
 _installed = False
 _bottom: FrameType | None = None  # the main program's frame, which an exception leaves last
-_exit: SystemExit | None = None  # a non-zero one that has left a world's block ...
-_exit_bottom: FrameType | None = None  # ... above this frame
+_exit: SystemExit | None = None  # a non-zero one that ends the program
 _mpi_failed = False  # some world whose ranks are MPI's failed
 _mpi_peer_lost = False  # ... because a rank has gone: MPI_Finalize would wait for it
 _mpi_seconds = 0.0  # as long as close() of such a world waits
@@ -42,8 +42,7 @@ _mpi_seconds = 0.0  # as long as close() of such a world waits
 
 def install(open_worlds: Callable[[], Sequence[World]]) -> None:
     """A world of this process is being opened: see to the end of the process. ``open_worlds``: those to be closed then."""
-    global _installed, _bottom, _exit, _exit_bottom, _open_worlds
-    _exit = _exit_bottom = None  # whatever left an earlier world was caught: the program goes on
+    global _installed, _bottom, _open_worlds
     _bottom = _main_frame()
     if _installed:
         return
@@ -57,7 +56,48 @@ def install(open_worlds: Callable[[], Sequence[World]]) -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
+    plain_exit = sys.exit
+
+    @functools.wraps(plain_exit)
+    def exit(status: Any = None, /) -> NoReturn:
+        try:
+            plain_exit(status)
+        except SystemExit as error:
+            raise seen(error) from None
+
+    sys.exit = exit
     atexit.register(_at_exit)
+
+
+class _Exit(SystemExit):
+    """What ``sys.exit`` raises. It passes no hook when it ends the program, but the interpreter then asks it for its code."""
+
+    @property
+    def code(self) -> Any:
+        if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+            _end_by(self)  # nobody but the interpreter itself calls without a frame
+        return self.args[0] if len(self.args) == 1 else self.args or None
+
+    @code.setter
+    def code(self, value: Any) -> None:
+        self.args = (value,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SystemExit, self.args
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def seen(error: SystemExit) -> SystemExit:
+    """The same, so that its way out of the program is noticed."""
+    return _Exit(*error.args).with_traceback(error.__traceback__) if type(error) is SystemExit else error
+
+
+def _end_by(error: _Exit) -> None:
+    global _exit
+    if not clean(SystemExit(*error.args)):
+        _exit = error
 
 
 def born(world: World) -> None:
@@ -68,13 +108,6 @@ def born(world: World) -> None:
 def clean(error: BaseException) -> bool:
     """Whether this is how a program ends well: ``sys.exit()`` or ``sys.exit(0)``."""
     return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and error.code == 0))
-
-
-def left_by(error: BaseException) -> None:
-    """An exception has left a world's block. ``SystemExit`` passes no hook on its way out: it is remembered for the end of the process."""
-    global _exit, _exit_bottom
-    if isinstance(error, SystemExit) and not clean(error) and threading.current_thread() is threading.main_thread():
-        _exit, _exit_bottom = error, _main_frame()
 
 
 def note_failure(*, peer_lost: bool, seconds: float) -> None:
@@ -104,8 +137,8 @@ def _reached(error: BaseException, bottom: FrameType | None) -> bool:
 
 
 def _death() -> BaseException | None:
-    """What this process dies of; None when it ends well, or by a ``SystemExit`` outside of every world's block, which nobody can see."""
-    if _exit is not None and _reached(_exit, _exit_bottom):
+    """What this process dies of; None when it ends well, or by ``raise SystemExit`` outside of every world's block: nobody sees that."""
+    if _exit is not None:
         return _exit
     # The interpreter keeps what it is about to report here, whatever the hook then does.
     last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

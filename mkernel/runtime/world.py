@@ -307,10 +307,11 @@ class World:
         if exc is None or self._closed or ending.clean(exc):
             self.close()
             return
-        ending.left_by(exc)
         self.abort(f"{type(exc).__name__}: {exc}")
         self._surfaced = True  # the exception under way is the one to see
         self.close()
+        if isinstance(exc, SystemExit):
+            raise ending.seen(exc) from None
 
     # ---- for ops
     @property

@@ -1,4 +1,4 @@
-"""A rank of the tests of how processes end: ``python tests/runtime/ending_worker.py <way>``; see ``test_endings.py``."""
+"""A rank of the tests of how processes end: ``python tests/runtime/ending_worker.py end``; see ``test_endings.py``."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def main() -> None:
     way, block, who, hook = (os.environ[name] for name in ("WAY", "BLOCK", "WHO", "HOOK"))
     if hook == "before":
         sys.excepthook = _silent
-    world = open_world(timeout=2.0, entry_timeout=600.0)  # who hears of it only by waiting so long has not heard
+    world = open_world(timeout=2.0, entry_timeout=float(os.environ["LIMIT"]))
     if hook == "after":
         sys.excepthook = _silent
     calls(world, 1)
@@ -122,11 +122,25 @@ def main() -> None:
 
 
 def peer(world: World) -> None:
-    """A rank that goes on: with calls for as long as there is somebody to make them with, or by coming to its own end."""
-    if os.environ["PEER"] == "calls":
-        while True:
-            calls(world, 1)
+    """A rank that goes on, for as long as there is somebody to go on with, or comes to its own end."""
+    if os.environ["PEER"] == "in MPI":
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()
+    while os.environ["PEER"] == "calls":
+        calls(world, 1)
+    if os.environ["PEER"] == "late":
+        time.sleep(3.0)  # longer than `timeout`
+
+
+def bad_init() -> None:
+    """Rank 1 cannot even begin; the other is inside init."""
+    import mkernel as mk
+
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("MKERNEL_RANK"))) == "1":
+        os.environ["MKERNEL_TIMEOUT"] = "-1"
+    mk.init(target="cpu")
 
 
 if __name__ == "__main__":
-    main()
+    {"end": main, "bad_init": bad_init}[sys.argv[1]]()
