@@ -75,6 +75,9 @@ def executable(world: World, problem: Hashable, make_plan: Callable[..., Plan], 
         try:
             untuned = make_plan(problem, world.backend.sm_count, split)
         except SplitError as error:
+            limit = world.options.max_sms
+            if split is None and limit is not None:  # mkernel's own choice does not fit
+                raise ArgumentError("max_sms", limit, f"is too few for this op and world: {error.rule}", "raise it") from None
             raise ArgumentError("split", error.split, error.rule, error.remedy) from None
         if wanted != split:
             with contextlib.suppress(SplitError):  # what was tuned does not go with the rest of ``split``

@@ -62,6 +62,7 @@ def init(
     ranks_per_node: int | None = None,
     transport: str = "auto",
     heap_bytes: int | None = None,
+    max_sms: int | None = None,
     timeout: float | None = None,
     entry_timeout: float | None = None,
 ) -> World:
@@ -85,6 +86,9 @@ def init(
     heap_bytes
         Size of each rank's symmetric heap, for ``world.empty`` and the plans' workspaces. Reserved here and never grown; default 256 MiB on
         cpu, 4 GiB on cuda. When it is too small, the error says how much is needed.
+    max_sms
+        Most SMs (CTAs) that a kernel of this world takes; default: all of the device. What is left runs beside it: kernels of another
+        library that wait for each other across ranks, NCCL's say, must find room there (docs/streams.md).
     timeout, entry_timeout
         Seconds that a wait inside a call may last once all ranks have entered it (30), and before (600).
 
@@ -103,6 +107,7 @@ def init(
             ranks_per_node=ranks_per_node,
             transport=transport,
             heap_bytes=heap_bytes,
+            max_sms=max_sms,
             timeout=timeout,
             entry_timeout=entry_timeout,
         )
@@ -163,6 +168,7 @@ def assemble(
         def open_memory() -> tuple[Device, Any, Any, HostMemory, HostMemory | None]:
             backend = (make_device or _device_maker(cohort))(target, device, rank)
             undo.callback(backend.close)
+            backend.sm_count = min(backend.sm_count, options.max_sms or backend.sm_count)
             shape = (topology.local_rank(rank), topology.ranks_per_node)
             data = backend.segment(heap_bytes, *shape)
             undo.callback(data.close)

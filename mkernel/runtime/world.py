@@ -74,6 +74,7 @@ class Options:
     ranks_per_node: int | None = None
     transport: str = "auto"
     heap_bytes: int | None = None
+    max_sms: int | None = None
     timeout: float = DEFAULT_TIMEOUT
     entry_timeout: float = DEFAULT_ENTRY_TIMEOUT
 
@@ -82,7 +83,7 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
                 raise ArgumentError(name, value, "must be a number of seconds greater than 0")
-        for name in ("ranks_per_node", "heap_bytes"):
+        for name in ("ranks_per_node", "heap_bytes", "max_sms"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ArgumentError(name, value, "must be a positive integer or None")
@@ -103,6 +104,7 @@ _VARIABLES: dict[str, env.Variable[Any]] = {
     "ranks_per_node": env.RANKS_PER_NODE,
     "transport": env.TRANSPORT,
     "heap_bytes": env.HEAP_BYTES,
+    "max_sms": env.MAX_SMS,
     "timeout": env.TIMEOUT,
     "entry_timeout": env.ENTRY_TIMEOUT,
 }

@@ -27,6 +27,7 @@ VALUES: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "ranks_per_node": ("3", 3, (1, 2)),
     "transport": ("srd", "srd", ("rc", "emulated")),
     "heap_bytes": ("1M", 1 << 20, (assemble.HEAP_BYTES["cpu"], 512)),
+    "max_sms": ("3", 3, (1, 132)),
     "timeout": ("7", 7.0, (world.DEFAULT_TIMEOUT, 2.5)),
     "entry_timeout": ("8", 8.0, (world.DEFAULT_ENTRY_TIMEOUT, 2.5)),
 }
