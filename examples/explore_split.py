@@ -1,7 +1,7 @@
 """What does it change how many SMs move data? Tune one shape, and draw what every CTA does with two splits.
 
-Run it with:  python examples/explore_split.py  (ranks are threads of this process: the body of ``explore`` also works in a notebook,
-where the results draw themselves).
+Run it with:  python examples/explore_split.py  (``mk.launch`` starts the ranks: the body of ``explore`` also works in a notebook, where the
+results draw themselves).
 """
 
 from __future__ import annotations

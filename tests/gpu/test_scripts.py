@@ -52,6 +52,14 @@ def test_sanitizer(errors: str, status: int, op: str, tmp_path: Path, monkeypatc
     assert outcomes == {"memcheck 1x2": "FAILED" if status else "ok"}, text
 
 
+@pytest.mark.parametrize("arguments", [["--ranks", "2"], pytest.param(["--ranks", "4", "--ranks-per-node", "2"], marks=pytest.mark.slow)])
+def test_notebook(arguments: list[str]) -> None:
+    status, outcomes, text = _results(str(HERE / "notebook.py"), "--target", "cpu", *arguments)
+    assert status == 0, text
+    assert set(outcomes.values()) == {"ok"}, text
+    assert len(outcomes) == 11, text
+
+
 def test_what_the_sanitizers_say() -> None:
     clean = "CALLS RIGHT\n========= ERROR SUMMARY: 0 errors\n"
     assert sanitize.verdict(clean * 2, 2) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import sys
@@ -13,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mkernel.runtime.workers import calls
 from mkernel.runtime.workers.calls import shutdown
+from mkernel.runtime.workers.relay import Lines
 from mkernel.runtime.world import World
 from tests.runtime.in_workers import SECONDS, run
 
@@ -43,6 +46,26 @@ def test_output(capsys: pytest.CaptureFixture[str]) -> None:
         assert lines == [f"rank {rank} line {turn} " + "x" * 200 for turn in range(500)], "in order, and whole"
     assert out.count("by a system call\n") == out.count("by C\n") == out.count("100 %") == 2
     assert sorted(err.splitlines()) == ["é to stderr of 0", "é to stderr of 1"]
+
+
+def test_lines_stay_whole_however_they_come(rng: np.random.Generator) -> None:
+    """From a pipe that is read in the middle of lines, also of many at once."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 18)
+    lines, found = Lines(reader, "stdout"), []
+    sent = "".join(f"{number} {'é' * int(rng.integers(0, 400))}\n" for number in range(2000)).encode()
+    at = 0
+    while at < len(sent):
+        step = int(rng.integers(1, 1 << 17))
+        os.write(writer, sent[at : at + step])
+        at += step
+        while text := lines.read():
+            assert text.endswith("\n")
+            found.append(text)
+    os.close(writer)
+    found.append(lines.drain())
+    lines.close()
+    assert "".join(found) == sent.decode()
 
 
 def test_output_is_live(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -91,10 +114,15 @@ def test_a_flood_of_output_keeps_to_a_bound(monkeypatch: pytest.MonkeyPatch, cap
     assert 0 < highest[0] < 1 << 18
 
 
+def test_a_line_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    run(lambda world: print("w" * (20 << 20), end=""), ranks=1)
+    assert capsys.readouterr().out == "w" * (20 << 20)
+
+
 def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
     def log(world: World) -> None:
         logger = logging.getLogger("mkernel")
-        logger.info("told by %d", world.rank)
+        logger.info("told by %d", world.rank, extra={"world": world})  # what cannot travel stays behind
         logging.getLogger("mkernel.deeper").warning("warned by %d", world.rank)
         try:
             raise ValueError("inside")
@@ -116,6 +144,11 @@ class OwnWarning(UserWarning):
     pass
 
 
+class StubbornWarning(UserWarning):
+    def __reduce__(self) -> Any:
+        raise LookupError("cannot travel")
+
+
 def test_warnings() -> None:
     def warn(world: World) -> str:
         class Hidden(DeprecationWarning):
@@ -123,11 +156,14 @@ def test_warnings() -> None:
 
         warnings.warn(OwnWarning("look out"), stacklevel=1)
         warnings.warn("of a hidden kind", Hidden, stacklevel=1)
+        warnings.warn(StubbornWarning("of a stubborn kind"), stacklevel=1)
         return "done"
 
     with pytest.warns() as found:
         assert run(warn) == ["done"] * 2
-    assert {(w.category, str(w.message)) for w in found} == {(OwnWarning, "look out"), (DeprecationWarning, "of a hidden kind")}
+    kinds = {(w.category.__name__, str(w.message)) for w in found}
+    assert kinds == {("OwnWarning", "look out"), ("Hidden", "of a hidden kind"), ("UserWarning", "of a stubborn kind")}
+    assert all(issubclass(w.category, DeprecationWarning) for w in found if "hidden" in str(w.message))
     assert {w.filename for w in found} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

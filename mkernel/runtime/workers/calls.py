@@ -86,11 +86,8 @@ def run_in_workers(
         return [Order(rank=rank, **common) for rank in range(ranks)]
 
     with _my_turn():
-        while True:
-            pool = _pool_for(ranks, options, clock)
-            call = _follow(pool, orders, idle_limit)
-            if call is not None:
-                break
+        while (call := _follow(_pool_for(ranks, options, clock), orders, idle_limit)) is None:
+            _end_pool()  # its idle limit has just passed
         return _outcome(call, ranks)
 
 

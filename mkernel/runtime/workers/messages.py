@@ -17,7 +17,7 @@ _HEAD = struct.Struct("!BQ")  # kind, bytes that follow
 
 
 class Kind(enum.IntEnum):
-    """Of a frame; its body is a pickle of what stands here."""
+    """Of a frame; its body is a pickle of what stands here: plain data, so that reading it never runs, imports or lacks anybody's code."""
 
     # to a worker
     order = 1  # Order
@@ -27,8 +27,8 @@ class Kind(enum.IntEnum):
     # from a worker
     gather = 10  # (call, this rank's bytes): a collective of its bootstrap
     report = 11  # Report
-    log = 12  # logging.LogRecord
-    warning = 13  # (message or its text, category, file name, line)
+    log = 12  # what a logging.LogRecord consists of
+    warning = 13  # (message and category pickled, text, file name, line)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

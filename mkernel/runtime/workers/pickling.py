@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import functools
 import importlib
@@ -16,7 +17,17 @@ from typing import Any
 
 from mkernel.errors import ArgumentError, Error
 
-__all__ = ["dump_call", "dump_error", "dump_result", "load_call", "load_error", "load_result", "to_host"]
+__all__ = [
+    "dump_call",
+    "dump_error",
+    "dump_result",
+    "dump_warning",
+    "load_call",
+    "load_error",
+    "load_result",
+    "load_warning",
+    "to_host",
+]
 
 _DEPTH = 12  # how far the search for what cannot be pickled descends
 _REMEDY = "mk.launch on GPUs copies functions, what they refer to, and results between processes: make and use such objects inside one"
@@ -80,6 +91,23 @@ def load_error(data: bytes, summary: str) -> BaseException:
     except Exception:
         error = None
     return error if isinstance(error, BaseException) else Error(summary)
+
+
+def dump_warning(message: Any, category: type[Warning]) -> bytes:
+    """A warning; empty where it cannot travel."""
+    try:
+        return _dump((message, category), to_host)
+    except Exception:
+        return b""
+
+
+def load_warning(data: bytes, text: str, plain_kind: str) -> tuple[Any, type[Warning]]:
+    """The warning of ``dump_warning``, else its text as one of Python's own kinds."""
+    try:
+        message, category = pickle.loads(data)
+    except Exception:
+        return text, getattr(builtins, plain_kind)
+    return message, category
 
 
 def to_host(value: Any) -> Any:

@@ -52,14 +52,18 @@ class Call:
         self.results: dict[int, bytes] = {}
         self.failures: list[tuple[int, Report | BaseException]] = []
         self.error: BaseException | None = None  # of the pool itself: a process could not be started
-        self.waiting_text = 0  # characters in ``shows``
-        self.pids: list[int] = []
+        self.text_put = self.text_shown = 0  # characters in ``shows`` so far: counted by the pool's thread, and by the caller's
         # the pool's thread alone
         self.parts: dict[int, bytes] = {}  # of the bootstrap's present collective
         self.stop: Stop | None = None
         self.interrupt_at = self.kill_at = float("inf")
         self.fresh_processes = 0
         self.retried = False
+
+    @property
+    def waiting_text(self) -> int:
+        """Characters that have yet to be printed."""
+        return self.text_put - self.text_shown
 
     @property
     def unopened(self) -> bool:
@@ -129,10 +133,6 @@ class Pool(threading.Thread):
         for worker in self._workers:
             if worker is not None:
                 worker.forget()
-
-    def pids(self) -> list[int]:
-        """Of the processes there are, by rank."""
-        return [worker.pid for worker in self._workers if worker is not None]
 
     def _request(self, what: Callable[[], None]) -> None:
         with self._lock:
@@ -234,10 +234,10 @@ class Pool(threading.Thread):
         if call is None:
             self._show(lambda: relay.write(name, text))
             return
-        call.waiting_text += len(text)
+        call.text_put += len(text)
 
         def print_it() -> None:
-            call.waiting_text -= len(text)
+            call.text_shown += len(text)
             relay.write(name, text)
 
         call.shows.put(print_it)
@@ -282,7 +282,6 @@ class Pool(threading.Thread):
             return
         fresh_world = call.fresh_processes > 0 or not self._world_open
         self._world_open = False  # until all have reported
-        call.pids = self.pids()
         for worker, order in zip(self._living(), call.orders, strict=True):
             worker.busy = True
             worker.send(Kind.order, dataclasses.replace(order, fresh_world=fresh_world))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import copy
 import ctypes
 import logging
 import os
@@ -15,10 +14,12 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from mkernel.runtime.workers.messages import Kind
+from mkernel.runtime.workers.pickling import dump_warning, load_warning
 
 __all__ = ["Lines", "WarningLog", "capture", "dump_filters", "flush", "load_filters", "show_log", "write"]
 
 _LOGGER = "mkernel"
+_LONGEST_LINE = 1 << 16  # characters; what goes on without an end is printed in pieces
 _PIECES = 64  # of 64 KiB, more than a pipe holds: a process that goes on printing must not hold up the end of a call
 
 
@@ -38,18 +39,11 @@ def capture(send: Callable[[Kind, Any], None]) -> None:
         if file is not None:
             plain(message, category, filename, lineno, file, line)
             return
-        given: Any = message
-        try:
-            pickle.loads(pickle.dumps((message, category)))
-        except Exception:  # of a class that only this process knows
-            given, category = str(message), _importable(category)
-        send(Kind.warning, (given, category, filename, lineno))
+        kind = type(message) if isinstance(message, Warning) else category
+        plain_kind = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        send(Kind.warning, (dump_warning(message, category), plain_kind.__name__, str(message), filename, lineno))
 
     warnings.showwarning = show
-
-
-def _importable(category: type[Warning]) -> type[Warning]:
-    return next(kind for kind in category.__mro__ if kind.__module__ == "builtins" and issubclass(kind, Warning))
 
 
 class _LogRelay(logging.Handler):
@@ -60,10 +54,8 @@ class _LogRelay(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)  # with its traceback: objects in arguments and frames stay here
-            record = copy.copy(record)
-            record.msg, record.message, record.args = text, text, None
-            record.exc_info = record.exc_text = record.stack_info = None
-            self._send(Kind.log, record)
+            plain = {name: value for name, value in vars(record).items() if isinstance(value, (str, int, float))}
+            self._send(Kind.log, {**plain, "msg": text, "message": text, "args": None, "exc_text": None, "stack_info": None})
         except Exception:
             self.handleError(record)
 
@@ -96,8 +88,9 @@ def load_filters(data: bytes) -> None:
 
 
 # ---- in the caller
-def show_log(record: logging.LogRecord) -> None:
+def show_log(fields: dict[str, Any]) -> None:
     """Pass a worker's record to the caller's handlers."""
+    record = logging.makeLogRecord(fields)
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
@@ -109,7 +102,8 @@ class WarningLog:
     def __init__(self) -> None:
         self._registry: dict[Any, int] = {}
 
-    def show(self, message: Any, category: type[Warning], filename: str, lineno: int) -> None:
+    def show(self, data: bytes, plain_kind: str, text: str, filename: str, lineno: int) -> None:
+        message, category = load_warning(data, text, plain_kind)
         warnings.warn_explicit(message, category, filename, lineno, registry=self._registry)
 
 
@@ -143,6 +137,8 @@ class Lines:
         """What has come, up to the last end of a line (or a carriage return: progress bars); does not block."""
         self._take()
         end = max(self._begun.rfind("\n"), self._begun.rfind("\r")) + 1
+        if end == 0 and len(self._begun) > _LONGEST_LINE:
+            end = len(self._begun)
         text, self._begun = self._begun[:end], self._begun[end:]
         return text
 

@@ -82,6 +82,7 @@ class _Worker:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._world: World | None = None
+        self._stream: Any = None  # CuPy's current one when the world was opened
         self._bootstrap: _Bootstrap | None = None
         self._stop: Stop | None = None  # the last that has come
         self._call = 0  # that runs, or ran last
@@ -102,8 +103,8 @@ class _Worker:
             self._interrupt()
 
     def run(self) -> None:
-        relay.capture(self.send)
         signal.signal(signal.SIGINT, self._interrupt)
+        relay.capture(self.send)
         threading.Thread(target=self._read, name="mkernel-worker", daemon=True).start()
         while (order := self._orders.get()) is not None:
             report = self._carry_out(order)
@@ -203,12 +204,16 @@ class _Worker:
             raise _reason(stop)
         if self._world is not None:
             self._world.check()
+            if self._stream is not None:  # as the function before may have left it otherwise
+                self._world.xp.cuda.Device(self._world.device).use()
+                self._stream.use()
             return self._world
         assert self._bootstrap is not None
         gc.unfreeze()
         gc.collect()  # what is left of the world before
         world = assemble(self._bootstrap, order.options)
         gc.freeze()  # collecting after each call looks at that call's objects only: with CuPy loaded there are 10^5 others
+        self._stream = world.xp.cuda.get_current_stream() if world.target == "cuda" else None
         with self._lock:
             self._world = world
             stop = self._stop
@@ -218,7 +223,8 @@ class _Worker:
         return world
 
     def _become(self, order: Order) -> None:
-        """Take over what the caller has changed in its process since the last call."""
+        """Take over what the caller has changed in its process since the last call, and back what the last function may have."""
+        signal.signal(signal.SIGINT, self._interrupt)
         if os.environ != order.environment:
             os.environ.clear()
             os.environ.update(order.environment)
@@ -232,7 +238,7 @@ class _Worker:
         """End a call as closing the world would: all kernels have ended, on all ranks, and all ranks have ended alike."""
         world.synchronize()
         if world.target == "cuda":
-            world.xp.cuda.runtime.deviceSynchronize()  # results may be under way on any stream
+            world.xp.cuda.Device(world.device).synchronize()  # results may be under way on any stream
         world.exchange("end of the function of mk.launch", None)
         world.check()
 
