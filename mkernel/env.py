@@ -30,6 +30,7 @@ class Variable(Generic[T]):
     parse: Callable[[str], T]
     default: T | Callable[[], T]
     help: str
+    secret: bool = False  # its value is shown nowhere
 
     def get(self) -> T:
         """The value now. Unset and empty both mean the default. Raises ArgumentError for a text that does not parse."""
@@ -39,14 +40,20 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ArgumentError(self.name, repr(text), f"must be {self.kind}", str(error)) from None
+            raise ArgumentError(self.name, self.show(), f"must be {self.kind}", str(error)) from None
+
+    def show(self) -> str:
+        """The text that it is set to, for people."""
+        return "(not shown)" if self.secret else repr(os.environ.get(self.name, "").strip())
 
     def is_set(self) -> bool:
         return bool(os.environ.get(self.name, "").strip())
 
 
-def _declare(name: str, kind: str, parse: Callable[[str], T], default: T | Callable[[], T], help: str) -> Variable[T]:
-    variable = Variable(name, kind, parse, default, help)
+def _declare(
+    name: str, kind: str, parse: Callable[[str], T], default: T | Callable[[], T], help: str, *, secret: bool = False
+) -> Variable[T]:
+    variable = Variable(name, kind, parse, default, help, secret)
     if name in ALL:
         raise ValueError(f"{name} is declared twice")
     ALL[name] = variable
@@ -101,6 +108,12 @@ def _bytes(text: str) -> int:
     return value
 
 
+def _secret(text: str) -> str:
+    if len(text) < 32:
+        raise ValueError("make one by: python -c 'import secrets; print(secrets.token_hex(32))'")
+    return text
+
+
 def _list(text: str) -> list[str]:
     """``mlx5_0:1,mlx5_1``."""
     parts = [part.strip() for part in text.split(",")]
@@ -142,9 +155,20 @@ CUDA_INCLUDE = _declare(
 KERNELS_SRC = _declare("MKERNEL_KERNELS_SRC", "a path", _optional(_path), None, "folder of the device code, in place of mkernel's own")
 
 # ---- bootstrap
-RENDEZVOUS = _declare("MKERNEL_RENDEZVOUS", "host:port", _optional(str), None, "where rank 0 listens: ranks meet over TCP instead of MPI")
+RENDEZVOUS = _declare("MKERNEL_RENDEZVOUS", "host:port", _optional(str), None, "where rank 0 listens: ranks meet there instead of by MPI")
 RANK = _declare("MKERNEL_RANK", "an integer >= 0", _optional(_natural), None, "this process's rank, with MKERNEL_RENDEZVOUS")
 SIZE = _declare("MKERNEL_SIZE", "an integer >= 1", _optional(_positive), None, "number of ranks, with MKERNEL_RENDEZVOUS")
+SECRET = _declare(
+    "MKERNEL_SECRET",
+    "at least 32 characters",
+    _optional(_secret),
+    None,
+    "what ranks of several hosts prove to each other where there is no MPI: the same for all, and for nobody else",
+    secret=True,
+)
+LISTEN = _declare(
+    "MKERNEL_LISTEN", "an address", _optional(str), None, "where rank 0 listens for other hosts (else where MKERNEL_RENDEZVOUS says)"
+)
 RANKS_PER_NODE = _declare(
     "MKERNEL_RANKS_PER_NODE", "an integer >= 1", _optional(_positive), None, "split one host into emulated nodes of this many ranks"
 )

@@ -1,10 +1,11 @@
-"""Starts the ranks of a command on this machine: through mpirun where mpi4py can use one, else as plain processes that meet over TCP."""
+"""Starts the ranks of a command on this machine: through mpirun where mpi4py can use one, else as plain processes."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -83,8 +84,9 @@ def run(
         return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout, grace)
     if kind == "mpi":
         raise LauncherError("no mpirun with mpi4py found (pip install 'mkernel[demo]' brings both)")
-    variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{_free_port()}", "MKERNEL_SIZE": str(ranks)}
-    return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout, grace)
+    with _reserved_port() as port:
+        variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{port}", "MKERNEL_SIZE": str(ranks), "MKERNEL_SECRET": secrets.token_hex(32)}
+        return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout, grace)
 
 
 def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
@@ -95,10 +97,12 @@ def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
     return line
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A number that no other launcher takes meanwhile. Ranks of one host meet at a Unix socket of that number, not at the port itself."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:

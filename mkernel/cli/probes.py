@@ -307,7 +307,7 @@ def _switches() -> Iterator[Finding]:
         except Error as error:
             yield Finding("broken", variable.name, str(error), f"unset it, or give {variable.kind}", ("cuda", "cpu"))
         else:
-            yield Finding("note", variable.name, f"set to {os.environ[variable.name]!r}: {variable.help}")
+            yield Finding("note", variable.name, f"{'set' if variable.secret else f'set to {variable.show()}'}: {variable.help}")
     for name in sorted(os.environ):
         if name.startswith("MKERNEL_") and name not in env.ALL:
             close = difflib.get_close_matches(name, env.ALL, 1)

@@ -171,12 +171,15 @@ class EngineThread:
         self.close()
 
     def _run(self) -> None:
-        choose_cpus()
         try:
+            choose_cpus()
             self._loop()
         except TransportError as error:
             _log.error("engine stopped: %s", error)
             self._on_error(error)
+        except BaseException as error:  # of any kind: kernels wait for an engine that has ended in silence
+            _log.exception("%s failed", self._thread.name)
+            self._on_error(_as_transport_error(error, None))
 
     def _loop(self) -> None:
         engine, wake, now_ns = self.engine, self._wake, time.monotonic_ns
@@ -204,7 +207,7 @@ class EngineThread:
             os.sched_yield()
 
 
-def _as_transport_error(error: Exception, put: Put | None) -> TransportError:
+def _as_transport_error(error: BaseException, put: Put | None) -> TransportError:
     if isinstance(error, TransportError):
         return error
     peer = None if put is None else put.dst_rank

@@ -184,11 +184,14 @@ class EngineProcess:
 
     def _watch(self, on_error: Callable[[TransportError], object]) -> None:
         try:
-            message = self._channel.receive()
-            error = _error(message["error"]) if "error" in message else None
+            error: Error = _error(self._channel.receive()["error"])  # it says nothing else any more
         except (EOFError, OSError):
             error = self._ended()
-        if error is not None and not self._closing:
+        except BaseException as unexpected:  # of any kind: nobody else listens to the engine
+            _log.exception("rank %d cannot understand its engine process", self.rank)
+            text = f"the engine process of rank {self.rank} said what cannot be understood: {type(unexpected).__name__}: {unexpected}"
+            error = TransportError(text, op="engine", status=type(unexpected).__name__)
+        if not self._closing:
             _log.error("engine stopped: %s", error)
             on_error(error if isinstance(error, TransportError) else TransportError(str(error), status=type(error).__name__))
 
@@ -361,7 +364,9 @@ class _Loop:
                     moved_ns = now_ns()
                 looked_ns = now_ns()
             return
-        except (TransportError, ArgumentError) as error:
+        except (EOFError, OSError):
+            raise  # the rank has gone
+        except Exception as error:
             self._channel.send(error=_fields(error))
         while "stop" not in self._channel.receive():  # queue pairs stay until then: a peer shall learn the reason, not a symptom
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import secrets
 import socket
 import threading
 from pathlib import Path
@@ -26,10 +27,15 @@ class Bootstrap(abc.ABC):
     rank: int
     size: int
     mpi: bool = False  # dying must not leave the others in MPI_Finalize
+    root_address: str = ""  # on rank 0: where it listens for other hosts, if that was named
 
     @abc.abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank. Collective, blocking."""
+
+    def shared_secret(self) -> bytes:
+        """32 bytes that the ranks know and nobody else, as long as nobody overhears ``allgather``; other ones at each call. Collective."""
+        return self.allgather(secrets.token_bytes(32) if self.rank == 0 else b"")[0]
 
     @abc.abstractmethod
     def close(self) -> None: ...

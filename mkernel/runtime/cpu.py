@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import logging
 import math
 import os
 import struct
@@ -28,6 +29,8 @@ from mkernel.runtime import dlpack
 from mkernel.runtime.device import Device, Extents, HostMemory, Kernel, TensorView
 
 __all__ = ["Cohort", "CpuDevice", "CpuKernel"]
+
+_log = logging.getLogger("mkernel")
 
 _ALIGNMENT = 256  # bytes, of everything allocated here
 _NEVER = 2**64 - 1
@@ -203,6 +206,7 @@ class Cohort:
         self._segments = _SharedSegments()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._broken = ""  # why nothing can run any more
 
     # ---- for rank threads
     @contextlib.contextmanager
@@ -239,6 +243,8 @@ class Cohort:
         with self._condition:
             if self._closing:
                 raise Error("the cohort is closed")
+            if self._broken:
+                raise Error(self._broken)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="mkernel-cpu", daemon=True)
                 self._thread.start()
@@ -333,8 +339,16 @@ class Cohort:
         return not any(state == "running" or (state == "waking" and since > late) for state, since in ranks)
 
     def _loop(self) -> None:
-        while self._wait_for_work():
-            self._slice()
+        try:
+            while self._wait_for_work():
+                self._slice()
+        except BaseException as error:  # of any kind: ranks wait for this thread
+            _log.exception("target cpu's scheduler failed")
+            with self._condition:
+                self._broken = f"target cpu's scheduler failed: {type(error).__name__}: {error}"
+                launches, self._pending, self._active = [*self._pending, *self._active], [], []
+                for launch in launches:
+                    self._end(launch, Error(self._broken))
 
     def _wait_for_work(self) -> bool:
         """Until there is a kernel to run and no rank's thread is in Python (or has been for too long). False: the cohort closes."""

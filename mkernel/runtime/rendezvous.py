@@ -1,60 +1,94 @@
-"""Ranks that meet over TCP, without MPI: ``MKERNEL_RENDEZVOUS``, or the variables of torchrun and Slurm."""
+"""Ranks that meet without MPI, at ``MKERNEL_RENDEZVOUS`` or where the variables of torchrun and Slurm say: a star around rank 0.
+
+Ranks of several hosts meet over TCP and prove to each other that they know ``MKERNEL_SECRET``. Ranks of one host meet at a Unix socket,
+where the kernel tells who is at the other end, and need no secret. docs/security.md has what this protects against.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
+import secrets
 import socket
 import struct
 import time
 
 from mkernel import env, errors
 from mkernel.errors import ArgumentError, Error, PeerLostError
+from mkernel.runtime import addresses, handshake
 from mkernel.runtime.bootstrap import Bootstrap
 
-__all__ = ["Meeting", "TcpBootstrap", "from_environment", "offered", "read_environment"]
+__all__ = ["Meeting", "SocketBootstrap", "from_environment", "offered", "read_environment"]
 
-_GREETING = struct.Struct("!8sII")  # magic, rank, size
-_MAGIC = b"mkernel1"
 _LENGTH = struct.Struct("!Q")
-_LONGEST = 1 << 24  # bytes of one contribution: whatever talks to our port by mistake must not make us allocate
+_LONGEST = 1 << 24  # bytes of one contribution: more is a stream that has gone wrong, and must not make us allocate
 _SLURM_PORTS = (20000, 20000)  # first, count
+_MOST_RANKS = 1 << 20  # of any program: what a greeting can carry, and far more than a world takes
+_MAKE_SECRET = "export MKERNEL_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))')"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks meet, and who this one is."""
+    """Where the ranks meet, and who this one is. ``one_host``: all of them are on this host, as the variables say."""
 
     host: str
     port: int
     rank: int
     size: int
+    one_host: bool = False
 
 
-class TcpBootstrap(Bootstrap):
-    """Rank 0 listens at ``host:port``, the others connect; a star.
+class SocketBootstrap(Bootstrap):
+    """Rank 0 listens, the others connect.
+
+    Parameters
+    ----------
+    meeting
+        On one host the ranks meet at an abstract Unix socket that is named after user and port, else at ``host:port``.
+    timeout
+        Seconds until all have come.
+    secret
+        What all ranks know (``MKERNEL_SECRET``); empty: on one host the kernel's word for the user is enough.
 
     Raises
     ------
+    ArgumentError
+        The ranks are on several hosts and there is no secret; or the host's name means no address of rank 0's host.
     TimeoutError
         Some ranks did not come within ``timeout`` seconds.
     Error
-        Another program uses the address, or two processes claim one rank.
+        The address is taken; or this rank has the wrong size, or another process has its rank.
     """
 
-    def __init__(self, meeting: Meeting, timeout: float = 120.0) -> None:
+    def __init__(self, meeting: Meeting, timeout: float = 120.0, secret: str = "") -> None:
         self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
-        self._deadline = time.monotonic() + timeout
         self._timeout = timeout
+        self._secret = secret.encode()
         self._links: dict[int, socket.socket] = {}  # rank 0: all the others; they: rank 0
         if self.size == 1:
             return
+        if not (meeting.one_host or secret):
+            raise ArgumentError(
+                "MKERNEL_SECRET",
+                "unset",
+                f"ranks of several hosts meet at {meeting.host}:{meeting.port} over the network, and must prove to each other who they are",
+                f"set it alike for every rank: {_MAKE_SECRET}; or start them by MPI, which needs none; or, if they are all on this host, "
+                f"set MKERNEL_RENDEZVOUS=127.0.0.1:{meeting.port}",
+            )
+        deadline = time.monotonic() + timeout
+        own = handshake.Caller("rendezvous", self.rank, self.size, self._secret)
         try:
             if self.rank == 0:
-                self._accept_all()
+                self._links = self._admit(own, deadline)
             else:
-                self._links[0] = self._connect()
+                address: handshake.Address = self._name() if meeting.one_host else (meeting.host, meeting.port)
+                self._links[0] = handshake.knock([address], own, deadline, self._where())
+            for link in self._links.values():
+                if link.family != socket.AF_UNIX:
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.rank == 0 and not meeting.one_host:
+                self.root_address = env.LISTEN.get() or str(next(iter(self._links.values())).getsockname()[0])
         except BaseException:
             self.close()
             raise
@@ -66,68 +100,49 @@ class TcpBootstrap(Bootstrap):
             link.settimeout(self._timeout)
         if self.rank != 0:
             self._send(0, data)
-            return _unpack(self._receive(0))
-        parts = [data] + [self._receive(rank) for rank in range(1, self.size)]
+            return _unpack(self._receive(0, _LONGEST * self.size))
+        parts = [data] + [self._receive(rank, _LONGEST) for rank in range(1, self.size)]
         packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
         for rank in range(1, self.size):
             self._send(rank, packed)
         return parts
+
+    def shared_secret(self) -> bytes:
+        if not self._secret:  # on one host: nobody overhears its Unix sockets
+            return super().shared_secret()
+        nonces = self.allgather(secrets.token_bytes(32))  # so that no two worlds have the same, and none travels
+        return handshake.prove(self._secret, b"world", *nonces)
 
     def close(self) -> None:
         for link in self._links.values():
             link.close()
         self._links.clear()
 
-    def _accept_all(self) -> None:
-        where = f"{self.meeting.host}:{self.meeting.port}"
-        with _listen(self.meeting) as listener:
-            while len(self._links) < self.size - 1:
-                missing = sorted(set(range(1, self.size)) - self._links.keys())
-                listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
-                try:
-                    link, _ = listener.accept()
-                except TimeoutError:
-                    raise errors.TimeoutError(
-                        f"rank 0 waited {self._timeout:g} s at {where} for ranks {missing}: are they started?"
-                    ) from None
-                self._greet(link)
+    def _name(self) -> bytes:
+        """The abstract socket. With the user in its name, jobs of two users may have one port."""
+        return f"\0mkernel-{os.geteuid()}-{self.meeting.port}".encode()
 
-    def _greet(self, link: socket.socket) -> None:
-        link.settimeout(5.0)
+    def _where(self) -> str:
+        place = f"{self.meeting.host}:{self.meeting.port}"
+        return f"{place} (one host: the Unix socket @{self._name().decode()[1:]})" if self.meeting.one_host else place
+
+    def _admit(self, own: handshake.Caller, deadline: float) -> dict[int, socket.socket]:
+        others = range(1, self.size)
+        listeners = self._listen()
         try:
-            magic, rank, size = _GREETING.unpack(_read(link, _GREETING.size))
-        except (OSError, EOFError):
-            magic, rank, size = b"", 0, 0
-        if magic != _MAGIC:
-            link.close()  # somebody else's connection: not our business
-            return
-        if size != self.size or not 0 < rank < self.size or rank in self._links:
-            link.close()
-            raise Error(
-                f"a process came to {self.meeting.host}:{self.meeting.port} as rank {rank} of {size}; expected: ranks 1 .. {self.size - 1} "
-                f"of {self.size}, each once: check MKERNEL_RANK and MKERNEL_SIZE"
-            )
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._links[rank] = link
+            return handshake.Door(dict.fromkeys(listeners, others), own, self._where()).admit(deadline)
+        finally:
+            for listener in listeners:
+                listener.close()
 
-    def _connect(self) -> socket.socket:
-        host, port = self.meeting.host, self.meeting.port
-        while True:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                raise errors.TimeoutError(f"rank {self.rank} found nobody at {host}:{port} within {self._timeout:g} s: is rank 0 started?")
+    def _listen(self) -> list[socket.socket]:
+        if self.meeting.one_host:
             try:
-                link = socket.create_connection((host, port), timeout=min(left, 5.0))
-            except OSError:
-                time.sleep(0.05)  # rank 0 is not there yet
-                continue
-            try:
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link.sendall(_GREETING.pack(_MAGIC, self.rank, self.size))
-            except OSError:
-                link.close()
-                continue
-            return link
+                return [addresses.listen_local(self._name())]
+            except OSError as error:
+                raise Error(f"rank 0 cannot listen at {self._where()}: {error} (choose another port)") from error
+        other = env.LISTEN.get()
+        return addresses.listen(other or self.meeting.host, self.meeting.port, source="MKERNEL_LISTEN" if other else "MKERNEL_RENDEZVOUS")
 
     def _send(self, rank: int, data: bytes) -> None:
         try:
@@ -135,12 +150,12 @@ class TcpBootstrap(Bootstrap):
         except OSError as error:
             raise PeerLostError(f"rank {rank} went away during init ({error})", rank) from error
 
-    def _receive(self, rank: int) -> bytes:
+    def _receive(self, rank: int, longest: int) -> bytes:
         link = self._links[rank]
         try:
             (length,) = _LENGTH.unpack(_read(link, _LENGTH.size))
-            if length > _LONGEST * self.size:
-                raise Error(f"rank {rank} announced {length} bytes during init: that is no mkernel process")
+            if length > longest:
+                raise Error(f"rank {rank} announced {length} bytes during init: its stream has gone wrong")
             return _read(link, length)
         except TimeoutError:
             raise errors.TimeoutError(f"rank {self.rank} waited {self._timeout:g} s in init for rank {rank}") from None
@@ -154,30 +169,48 @@ def offered() -> bool:
     return meeting is not None and meeting.size > 1
 
 
-def from_environment() -> TcpBootstrap:
+def from_environment() -> SocketBootstrap:
     """Meet where the environment says. Raises ArgumentError when it does not say all."""
     meeting = read_environment()
     if meeting is None:
         raise ArgumentError("MKERNEL_RENDEZVOUS", env.RENDEZVOUS.get(), "needs a rank and a size", "set MKERNEL_RANK and MKERNEL_SIZE")
-    return TcpBootstrap(meeting)
+    return SocketBootstrap(meeting, secret=env.SECRET.get() or "")
 
 
 def read_environment() -> Meeting | None:
     """Address, rank and size from mkernel's variables, else torchrun's, else Slurm's; None when there are none."""
     address = env.RENDEZVOUS.get()
-    numbers = _own_numbers() or _numbers("RANK", "WORLD_SIZE") or _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    torch, slurm = _numbers("RANK", "WORLD_SIZE"), _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    own = _own_numbers()
     if address:
+        numbers = own or torch or slurm
         if numbers is None:
             return None
-        return Meeting(*_split(address), *_checked(*numbers))
-    if (torch := _numbers("RANK", "WORLD_SIZE")) and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT", "").isdigit():
+        host, port = _split(address)
+        # Our own numbers say nothing about hosts; those of a launcher do.
+        together = not own and (_torch_on_one_host() if torch else _slurm_on_one_host())
+        return Meeting(host, port, *_checked(*numbers), addresses.is_loopback(host) or together)
+    if torch and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT", "").isdigit():
         # One port further: on MASTER_PORT itself torchrun's agent, or torch.distributed, is already listening.
-        return Meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, *_checked(*torch))
-    slurm = _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
+        return Meeting(host, port, *_checked(*torch), addresses.is_loopback(host) or _torch_on_one_host())
     if slurm and (host := _first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))):
         step = os.environ.get("SLURM_JOB_ID", "0") + os.environ.get("SLURM_STEP_ID", "0")
-        return Meeting(host, _SLURM_PORTS[0] + int(re.sub(r"\D", "", step)[-9:] or 0) % _SLURM_PORTS[1], *_checked(*slurm))
+        port = _SLURM_PORTS[0] + int(re.sub(r"\D", "", step)[-9:] or 0) % _SLURM_PORTS[1]
+        return Meeting(host, port, *_checked(*slurm), _slurm_on_one_host())
     return None
+
+
+def _torch_on_one_host() -> bool:
+    """Whether torchrun's variables say that all ranks are on this host."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return local.isdigit() and local == os.environ.get("WORLD_SIZE")
+
+
+def _slurm_on_one_host() -> bool:
+    """Whether Slurm's variables say that all ranks of this step are on this host."""
+    told = (os.environ.get(name, "") for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"))
+    return next((text for text in told if text.isdigit()), "") == "1"
 
 
 def _own_numbers() -> tuple[int, int] | None:
@@ -194,6 +227,8 @@ def _numbers(rank_name: str, *size_names: str) -> tuple[int, int] | None:
 
 
 def _checked(rank: int, size: int) -> tuple[int, int]:
+    if size > _MOST_RANKS:
+        raise ArgumentError("MKERNEL_SIZE", size, f"must be at most {_MOST_RANKS}")
     if not 0 <= rank < size:
         raise ArgumentError("MKERNEL_RANK", rank, f"must be less than the number of ranks, {size}")
     return rank, size
@@ -210,19 +245,6 @@ def _first_host(nodes: str) -> str:
     """``gpu[03-05,09],login1`` -> ``gpu03``."""
     match = re.match(r"([^\[,]*)(?:\[([^\]\-,]+)[^\]]*\])?", nodes)
     return (match[1] + (match[2] or "")) if match else ""
-
-
-def _listen(meeting: Meeting) -> socket.socket:
-    """Listen on the loopback when the meeting's host says so, else everywhere: names often resolve differently on their own host."""
-    host, port = meeting.host, meeting.port
-    try:
-        if host == "localhost" or host.startswith("127."):
-            return socket.create_server((host, port), backlog=128)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-        return socket.create_server(("", port), backlog=128)
-    except OSError as error:
-        raise Error(f"rank 0 cannot listen at {host}:{port}: {error} (choose another port)") from error
 
 
 def _read(link: socket.socket, size: int) -> bytes:

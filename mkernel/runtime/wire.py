@@ -1,16 +1,16 @@
 """The control channel between processes: in each host a star of sockets around its lowest rank, and those around rank 0 (TCP).
 
 Nothing lies in the file system: the sockets of a host are abstract, and also carry the descriptors of the symmetric segments at ``init``.
+At both ends of every connection stands a process that has proved that it belongs to the world (``handshake.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
+import logging
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -19,11 +19,13 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 
-from mkernel import errors
+from mkernel import env
 from mkernel.errors import Error, PeerLostError
+from mkernel.runtime import addresses
 from mkernel.runtime.bootstrap import Bootstrap
 from mkernel.runtime.control import Collector, Control, Failed, Listener, Request, Waiting
 from mkernel.runtime.failure import Failure, Kind
+from mkernel.runtime.handshake import Caller, Door, knock
 
 __all__ = ["SocketControl"]
 
@@ -31,12 +33,10 @@ _REQUEST, _RESULT, _PENDING, _FAILURE, _BYE = range(1, 6)
 _FRAME = struct.Struct("!BI")  # kind, bytes that follow
 _PART = struct.Struct("!I")
 _FDS = struct.Struct("!II")  # rank, descriptors
-_HELLO = struct.Struct("!32sI")  # token, rank
-_SIOCGIFADDR = 0x8915
 _SEND_SECONDS = 10.0  # a peer that takes no bytes for so long is stopped or swamped: give it up
 _PATIENCE_SECONDS = 0.05  # rank 0 tells everyone who waits when a collective has been incomplete for so long
-_SILENCE_SECONDS = 9  # a host whose kernel answers nothing for so long has gone
 
+_log = logging.getLogger("mkernel")
 _living: weakref.WeakSet[SocketControl] = weakref.WeakSet()
 
 
@@ -47,13 +47,28 @@ class _Link:
         self.peer, self.socket = peer, connection
         self.inbox = bytearray()
         self.leaving = False  # it said goodbye: end of file is no loss
+        self.broken = self.timed_out = False  # nothing can be sent any more; because it took nothing
         self._lock = threading.Lock()
         connection.settimeout(_SEND_SECONDS)
 
     def send(self, kind: int, body: bytes) -> None:
-        """Best effort: the reader sees a dead peer as end of file."""
-        with self._lock, contextlib.suppress(OSError):
-            self.socket.sendall(_FRAME.pack(kind, len(body)) + body)
+        """Best effort: the reader sees a dead peer as end of file. A frame that was sent in part is the last: nothing can follow it."""
+        with self._lock:
+            if self.broken:
+                return
+            try:
+                self.socket.sendall(_FRAME.pack(kind, len(body)) + body)
+            except OSError as error:
+                self.broken, self.timed_out = True, isinstance(error, TimeoutError)
+                if self.timed_out:  # else it has ended already
+                    with contextlib.suppress(OSError):
+                        self.socket.shutdown(socket.SHUT_RDWR)  # the readers at both ends see the end
+
+    def ending(self) -> str:
+        """Why an end of file is what it is."""
+        if self.timed_out:
+            return f"it took no messages for {_SEND_SECONDS:g} s"
+        return "its process ended without closing the world"
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
         while len(self.inbox) >= _FRAME.size:
@@ -105,56 +120,55 @@ class SocketControl(Control):
 
     # ---- connecting
     def _connect(self, bootstrap: Bootstrap, hosts: Sequence[str], timeout: float) -> None:
-        leaders = sorted({list(hosts).index(host) for host in hosts})
-        token = secrets.token_bytes(32)
+        own = Caller("control", self.rank, self.size, bootstrap.shared_secret())
         members = self._host_ranks[1:] if self.rank == self._leader else []
-        others = leaders[1:] if self.rank == 0 else []
+        leaders = sorted({list(hosts).index(host) for host in hosts})
         with contextlib.ExitStack() as stack:
-            local = stack.enter_context(_listen_local()) if members else None
-            remote = stack.enter_context(_listen_tcp()) if others else None
-            mine = {
-                "token": token.hex(),
-                "local": local.getsockname().decode("latin1") if local else "",
-                "addresses": _own_addresses() if remote else [],
-                "port": remote.getsockname()[1] if remote else 0,
-            }
+            local = stack.enter_context(addresses.listen_local()) if members else None
+            mine = {"local": local.getsockname().decode("latin1") if local else "", "addresses": addresses.own_addresses()}
             cards = [json.loads(part) for part in bootstrap.allgather(json.dumps(mine).encode())]
+            listeners: dict[socket.socket, list[int]] = {local: members} if local else {}
+            root: list[tuple[str, int]] = []
+            if len(leaders) > 1:
+                remote, root = self._listen(bootstrap, [address for leader in leaders[1:] for address in cards[leader]["addresses"]])
+                for listener in remote:
+                    stack.enter_context(listener)
+                    listeners[listener] = leaders[1:]
             deadline = time.monotonic() + timeout
             if self.rank != self._leader:
-                card = cards[self._leader]
-                link = socket.socket(socket.AF_UNIX)
-                link.settimeout(timeout)
-                link.connect(card["local"].encode("latin1"))
-                self._greet(self._leader, link, card["token"])
+                name = cards[self._leader]["local"].encode("latin1")
+                self._link(self._leader, knock([name], own, deadline, f"the socket of rank {self._leader}"))
             elif self.rank != 0:
-                self._greet(0, _reach(cards[0]["addresses"], cards[0]["port"], timeout), cards[0]["token"])
-            for listener, expected in ((local, members), (remote, others)):
-                if listener is not None:
-                    self._accept(listener, set(expected), token, deadline)
+                where = "the control channel of rank 0, " + ", ".join(f"{host}:{port}" for host, port in root)
+                self._link(0, knock(root, own, deadline, where))
+            if listeners:
+                for rank, connection in Door(listeners, own, "the control channel").admit(deadline).items():
+                    self._link(rank, connection)
 
-    def _greet(self, peer: int, connection: socket.socket, token: str) -> None:
+    def _listen(self, bootstrap: Bootstrap, others: Sequence[str]) -> tuple[list[socket.socket], list[tuple[str, int]]]:
+        """Rank 0's sockets for other hosts; and where they are, for all. Collective."""
+        listeners: list[socket.socket] = []
+        told: dict[str, object] = {"problem": "", "at": []}
+        if self.rank == 0:
+            named = env.LISTEN.get() or bootstrap.root_address
+            try:  # the others wait for what comes of it
+                for host in [named] if named else addresses.facing(others):
+                    listeners += addresses.listen(host, 0, source="MKERNEL_LISTEN")
+                told["at"] = [(host, s.getsockname()[1]) for s in listeners for host in _reachable(str(s.getsockname()[0]))]
+            except Error as error:
+                told["problem"] = str(error)
+        (first, *_) = bootstrap.allgather(json.dumps(told).encode())
+        told = json.loads(first)
+        if told["problem"] or not told["at"]:
+            for listener in listeners:
+                listener.close()
+            raise Error(f"rank 0 cannot listen for the other hosts: {told['problem'] or 'no address of it faces them; set MKERNEL_LISTEN'}")
+        return listeners, [(host, port) for host, port in told["at"]]  # type: ignore[attr-defined]  # as it was put in
+
+    def _link(self, peer: int, connection: socket.socket) -> None:
+        if connection.family != socket.AF_UNIX:
+            addresses.tune(connection)
         self._links[peer] = _Link(peer, connection)
-        connection.sendall(_HELLO.pack(bytes.fromhex(token), self.rank))
-
-    def _accept(self, listener: socket.socket, expected: set[int], token: bytes, deadline: float) -> None:
-        while expected:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                raise errors.TimeoutError(f"rank {self.rank}: ranks {sorted(expected)} did not connect during init") from None
-            connection.settimeout(5.0)
-            try:
-                given, rank = _HELLO.unpack(_read_exactly(connection, _HELLO.size))
-            except (OSError, EOFError):
-                given, rank = b"", -1
-            if not secrets.compare_digest(given, token) or rank not in expected:
-                connection.close()  # a stranger
-                continue
-            expected.remove(rank)
-            if connection.family != socket.AF_UNIX:
-                _tune(connection)
-            self._links[rank] = _Link(rank, connection)
 
     # ---- descriptors
     @contextlib.contextmanager
@@ -293,6 +307,16 @@ class SocketControl(Control):
 
     # ---- the reader thread
     def _read_all(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # of any kind: a thread that ends in silence leaves everybody waiting
+            if self._closing:
+                return
+            _log.exception("rank %d: the control channel failed", self.rank)
+            text = f"the control channel of rank {self.rank} failed: {type(error).__name__}: {error}"
+            self._learn(Failure(Kind.aborted, text, self.rank), None)
+
+    def _serve(self) -> None:
         waiting_since = 0.0
         while not self._closing:
             incomplete = self.rank == 0 and bool(self._collector.arrived) and self.failure is None
@@ -320,7 +344,7 @@ class SocketControl(Control):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(link.socket)
             if not link.leaving and not self._closing:
-                self._learn(Failure(Kind.lost, f"rank {link.peer} has gone: its process ended without closing the world", link.peer), link)
+                self._learn(Failure(Kind.lost, f"rank {link.peer} has gone: {link.ending()}", link.peer), link)
 
     def _handle(self, link: _Link, kind: int, body: bytes) -> None:
         if kind == _REQUEST:
@@ -338,6 +362,8 @@ class SocketControl(Control):
             (rank,) = struct.unpack("!I", body)
             link.leaving = link.leaving or rank == link.peer
             self._departed(rank, link, body)
+        else:
+            raise ValueError(f"rank {link.peer} sent a message of unknown kind {kind}")
 
     def _departed(self, rank: int, link: _Link, body: bytes) -> None:
         if self.rank == 0:
@@ -408,77 +434,9 @@ def _drop_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_in_child)
 
 
-def _listen_local() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(b"\0mkernel-" + secrets.token_hex(16).encode())
-    listener.listen(128)
-    return listener
-
-
-def _listen_tcp() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=128)
-
-
-def _own_addresses() -> list[str]:
-    """Names and addresses by which other hosts may reach this one, best first."""
-    found: list[str] = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: asks the routing table which address faces outwards
-        found.append(probe.getsockname()[0])
-    found += _interface_addresses()  # a cluster's network may have neither a default route nor names
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys([*(a for a in found if not a.startswith("127.")), name, "127.0.0.1"]))
-
-
-def _interface_addresses() -> list[str]:
-    """IPv4 addresses of this host's network interfaces."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return found
-
-
-def _reach(addresses: Sequence[str], port: int, timeout: float) -> socket.socket:
-    failures = []
-    for address in addresses:
-        try:
-            connection = socket.create_connection((address, port), timeout=min(timeout, 5.0))
-        except OSError as error:
-            failures.append(f"{address}: {error}")
-            continue
-        _tune(connection)
-        return connection
-    raise Error(f"rank 0 cannot be reached on port {port}: {'; '.join(failures)}")
-
-
-def _tune(connection: socket.socket) -> None:
-    """Small messages at once; and a host that loses its power or its network sends no EOF, but stops answering."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 3),
-        (socket.TCP_KEEPINTVL, 1),
-        (socket.TCP_KEEPCNT, _SILENCE_SECONDS - _SILENCE_SECONDS // 3),
-        (socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000),  # for what was sent and is not acknowledged
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
+def _reachable(address: str) -> list[str]:
+    """Addresses by which other hosts may reach a socket that listens at ``address``."""
+    return addresses.own_addresses() if addresses.any_address(address) else [address]
 
 
 def _pack_request(request: Request) -> bytes:

@@ -550,11 +550,15 @@ class World:
             raise
 
     def _watch(self) -> None:
-        while not self._stop_watchdog.wait(_POLL_SECONDS):
-            self._look()
-            if self.failure is not None and not self.failure.derived:
-                return
-            self.backend.release()
+        try:
+            while not self._stop_watchdog.wait(_POLL_SECONDS):
+                self._look()
+                if self.failure is not None and not self.failure.derived:
+                    return
+                self.backend.release()
+        except BaseException as error:  # of any kind: else nobody would notice what kernels report
+            _log.exception("rank %d: the watchdog failed", self.rank)
+            self.abort(f"its watchdog failed: {type(error).__name__}: {error}")
 
     # ---- collectives
     def exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:

@@ -236,6 +236,8 @@ def test_the_process_knows_no_launcher_no_gpu_no_mpi() -> None:
         "RANK": "3",
         "MKERNEL_RANK": "1",
         "MKERNEL_RENDEZVOUS": "h:1",
+        "MKERNEL_SECRET": "x" * 32,
+        "MKERNEL_LISTEN": "10.0.0.1",
         "MKERNEL_RC_SIGNAL": "imm",
         "HOME": "/root",
         "CUDA_VISIBLE_DEVICES": "0",

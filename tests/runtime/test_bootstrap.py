@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from mkernel import errors
 from mkernel.errors import AbortedError, ArgumentError, Error, PeerLostError
 from mkernel.runtime import bootstrap, rendezvous
 from mkernel.runtime.bootstrap import SingleBootstrap, ThreadGroup, choose
-from mkernel.runtime.rendezvous import Meeting, TcpBootstrap, read_environment
+from mkernel.runtime.rendezvous import Meeting, SocketBootstrap, read_environment
 from tests.runtime.processes import clean_environment, free_port, mpirun
 
 
@@ -47,7 +48,7 @@ def test_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_own_address_with_a_launchers_numbers(monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], rank: int, size: int) -> None:
     set_all(monkeypatch, MKERNEL_RENDEZVOUS="[::1]:1234", **variables)
-    assert read_environment() == Meeting("::1", 1234, rank, size)
+    assert read_environment() == Meeting("::1", 1234, rank, size, one_host=True)
 
 
 def test_torchrun_leaves_its_port_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +64,48 @@ def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (meeting.host, meeting.rank, meeting.size) == ("gpu03", 5, 8)
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     assert read_environment() != meeting, "two steps of a job must not meet"
+
+
+TORCH = {"RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "node0", "MASTER_PORT": 29500}
+SLURM = {"SLURM_PROCID": 1, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 4711, "SLURM_JOB_NODELIST": "node0"}
+OWN = {"MKERNEL_RANK": 1, "MKERNEL_SIZE": 4}
+
+
+@pytest.mark.parametrize(
+    ("variables", "one_host"),
+    [
+        ({**TORCH}, False),
+        ({**TORCH, "LOCAL_WORLD_SIZE": 4}, True),
+        ({**TORCH, "LOCAL_WORLD_SIZE": 2}, False),
+        ({**TORCH, "LOCAL_WORLD_SIZE": ""}, False),
+        ({**TORCH, "MASTER_ADDR": "127.0.0.1"}, True),
+        ({**TORCH, "MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": 4}, True),
+        ({**SLURM}, False),
+        ({**SLURM, "SLURM_NNODES": 1}, True),
+        ({**SLURM, "SLURM_NNODES": 2}, False),
+        ({**SLURM, "SLURM_JOB_NUM_NODES": 2, "SLURM_STEP_NUM_NODES": 1}, True),
+        ({**SLURM, "SLURM_NNODES": 1, "SLURM_STEP_NUM_NODES": 2}, False),
+        ({**OWN, "MKERNEL_RENDEZVOUS": "node0:1"}, False),
+        ({**OWN, "MKERNEL_RENDEZVOUS": "localhost:1"}, True),
+        ({**OWN, "MKERNEL_RENDEZVOUS": "[::1]:1"}, True),
+        ({**OWN, **TORCH, "LOCAL_WORLD_SIZE": 4, "MKERNEL_RENDEZVOUS": "node0:1"}, False),
+        ({**TORCH, "LOCAL_WORLD_SIZE": 4, "MKERNEL_RENDEZVOUS": "node0:1"}, True),
+        ({**SLURM, "SLURM_NNODES": 1, "MKERNEL_RENDEZVOUS": "node0:1"}, True),
+        ({**SLURM, "SLURM_NNODES": 2, "MKERNEL_RENDEZVOUS": "node0:1"}, False),
+    ],
+)
+def test_who_is_on_one_host(monkeypatch: pytest.MonkeyPatch, variables: dict[str, object], one_host: bool) -> None:
+    """Known before anybody meets. Ranks that cannot be known to be on one host need a secret; one that is too short does not count."""
+    set_all(monkeypatch, **variables)
+    meeting = read_environment()
+    assert meeting is not None
+    assert (meeting.rank, meeting.size, meeting.one_host) == (1, 4, one_host)
+    if not one_host:
+        with pytest.raises(ArgumentError, match="MKERNEL_SECRET = unset"):
+            choose()
+        monkeypatch.setenv("MKERNEL_SECRET", "too short")
+        with pytest.raises(ArgumentError, match=r"MKERNEL_SECRET = \(not shown\): must be at least 32 characters"):
+            choose()
 
 
 def test_launchers_that_say_one_rank_are_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,23 +159,24 @@ def test_launcher_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
         choose()
 
 
-# ---- TCP
+# ---- sockets: one host, and several hosts with a secret
+
+SECRET = "of tests alone, 32 characters long"
+KINDS = ["one host", "hosts"]
 
 
-def meet(port: int, rank: int, size: int, timeout: float = 20.0) -> TcpBootstrap:
-    return TcpBootstrap(Meeting("127.0.0.1", port, rank, size), timeout)
+def meet(kind: str, port: int, rank: int, size: int, timeout: float = 60.0) -> SocketBootstrap:
+    one_host = kind == "one host"
+    return SocketBootstrap(Meeting("127.0.0.1", port, rank, size, one_host), timeout, "" if one_host else SECRET)
 
 
-def test_tcp_allgather_is_by_rank_and_repeats() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_allgather_is_by_rank_and_repeats(kind: str) -> None:
     port, size = free_port(), 5
 
     def rank(r: int) -> list[list[bytes]]:
-        with ThreadPoolExecutor(1):
-            link = meet(port, r, size)
-            try:
-                return [link.allgather(bytes([r, i]) * (i * 50_000)) for i in range(4)]
-            finally:
-                link.close()
+        with contextlib.closing(meet(kind, port, r, size)) as link:
+            return [link.allgather(bytes([r, i]) * (i * 50_000)) for i in range(4)]
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(rank, range(size)))
@@ -140,46 +184,19 @@ def test_tcp_allgather_is_by_rank_and_repeats() -> None:
     assert results == [expected] * size
 
 
-def test_tcp_says_who_is_missing() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_says_who_is_missing(kind: str) -> None:
     with pytest.raises(errors.TimeoutError, match=r"ranks \[1, 2\]"):
-        meet(free_port(), 0, 3, timeout=0.3)
+        meet(kind, free_port(), 0, 3, timeout=0.3)
     with pytest.raises(errors.TimeoutError, match="is rank 0 started"):
-        meet(free_port(), 1, 3, timeout=0.3)
+        meet(kind, free_port(), 1, 3, timeout=0.3)
 
 
-def test_tcp_refuses_two_of_one_rank() -> None:
-    port = free_port()
-    with ThreadPoolExecutor(3) as pool:
-        zero = pool.submit(meet, port, 0, 4, 5.0)
-        twins = [pool.submit(meet, port, 2, 4, 5.0) for _ in range(2)]
-        with pytest.raises(Error, match="rank 2 of 4"):
-            zero.result()
-        for twin in twins:
-            twin.result().close()
-
-
-def test_tcp_ignores_strangers() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_notices_a_rank_that_leaves(kind: str) -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(meet, port, 0, 2)
-        while True:
-            try:
-                stranger = socket.create_connection(("127.0.0.1", port), 1.0)
-                break
-            except OSError:
-                assert not zero.done()
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        one = pool.submit(meet, port, 1, 2)
-        assert zero.result().size == one.result().size == 2
-        zero.result().close()
-        one.result().close()
-        stranger.close()
-
-
-def test_tcp_notices_a_rank_that_leaves() -> None:
-    port = free_port()
-    with ThreadPoolExecutor(2) as pool:
-        zero, one = pool.submit(meet, port, 0, 2), pool.submit(meet, port, 1, 2)
+        zero, one = pool.submit(meet, kind, port, 0, 2), pool.submit(meet, kind, port, 1, 2)
         one.result().close()
         with pytest.raises(PeerLostError) as caught:
             zero.result().allgather(b"")
@@ -187,9 +204,27 @@ def test_tcp_notices_a_rank_that_leaves() -> None:
         zero.result().close()
 
 
-def test_tcp_port_in_use() -> None:
+def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Error, match="choose another port"):
-        meet(server.getsockname()[1], 0, 2, timeout=1.0)
+        meet("hosts", server.getsockname()[1], 0, 2, timeout=1.0)
+    port = free_port()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0mkernel-{os.geteuid()}-{port}".encode())
+        with pytest.raises(Error, match="choose another port"):
+            meet("one host", port, 0, 2, timeout=1.0)
+
+
+def test_a_contribution_has_a_size() -> None:
+    """A length that no contribution has is a stream that has gone wrong; nobody waits for its bytes."""
+    port = free_port()
+    for way in (0, 1):
+        with ThreadPoolExecutor(2) as pool:
+            links = [job.result() for job in [pool.submit(meet, "one host", port, rank, 2) for rank in range(2)]]
+            links[1 - way]._links[way].sendall((1 << 40).to_bytes(8, "big"))
+            with pytest.raises(Error, match=f"rank {1 - way} announced {1 << 40} bytes"):
+                links[way].allgather(b"")
+            for link in links:
+                link.close()
 
 
 # ---- threads

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mkernel.errors import ArgumentError, TransportError
-from mkernel.runtime import wire
 from mkernel.runtime.failure import Failure, Kind
 from mkernel.runtime.launch import run
 from mkernel.runtime.placement import Card, choose_network
@@ -191,20 +190,3 @@ def test_virtual_time_knows_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ArgumentError, match="virtual time"):
         mk.launch(lambda world: None, ranks=2, ranks_per_node=1, target="cpu", transport="rc")
-
-
-def test_hosts_without_names_and_routes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster's own network often has neither: the interfaces' addresses are there all the same."""
-    monkeypatch.setattr(wire.socket, "gethostname", lambda: "no-such-name.invalid")
-    with monkeypatch.context() as patch:
-        patch.setattr(wire.socket.socket, "connect", refuse)
-        addresses = wire._own_addresses()
-    usable = [address for address in addresses if address != "no-such-name.invalid"]
-    assert set(wire._interface_addresses()) <= {*usable, "127.0.0.1"}
-    with wire._listen_tcp() as listener:
-        for address in usable:
-            wire._reach([address], listener.getsockname()[1], 5.0).close()
-
-
-def refuse(*args: Any) -> None:
-    raise OSError("no route")

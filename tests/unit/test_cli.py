@@ -148,6 +148,15 @@ def test_doctor_notices_a_misspelt_switch(monkeypatch: pytest.MonkeyPatch) -> No
     assert "MKERNEL_CACHE_DIR" in finding.remedy
 
 
+def test_doctor_does_not_tell_the_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for secret in ("0123456789abcdef" * 4, "too-short-a-secret"):
+        monkeypatch.setenv("MKERNEL_SECRET", secret)
+        doctor.main([])
+        told = capsys.readouterr().out
+        assert "MKERNEL_SECRET" in told
+        assert secret not in told
+
+
 def test_doctor_survives_a_probe_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode() -> object:
         raise RuntimeError("boom")
@@ -195,7 +204,8 @@ def test_one_failing_rank_ends_the_others() -> None:
 
 _REPORT = """
 import os, sys, pathlib
-pathlib.Path(sys.argv[1], os.environ["MKERNEL_RANK"]).write_text(os.environ["MKERNEL_RENDEZVOUS"] + os.environ["ADDED"])
+NAMES = ("MKERNEL_RENDEZVOUS", "MKERNEL_SECRET", "ADDED")
+pathlib.Path(sys.argv[1], os.environ["MKERNEL_RANK"]).write_text(" ".join(os.environ[name] for name in NAMES))
 """
 
 
@@ -205,6 +215,8 @@ def test_plain_processes_are_told_where_to_meet(tmp_path: Path) -> None:
     (told,) = {path.read_text() for path in tmp_path.iterdir()}
     assert told.startswith("127.0.0.1:")
     assert told.endswith("!")
+    secret = told.split()[1]
+    assert len(secret) == 64, "made for this run, and the same for all ranks"
 
 
 def test_open_mpi_gets_the_options_it_needs(tmp_path: Path) -> None:

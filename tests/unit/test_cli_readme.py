@@ -13,7 +13,7 @@ from mkernel.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "docs/architecture.md", "docs/memory_model.md", "docs/streams.md", "docs/transports.md", "docs/benchmarks.md"]
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
 
 
 def _default(variable: env.Variable) -> str:

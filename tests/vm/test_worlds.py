@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.vm.machines import Job, Machines, Outcome, Round
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end sooner by themselves
 JOBS = Path(__file__).parent / "jobs"
+SECRET = secrets.token_hex(32)
 
 
 @functools.cache
@@ -33,7 +35,8 @@ def compile(world: str, *cases: Case) -> None:
 
 def jobs(scenario: str, world: str, **environment: str) -> list[list[Job]]:
     shape = topology(world)
-    common = {"MKERNEL_RENDEZVOUS": "10.77.0.1:5555", "MKERNEL_SIZE": str(shape.size), "MKERNEL_NO_COMPILE": "1", **environment}
+    common = {"MKERNEL_RENDEZVOUS": "10.77.0.1:5555", "MKERNEL_SIZE": str(shape.size), "MKERNEL_NO_COMPILE": "1"}
+    common |= {"MKERNEL_SECRET": SECRET, **environment}
     ranks = [Job(JOBS / "worker.py", (scenario,), {**common, "MKERNEL_RANK": str(rank)}) for rank in range(shape.size)]
     return [ranks[node * shape.ranks_per_node : (node + 1) * shape.ranks_per_node] for node in range(shape.num_nodes)]
 
