@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -122,6 +123,14 @@ def _list(text: str) -> list[str]:
     return parts
 
 
+def _command(text: str) -> list[str]:
+    """A program with arguments, as a shell would read it."""
+    words = shlex.split(text)
+    if not words or not words[0]:
+        raise ValueError("name a program")
+    return words
+
+
 def _choice(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in names:
@@ -145,7 +154,7 @@ DUMP = _declare(
     "MKERNEL_DUMP", "a path", _optional(_path), None, "folder that receives source, PTX, cubin and SASS of every compiled kernel"
 )
 NO_COMPILE = _declare("MKERNEL_NO_COMPILE", "1 or 0", _boolean, False, "compiling is an error: only cached kernels run")
-CXX = _declare("MKERNEL_CXX", "a command", _optional(str), None, "host C++20 compiler of target cpu (else $CXX, g++, clang++, c++)")
+CXX = _declare("MKERNEL_CXX", "a command", _optional(_command), None, "host C++20 compiler of target cpu (else $CXX, g++, clang++, c++)")
 CUTLASS = _declare(
     "MKERNEL_CUTLASS", "a path", _optional(_path), None, "CUTLASS include folder, holds cute/ (else the nvidia-cutlass package)"
 )

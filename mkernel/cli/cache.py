@@ -12,7 +12,7 @@ from mkernel.cli.table import format_table
 
 __all__ = ["main"]
 
-# What mkernel.jit, cuda.core and mk.tune write. Nothing else is touched: MKERNEL_CACHE_DIR may name a folder that holds other things.
+# What mkernel.jit and mk.tune write. Nothing else is touched: MKERNEL_CACHE_DIR may name a folder that holds other things.
 _PARTS = {
     "cpu": ("*.so", "*.cpp", "*.lock", "*.partial"),
     "cuda": ("entries", "tmp", "source", "locks"),

@@ -290,12 +290,20 @@ def _loopback(port: devices.DevicePort, gid_index: int) -> Finding:
 
 # ---- files and switches
 def _cache() -> Iterator[Finding]:
-    folder = env.CACHE_DIR.get()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if os.access(existing, os.W_OK | os.X_OK):
-        yield Finding("ok", "cache", f"{folder}" + ("" if folder.exists() else " (not there yet)"))
-    else:
-        yield Finding("broken", "cache", f"{folder} cannot be written", "set MKERNEL_CACHE_DIR to a folder of yours", ("cuda", "cpu"))
+    """A cache that is no good stops nobody: every process compiles again."""
+    from mkernel.jit import cache
+
+    for target in ("cpu", "cuda"):
+        where = cache.folder(target)
+        existing = next((path for path in (where, *where.parents) if path.exists()), where)
+        if not where.exists() and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            yield Finding("ok", f"{target} cache", f"{where} (not there yet)")
+        elif why := cache.problem(target):
+            yield Finding("note", f"{target} cache", f"every process compiles again: {why}", "set MKERNEL_CACHE_DIR to a folder of yours")
+        elif not os.access(where, os.W_OK):
+            yield Finding("note", f"{target} cache", f"{where} cannot be written", "set MKERNEL_CACHE_DIR to a folder of yours")
+        else:
+            yield Finding("ok", f"{target} cache", str(where))
 
 
 def _switches() -> Iterator[Finding]:

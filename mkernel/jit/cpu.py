@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -13,16 +11,17 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mkernel import env
-from mkernel.errors import CompileError
+from mkernel.errors import ArgumentError, CompileError
+from mkernel.jit import cache
 from mkernel.jit.headers import IncludePath, digest, kernels_src
 from mkernel.jit.source import render
 from mkernel.jit.spec import KernelSpec
 
-__all__ = ["compile", "core_library", "find_compiler", "sanitizing"]
+__all__ = ["compile", "core_library", "find_compiler", "open_library", "sanitizing"]
 
 _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", "-pthread")
 _KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
@@ -30,6 +29,8 @@ _CORE_FLAGS = ("-O3",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
 _CORE_SOURCES = ("memory", "fiber", "tsan", "scheduler", "sync", "async", "wgmma", "report", "crash", "host")
 _SECONDS = 600
+_ATTEMPTS = 5
+_FORMAT = "sealed"  # of the files in the cache
 
 
 def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> Path:
@@ -65,12 +66,22 @@ def find_compiler() -> tuple[str, ...]:
     ------
     CompileError
         There is none.
+    ArgumentError
+        ``MKERNEL_CXX`` names a program that is not there.
     """
-    for command in (env.CXX.get(), os.environ.get("CXX"), "g++", "clang++", "c++"):
+    asked = env.CXX.get()
+    if asked is not None:  # it is this one, or none
+        program = shutil.which(asked[0])
+        if program is None:
+            raise ArgumentError(env.CXX.name, shlex.join(asked), "there is no such program", "name a C++20 compiler, or unset it")
+        return (program, *asked[1:])
+    for command in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         words = shlex.split(command) if command else []
         program = shutil.which(words[0]) if words else None
         if program is not None:
             return (program, *words[1:])
+        if words and command == os.environ.get("CXX"):
+            cache.warn_once(f"CXX = {command}: there is no such program; another compiler is taken")
     raise CompileError("target cpu needs a C++20 compiler: install g++ (apt-get install -y g++) or set MKERNEL_CXX")
 
 
@@ -79,49 +90,65 @@ def sanitizing() -> bool:
     return hasattr(ctypes.CDLL(None), "__tsan_create_fiber")
 
 
+def open_library(build: Callable[[], Path], mode: int = ctypes.DEFAULT_MODE) -> tuple[Path, ctypes.CDLL]:
+    """What ``build`` (``compile``, ``core_library``) has made, and where it lies, loaded.
+
+    A file that somebody removed meanwhile is built again; where the system does not run files of the cache, another folder takes over.
+
+    Raises
+    ------
+    CompileError
+        As ``build``; or there is no folder from which it can be loaded.
+    """
+    for _ in range(_ATTEMPTS):
+        path = build()
+        try:
+            return path, ctypes.CDLL(str(path), mode=mode)
+        except OSError as error:
+            problem = error
+            if path.exists():
+                cache.distrust(path, f"cannot load from there: {error}")
+    raise CompileError(f"{path.stem} cannot be loaded: {problem}; set MKERNEL_CACHE_DIR to a folder that is not mounted noexec")
+
+
 def _build(name: str, text: str, flags: Sequence[str], folders: tuple[Path, ...]) -> Path:
     compiler = find_compiler()
-    key = _hash([text, digest(IncludePath(folders), text), platform.machine(), *_identity(compiler), *flags])
-    folder = env.CACHE_DIR.get() / "cpu"
-    target = folder / f"{name}-{key}.so"
-    if not target.exists():
+    key = _hash([_FORMAT, text, digest(IncludePath(folders), text), platform.machine(), *_identity(compiler), *flags])
+    stem, seal = f"{name}-{key}", key.encode()
+    path = cache.find("cpu", f"{stem}.so", seal)
+    if path is None:
         if env.NO_COMPILE.get():
-            raise CompileError(f"{name} is not in the cache {folder}, and compiling is switched off (MKERNEL_NO_COMPILE)")
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{name}-{key}.lock"):
-            if not target.exists():  # another process may have been faster
-                _compile([*compiler, *flags, *(f"-I{path}" for path in folders)], target, text)
+            raise CompileError(f"{name} is not in the cache {cache.folder('cpu')}, and compiling is switched off (MKERNEL_NO_COMPILE)")
+        with cache.locked("cpu", f"{stem}.lock"):
+            path = cache.find("cpu", f"{stem}.so", seal)  # another process may have been faster
+            if path is None:
+                data = _compile([*compiler, *flags, *(f"-I{path}" for path in folders)], stem, text)
+                try:
+                    path = cache.keep("cpu", f"{stem}.so", seal, data, 0o700)
+                except OSError as error:
+                    raise CompileError(f"{stem} cannot be kept: {error}") from error
     dump = env.DUMP.get()
     if dump is not None:
-        dump.mkdir(parents=True, exist_ok=True)
-        (dump / f"{name}-{key}.cpp").write_text(text)
-    return target
+        cache.dump(dump / f"{stem}.cpp", text.encode())
+    return path
 
 
-def _compile(compiler: Sequence[str], target: Path, text: str) -> None:
-    source = target.with_suffix(".cpp")
-    source.write_text(text)
-    handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".partial")
-    os.close(handle)
+def _compile(compiler: Sequence[str], stem: str, text: str) -> bytes:
+    """The shared object of a source."""
+    kept = cache.keep_source("cpu", f"{stem}.cpp", text)
     try:
-        command = [*compiler, str(source), "-o", partial]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-        if result.returncode != 0:
-            raise CompileError(f"{target.stem}: {compiler[0]} failed", log=f"{shlex.join(command)}\n{result.stderr}", path=str(source))
-        Path(partial).chmod(0o755)
-        Path(partial).replace(target)  # atomic: other processes see all of it or nothing
+        # Not in the cache: its disk may be full, and others may look there.
+        with tempfile.TemporaryDirectory(prefix="mkernel-") as scratch:
+            source, target = Path(scratch) / f"{stem}.cpp", Path(scratch) / f"{stem}.so"
+            source.write_text(text)
+            command = [*compiler, str(source), "-o", str(target)]
+            result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+            if result.returncode != 0:
+                log = f"{shlex.join(command)}\n{result.stderr}"
+                raise CompileError(f"{stem}: {compiler[0]} failed", log=log, path=str(kept or ""))
+            return target.read_bytes()
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"{target.stem}: {compiler[0]}: {error}", path=str(source)) from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One compilation of a key at a time on this host."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        raise CompileError(f"{stem}: {compiler[0]}: {error}", path=str(kept or "")) from error
 
 
 def _identity(compiler: Sequence[str]) -> tuple[str, ...]:

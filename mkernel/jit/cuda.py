@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import time
@@ -46,19 +47,26 @@ def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> bytes:
         says, or it is not in the cache and compiling is switched off (``MKERNEL_NO_COMPILE``).
     """
     job = _Job(spec, include)
-    cubin = cache.load(job.key)
+    cubin = _cached(job)
     if cubin is None:
         if env.NO_COMPILE.get():
-            raise CompileError(f"{spec.name} is not in the cache {cache.folder()}, and compiling is switched off (MKERNEL_NO_COMPILE)")
-        with cache.locked(job.key):
-            cubin = cache.load(job.key)  # another rank may have been faster
+            where = cache.folder("cuda")
+            raise CompileError(f"{spec.name} is not in the cache {where}, and compiling is switched off (MKERNEL_NO_COMPILE)")
+        with cache.locked("cuda", f"locks/{job.key.hex()}"):
+            cubin = _cached(job)  # another rank may have been faster
             if cubin is None:
                 cubin = job.compile()
-                cache.store(job.key, cubin)
+                with contextlib.suppress(OSError):  # no place at all: later worlds compile it again
+                    cache.keep("cuda", job.entry, job.key, cubin)
     dump = env.DUMP.get()
     if dump is not None:
         job.dump(dump, cubin)
     return cubin
+
+
+def _cached(job: _Job) -> bytes | None:
+    path = cache.find("cuda", job.entry, job.key)
+    return None if path is None else cache.read(path, job.key)
 
 
 def compile_ptx(spec: KernelSpec, *, include: Sequence[Path] = ()) -> str:
@@ -102,9 +110,13 @@ class _Job:
         """For the files of this kernel; different for different keys."""
         return f"{self.spec.name}-{self.key.hex()[:16]}"
 
+    @property
+    def entry(self) -> str:
+        """Name of the cubin in the cache."""
+        return f"entries/{self.key.hex()}.cubin"
+
     def compile(self) -> bytes:
-        source = cache.folder() / "source" / f"{self.stem}.cu"
-        _keep(source, self.source.encode())
+        source = cache.keep_source("cuda", f"source/{self.stem}.cu", self.source)
         begin = time.perf_counter()
         cubin = self.nvrtc(source)
         seconds = time.perf_counter() - begin
@@ -112,7 +124,7 @@ class _Job:
         if used.parameter_bytes != self.spec.parameter_bytes:
             raise CompileError(
                 f"{self.spec.name}: the kernel takes {used.parameter_bytes} bytes of parameters, its plan says {self.spec.parameter_bytes}",
-                path=str(source),
+                path=str(source or ""),
             )
         _log.info("compiled %s in %.2f s: %d bytes, %s", self.stem, seconds, len(cubin), used)
         if used.local_bytes:
@@ -172,7 +184,7 @@ class _Job:
         parts["sass"] = None if sass is None else f"// {resources(cubin, ENTRY)}\n{sass}".encode()
         for suffix, data in parts.items():
             if data is not None:
-                cache.write_atomically(folder / f"{self.stem}.{suffix}", data)
+                cache.dump(folder / f"{self.stem}.{suffix}", data)
 
 
 def _options(name: str, search: IncludePath) -> ProgramOptions:
@@ -185,14 +197,6 @@ def _options(name: str, search: IncludePath) -> ProgramOptions:
         device_as_default_execution_space=True,  # CuTe has functions without __device__
         include_path=[str(folder) for folder in search.folders],
     )
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """The source beside the cubins, for error messages and debuggers. Nothing depends on it."""
-    try:
-        cache.write_atomically(path, data)
-    except OSError as error:
-        _log.debug("kernel cache: %s", error)
 
 
 class _Log:

@@ -49,8 +49,9 @@ _WAKING_SECONDS = 1.0  # how long a rank whose wait has ended may take to wake u
 class _Library:
     """The scheduler library's functions (kernels_src/cpu/interface.h). Every call releases the GIL."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # kernels find the scheduler's functions there
+    def __init__(self) -> None:
+        # Global: kernels find the scheduler's functions there.
+        _, library = compiler.open_library(compiler.core_library, ctypes.RTLD_GLOBAL)
         u64, u32, i32, p, text = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
         self.create = self._function(library, "create", p, u64, ctypes.c_bool)
         self.destroy = self._function(library, "destroy", None, p)
@@ -83,17 +84,17 @@ class _Library:
 
 @functools.lru_cache(maxsize=1)
 def _library() -> _Library:
-    return _Library(compiler.core_library())
+    return _Library()
 
 
 class CpuKernel(Kernel):
     """A kernel's shared object, loaded."""
 
-    def __init__(self, spec: KernelSpec, path: Path, max_ctas: int) -> None:
+    def __init__(self, spec: KernelSpec, path: Path, max_ctas: int, library: ctypes.CDLL | None = None) -> None:
         self.spec = spec
         self._max_ctas = max_ctas
         _library()  # the kernel's symbols are there
-        self._library = ctypes.CDLL(str(path))
+        self._library = library or ctypes.CDLL(str(path))
         threads, size = self._library.mkernel_threads(), self._library.mkernel_parameter_bytes()
         if (threads, size) != (spec.threads, spec.parameter_bytes):
             raise CompileError(
@@ -654,7 +655,9 @@ class CpuDevice(Device):
         compiler.compile(spec)
 
     def load(self, spec: KernelSpec) -> CpuKernel:
-        return CpuKernel(spec, compiler.compile(spec), self.sm_count)
+        _library()  # first: a kernel's own library is looked up in it
+        path, library = compiler.open_library(functools.partial(compiler.compile, spec))
+        return CpuKernel(spec, path, self.sm_count, library)
 
     def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
         size = dlpack.numpy_dtype(dtype).itemsize
