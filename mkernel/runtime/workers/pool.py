@@ -380,15 +380,15 @@ class Pool(threading.Thread):
                 call.kill_at = float("inf")
                 self._kill_busy(call)
         elif now >= self._idle_since + self._idle_limit:
-            self._begin_end()
+            self._begin_end(idle=True)
         if now >= self._end_at:
             for worker in self._living():
                 worker.kill()
                 self._bury(worker)
 
-    def _begin_end(self) -> None:
+    def _begin_end(self, *, idle: bool = False) -> None:
         with self._lock:
-            if self._ending:
+            if self._ending or (idle and self._requests):  # a call has just come
                 return
             self._ending = True
         if self._call is not None:
