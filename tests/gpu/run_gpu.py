@@ -5,6 +5,7 @@ world      worlds 1x1 1x2 1x4 2x2: covering shapes, 200 calls back to back, 1000
 signals    world 2x2 again, with the flags in pinned host memory, raised by the engine: as over srd and rc (imm), without a network card
 faults     1x4, 2x2 and under mpirun: ranks that disagree, stay away, raise or are killed (faults.py)
 sanitizer  one rank, and two: small calls under compute-sanitizer (sanitize.py)
+notebook   1x2 1x4 2x2: the cells of a notebook one after the other, in processes of mk.launch that stay (notebook.py)
 host       one GPU: what a call of a cached plan costs the host, with CuPy's and torch's arrays; how long ``import mkernel`` takes
 bench      ``python -m mkernel bench allgather_gemm`` (options after --)
 
@@ -46,9 +47,10 @@ from mkernel.plan.topology import Topology  # noqa: E402
 from tests.reference import roundings, worst_sum_over_bound  # noqa: E402
 
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "one_shot", "two_shot")  # ops, and algorithms of gemm_allreduce
-STAGES = ("gemm", "world", "signals", "faults", "sanitizer", "host", "bench")
+STAGES = ("gemm", "world", "signals", "faults", "sanitizer", "notebook", "host", "bench")
 FAULTS = ("1x4", "2x2", "mpirun")
 SANITIZED = ("1x1", "1x2")
+NOTEBOOKS = ("1x2", "1x4", "2x2")
 WORLDS = ("1x1", "1x2", "1x4", "2x2")
 SIGNALS = ("2x2",)
 FAMILIES = 5  # kernels of check covering
@@ -95,7 +97,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--worlds",
         nargs="+",
-        help=f"of stage world (default {' '.join(WORLDS)}), signals ({' '.join(SIGNALS)}), faults ({' '.join(FAULTS)}) and sanitizer",
+        help=f"of stage world (default {' '.join(WORLDS)}), signals ({' '.join(SIGNALS)}), faults ({' '.join(FAULTS)}), sanitizer and notebook",
     )
     parser.add_argument("--only", nargs="+", default=[], help="checks of stages world and signals to run, e.g. covering graph")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="of stages world, signals, faults and sanitizer")
@@ -138,6 +140,11 @@ def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple
             for world, op in itertools.product(options.worlds or worlds, options.ops):
                 arguments = [str(here / script), world, "--op", op, "--limit", str(options.limit - 10)]
                 jobs.append((f"{stage} {world} {op}", 1, arguments, options.limit))
+    if "notebook" in options.stages:
+        for world in options.worlds or NOTEBOOKS:
+            shape = _topology(world)
+            arguments = [str(here / "notebook.py"), "--ranks", str(shape.size), "--ranks-per-node", str(shape.ranks_per_node)]
+            jobs.append((f"notebook {world}", 1, arguments, options.limit))
     if "host" in options.stages:
         jobs.append(("host", 1, [__file__, "--rank", "host", *common], options.limit))
     if "bench" in options.stages:

@@ -71,4 +71,4 @@ def test_what_the_sanitizers_say() -> None:
 def test_the_driver_knows_its_stages() -> None:
     done = subprocess.run([sys.executable, str(HERE / "run_gpu.py"), "nothing"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "gemm, world, signals, faults, sanitizer, host, bench" in done.stderr
+    assert "gemm, world, signals, faults, sanitizer, notebook, host, bench" in done.stderr
