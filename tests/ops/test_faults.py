@@ -1,8 +1,11 @@
-"""Ranks that die, hang, stay away or raise in the middle of a fused GEMM: the others hear of it in time and nothing is left behind."""
+"""Ranks that die, hang, stay away or raise in the middle of a fused GEMM: the others hear of it and nothing is left behind.
+
+No test measures time: a slow machine is slow at everything. Deadlines that must not be what ends a wait are longer than ``_SECONDS``, after
+which a test gives up; of those that must be, the error says how long it was. Ranks tell each other by files where they are.
+"""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,7 @@ from tests.runtime.processes import Result, free_port, start, start_mpi
 from tests.runtime.test_processes import _nothing_left  # noqa: F401 - a fixture for every test here
 
 _WORKER = Path(__file__).with_name("worker.py")
-_SECONDS = 120.0
-_TIMEOUT = 5.0  # of the worlds in worker.py
+_SECONDS = 200.0
 
 
 _OTHERS = ("gemm_reduce_scatter", "two_shot", "one_shot")  # ops, and algorithms of gemm_allreduce
@@ -27,9 +29,9 @@ def some(worlds: tuple[str, ...], *others: tuple[str, str]) -> pytest.MarkDecora
     return pytest.mark.parametrize(("world", "how"), [*((world, "allgather_gemm") for world in worlds), *others, *slow])
 
 
-def ranks(scenario: str, world: str, how: str, **environment: str) -> list[Result]:
+def ranks(notes: Path, scenario: str, world: str, how: str, **environment: str) -> list[Result]:
     shape = topology(world)
-    environment = {"MKERNEL_RANKS_PER_NODE": str(shape.ranks_per_node), "TEST_HOW": how, **environment}
+    environment = {"MKERNEL_RANKS_PER_NODE": str(shape.ranks_per_node), "TEST_HOW": how, "TEST_NOTES": str(notes), **environment}
     return start(scenario, shape.size, _SECONDS, _WORKER, **environment)
 
 
@@ -41,62 +43,55 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
 
 @some(("1x3", "2x2", "3x1"), ("1x3", "one_shot"), ("1x3", "packets"), ("2x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
 def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
-    results = ranks("killed", world, how, TEST_DEATH=str(tmp_path / "death"), SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
+    results = ranks(tmp_path, "killed", world, how, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
     assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results
-    inside = float((tmp_path / "death").read_text().split()[1])
+    death = float((tmp_path / "death").read_text())
     for line in lines(results, but=1):
-        assert line["first"]["error"] in ("PeerLostError", "TimeoutError"), line
-        assert inside < line["first"]["seconds"] < inside + _TIMEOUT + 5.0
+        assert line["first"]["error"] == "PeerLostError", line
+        assert line["first"]["peer"] == 1
+        assert death < line["first"]["at"], "the call was not over"
         assert line["again"]["error"] == line["first"]["error"], "a failed world stays failed"
-        assert line["again"]["seconds"] < 1.0
         assert line["closing"]["error"] is None, "the failure has been seen"
-        assert line["closing"]["seconds"] < 5.0
         assert line["left"] == {"sockets": 0, "memfds": 0, "maps": 0, "threads": 0}
         assert line["second"] == len(results) - 1
-    for line in lines(results, but=1):
-        if line["first"]["error"] == "PeerLostError":
-            assert line["first"]["peer"] == 1
 
 
 @pytest.mark.mpi
 @some(("1x4", "2x2"), ("1x4", "gemm_reduce_scatter"), ("2x2", "two_shot"))
 def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
-    death, per_node = tmp_path / "death", str(topology(world).ranks_per_node)
-    result = start_mpi("killed_uncaught", 4, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=per_node, TEST_HOW=how, TEST_DEATH=str(death))
-    assert time.time() - float(death.read_text().split()[0]) < 10.0
+    per_node = str(topology(world).ranks_per_node)
+    result = start_mpi("killed_uncaught", 4, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=per_node, TEST_HOW=how, TEST_NOTES=str(tmp_path))
+    assert (tmp_path / "death").exists()
     assert result.code != 0
     assert not any(line.get("ended") == "well" for line in result.lines)
 
 
 @some(("1x2", "2x2"), ("1x2", "two_shot"), ("2x2", "gemm_reduce_scatter"))
-def test_a_rank_that_never_calls(world: str, how: str) -> None:
-    results = ranks("stays_away", world, how)
+def test_a_rank_that_never_calls(tmp_path: Path, world: str, how: str) -> None:
+    results = ranks(tmp_path, "stays_away", world, how)
     assert [result.code for result in results] == [0] * len(results), results
     for line in lines(results):
         assert line["first"]["error"] == "TimeoutError", line
-        assert "waited 1.5 s for rank 1, which never entered call 2" in line["first"]["message"]
+        assert "waited 3.0 s for rank 1, which never entered call 2" in line["first"]["message"]
         assert line["first"]["record_rank"] != 1
-        assert line["first"]["seconds"] < 1.5 + 5.0
         assert line["closing"]["error"] is None
 
 
 @some(("1x2", "2x2"), ("1x2", "gemm_reduce_scatter"), ("1x2", "packets"), ("2x2", "two_shot"))
-def test_a_rank_that_hangs_inside_a_kernel(world: str, how: str) -> None:
-    results = ranks("slow_inside", world, how)
+def test_a_rank_that_hangs_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
+    results = ranks(tmp_path, "slow_inside", world, how)
     assert [result.code for result in results] == [0] * len(results), results
     for rank, line in enumerate(lines(results)):
         heard = line["closing"] if rank == 1 and line["first"]["error"] is None else line["first"]  # it may have all it needs
         assert heard["error"] == "TimeoutError", line
         assert "waited 1.5 s for" in heard["message"]
-        assert rank == 1 or heard["seconds"] < 1.5 + 5.0
 
 
 @some(("1x2", "2x2"), ("1x2", "one_shot"), ("2x2", "gemm_reduce_scatter"))
-def test_a_rank_that_raises(world: str, how: str) -> None:
-    results = ranks("raises", world, how)
+def test_a_rank_that_raises(tmp_path: Path, world: str, how: str) -> None:
+    results = ranks(tmp_path, "raises", world, how)
     assert "ValueError: the input file is gone" in results[1].errors
     assert results[1].code == 1
     for line in lines(results, but=1):
         assert line["first"]["error"] == "AbortedError", line
         assert "ValueError: the input file is gone" in line["first"]["message"]
-        assert line["first"]["seconds"] < 5.0

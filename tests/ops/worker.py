@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
+from mkernel import abi
 from tests.ops.body import Case, back_to_back, bits, problems
+from tests.runtime.notes import await_notes, note, of_others
 from tests.runtime.worker import outcome, tell
 
 HOW = os.environ.get("TEST_HOW", "allgather_gemm")  # an op, an algorithm of gemm_allreduce, or "packets": two-shot, with few values
@@ -58,7 +60,8 @@ def calls() -> None:
 
 _SMALL, _LARGE = 40, 16000 if HOW == "packets" else 12000  # rows of a; the large call takes a second or more, on a fast machine too
 _K = 1024 if HOW == "packets" else 512
-_INSIDE = 0.3  # seconds from the beginning of a call to the middle of its kernel
+_TILES = 6  # so many have been taken in the middle of a kernel: more than there are CTAs, fewer than there are tiles
+_NEVER = 600.0  # seconds; a deadline that no test lives to see
 
 
 def _operands(world: Any, rows: int) -> tuple[Any, Any]:
@@ -112,27 +115,31 @@ def _resources() -> dict[str, int]:
     }
 
 
-def _die_soon() -> None:
-    """By SIGKILL, while this rank's kernel is running."""
-    begin = time.monotonic()
+def _inside(world: Any, action: Callable[[], None]) -> None:
+    """Do something in the middle of this rank's next kernel: it has taken some tiles, and has more to take."""
+    control = abi.ControlBlock.from_address(world._template.control)
 
-    def die() -> None:
-        time.sleep(_INSIDE)
-        with open(os.environ["TEST_DEATH"], "w") as file:
-            file.write(f"{time.time()} {time.monotonic() - begin}")
-        os.kill(os.getpid(), signal.SIGKILL)
+    def wait() -> None:
+        while control.tile_counter < _TILES:
+            time.sleep(0.001)
+        action()
 
-    threading.Thread(target=die).start()
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _die() -> None:
+    note("death", str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed() -> None:
     """In the middle of a kernel; then the survivors go on in a world of their own."""
     before = _resources()
-    world = mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20)
+    world = mk.init(target="cpu", timeout=_NEVER, heap_bytes=96 << 20)
     _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
-        _die_soon()
+        _inside(world, _die)
     first = outcome(lambda: _call(world, *large))
     again = outcome(lambda: _small_call(world))
     closing = outcome(world.close)
@@ -141,7 +148,7 @@ def killed() -> None:
     os.environ["MKERNEL_RANK"] = str(world.rank - (world.rank > 1))
     os.environ["MKERNEL_RENDEZVOUS"] = os.environ["SECOND_RENDEZVOUS"]
     del os.environ["MKERNEL_RANKS_PER_NODE"]
-    with mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20) as second:
+    with mk.init(target="cpu", timeout=_NEVER, heap_bytes=96 << 20) as second:
         _small_call(second)
         size = second.size
     tell(rank=world.rank, first=first, again=again, closing=closing, left={k: after[k] - before[k] for k in before}, second=size)
@@ -149,50 +156,60 @@ def killed() -> None:
 
 def killed_uncaught() -> None:
     """The same in a script that knows nothing of errors."""
-    world = mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20)
+    world = mk.init(target="cpu", timeout=_NEVER, heap_bytes=96 << 20)
     _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
-        _die_soon()
+        _inside(world, _die)
     _call(world, *large)
     tell(rank=world.rank, ended="well")
 
 
 def stays_away() -> None:
     """Rank 1 lives on, and never calls."""
-    world = mk.init(target="cpu", timeout=5.0, entry_timeout=1.5, heap_bytes=96 << 20)
+    world = mk.init(target="cpu", timeout=_NEVER, entry_timeout=3.0, heap_bytes=96 << 20)
     _small_call(world)
     world.barrier()
     if world.rank == 1:
-        time.sleep(3.0)
-        first = outcome(world.check)
+
+        def work() -> None:
+            while True:
+                world.check()
+                time.sleep(0.05)
+
+        first = outcome(work)
     else:
         first = outcome(lambda: _small_call(world))
     tell(rank=world.rank, first=first, closing=outcome(world.close))
 
 
 def slow_inside() -> None:
-    """Rank 1 has entered the call and is then stopped for longer than the others' patience."""
-    world = mk.init(target="cpu", timeout=1.5, heap_bytes=96 << 20)
+    """Rank 1 has entered the call and is then stopped until the others' patience is over."""
+    world = mk.init(target="cpu", timeout=1.5, entry_timeout=_NEVER, heap_bytes=96 << 20)
     _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
-        stopper = f"import os, signal, sys, time; time.sleep({_INSIDE}); os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(4); "
-        stopper += "os.kill(int(sys.argv[1]), signal.SIGCONT)"
-        child = subprocess.Popen([sys.executable, "-c", stopper, str(os.getpid())])
+        child = os.fork()
+        if child == 0:
+            await_notes(*of_others(world, "heard"))
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        _inside(world, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     first = outcome(lambda: _call(world, *large))
+    note(f"heard-{world.rank}")
     if world.rank == 1:
-        child.wait()
+        os.waitpid(child, 0)
     tell(rank=world.rank, first=first, closing=outcome(world.close))
 
 
 def raises() -> None:
     """Rank 1 raises where the others call."""
-    with mk.init(target="cpu", timeout=5.0, heap_bytes=96 << 20) as world:
+    with mk.init(target="cpu", timeout=_NEVER, heap_bytes=96 << 20) as world:
         _small_call(world)
         world.barrier()  # all have what they need of the first call
+        note(f"left-{world.rank}")
         if world.rank == 1:
-            time.sleep(0.3)  # the others have left the barrier
+            await_notes(*of_others(world, "left"))
             raise ValueError("the input file is gone")
         first = outcome(lambda: _small_call(world))
         tell(rank=world.rank, first=first)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
+SECONDS = 200.0  # a test's patience: far more than a loaded machine needs
 RUN_ID = f"mkernel-test-{secrets.token_hex(8)}"  # in the environment of every process we start
 _LAUNCHER_PREFIXES = ("MKERNEL_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_")
 _TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -40,7 +41,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "TEST_RUN_ID": RUN_ID, **extra}
 
 
-def start(scenario: str, ranks: int, timeout: float = 60.0, worker: Path = WORKER, **extra: str) -> list[Result]:
+def start(scenario: str, ranks: int, timeout: float = SECONDS, worker: Path = WORKER, **extra: str) -> list[Result]:
     """Plain processes that meet over TCP. By rank."""
     rendezvous = f"127.0.0.1:{free_port()}"
     processes = [
@@ -76,7 +77,7 @@ def mpirun() -> str:
     return found
 
 
-def start_mpi(scenario: str, ranks: int, timeout: float = 60.0, worker: Path = WORKER, **extra: str) -> Result:
+def start_mpi(scenario: str, ranks: int, timeout: float = SECONDS, worker: Path = WORKER, **extra: str) -> Result:
     """Ranks under mpirun."""
     command = [mpirun(), "-n", str(ranks)]
     if "Open MPI" in subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout:

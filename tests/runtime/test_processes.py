@@ -1,4 +1,7 @@
-"""Ranks as processes: plain ones that meet over TCP, and real mpirun. What a user sees when a rank dies, fails or disagrees."""
+"""Ranks as processes: plain ones that meet over TCP, and real mpirun. What a user sees when a rank dies, fails or disagrees.
+
+No test measures time. Deadlines that must not be what ends a wait are longer than ``start`` and ``start_mpi`` give a test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def _nothing_left() -> Iterator[None]:
     """No process, shared-memory file or abstract socket outlives its test."""
     before = leftovers()
     yield
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while leftovers() - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert leftovers() - before == set()
@@ -62,16 +65,14 @@ def test_mpirun(per_node: int) -> None:
     check_ok(result.lines, 4, per_node)
 
 
-def test_a_killed_rank_and_a_new_world() -> None:
-    results = start("killed", 3, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
+def test_a_killed_rank_and_a_new_world(tmp_path: Path) -> None:
+    results = start("killed", 3, TEST_NOTES=str(tmp_path), SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
     assert [result.code for result in results] == [0, -9, 0], results
     for result in (results[0], results[2]):
         (line,) = result.lines
         assert line["first"]["error"] == "PeerLostError"
         assert line["first"]["peer"] == 1
-        assert line["first"]["seconds"] < 3.0
         assert line["closing"]["error"] is None
-        assert line["closing"]["seconds"] < 3.0
         assert line["again"] == 2
         assert result.errors.count("has failed") == 1, "logged once"
 
@@ -83,33 +84,26 @@ def test_a_rank_killed_while_others_are_at_a_barrier(size: int) -> None:
     for line in flatten(results):
         assert line["first"]["error"] == "PeerLostError"  # type: ignore[index]
         assert line["first"]["peer"] == size - 1  # type: ignore[index]
-        assert line["first"]["seconds"] < 3.0  # type: ignore[index]
 
 
 @pytest.mark.mpi
 def test_mpirun_does_not_hang_when_a_rank_is_killed() -> None:
-    begin = time.monotonic()
     result = start_mpi("killed_at_barrier", 4)
-    assert time.monotonic() - begin < 10.0
     assert result.code != 0
 
 
 @pytest.mark.mpi
 def test_mpirun_does_not_hang_when_a_rank_raises() -> None:
-    begin = time.monotonic()
     result = start_mpi("raises", 4)
-    assert time.monotonic() - begin < 10.0
     assert result.code != 0
     assert "ValueError: planned" in result.errors
 
 
 @pytest.mark.mpi
 def test_mpirun_does_not_hang_when_mkernel_fails() -> None:
-    begin = time.monotonic()
     result = start_mpi("fails", 3)
-    assert time.monotonic() - begin < 10.0
     assert result.code != 0
-    assert "waited 1.0 s for rank 1, which never entered call 1" in result.errors
+    assert "waited 3.0 s for rank 1, which never entered call 1" in result.errors
 
 
 @pytest.mark.mpi
@@ -142,17 +136,14 @@ def test_a_new_plan_against_a_cached_one() -> None:
     for line in flatten(results):
         assert line["first"]["error"] == "MismatchError"  # type: ignore[index]
         assert "rank 0 asked for gemm(digest 0x7) after 5 calls" in line["first"]["message"]  # type: ignore[index]
-        assert line["seconds"] < 3.0  # type: ignore[operator]
 
 
-def test_forked_children_take_no_part() -> None:
-    begin = time.monotonic()
-    results = start("forks", 3)
+def test_forked_children_take_no_part(tmp_path: Path) -> None:
+    """Rank 1's child lives until the others have heard of its parent's death."""
+    results = start("forks", 3, TEST_NOTES=str(tmp_path))
     assert [result.code for result in results] == [0, -9, 0], results
     for line in flatten(results):
         assert line["first"]["error"] == "PeerLostError"  # type: ignore[index]
-        assert line["first"]["seconds"] < 1.5, "while the child still lives"  # type: ignore[index]
-    assert time.monotonic() - begin < 10.0
 
 
 @pytest.mark.mpi
@@ -166,7 +157,7 @@ def test_worlds_left_open_are_closed_at_exit() -> None:
 
 @pytest.mark.parametrize("per_node", [2, 1])
 def test_kernels_in_plain_processes(per_node: int) -> None:
-    results = start("real_kernel", 2, timeout=200.0, MKERNEL_RANKS_PER_NODE=str(per_node))
+    results = start("real_kernel", 2, MKERNEL_RANKS_PER_NODE=str(per_node))
     assert [result.code for result in results] == [0] * 2, results
     for line in flatten(results):
         assert line["worst"] < 0.02, line  # type: ignore[operator]
@@ -176,34 +167,31 @@ def test_kernels_in_plain_processes(per_node: int) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("per_node", [4, 2])
 def test_kernels_under_mpirun(per_node: int) -> None:
-    result = start_mpi("real_kernel", 4, timeout=200.0, MKERNEL_RANKS_PER_NODE=str(per_node))
+    result = start_mpi("real_kernel", 4, MKERNEL_RANKS_PER_NODE=str(per_node))
     assert result.code == 0, result.errors
     assert [line["worst"] < 0.02 for line in result.lines] == [True] * 4
 
 
-def test_kernels_leave_when_a_peer_is_killed() -> None:
-    results = start("real_kernel_killed", 3, timeout=200.0)
+def test_kernels_leave_when_a_peer_is_killed(tmp_path: Path) -> None:
+    results = start("real_kernel_killed", 3, TEST_NOTES=str(tmp_path))
     assert [result.code for result in results] == [0, -9, 0], results
     for line in flatten(results):
         assert line["first"]["error"] == "PeerLostError", line  # type: ignore[index]
         assert line["first"]["peer"] == 1  # type: ignore[index]
-        assert line["first"]["seconds"] < 5.0  # type: ignore[index]
 
 
 def test_kernels_see_another_plan() -> None:
-    results = start("real_kernel_other_shape", 3, timeout=200.0)
+    results = start("real_kernel_other_shape", 3)
     assert [result.code for result in results] == [0] * 3, results
     for line in flatten(results):
         assert line["first"]["error"] == "MismatchError", line  # type: ignore[index]
-        assert line["first"]["seconds"] < 10.0  # type: ignore[index]
         assert "call 3" in line["first"]["message"]  # type: ignore[index]
 
 
 def test_kernels_do_not_wait_for_ever() -> None:
-    results = start("real_kernel_late", 3, timeout=200.0)
+    results = start("real_kernel_late", 3)
     assert [result.code for result in results] == [0] * 3, results
     for line in flatten(results):
         assert line["first"]["error"] == "TimeoutError", line  # type: ignore[index]
         assert "for rank 1, which never entered call 2" in line["first"]["message"]  # type: ignore[index]
         assert line["first"]["record_rank"] in (0, 2)  # type: ignore[index]
-        assert line["first"]["seconds"] < 5.0  # type: ignore[index]

@@ -15,10 +15,13 @@ from mkernel.errors import Error
 from mkernel.runtime.assemble import join
 from mkernel.runtime.world import Options, World
 from tests.runtime.fake import FakeDevice, FakePlan, Parameters
+from tests.runtime.notes import await_notes, note, of_others
+
+NEVER = 600.0  # seconds; a deadline that no test lives to see
 
 
 def open_world(**options: object) -> World:
-    defaults = {"target": "cuda", "timeout": 5.0, "entry_timeout": 20.0, "heap_bytes": 1 << 20}
+    defaults = {"target": "cuda", "timeout": NEVER, "entry_timeout": NEVER, "heap_bytes": 1 << 20}
     return join(None, Options.resolve(**{**defaults, **options}), FakeDevice)
 
 
@@ -28,7 +31,7 @@ def tell(**fields: object) -> None:
 
 
 def outcome(action: object) -> dict[str, object]:
-    begin = time.monotonic()
+    """How it ended; ``at``: when, by the clock that all processes of a machine share."""
     try:
         action()  # type: ignore[operator]
     except Error as error:
@@ -38,9 +41,9 @@ def outcome(action: object) -> dict[str, object]:
             "message": str(error),
             "peer": getattr(error, "rank", None),
             "record_rank": record and record.rank,
-            "seconds": time.monotonic() - begin,
+            "at": time.monotonic(),
         }
-    return {"error": None, "seconds": time.monotonic() - begin}
+    return {"error": None, "at": time.monotonic()}
 
 
 def calls(world: World, count: int = 5) -> None:
@@ -71,8 +74,9 @@ def killed() -> None:
     """Rank 1 dies without a word while the others wait for it inside a call; then a new world of the survivors."""
     world = open_world()
     calls(world)
+    note(f"left-{world.rank}")
     if world.rank == 1:
-        time.sleep(0.3)  # the others have left the barrier
+        await_notes(*of_others(world, "left"))
         os.kill(os.getpid(), signal.SIGKILL)
     executable = world.executable("null", FakePlan)
 
@@ -109,7 +113,7 @@ def raises() -> None:
 
 def fails() -> None:
     """Rank 1 stays away from a call: everybody dies of mkernel's TimeoutError."""
-    world = open_world(entry_timeout=1.0)
+    world = open_world(entry_timeout=3.0)
     executable = world.executable("null", FakePlan)
     world.barrier()
     world.launch(executable, Parameters(silent_rank=2))
@@ -118,7 +122,7 @@ def fails() -> None:
 
 def caught() -> None:
     """The same, but the script handles the error and ends well."""
-    world = open_world(entry_timeout=1.0)
+    world = open_world(entry_timeout=3.0)
     executable = world.executable("null", FakePlan)
     world.barrier()
     world.launch(executable, Parameters(silent_rank=2))
@@ -129,14 +133,13 @@ def cached_against_new() -> None:
     """Rank 0 wants a new plan where the others launch a cached one."""
     world = open_world()
     calls(world)
-    begin = time.monotonic()
     if world.rank == 0:
         result = outcome(lambda: world.executable("other", lambda: FakePlan(op="gemm", digest=7)))
     else:
         executable = world.executable("null", FakePlan)
         world.launch(executable, Parameters())
         result = outcome(world.synchronize)
-    tell(rank=world.rank, first=result, closing=outcome(world.close), seconds=time.monotonic() - begin)
+    tell(rank=world.rank, first=result, closing=outcome(world.close))
 
 
 def left_open() -> None:
@@ -151,13 +154,15 @@ def forks() -> None:
     world = open_world()
     calls(world)
     if os.fork() == 0:
-        if world.rank == 1:
-            time.sleep(2.0)
+        if world.rank == 1:  # it outlives what the others hear of its parent
+            await_notes(*of_others(world, "heard"))
         sys.exit(0)
     calls(world)
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    tell(rank=world.rank, first=outcome(world.barrier), closing=outcome(world.close))
+    first = outcome(world.barrier)
+    note(f"heard-{world.rank}")
+    tell(rank=world.rank, first=first, closing=outcome(world.close))
 
 
 def real_kernel() -> None:
@@ -166,7 +171,7 @@ def real_kernel() -> None:
 
     import mkernel as mk
 
-    with mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24) as world:
+    with mk.init(target="cpu", timeout=NEVER, entry_timeout=NEVER, heap_bytes=1 << 24) as world:
         rng = np.random.default_rng(1)
         a, b = rng.standard_normal((world.size, 40, 64)).astype(np.float16), rng.standard_normal((64, 72)).astype(np.float16)
         for _ in range(3):
@@ -183,11 +188,13 @@ def real_kernel_killed() -> None:
 
     import mkernel as mk
 
-    world = mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24)
+    world = mk.init(target="cpu", timeout=NEVER, entry_timeout=NEVER, heap_bytes=1 << 24)
     a, b = np.ones((40, 64), np.float16), np.ones((64, 72), np.float16)
     mk.allgather_gemm(a, b)
+    world.barrier()
+    note(f"left-{world.rank}")
     if world.rank == 1:
-        time.sleep(0.5)
+        await_notes(*of_others(world, "left"))
         os.kill(os.getpid(), signal.SIGKILL)
     tell(rank=world.rank, first=outcome(lambda: mk.allgather_gemm(a, b)), closing=outcome(world.close))
 
@@ -198,7 +205,7 @@ def real_kernel_other_shape() -> None:
 
     import mkernel as mk
 
-    world = mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24)
+    world = mk.init(target="cpu", timeout=NEVER, entry_timeout=NEVER, heap_bytes=1 << 24)
     shapes = [(np.ones((40, 64), np.float16), np.ones((64, n), np.float16)) for n in (72, 8)]
     for a, b in shapes:
         mk.allgather_gemm(a, b)
@@ -212,11 +219,19 @@ def real_kernel_late() -> None:
 
     import mkernel as mk
 
-    world = mk.init(target="cpu", timeout=20.0, entry_timeout=1.0, heap_bytes=1 << 24)
+    world = mk.init(target="cpu", timeout=NEVER, entry_timeout=3.0, heap_bytes=1 << 24)
     a, b = np.ones((40, 64), np.float16), np.ones((64, 72), np.float16)
     mk.allgather_gemm(a, b)
+    world.barrier()
+
+    def work() -> None:
+        while True:
+            world.check()
+            time.sleep(0.05)
+
     if world.rank == 1:
-        time.sleep(3.0)
+        tell(rank=world.rank, first=outcome(work), closing=outcome(world.close))
+        return
     tell(rank=world.rank, first=outcome(lambda: mk.allgather_gemm(a, b)), closing=outcome(world.close))
 
 
