@@ -72,9 +72,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# marker: how to run what ``-m`` leaves out
+_COMMANDS = {"gpu": "`make test-gpu`, on GPUs", "rdma": "`make test-rdma`", "slow": "`make test-full`", "mpi": "leave out -m"}
+_left_out = pytest.StashKey[collections.Counter[str]]()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        config = item.config
+        named = (name for name in _COMMANDS if name in config.option.markexpr and item.get_closest_marker(name))
+        marker = next(named, None)
+        reason = f"{marker}: left out by -m; {_COMMANDS[marker]}" if marker else "left out by the command line (-k, -m, --deselect)"
+        config.stash.setdefault(_left_out, collections.Counter())[reason] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Of pytest-xdist, a worker tells the process that prints the summary what it has left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(_left_out, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """All workers collect the same, so that the last one's word is as good as another's."""
+    if found := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[_left_out] = collections.Counter(found)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Skips counted by reason: a suite that silently skips what it cannot run looks greener than it is."""
-    reasons = collections.Counter(
+    """What did not run, counted by reason: a suite that silently leaves out what it cannot run looks greener than it is."""
+    reasons = config.stash.get(_left_out, collections.Counter()) + collections.Counter(
         report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
         for report in terminalreporter.stats.get("skipped", [])
     )

@@ -1,7 +1,8 @@
 """What happens when ranks fail, with a process per rank: ``python tests/gpu/faults.py 1x4`` (or ``mpirun``). Prints RESULT lines.
 
 One start of the ranks goes through all failures, a new world after each: a process that survived one must be as good as new. The last
-failure takes a rank with it; the others go on without it.
+failure takes a rank with it; the others go on without it. What an error says counts, not how long it took: deadlines that must not end
+a wait are longer than the ranks are given.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ from mkernel.plan.topology import Topology  # noqa: E402
 from tests.gpu.exact import OPS, fused  # noqa: E402
 
 ROWS, N, K, OTHER_K = 200, 136, 64, 128  # all sums are small integers: results are exact
-SECONDS = 5.0  # timeout of the worlds
-MARGIN = 5.0  # a rank may take that long over the timeout to raise
-ENTRY_SECONDS = 2.0  # where a rank stays away
-GRACE = 20.0  # from the first rank's end to the last one's
-MPI_SECONDS = 10.0  # from a rank's death to the end of mpirun
+NEVER = 600.0  # seconds; a deadline that must not be what ends a wait: longer than the ranks are given
+LIMIT = 240.0  # for all ranks: only what hangs takes as long
+ENTRY_SECONDS = 3.0  # where a rank stays away
+GRACE = 120.0  # from the first rank's end to the last one's
 HEAP, LEAK = 256 << 20, 64 << 20  # a world's heap, and what may be missing at the end
 MARKER = "MKERNEL_TEST_RUN"  # in the environment of every process started here
 SURVIVORS = "MKERNEL_TEST_SURVIVORS"  # where those meet that are left
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("world", help="NODESxRANKS, or mpirun")
     parser.add_argument("--op", choices=OPS, default=OPS[0])
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds for all ranks")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all ranks")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--note", type=Path, help=argparse.SUPPRESS)  # where a rank writes when it kills itself
     options = parser.parse_args()
@@ -97,7 +97,7 @@ class Rank:
         return 0
 
     def open(self, **options: Any) -> Any:
-        defaults = {"target": self.target, "ranks_per_node": self.per_node, "heap_bytes": HEAP, "timeout": SECONDS, "entry_timeout": 20.0}
+        defaults = {"target": self.target, "ranks_per_node": self.per_node, "heap_bytes": HEAP, "timeout": NEVER, "entry_timeout": NEVER}
         return mk.init(**{**defaults, **options})
 
     def open_right(self, *ks: int, **options: Any) -> Any:
@@ -130,9 +130,12 @@ class Rank:
         world = self.open_right(entry_timeout=ENTRY_SECONDS)
 
         def stay_away() -> None:
-            time.sleep(ENTRY_SECONDS + 1.0)
+            while True:
+                world.check()
+                time.sleep(0.05)
 
-        return expect(world, stay_away if world.rank == 1 else lambda: call(world), TimeoutError, "rank 1", seconds=ENTRY_SECONDS + MARGIN)
+        words = f"waited {ENTRY_SECONDS:.1f} s for rank 1, which never entered call"
+        return expect(world, stay_away if world.rank == 1 else lambda: call(world), TimeoutError, words)
 
     def raises(self) -> str:
         world = self.open_right()
@@ -150,7 +153,7 @@ class Rank:
         if world.rank == self.size - 1:
             time.sleep(1.0)  # the others are inside their kernels by then
             os.kill(os.getpid(), signal.SIGKILL)
-        return expect(world, lambda: call(world), (PeerLostError, TimeoutError), f"rank {self.size - 1}", seconds=1.0 + SECONDS + MARGIN)
+        return expect(world, lambda: call(world), PeerLostError, f"rank {self.size - 1}")
 
     def survivors(self) -> str:
         os.environ["MKERNEL_SIZE"] = str(self.size - 1)
@@ -182,10 +185,8 @@ def expect(
     action: Callable[[], Any],
     kinds: type[Error] | tuple[type[Error], ...],
     words: str = "",
-    *,
-    seconds: float = SECONDS + MARGIN,
 ) -> str:
-    """An action after which this rank's world fails in this way and in time; then the world closes at once."""
+    """An action after which this rank's world fails in this way; then the world closes."""
     begin = time.monotonic()
     problem: Error | None = None
     keep = None
@@ -198,10 +199,7 @@ def expect(
     took = time.monotonic() - begin
     assert isinstance(problem, kinds), f"rank {world.rank}: expected {kinds}, got {problem!r} after {took:.1f} s"
     assert words in str(problem), f"rank {world.rank}: {problem!r} does not say {words!r}"
-    assert took < seconds, f"rank {world.rank}: {problem!r} took {took:.1f} s, allowed are {seconds:.1f}"
-    begin = time.monotonic()
     world.close()
-    assert time.monotonic() - begin < MARGIN, f"rank {world.rank}: close took {time.monotonic() - begin:.1f} s"
     del keep
     return f"{type(problem).__name__} after {took:.1f} s: {problem}".replace("\t", " ").replace("\n", " ")
 
@@ -216,7 +214,7 @@ def free(world: Any) -> int:
 
 
 def _under_mpirun(options: argparse.Namespace) -> int:
-    with mk.init(target=options.target, heap_bytes=HEAP, timeout=SECONDS, entry_timeout=20.0) as world:
+    with mk.init(target=options.target, heap_bytes=HEAP, timeout=NEVER, entry_timeout=NEVER) as world:
         assert world.size == 4, world
         right(world)
         world.barrier()
@@ -273,13 +271,12 @@ def _run_mpi(options: argparse.Namespace, environment: dict[str, str]) -> None:
         assert note.exists(), f"no rank was killed, and mpirun ended with status {status}"
         took = time.monotonic() - float(note.read_text())
     assert status != 0, "mpirun ended with status 0 although a rank was killed"
-    assert took < MPI_SECONDS, f"mpirun ended {took:.1f} s after a rank was killed"
     print(f"RESULT a rank is killed under mpirun\tok\tstatus {status} after {took:.1f} s", flush=True)
 
 
 def _nothing_left(run_id: str, used: list[int]) -> None:
     """No process of ours, and the GPUs' memory as it was."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while True:
         processes = _processes(run_id)
         more = [after - before for before, after in zip(used, _memory_used(), strict=True)]

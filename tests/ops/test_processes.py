@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ def _check(lines: list[dict[str, Any]], world: str, how: str, errors: str) -> No
     assert len({line["same"] for line in lines}) == 1, "the ranks have different bits"
 
 
-@pytest.mark.parametrize("world", ["1x2", "2x2", "4x1"])
-@pytest.mark.parametrize("how", CASES)
+def kinds(op_in: dict[str, str]) -> pytest.MarkDecorator:
+    """One op in each world: what all ops do there, ``mk.launch`` has shown already. The others with --full."""
+    cases = itertools.product(op_in, CASES)
+    chosen = [pytest.param(world, how, marks=() if op_in[world] == how else pytest.mark.slow) for world, how in cases]
+    return pytest.mark.parametrize(("world", "how"), chosen)
+
+
+@kinds({"1x2": "gemm_allreduce", "2x2": "allgather_gemm", "4x1": "gemm_reduce_scatter"})
 def test_plain_processes(request: pytest.FixtureRequest, world: str, how: str) -> None:
     shape = topology(world)
     results = start("calls", shape.size, _SECONDS, _WORKER, **_environment(request, world, how))
@@ -40,8 +47,7 @@ def test_plain_processes(request: pytest.FixtureRequest, world: str, how: str) -
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("world", ["1x4", "2x2"])
-@pytest.mark.parametrize("how", CASES)
+@kinds({"1x4": "gemm_reduce_scatter", "2x2": "gemm_allreduce"})
 def test_mpirun(request: pytest.FixtureRequest, world: str, how: str) -> None:
     shape = topology(world)
     result = start_mpi("calls", shape.size, _SECONDS, _WORKER, **_environment(request, world, how))

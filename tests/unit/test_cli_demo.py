@@ -23,7 +23,7 @@ from mkernel.plan.topology import Topology
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["mpi", "processes"])
+@pytest.mark.parametrize("kind", ["mpi", pytest.param("processes", marks=pytest.mark.slow)])
 def test_demo_runs_two_nodes_of_two(kind: str, tmp_path: Path) -> None:
     if kind == "mpi" and launcher.find_mpirun() is None:
         pytest.skip("no mpirun")

@@ -1,0 +1,79 @@
+"""What a test of mkernel must not do: decide by the clock whether something went well. A loaded machine is slow at everything."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+_CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}  # not processor time
+_PROCESSOR = ("os.times()", "thread_time", "process_time")
+_MEANS = {"elapsed", "seconds", "took"}  # what elapsed time is called
+# These measure: deadlines of real hardware and of virtual machines, where nothing else runs.
+_MAY = {"gpu/test_cuda_device.py", "gpu/run_gpu.py", "vm/test_worlds.py"}
+
+
+def _is_elapsed(node: ast.AST) -> bool:
+    """Whether an expression is a time that has passed: a difference with a clock in it, or something called so."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub):
+            calls = (call.func for call in ast.walk(part) if isinstance(call, ast.Call))
+            if any(isinstance(f, ast.Attribute) and f.attr in _CLOCKS and ast.unparse(f.value) == "time" for f in calls):
+                return True
+        if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Constant) and part.slice.value in _MEANS:
+            return True
+    return isinstance(node, ast.Name) and node.id in _MEANS
+
+
+def upper_bounds(tree: ast.AST) -> Iterator[int]:
+    """Lines of assertions that something took less than so long."""
+    processor = {
+        name.id
+        for assign in ast.walk(tree)
+        if isinstance(assign, ast.Assign) and any(word in ast.unparse(assign.value) for word in _PROCESSOR)
+        for name in assign.targets
+        if isinstance(name, ast.Name)
+    }
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.Assert):
+            continue
+        for compare in (node for node in ast.walk(statement.test) if isinstance(node, ast.Compare)):
+            sides = [compare.left, *compare.comparators]
+            for left, operator, right in zip(sides, compare.ops, sides[1:], strict=False):
+                if not isinstance(operator, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+                    continue
+                smaller = left if isinstance(operator, (ast.Lt, ast.LtE)) else right
+                if _is_elapsed(smaller) and not (isinstance(smaller, ast.Name) and smaller.id in processor):
+                    yield statement.lineno
+
+
+def _modules() -> list[str]:
+    return sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", _modules())
+def test_nothing_must_be_quick(module: str) -> None:
+    if module not in _MAY:
+        assert list(upper_bounds(ast.parse((TESTS / module).read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("assert time.monotonic() - begin < 5.0", True),
+        ("assert 0.3 <= time.monotonic() - begin < 3", True),
+        ("assert 5.0 >= time.perf_counter() - begin", True),
+        ("assert line['first']['seconds'] < 3.0", True),
+        ("took = f()\nassert took < 2 and other", True),
+        ("assert time.monotonic() - begin >= 0.3", False),
+        ("assert death < line['at']", False),
+        ("while time.monotonic() < deadline: pass", False),
+        ("seconds = time.thread_time() - begin\nassert seconds < 6", False),
+        ("assert min(values) <= 4", False),
+    ],
+)
+def test_the_check_finds_what_it_is_for(text: str, found: bool) -> None:
+    assert bool(list(upper_bounds(ast.parse(text)))) == found
