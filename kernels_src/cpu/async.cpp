@@ -1,9 +1,9 @@
 // TMA and bulk copies. A load reads and writes at some later turn. A store reads shared memory at one turn and writes at another. Copies
 // are independent of each other, so they happen in any order; half of them only when nothing else can run, which is the latest legal time.
-#include <algorithm>
 #include <cstring>
 
 #include "model.hpp"
+#include "rows.hpp"
 
 namespace mkcpu {
 
@@ -11,29 +11,6 @@ namespace {
 
 constexpr uint32_t kSwizzleBytes = 16;                 // unit of the 128-byte swizzle
 constexpr uint32_t kEagerOdds = 16, kLazyOdds = 1024;  // turns per copy
-
-// Calls f(shared row, first shared row's address bits, global address, first valid element, number of valid elements) for every row of the
-// box.
-template <class F>
-void for_rows(const AsyncCopy& copy, F f) {
-  const CpuTensorMap& map = copy.map;
-  char* shared = copy.shared;
-  const int64_t x = copy.at[0], width = map.box[0];
-  const int64_t begin = x < 0 ? std::min(-x, width) : 0;
-  const int64_t left = static_cast<int64_t>(map.dims[0]) - x, end = left < begin ? begin : std::min(left, width);
-  for (uint32_t i = 0; i < map.box[2]; ++i) {
-    const int64_t z = int64_t(copy.at[2]) + i;
-    for (uint32_t j = 0; j < map.box[1]; ++j, shared += kRowBytes) {
-      const int64_t y = int64_t(copy.at[1]) + j;
-      const bool inside = z >= 0 && z < static_cast<int64_t>(map.dims[2]) && y >= 0 && y < static_cast<int64_t>(map.dims[1]);
-      const int64_t first = begin * map.element_bytes, bytes = inside ? (end - begin) * map.element_bytes : 0;
-      const uint64_t row =
-          map.base + static_cast<uint64_t>(inside ? z : 0) * map.strides[1] + static_cast<uint64_t>(inside ? y : 0) * map.strides[0];
-      f(shared, reinterpret_cast<char*>(row + static_cast<uint64_t>(x * map.element_bytes + first)), static_cast<uint32_t>(first),
-        static_cast<uint32_t>(bytes));
-    }
-  }
-}
 
 // Where a 16-byte chunk of a row of 128 bytes lies in it in shared memory: permuted by the row's address if the map says so.
 uint32_t place(const AsyncCopy& copy, const char* shared_row, uint32_t chunk) {
@@ -68,7 +45,7 @@ void read_shared(AsyncCopy& copy) {
 
 void write_global(AsyncCopy& copy) {
   Scheduler& s = scheduler();
-  const uint64_t writer = writer_of(*copy.cta);
+  const Writer writer = writer_of(*copy.issuer);
   if (copy.kind == Copy::kBulkStore) {
     s.record_write(copy.global, copy.bytes, writer);
     tsan::write(copy.global, copy.bytes);
@@ -122,15 +99,32 @@ void wake_if_stores_done(Scheduler& s, Fiber& fiber) {
 
 void Scheduler::issue(std::unique_ptr<AsyncCopy> copy) {
   tsan::release(&copy->issued_sync);
+  copy->first = copy->last = nullptr;
+  for_global(*copy, [&](const char* global, size_t bytes) {
+    if (copy->first == nullptr || global < copy->first) copy->first = global;
+    if (global + bytes > copy->last) copy->last = global + bytes;
+  });
+  if (!puts.empty()) {
+    const std::string race = race_of(*copy);
+    if (!race.empty()) fail_fiber("%s", race.c_str());
+  }
+  Cta& cta = *copy->cta;
   (chance(2) ? eager : lazy).push_back(std::move(copy));
   progress();
+  if (cta.copies_until_hold != 0 && --cta.copies_until_hold == 0) {
+    cta.hold(turn);
+    focus = nullptr;
+    return yield(false);
+  }
   maybe_yield();
 }
 
-void Scheduler::record_write(const void* global, size_t bytes, uint64_t writer) {
+void Scheduler::record_write(const void* global, size_t bytes, const Writer& writer) {
+  if (writers.empty() || !(writers.back() == writer)) writers.push_back(writer);
+  const auto who = static_cast<uint32_t>(writers.size() - 1);
   const uint64_t first = reinterpret_cast<uint64_t>(global) / kLineBytes,
                  last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
-  for (uint64_t line = first; line <= last; ++line) written[line] = Written{turn, writer};
+  for (uint64_t line = first; line <= last; ++line) written[line] = Written{turn, who};
 }
 
 void Scheduler::step_copies() {
@@ -175,6 +169,11 @@ void Scheduler::execute(std::vector<std::unique_ptr<AsyncCopy>>& list, size_t in
     wake_if_stores_done(*this, *copy->issuer);
     (chance(2) ? eager : lazy).push_back(std::move(copy));
     return;
+  }
+  const std::string race = race_of_store(*copy);
+  if (!race.empty()) {
+    fail_launch(launch, format("rank %u, CTA %u, thread %u: ", launch.rank, copy->cta->index, copy->issuer->thread) + race);
+    return finish_launch(launch, kFailed);
   }
   write_global(*copy);
   --group.writes_left;
@@ -224,13 +223,13 @@ void check_source(const void* global, size_t bytes, const char* what) {
   for (uint64_t line = first; line <= last; ++line) {
     const auto it = s.written.find(line);
     if (it == s.written.end() || it->second.turn < fiber.cta->launch->begin || it->second.turn <= fiber.clock.fenced) continue;
-    if (it->second.writer == writer_of(*fiber.cta)) continue;
+    const Writer& writer = s.writers[it->second.writer];
+    if (writer.launch == fiber.cta->launch->id && writer.cta == fiber.cta->index) continue;
     s.fail_fiber(
-        "missing fence.proxy.async: %s reads global memory at 0x%llx, which another CTA or the network has written later than the last "
-        "fence_proxy_async before this load. After the acquire of the data's flag there must be one (or the flag was raised too early: by "
-        "a thread "
-        "that had not waited for its stores with store_wait)",
-        what, static_cast<unsigned long long>(line * kLineBytes));
+        "missing fence.proxy.async: %s reads global memory at 0x%llx (%s), which %s has written later than the last fence_proxy_async "
+        "before this load. After the acquire of the data's flag there must be one (or the flag was raised too early: by a thread that had "
+        "not waited for its stores with store_wait; or the writer did not wait for this reader)",
+        what, static_cast<unsigned long long>(line * kLineBytes), s.memory_name(line * kLineBytes).c_str(), s.writer_name(writer).c_str());
   }
 }
 

@@ -30,6 +30,15 @@ uint64_t mkc_launch(void* s, void (*entry)(const void*), const void* parameters,
     return 0;
   }
 }
+void mkc_hold(void* s, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t turns) {
+  mkcpu::Launch* l = as_scheduler(s).find(launch);
+  if (l == nullptr) return;
+  for (const auto& each : l->ctas) {
+    if (cta != mkcpu::kEveryCta && cta != each->index) continue;
+    each->copies_until_hold = copies, each->hold_turns = turns;
+    if (copies == 0) each->hold(as_scheduler(s).turn);
+  }
+}
 int32_t mkc_run(void* s, uint64_t max_turns, uint64_t until_ns) { return as_scheduler(s).run(max_turns, until_ns); }
 int32_t mkc_finished(void* s, uint64_t launch) {
   const mkcpu::Launch* l = as_scheduler(s).find(launch);
@@ -64,6 +73,7 @@ void mkc_poke(void* s) { __atomic_store_n(&as_scheduler(s).poke, 1, __ATOMIC_REL
 uint64_t mkc_turns(void* s) { return as_scheduler(s).turn; }
 uint64_t mkc_trace(void* s) { return as_scheduler(s).trace; }
 void mkc_name(void* s, uint64_t address, uint64_t bytes, const char* name) {
+  const std::lock_guard lock(as_scheduler(s).names_lock);
   auto& names = as_scheduler(s).names;
   if (bytes == 0) {
     names.erase(address);
@@ -85,9 +95,14 @@ static void copy_bytes(void* dst, const void* src, size_t bytes) {
 }
 void mkc_copy(void* s, void* dst, const void* src, size_t bytes) {
   if (bytes == 0) return;
-  if (s != nullptr && as_scheduler(s).running != 0) as_scheduler(s).record_write(dst, bytes, 0);
+  if (s != nullptr && as_scheduler(s).running != 0) as_scheduler(s).record_write(dst, bytes, as_scheduler(s).engine_writer(dst));
   copy_bytes(dst, src, bytes);
 }
+uint64_t mkc_put_begins(void* s, void* dst, const void* src, size_t bytes, const char* name) {
+  return as_scheduler(s).put_begins(static_cast<char*>(dst), static_cast<const char*>(src), bytes, name);
+}
+void mkc_put_lands(void* s, uint64_t put) { as_scheduler(s).put_lands(put); }
+void mkc_put_ends(void* s, uint64_t put) { as_scheduler(s).put_ends(put); }
 void mkc_signal(uint64_t* flag, uint64_t value) {
   mkcpu::tsan::release(flag);
   __atomic_store_n(flag, value, __ATOMIC_RELEASE);

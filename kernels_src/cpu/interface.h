@@ -75,6 +75,7 @@ struct CpuTensorMap {  // in the 128 bytes of abi::TensorMap
   uint32_t reserved[13];
 };
 static_assert(sizeof(CpuTensorMap) == 128, "abi");
+constexpr uint32_t kEveryCta = UINT32_MAX;
 constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;
 
 }  // namespace mkcpu
@@ -83,6 +84,8 @@ MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
 MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
                             uint32_t threads, uint32_t shared_bytes, uint32_t rank);
+// A CTA of a launch, or each (kEveryCta), is passed over for so many turns while others can run, once it has issued so many copies.
+MKC_API void mkc_hold(void* scheduler, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t turns);
 MKC_API int32_t mkc_run(void* scheduler, uint64_t max_turns, uint64_t until_ns);
 MKC_API int32_t mkc_finished(void* scheduler, uint64_t launch);
 MKC_API void mkc_cancel(void* scheduler, uint64_t launch);
@@ -97,8 +100,13 @@ MKC_API uint64_t mkc_turns(void* scheduler);
 MKC_API uint64_t mkc_trace(void* scheduler);                                                 // hash of the interleaving so far
 MKC_API void mkc_name(void* scheduler, uint64_t address, uint64_t bytes, const char* name);  // for reports; bytes = 0 removes
 
-// Memory operations for engines.
-MKC_API void mkc_copy(void* scheduler, void* dst, const void* src, size_t bytes);  // scheduler: on whose thread this runs, or null
+// Memory operations for engines. The scheduler is the one on whose thread they run, or null.
+MKC_API void mkc_copy(void* scheduler, void* dst, const void* src, size_t bytes);
+// A put is under way. Until mkc_put_lands its bytes at dst may be written at any time, until mkc_put_ends those at src may be read at any
+// time: whatever a kernel's copies do there meanwhile is an error. `name` says whose it is.
+MKC_API uint64_t mkc_put_begins(void* scheduler, void* dst, const void* src, size_t bytes, const char* name);
+MKC_API void mkc_put_lands(void* scheduler, uint64_t put);
+MKC_API void mkc_put_ends(void* scheduler, uint64_t put);
 MKC_API void mkc_signal(uint64_t* flag, uint64_t value);
 MKC_API uint64_t mkc_load(const uint64_t* flag);
 MKC_API void mkc_engine_acquire(void* scheduler);  // ThreadSanitizer: what fibers released so far happens before what this thread does next

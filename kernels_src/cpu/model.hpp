@@ -3,6 +3,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -144,6 +145,9 @@ struct Cta {
   char* shared = nullptr;
   uint32_t shared_bytes = 0;
   uint64_t stalled_until = 0;  // turn
+  uint64_t held_until = 0;     // turn: mkc_hold
+  uint64_t hold_turns = 0;
+  uint32_t copies_until_hold = 0;  // 0: it has begun, or never will
   std::vector<Fiber*> runnable;
   size_t ready_slot = 0;  // in Scheduler::ready, while runnable is not empty
   std::unique_ptr<Fiber[]> fibers;
@@ -154,6 +158,7 @@ struct Cta {
   std::unordered_map<uint32_t, Mbarrier> mbarriers;  // by shared offset
   std::vector<uint16_t> dirty_owner;                 // by chunk: 1 + the thread that wrote it and has not fenced; 0: clean
   std::unordered_map<const void*, uint64_t> seen;    // flags: what an acquiring load returned last
+  void hold(uint64_t turn) { held_until = turn + hold_turns; }
 };
 
 struct Launch {
@@ -184,9 +189,18 @@ struct AsyncCopy {
   uint32_t bytes;
   uint64_t* bar;
   uint64_t group;
+  const char *first, *last;  // of the global memory that it touches: other copies' rows may lie between its own
   std::unique_ptr<char[]> buffer;
   char issued_sync;  // an address for ThreadSanitizer
   bool is_load() const { return kind == Copy::kTensorLoad || kind == Copy::kBulkLoad; }
+};
+
+// Who has written a line: a thread of a CTA, or an engine with a put.
+struct Writer {
+  uint64_t launch = 0;  // 0: an engine
+  uint32_t rank = 0, cta = 0, thread = 0;
+  uint64_t put = 0;
+  bool operator==(const Writer&) const = default;
 };
 
 struct Scheduler {
@@ -226,10 +240,33 @@ struct Scheduler {
   // ---- global memory written behind the generic proxy's back while kernels run, in lines: for the proxy-fence check of TMA loads
   struct Written {
     uint64_t turn = 0;
-    uint64_t writer = 0;  // writer_of a CTA; 0: an engine
+    uint32_t writer = 0;  // index in `writers`
   };
-  void record_write(const void* global, size_t bytes, uint64_t writer);
+  void record_write(const void* global, size_t bytes, const Writer& writer);
   std::unordered_map<uint64_t, Written> written;  // by address / kLineBytes
+  std::vector<Writer> writers;                    // whoever comes twice in a row is there once
+
+  // ---- races (races.cpp): what puts and kernels' copies do to the same bytes at the same time
+  uint64_t put_begins(char* dst, const char* src, size_t bytes, const char* name);
+  void put_lands(uint64_t put);
+  void put_ends(uint64_t put);
+  Writer engine_writer(const void* dst) const;  // of the put under way to there
+  std::string put_name(uint64_t put) const;
+  std::string memory_name(uint64_t address) const;
+  std::string writer_name(const Writer& writer) const;
+  // Why a copy must not begin now, or a store take effect: what it would do there, somebody else is at. Empty: it may.
+  std::string race_of(const AsyncCopy& copy) const;
+  std::string race_of_store(const AsyncCopy& store) const;
+  struct Put {
+    char* dst;
+    const char* src;
+    size_t bytes;
+    bool landed;
+  };
+  std::map<uint64_t, Put> puts;               // under way
+  std::map<uint64_t, std::string> put_names;  // of these, and of those that have written since no kernel ran
+  uint64_t next_put = 1;
+  void forget_writes();
 
   // ---- flags
   bool poll_flags(bool everyone);
@@ -256,6 +293,7 @@ struct Scheduler {
   uint64_t stall_check = 0;
   char published = 0;  // ThreadSanitizer: everything fibers released, for engines
   std::map<uint64_t, std::pair<uint64_t, std::string>> names;
+  mutable std::mutex names_lock;  // names come from other threads
   GuardedPool stacks;
   std::map<uint32_t, GuardedPool> shared_pools;  // by bytes, a multiple of kSharedAlignment
   bool shared_guards(const void* address) const;
@@ -272,7 +310,9 @@ struct Scheduler {
   std::string flag_name(uint64_t address) const;
 };
 
-inline uint64_t writer_of(const Cta& cta) { return cta.launch->id << 16 | (cta.index + 1); }
+inline Writer writer_of(const Fiber& fiber) {
+  return Writer{fiber.cta->launch->id, fiber.cta->launch->rank, fiber.cta->index, fiber.thread, 0};
+}
 
 Scheduler* current_scheduler();  // that runs on this OS thread; null: none
 Scheduler& scheduler();          // of the calling fiber

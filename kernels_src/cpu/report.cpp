@@ -37,6 +37,7 @@ std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag)
 }  // namespace
 
 std::string Scheduler::flag_name(uint64_t address) const {
+  const std::lock_guard lock(names_lock);
   auto it = names.upper_bound(address);
   if (it != names.begin() && (--it, address < it->second.first + it->first)) {
     return format("%s +0x%llx", it->second.second.c_str(), static_cast<unsigned long long>(address - it->first));

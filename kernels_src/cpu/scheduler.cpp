@@ -187,7 +187,7 @@ void Scheduler::finish_launch(Launch& launch, int32_t state) {
 void Scheduler::remove(Launch& launch) {
   if (launch.state != kRunningLaunch) return;
   launch.state = kFailed;
-  if (--running == 0) written.clear();
+  if (--running == 0) forget_writes();
   const auto of_launch = [&](const Fiber* fiber) { return fiber->cta->launch == &launch; };
   std::erase_if(flag_waiters, of_launch);
   const auto copy_of_launch = [&](const std::unique_ptr<AsyncCopy>& copy) { return copy->cta->launch == &launch; };
@@ -263,7 +263,8 @@ void Scheduler::not_ready(Cta& cta) {
 Fiber* Scheduler::pick() {
   if (focus == nullptr || turn >= focus_until) {
     size_t index = random() % ready.size();
-    for (size_t tries = 0; tries < ready.size() && ready[index]->stalled_until > turn; ++tries) index = (index + 1) % ready.size();
+    for (size_t tries = 0; tries < ready.size() && std::max(ready[index]->stalled_until, ready[index]->held_until) > turn; ++tries)
+      index = (index + 1) % ready.size();
     focus = ready[index];
     focus_until = turn + random() % kLongestFocus;
   }

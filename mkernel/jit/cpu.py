@@ -27,7 +27,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contrac
 _KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
 _CORE_FLAGS = ("-O3",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
-_CORE_SOURCES = ("memory", "fiber", "tsan", "scheduler", "sync", "async", "wgmma", "report", "crash", "host")
+_CORE_SOURCES = ("memory", "fiber", "tsan", "scheduler", "sync", "async", "races", "wgmma", "report", "crash", "host")
 _SECONDS = 600
 _ATTEMPTS = 5
 _FORMAT = "sealed"  # of the files in the cache

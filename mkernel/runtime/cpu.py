@@ -34,6 +34,7 @@ _log = logging.getLogger("mkernel")
 
 _ALIGNMENT = 256  # bytes, of everything allocated here
 _NEVER = 2**64 - 1
+_EVERY_CTA = 2**32 - 1  # mkcpu::kEveryCta
 _BUDGET, _LAUNCH_DONE, _BLOCKED = 1, 2, 3  # mkcpu::Stop
 _RUNNING, _SUCCEEDED = 0, 1  # mkcpu::Finished
 _TENSOR_MAP = struct.Struct("=QQ3Q2Q3III52x")  # mkcpu::CpuTensorMap
@@ -56,6 +57,7 @@ class _Library:
         self.create = self._function(library, "create", p, u64, ctypes.c_bool)
         self.destroy = self._function(library, "destroy", None, p)
         self.launch = self._function(library, "launch", u64, p, p, text, ctypes.c_size_t, u32, u32, u32, u32)
+        self.hold = self._function(library, "hold", None, p, u64, u32, u32, u64)
         self.run = self._function(library, "run", i32, p, u64, u64)
         self.finished = self._function(library, "finished", i32, p, u64)
         self.cancel = self._function(library, "cancel", None, p, u64)
@@ -70,6 +72,9 @@ class _Library:
         self.trace = self._function(library, "trace", u64, p)
         self.name = self._function(library, "name", None, p, u64, u64, text)
         self.copy = self._function(library, "copy", None, p, p, p, ctypes.c_size_t)
+        self.put_begins = self._function(library, "put_begins", u64, p, p, p, ctypes.c_size_t, text)
+        self.put_lands = self._function(library, "put_lands", None, p, u64)
+        self.put_ends = self._function(library, "put_ends", None, p, u64)
         self.signal = self._function(library, "signal", None, p, u64)
         self.load = self._function(library, "load", u64, p)
         self.engine_acquire = self._function(library, "engine_acquire", None, p)
@@ -158,8 +163,8 @@ class _Scheduler:
 class _Launch:
     """A launch that a rank's thread waits for."""
 
-    def __init__(self, rank: int, kernel: CpuKernel, grid: int, parameters: bytes) -> None:
-        self.rank, self.kernel, self.grid, self.parameters = rank, kernel, grid, parameters
+    def __init__(self, rank: int, kernel: CpuKernel, grid: int, parameters: bytes, late: Sequence[tuple[int, int, int]]) -> None:
+        self.rank, self.kernel, self.grid, self.parameters, self.late = rank, kernel, grid, parameters, late
         self.native = 0
         self.result: Error | bool = False
 
@@ -198,6 +203,7 @@ class Cohort:
         self._state = ["running"] * ranks
         self._wakes = [0] * ranks  # releases that came before the wait
         self._waking_since = [0.0] * ranks
+        self._late: dict[int, list[tuple[int, int, int]]] = {}  # by rank, of its next launch: CTA, copies, turns
         self._pending: list[_Launch] = []
         self._active: list[_Launch] = []
         self._engines: list[_Engine] = []
@@ -240,7 +246,7 @@ class Cohort:
 
     def launch(self, rank: int, kernel: CpuKernel, grid: int, parameters: bytes) -> None:
         """Run a kernel as this rank; returns when it has ended. Raises Error when the emulator found a fault."""
-        launch = _Launch(rank, kernel, grid, parameters)
+        launch = _Launch(rank, kernel, grid, parameters, self._late.pop(rank, ()))
         with self._condition:
             if self._closing:
                 raise Error("the cohort is closed")
@@ -257,6 +263,14 @@ class Cohort:
                 self._set(rank, "running")
         if isinstance(launch.result, Error):
             raise launch.result
+
+    def hold(self, rank: int, turns: int, after: int = 0, cta: int | None = None) -> None:
+        """The rank's next kernel, or one CTA of it, rests for so many turns, or until nobody else can go on.
+
+        A CTA does from when it has issued ``after`` asynchronous copies: in the midst of what it reads and writes. It is lateness that
+        the seed repeats, where a sleeping thread would depend on the host's clock.
+        """
+        self._late.setdefault(rank, []).append((_EVERY_CTA if cta is None else cta, after, turns))
 
     # ---- for engines
     def add_engine(
@@ -382,6 +396,8 @@ class Cohort:
             except Error as error:
                 self._end(launch, error)
             else:
+                for late in launch.late:
+                    self._scheduler.library.hold(self._scheduler.handle, launch.native, *late)
                 self._active.append(launch)
 
     def _end(self, launch: _Launch, result: Error | bool) -> None:
@@ -737,6 +753,23 @@ class CpuDevice(Device):
             self._memory.clear()
 
 
+class _Watched:
+    """A put that the emulator knows of, so that it finds who reads or writes the same bytes meanwhile."""
+
+    def __init__(self, scheduler: _Scheduler, dst: int, src: int, size: int, name: str) -> None:
+        self._scheduler = scheduler
+        self._put = scheduler.library.put_begins(scheduler.handle, dst, src, size, name.encode())
+
+    def landed(self) -> None:
+        """The signal is written: its bytes are there."""
+        self._scheduler.library.put_lands(self._scheduler.handle, self._put)
+
+    def ended(self) -> None:
+        """It is complete: its source may change."""
+        if self._scheduler.handle:
+            self._scheduler.library.put_ends(self._scheduler.handle, self._put)
+
+
 class CpuCopier:
     """Copies at once; see ``mkernel.runtime.device.Copier``. With a cohort it works on the cohort's thread, where engines are stepped."""
 
@@ -749,6 +782,13 @@ class CpuCopier:
 
     def done(self, token: object) -> bool:
         return True
+
+    def watch(self, dst: int, src: int, size: int, name: str) -> _Watched | None:
+        """Tell the emulator of a put under way, from when it was posted; None where there is no emulator that sees all ranks."""
+        if self._cohort is None:
+            return None
+        with self._addressed(dst) as address:
+            return _Watched(self._cohort._scheduler, address, src, size, name)
 
     def signal(self, address: int, value: int) -> None:
         with self._addressed(address) as flag:

@@ -9,6 +9,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mkernel import env
 from mkernel.errors import TransportError
@@ -57,13 +58,14 @@ class Faults:
 class _Flight:
     """One put under way."""
 
-    __slots__ = ("arrived", "number", "put", "sent", "token")
+    __slots__ = ("arrived", "number", "put", "sent", "token", "watched")
 
     def __init__(self, put: Put, number: int) -> None:
         self.put = put
         self.number = number
         self.token: object = None
         self.sent = b""  # kept where the source is looked at again
+        self.watched: Any = None  # what target cpu's checks know of it
         self.arrived = False  # its time has come; the copy may still be running
 
 
@@ -116,6 +118,7 @@ class EmulatedTransport(Transport):
         self._heap_address = heap_address
         self._peers = dict(peers)
         self._copier = copier
+        self._watch = getattr(copier, "watch", None)
         self._raise = store or copier.signal
         self._clock_ns = clock_ns
         self._ns_per_byte = 1.0 / gigabytes_per_second if gigabytes_per_second else 0.0
@@ -149,6 +152,9 @@ class EmulatedTransport(Transport):
             arrival += self._random.random() * faults.reorder_us * 1e3
         lost = number in faults.drop or (put.dst_rank in faults.cut_ns and arrival >= faults.cut_ns[put.dst_rank])
         flight = _Flight(put, number)
+        if put.bytes and self._watch is not None:
+            name = f"the engine of rank {self._rank} (put {number} to rank {put.dst_rank}: {put.bytes} bytes, channel {put.channel})"
+            flight.watched = self._watch(*self._addresses(put), put.bytes, name)
         key = (put.dst_rank, put.channel)
         channel = self._channels.get(key)
         if channel is None:
@@ -178,17 +184,19 @@ class EmulatedTransport(Transport):
             channel = self._channels[key]
             while channel and channel[0].arrived and self._finish(channel[0]):
                 flight = channel.popleft()
+                if flight.watched is not None:
+                    flight.watched.landed()
                 if self._faults.ack_us:
                     ack = self._clock_ns() + self._random.random() * self._faults.ack_us * 1e3
                     heapq.heappush(self._acks, (ack, flight.number, flight))
                 else:
-                    done.append(flight.put.ticket)
+                    done.append(self._complete(flight))
             if not channel or not channel[0].arrived:
                 del ready[key]
         while self._acks and self._acks[0][0] <= self._clock_ns():
             flight = heapq.heappop(self._acks)[2]
             self._check_source(flight)
-            done.append(flight.put.ticket)
+            done.append(self._complete(flight))
         self._in_flight -= len(done)
         return done
 
@@ -198,6 +206,9 @@ class EmulatedTransport(Transport):
         return min((math.ceil(events[0][0]) for events in (self._arrivals, self._acks) if events), default=None)
 
     def close(self) -> None:
+        flights = [flight for channel in self._channels.values() for flight in channel]
+        for flight in [*flights, *(flight for _, _, flight in self._acks)]:
+            self._complete(flight)
         self._arrivals.clear()
         self._channels.clear()
         self._ready.clear()
@@ -205,10 +216,20 @@ class EmulatedTransport(Transport):
         self._in_flight = 0
         self._copier.close()
 
+    def _addresses(self, put: Put) -> tuple[int, int]:
+        """Where its bytes go and come from."""
+        return self._peers[put.dst_rank][0] + put.dst_offset, self._heap_address + put.src_offset
+
+    def _complete(self, flight: _Flight) -> int:
+        """Its ticket."""
+        if flight.watched is not None:
+            flight.watched.ended()
+        return flight.put.ticket
+
     def _start(self, flight: _Flight) -> None:
         put = flight.put
         if put.bytes:
-            source, target = self._heap_address + put.src_offset, self._peers[put.dst_rank][0] + put.dst_offset
+            target, source = self._addresses(put)
             flight.token = self._copier.start(target, source, put.bytes)
             if self._faults.ack_us:
                 flight.sent = ctypes.string_at(source, put.bytes)

@@ -1,0 +1,280 @@
+"""What a random program may call: one class per op, each drawing its sizes and options and knowing what is right.
+
+Another op joins with a subclass of ``Call`` and a line in ``OPS``. Everything else (where arrays lie, order, streams, shrinking, printing)
+goes by the methods below and needs no change.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import mkernel as mk
+from mkernel.bench.check import node_sums as node_sums_of
+from mkernel.bench.check import worst_product, worst_sum
+from mkernel.plan import allgather_gemm, reduce
+from mkernel.plan.split import SplitError
+from mkernel.plan.topology import Topology
+from tests.ops.body import roles
+
+__all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits", "ReduceScatter", "fits", "log_uniform"]
+
+DTYPES = ("bfloat16", "float16")
+_MACS_PER_ROW = 128  # a tile has so many rows, however few of them exist
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """How large calls may be. ``macs``: multiplications of all ranks together, of whole tiles."""
+
+    rows: int = 2048  # M / W, or M of an all-reduce
+    columns: int = 640
+    depth: int = 2048  # K of a rank
+    macs: float = 150e6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """A matrix that a call takes or makes. ``transposed``: it is the transpose view of a row-major one."""
+
+    rows: int
+    columns: int
+    dtype: str
+    transposed: bool = False
+    padded: bool = False  # whether its rows may lie apart
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Rows and columns as they lie in memory."""
+        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+
+
+Inputs = Callable[[int], Mapping[str, Any]]  # rank -> its operands
+
+
+class Call(abc.ABC):
+    """One call of an op, but for where its arrays lie. Subclasses are frozen dataclasses, so that ``repr`` makes an equal one."""
+
+    op: ClassVar[str]
+    same_on_all_ranks: ClassVar[bool] = False  # the result, bit for bit
+
+    @classmethod
+    @abc.abstractmethod
+    def draw(cls, rng: random.Random, world: Topology, limits: Limits) -> Self:
+        """Any legal call."""
+
+    @abc.abstractmethod
+    def resized(self, rng: random.Random, world: Topology, limits: Limits) -> Self:
+        """The same with other sizes of those that a program changes between calls."""
+
+    @abc.abstractmethod
+    def kernel(self, world: Topology, sm_count: int) -> Hashable:
+        """What is compiled for it. Raises ``SplitError`` where the call's split does not fit."""
+
+    @abc.abstractmethod
+    def workspace(self, world: Topology, sm_count: int) -> int:
+        """Bytes of the heap that it uses, beside its arrays."""
+
+    @abc.abstractmethod
+    def inputs(self, world: Topology, rank: int) -> dict[str, Array]:
+        """Operands of a rank, in the order in which the op takes them."""
+
+    @abc.abstractmethod
+    def result(self, world: Topology, rank: int) -> Array:
+        """What ``out`` is on a rank."""
+
+    @property
+    @abc.abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments beside world, out and stream."""
+
+    @abc.abstractmethod
+    def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
+        """The largest error of a rank's result over its bound: right if at most 1. ``xp``: numpy or CuPy."""
+
+    def run(self, arrays: Sequence[Any], **where: Any) -> Any:
+        """Call the op. ``where``: world, out, stream."""
+        return getattr(mk, self.op)(*arrays, **self.options, **where)
+
+    def plan(self, world: Any, arrays: Sequence[Any], **where: Any) -> Any:
+        """Prepare the call: collective."""
+        return mk.plan(self.op, *arrays, world=world, **self.options, **where)
+
+
+def log_uniform(rng: random.Random, least: int, most: int) -> int:
+    return min(most, int(math.exp(rng.uniform(math.log(least), math.log(most + 1)))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemm(Call):
+    """``rows``: of one rank, as the op's plan has it."""
+
+    rows: int
+    n: int
+    k: int
+    dtype: str
+    transposed: bool
+    split: mk.Split | None = None
+
+    @classmethod
+    def draw(cls, rng: random.Random, world: Topology, limits: Limits) -> Self:
+        while True:
+            n, k = (8 * log_uniform(rng, 1, most // 8) for most in (limits.columns, limits.depth))
+            more = cls._draw_options(rng)
+            call = cls(rows=1, n=n, k=k, dtype=rng.choice(DTYPES), transposed=rng.random() < 0.5, **more)
+            if call._macs(world) <= limits.macs:
+                return dataclasses.replace(call, split=call._draw_split(rng, world)).resized(rng, world, limits)
+
+    def resized(self, rng: random.Random, world: Topology, limits: Limits) -> Self:
+        if rng.random() < 0.05:
+            return dataclasses.replace(self, rows=0)
+        while True:
+            call = dataclasses.replace(self, rows=log_uniform(rng, 1, limits.rows))
+            if call._macs(world) <= limits.macs:
+                return call
+
+    @classmethod
+    def _draw_options(cls, rng: random.Random) -> dict[str, Any]:
+        return {}
+
+    def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
+        """Mostly none or a single CTA per role: what is not waited for shows when one CTA does everything in order, or two overtake."""
+        if rng.random() < 0.4:
+            return None
+        needed = roles(world, self.op, getattr(self, "algorithm", None))
+        if self.op == AllGatherGemm.op and world.num_nodes == 1 and rng.random() < 0.3:
+            return mk.Split(intra_comm=0)
+        compute = rng.choice((None, None, 1, 2))
+        return mk.Split(compute=compute, **{role: rng.choice((1, 1, 1, 2)) for role in needed})
+
+    def _macs(self, world: Topology) -> float:
+        tiles = -(-self._all_rows(world) // _MACS_PER_ROW)
+        return float(world.size * tiles * _MACS_PER_ROW * (-(-self.n // 64) * 64) * self.k)
+
+    def _all_rows(self, world: Topology) -> int:
+        """Of the product that each rank makes."""
+        return self.rows * world.size
+
+    @abc.abstractmethod
+    def _plan(self, world: Topology, sm_count: int) -> Any: ...
+
+    def kernel(self, world: Topology, sm_count: int) -> Hashable:
+        spec: Hashable = self._plan(world, sm_count).spec
+        return spec
+
+    def workspace(self, world: Topology, sm_count: int) -> int:
+        return int(self._plan(world, sm_count).workspace_bytes)
+
+    def inputs(self, world: Topology, rank: int) -> dict[str, Array]:
+        a = Array(self._rows_of_a(world), self.k, self.dtype, padded=self.op != AllGatherGemm.op)
+        return {"a": a, "b": Array(self.k, self.n, self.dtype, self.transposed, padded=True)}
+
+    def result(self, world: Topology, rank: int) -> Array:
+        return Array(self._rows_of_result(world), self.n, self.dtype, padded=True)
+
+    def _rows_of_a(self, world: Topology) -> int:
+        return self._all_rows(world)
+
+    def _rows_of_result(self, world: Topology) -> int:
+        return self.rows
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.split is None else {"split": self.split}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllGatherGemm(Gemm):
+    op: ClassVar[str] = "allgather_gemm"
+
+    def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
+        problem = allgather_gemm.AllGatherGemmProblem(world, self.rows, self.n, self.k, self.dtype, not self.transposed)
+        return allgather_gemm.make_plan(problem, sm_count, self.split)
+
+    def _rows_of_a(self, world: Topology) -> int:
+        return self.rows
+
+    def _rows_of_result(self, world: Topology) -> int:
+        return self._all_rows(world)
+
+    def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
+        kind = result.dtype
+        bits = xp.concatenate([xp.ascontiguousarray(inputs(source)["a"].view(xp.uint16)) for source in range(world.size)])
+        return worst_product(xp, result, bits.view(kind), _contiguous(xp, inputs(rank)["b"]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reduction(Gemm):
+    partials: str = "output"
+
+    @classmethod
+    def _draw_options(cls, rng: random.Random) -> dict[str, Any]:
+        return {"partials": rng.choice(("output", "output", "float32"))}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return super().options | {"partials": self.partials}
+
+    def problem(self, world: Topology) -> reduce.ReduceProblem:
+        return reduce.ReduceProblem(self.op, world, self.rows, self.n, self.k, self.dtype, not self.transposed, self.partials)
+
+    def _plan(self, world: Topology, sm_count: int) -> reduce.ReducePlan:
+        return reduce.make_plan(self.problem(world), sm_count, self.split)
+
+    def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
+        def operands(source: int) -> tuple[Any, Any]:
+            of = inputs(source)
+            return of["a"], _contiguous(xp, of["b"])
+
+        return worst_sum(xp, result, node_sums_of(self.problem(world), rank, operands))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReduceScatter(_Reduction):
+    op: ClassVar[str] = "gemm_reduce_scatter"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduce(_Reduction):
+    op: ClassVar[str] = "gemm_allreduce"
+    same_on_all_ranks: ClassVar[bool] = True
+    algorithm: str | None = None
+
+    @classmethod
+    def _draw_options(cls, rng: random.Random) -> dict[str, Any]:
+        return super()._draw_options(rng) | {"algorithm": rng.choice((None, "one_shot", "two_shot", "two_shot"))}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return super().options | {"algorithm": self.algorithm}
+
+    def _all_rows(self, world: Topology) -> int:
+        return self.rows
+
+    def problem(self, world: Topology) -> reduce.ReduceProblem:
+        algorithm = self.algorithm or reduce.choose_algorithm(world, self.rows, self.n)
+        return dataclasses.replace(super().problem(world), algorithm=algorithm)
+
+
+OPS: tuple[type[Call], ...] = (AllGatherGemm, ReduceScatter, AllReduce)
+
+
+def fits(call: Call, world: Topology, sm_count: int) -> bool:
+    """Whether its split is possible there."""
+    try:
+        call.kernel(world, sm_count)
+    except SplitError:
+        return False
+    return True
+
+
+def _contiguous(xp: Any, matrix: Any) -> Any:
+    """Row-major, whatever it was. CuPy cannot copy bfloat16 from a transpose view, so by its bits."""
+    if matrix.flags.c_contiguous:
+        return matrix
+    bits = matrix.T.view(xp.uint16).T if matrix.T.flags.c_contiguous else matrix.view(xp.uint16)
+    return xp.ascontiguousarray(bits).view(matrix.dtype)

@@ -1,0 +1,171 @@
+"""Random programs on target cpu, every element checked. Seeds are fresh in every run and printed with a failure.
+
+The same again, as the failure says: ``python tests/programs/search.py --worlds WORLD --seed SEED --sequences 1 --kernels KERNELS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+import mkernel as mk
+from mkernel.plan.topology import Topology
+from tests.programs import calls
+from tests.programs.calls import AllGatherGemm, AllReduce, Limits, ReduceScatter
+from tests.programs.program import SHARED_BITS, Network, Program, Step, draw
+from tests.programs.run import Failure, run, script, shorter
+from tests.programs.search import WORLDS, fresh_seed
+
+FEW, KERNELS = 5, 4  # programs of a world in `make test`, and kernels that are compiled for them
+SEQUENCES = 25  # with --full, of each of
+FAMILIES = 3  # families of kernels, and world
+
+
+def check(world: str, first: int, programs: int, kernels: int) -> None:
+    for seed in range(first, first + programs):
+        failure = run(draw(world, seed, kernels=kernels), seed)
+        again = f"python tests/programs/search.py --worlds {world} --seed {seed} --sequences 1 --kernels {kernels} --shorten"
+        assert failure is None, f"{again}\n{failure}"
+
+
+def test_random_programs_of_some_worlds() -> None:
+    """One world of one node or without mates, one of several nodes with them: another pair in every run."""
+    first = fresh_seed()
+    family = first >> SHARED_BITS
+    for worlds in (("1x4", "4x1"), ("2x2", "3x2")):
+        check(worlds[family % 2], first, FEW, KERNELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", range(FAMILIES))
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_programs(world: str, family: int) -> None:
+    check(world, fresh_seed(), SEQUENCES, 6)
+
+
+@pytest.mark.parametrize("world", ["2x2", "3x2"])
+def test_programs_of_one_seed(world: str) -> None:
+    """Always the same ones."""
+    check(world, 0, 2, 3)
+
+
+# ---- the generator
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_seed_gives_one_program_and_its_repr_an_equal_one(world: str) -> None:
+    names = {**vars(calls), "Split": mk.Split, "Program": Program, "Step": Step, "Network": Network}
+    for seed in (0, 1, 77):
+        program = draw(world, seed)
+        assert program == draw(world, seed)
+        assert eval(repr(program), names) == program
+        assert str(program).count("\n") == len(program.steps) == 10
+    assert draw(world, 0).steps != draw(world, 1).steps
+
+
+def test_seeds_that_differ_in_their_last_bits_share_their_kernels() -> None:
+    kernels = {
+        step.call.kernel(program.topology, program.sms)
+        for program in (draw("2x2", seed, kernels=4) for seed in range(1 << SHARED_BITS))
+        for step in program.steps
+    }
+    assert len(kernels) <= 4
+
+
+def test_everything_is_drawn() -> None:
+    """Over many seeds every op, algorithm, layout, place, partials, split, lateness and network occurs."""
+    programs = [draw(world, seed << SHARED_BITS) for world in WORLDS for seed in range(60)]
+    steps = [step for program in programs for step in program.steps]
+    drawn = [step.call for step in steps]
+    assert {type(call) for call in drawn} == set(calls.OPS)
+    assert {call.algorithm for call in drawn if isinstance(call, AllReduce)} == {None, "one_shot", "two_shot"}
+    assert {call.partials for call in drawn if isinstance(call, (AllReduce, ReduceScatter))} == {"output", "float32"}
+    assert {(call.dtype, call.transposed) for call in drawn} == {(d, t) for d in ("bfloat16", "float16") for t in (True, False)}
+    assert {call.rows == 0 for call in drawn} == {call.split is None for call in drawn} == {True, False}
+    assert {place for step in steps for place in step.places} == {"heap", "ordinary"}
+    assert {step.out for step in steps} == {"none", "fresh", "reused", "heap"}
+    assert {name for step in steps for name in step.padded} == {"a", "b", "out"}
+    assert {cta for step in steps for _, cta, _, _ in step.late} == {-1, 0, 1, 2}
+    assert {step.barrier for step in steps} == {program.prepared for program in programs} == {True, False}
+    assert {program.network.host_signals for program in programs} == {True, False}
+    assert all(program.network == Network() for program in programs if program.world == "1x4")
+    assert any(one == next_ for program in programs for one, next_ in itertools.pairwise(drawn))
+
+
+def test_workspaces_overlap_at_random_places() -> None:
+    """Of two calls that follow each other: as large as each other within a factor of two, now one larger and now the other."""
+    ratios = []
+    for seed in range(40):
+        program = draw("2x2", seed << SHARED_BITS)
+        sizes = [step.call.workspace(program.topology, program.sms) for step in program.steps]
+        ratios += [b / a for a, b in itertools.pairwise(sizes) if a and b and a != b]
+    assert sum(0.5 <= ratio <= 1 for ratio in ratios) > len(ratios) / 8
+    assert sum(1 <= ratio <= 2 for ratio in ratios) > len(ratios) / 8
+
+
+def test_a_split_that_does_not_fit_is_not_drawn() -> None:
+    for world in ("1x2", *WORLDS):
+        for seed in range(20):
+            program = draw(world, seed << SHARED_BITS, limits=Limits(rows=64))
+            assert all(calls.fits(step.call, program.topology, program.sms) for step in program.steps)
+    assert not calls.fits(AllGatherGemm(rows=1, n=8, k=8, dtype="float16", transposed=False, split=mk.Split(compute=9)), Topology(2, 2), 8)
+
+
+# ---- the runner
+
+
+class Wrong(AllGatherGemm):
+    """Overwrites an element of its result on rank 1."""
+
+    def run(self, arrays, **where):  # type: ignore[no-untyped-def]
+        c = super().run(arrays, **where)
+        if where["world"].rank == 1 and c.size:
+            c[0, 3] += 1.0
+        return c
+
+
+def _program(*steps: Step) -> Program:
+    return Program("1x2", 3, steps, sms=4)
+
+
+def _step(number: int, call: calls.Call, **more: object) -> Step:
+    return Step(number, call, ("heap", "ordinary"), **more)  # type: ignore[arg-type]
+
+
+RIGHT = AllGatherGemm(rows=5, n=8, k=16, dtype="bfloat16", transposed=False)
+
+
+def test_a_wrong_element_is_found_and_the_program_made_shorter() -> None:
+    wrong = Wrong(rows=5, n=8, k=16, dtype="bfloat16", transposed=False)
+    program = _program(
+        _step(0, RIGHT), _step(1, RIGHT, late=((0, -1, 0, 5000),)), _step(2, wrong, out="reused", barrier=True), _step(3, RIGHT)
+    )
+    failure = run(program, 1)
+    assert failure is not None
+    assert (failure.kind, failure.step) == ("wrong", 2)
+    assert "rank 1: " in failure.text
+    found = shorter(failure)
+    assert found.program == dataclasses.replace(program, steps=(_step(2, wrong),))
+    assert "program seed 3, scheduler seed 1" in str(found)
+
+
+def test_an_element_that_nobody_writes_is_found() -> None:
+    class Lazy(AllGatherGemm):
+        def run(self, arrays, **where):  # type: ignore[no-untyped-def]
+            c = super().run(arrays, **where | {"out": None})
+            where["out"][:-1] = c[:-1]
+            return where["out"]
+
+    failure = run(_program(_step(0, Lazy(rows=5, n=8, k=16, dtype="bfloat16", transposed=False), out="reused")), 1)
+    assert failure is not None
+    assert "8 of 80 elements are not finite, in rows 9-9, columns 0-7" in failure.text
+
+
+def test_the_script_runs_the_program_again() -> None:
+    program = _program(_step(0, RIGHT))
+    source = script(Failure(program, 7, "wrong", 0, "text"))
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(source, "script", "exec"), {})
+    assert ended.value.code is False  # nothing is wrong with it
