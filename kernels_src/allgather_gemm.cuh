@@ -28,8 +28,8 @@ static_assert(Config::kPieceRows == 1 || kPartBytes == Config::kPieceUnits * kUn
 struct alignas(64) Parameters {
   abi::World world;
   uint64_t a;                 // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;     // data heap: (world size, parts, rows, K / parts); the own plane is the staging copy of network sends
-  uint64_t send_offset;       // data heap: where network sends read the shard
+  uint64_t gather_offset;     // data heap: (world size, parts, rows, K / parts); the own plane is not used
+  uint64_t send_offset;       // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
   uint64_t flag_offset;       // signal segment: one flag per (source rank, chunk)
   uint32_t rows;              // M / W
   uint32_t stage_send;        // 1: inter_send first copies the shard to send_offset
@@ -83,22 +83,23 @@ MK_DEVICE const char* own_chunk(const Parameters& p, uint32_t index) {  // in th
 }
 MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * kRowBytes; }
 MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
-MK_DEVICE bool wait_chunk(const Call& call, const Parameters& p, uint32_t source, uint32_t chunk) {
+MK_DEVICE bool wait_chunk(const Entered& entered, const Parameters& p, uint32_t source, uint32_t chunk) {
   const abi::World& world = p.world;
   const uint32_t local = source % kR;  // its rail peer in this node forwards what comes from another node
   const uint32_t writer = source / kR == world.node || local == world.local_rank ? source : world.node * kR + local;
-  return wait_flag(call, p, flag_index(p, source, chunk), writer);
+  return wait_flag(entered, p, flag_index(p, source, chunk), writer);
 }
 
 struct ChunkFlags {  // one part of one source, from block `first` on
   const Parameters& p;
   uint32_t source, first, part;
-  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_chunk(call, p, source, chunk_index(p, first + i, part)); }
+  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_chunk(entered, p, source, chunk_index(p, first + i, part)); }
 };
 
 // ---- without CTAs for intra_comm: a warp of every CTA pushes chunks of this rank's shard, beside the tiles of its CTA
 MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
-  if (!wait_all_entered(call)) return;
+  const MaybeEntered entered = enter(call);
+  if (!entered) return;
   const abi::World& world = p.world;
   Trace trace(world, 2);
 #pragma unroll 1
@@ -112,9 +113,9 @@ MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
         },
         [&](uint32_t offset, const ptx::Words& words) {
 #pragma unroll
-          for (uint32_t i = 1; i < kR; ++i) ptx::store_global(heap(world, local_peer(world, i)) + to + offset, words);
+          for (uint32_t i = 1; i < kR; ++i) ptx::store_global(shared_heap(*entered, local_peer(world, i)) + to + offset, words);
         });
-    raise_flag(call, p, flag_index(p, world.rank, chunk), 1);
+    raise_flag(*entered, p, flag_index(p, world.rank, chunk), 1);
     if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, chunk), begin);
   }
 }
@@ -154,22 +155,22 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK / kParts; }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
-  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
+  MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
     const uint32_t first = begin / Config::kChunkRows;
-    return wait_all(call, ChunkFlags{p, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
+    return wait_all(entered, ChunkFlags{p, c.plane, first, part}, (end - 1) / Config::kChunkRows - first + 1);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : c.plane * kParts + part; }
   MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * kPartK : 0; }
-  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    store_result(c, panel, warpgroup, smem, c.plane);
+  MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    store_result(entered, c, panel, warpgroup, smem, c.plane);
   }
   static constexpr bool kMoves = kWarpsPush;
   MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }
 };
 
-// ---- intra_comm: chunks to the node's other ranks. Thread 0 copies, warp 1 raises the flags, warp 2 waits for what is to be forwarded.
+// ---- intra_comm: chunks to the node's other ranks. Thread 0 copies and tells warp 1 which flags to raise, warp 2 waits for what is to be forwarded.
 // Items: the chunks of this rank's shard, then those that the rail peers have put here.
 MK_DEVICE uint32_t pushed_source(const Parameters& p, uint32_t item) {
   if (item < num_chunks(p)) return p.world.rank;
@@ -208,9 +209,11 @@ struct CopiedChunks {  // what all have in common that CopyRing copies here
 };
 
 struct PushedChunks : CopiedChunks {
+  Entered entered;
   uint32_t begin;
-  Handover &queue, &arrived;
-  Handover::Position at, arrival;
+  Receiver& arrived;
+  Handover& queue;
+  Handover::Position& at;
   Trace& trace;
   uint64_t since;
 
@@ -223,61 +226,46 @@ struct PushedChunks : CopiedChunks {
     const uint64_t offset = plane_offset(p, source) + chunk_offset(p, chunk);  // in the heap of every rank of the node
     return Copied{chunk_bytes(p, chunk), flag_index(p, source, chunk), 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false};
   }
-  MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(arrival); }
-  MK_DEVICE bool wait(const Copied&) { return arrived.wait(arrival); }  // own chunks are ready
+  MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(); }
+  MK_DEVICE bool wait(const Copied&) { return arrived.wait(); }  // own chunks are ready
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
-    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(heap(p.world, local_peer(p.world, i)) + c.to + offset, smem, bytes);
+    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
   }
   MK_DEVICE void announce(const Copied& c) {
-    queue.push(at, c.flag);
+    queue.push(entered, at, c.flag);
     trace.record(c.is_own ? abi::kTraceSend : abi::kTraceForward, c.flag, since);
     since = trace.now();
   }
 };
 
-MK_DEVICE bool node_entered(const Call& call) {
-#pragma unroll 1
-  for (uint32_t i = 1; i < kR; ++i) {
-    if (!wait_entered(call, call.world.node * kR + local_peer(call.world, i))) return false;
-  }
-  return true;
-}
-MK_DEVICE void push_chunks(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
-  Handover::Position at;
-  if (node_entered(call)) {
-    Trace trace(p.world, 2);
-    CopyRing ring(storage.pieces, storage.copy_barriers);
-    PushedChunks chunks{{p}, index, storage.announce, storage.arrived, {}, {}, trace, trace.now()};
-    ring.copy(chunks);
-    at = chunks.at;
-  }
-  storage.announce.push(at, kNoMore);
-}
-
 // Hands over what the rail peers have put here for this CTA to forward. One thread.
-MK_DEVICE void wait_for_chunks(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
-  Handover::Position at;
+MK_DEVICE void wait_for_chunks(const Entered& entered, const Parameters& p, Handover& arrived, Handover::Position& at, uint32_t index) {
   uint32_t item = index;
   while (item < num_chunks(p)) item += Config::kIntraComm;
 #pragma unroll 1
   for (; item < num_chunks(p) * kNodes; item += Config::kIntraComm) {
-    if (!wait_chunk(call, p, pushed_source(p, item), pushed_chunk(p, item))) break;
+    if (!wait_chunk(entered, p, pushed_source(p, item), pushed_chunk(p, item))) return;
     ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
-    storage.arrived.push(at, item);
+    arrived.push(entered, at, item);
   }
-  storage.arrived.push(at, kNoMore);
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
-  const auto wait = [&] {
-    if constexpr (kNodes > 1) wait_for_chunks(call, p, storage, index);
+  const auto copy = [&](const Entered& entered, Receiver& arrived, Handover::Position& at) {
+    Trace trace(p.world, 2);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    PushedChunks chunks{{p}, entered, index, arrived, storage.announce, at, trace, trace.now()};
+    ring.copy(chunks);
   };
-  intra_comm(call, p, storage, [&] { push_chunks(call, p, storage, index); }, wait);
+  const auto wait = [&](const Entered& entered, Handover::Position& at, Handover::Position&) {
+    if constexpr (kNodes > 1) wait_for_chunks(entered, p, storage.arrived, at, index);
+  };
+  intra_comm<Announcer::kCopy>(call, p, storage, copy, wait);
 }
 
 // ---- inter_send: this rank's chunks to its rail peers (one thread)
-struct StagedChunk : CopiedChunks {  // a copy of one chunk into the heap, where the network can read it
+struct StagedChunk : CopiedChunks {  // a copy of one chunk into the staging area, where the network can read it
   uint32_t chunk;
   MK_DEVICE uint32_t first() const { return chunk; }
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
@@ -286,7 +274,7 @@ struct StagedChunk : CopiedChunks {  // a copy of one chunk into the heap, where
   MK_DEVICE bool ready(const Copied&) const { return true; }
   MK_DEVICE bool wait(const Copied&) const { return true; }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
-    ptx::bulk_store(heap(p.world, p.world.local_rank) + c.to + offset, smem, bytes);
+    ptx::bulk_store(staging_area(p.world, c.to + offset), smem, bytes);
   }
   MK_DEVICE void announce(const Copied&) const {}
 };
@@ -294,14 +282,17 @@ struct StagedChunk : CopiedChunks {  // a copy of one chunk into the heap, where
 struct ShardToSend {
   const Parameters& p;
   CopyRing& ring;
-  uint32_t chunk;
+  uint32_t chunk, staged = kStop;  // the one that is staged already
   MK_DEVICE uint32_t end() const { return num_chunks(p); }
-  MK_DEVICE bool prepare(const Call&, uint32_t next) {
+  MK_DEVICE void stage(uint32_t next) {
+    if (p.stage_send == 0 || next >= end() || next == staged) return;
+    StagedChunk copied{{p}, next};
+    ring.copy(copied);
+    staged = next;
+  }
+  MK_DEVICE bool prepare(const Entered&, uint32_t next) {
+    stage(next);
     chunk = next;
-    if (p.stage_send != 0) {
-      StagedChunk staged{{p}, chunk};
-      ring.copy(staged);
-    }
     return true;
   }
   MK_DEVICE uint32_t puts() const { return kNodes - 1; }
@@ -312,12 +303,20 @@ struct ShardToSend {
   }
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {  // all threads
   if constexpr (kNodes > 1) {
+    if (ptx::thread_index() == 0) {
+      storage.entries.init();
+      ptx::mbarrier_init_fence();
+    }
+    ptx::sync_cta();
+    if (ptx::warp_index() == 1) storage.entries.open(call);
+    if (ptx::thread_index() != 0) return;
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
     ShardToSend chunks{p, ring, 0};
-    put_chunks(call, chunks, 1 + index, index, trace);
+    chunks.stage(index);  // while the others enter
+    if (const MaybeEntered entered = storage.entries.pass(call)) put_chunks(*entered, chunks, 1 + index, index, trace);
   }
 }
 
@@ -327,7 +326,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
+  if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }

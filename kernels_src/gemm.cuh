@@ -11,18 +11,18 @@
 //   TileCoordinate coordinate(uint32_t tile);           the one tile -> coordinate function
 //   kParts, uint32_t parts(c);                          parts of a tile at most, and of this one (0: there is no such tile)
 //   bool waits(c, part);                                false: the part reads this rank's own inputs only
-//   bool wait_inputs(const Call&, c, part);             warp function: until the part's inputs are there (false: leave)
+//   bool wait_inputs(entered, c, part);                 warp function: until the part's inputs are there (false: leave)
 //   uint32_t steps(c, part);                            k steps of the part; the parts of a tile follow each other in K
 //   const TensorMap* a_map(c); a_row(c), a_plane(c, part), a_k(c, part);   where the tile's rows of A are
 //   const TensorMap* b_map(c);
 //   kAdds, uint32_t addends(c, part); const char* addend(c, i);   partial tiles (partial.cuh) that the part adds, in this order
-//   kExchanges, void exchange(call, d, c);              each consumer thread makes of its values those to store
+//   kExchanges, void exchange(entered, d, c);           each consumer thread makes of its values those to store
 //   bool is_partial(c);                                 whether the tile is stored as a partial tile, or rounded as a result
 //   uint32_t rows(c);                                   valid rows of it; consulted for partial tiles only
-//   void store(c, panel, warpgroup, smem);              issues the stores of one block; one thread
+//   void store(entered, c, panel, warpgroup, smem);     issues the stores of one block; one thread
 //   kMoves, void move(const Call&);                     what a CTA moves while it computes; warp function
 //   kAnnounces, bool announces(c);                      whether others wait for the tile
-//   void raise(const Call&, uint32_t tile);             raises its flags: its stores are complete; warp function
+//   void raise(entered, uint32_t tile);                 raises its flags: its stores are complete; warp function
 #pragma once
 #include "handover.cuh"
 #include "partial.cuh"
@@ -93,9 +93,8 @@ struct GemmStorage {
   uint64_t tile_offered[kTileQueue], tile_taken[kTileQueue];
   uint64_t tile_wanted;  // completes once per tile: it is nearly loaded
   uint64_t block_written[kConsumerWarpgroups][Shape::kResultBuffers], block_stored[kConsumerWarpgroups][Shape::kResultBuffers];
-  uint64_t entries_checked;  // completes once: all ranks have entered with the same plan, or `refused` is set
+  EntryGate entries;
   uint32_t item[kTileQueue];
-  uint32_t refused;
   Handover announce;
 };
 
@@ -140,7 +139,7 @@ struct BasicOp {
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
   MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
   MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
-  MK_DEVICE void raise(const Call&, uint32_t) const {}
+  MK_DEVICE void raise(const Entered&, uint32_t) const {}
 
   MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
@@ -152,7 +151,8 @@ struct BasicOp {
     const uint32_t left = p.rows - c.m * Shape::kBlockM;
     return left < Shape::kBlockM ? left : Shape::kBlockM;
   }
-  MK_DEVICE void store_result(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem, int32_t plane = 0) const {
+  MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
+                              int32_t plane = 0) const {
     ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, plane);
   }
 };
@@ -174,8 +174,7 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp 
       ptx::mbarrier_init(&storage.block_stored[w][b], 1);
     }
   }
-  ptx::mbarrier_init(&storage.entries_checked, 1);
-  storage.refused = 0;
+  storage.entries.init();
   storage.announce.init();  // ends with the fence for all of them
 }
 
@@ -203,17 +202,6 @@ MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>
   at.advance();
 }
 
-// Waits until all ranks have entered and lets the consumers store.
-template <class Config>
-MK_DEVICE bool check_entries(const Call& call, GemmStorage<Config>& storage) {
-  const bool ok = wait_all_entered(call);
-  if (ptx::lane_index() == 0) {
-    storage.refused = !ok;
-    ptx::mbarrier_arrive(&storage.entries_checked);
-  }
-  return ok;
-}
-
 template <class Config, class Op>
 MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   RingPosition<kTileQueue> at;
@@ -222,13 +210,16 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   abi::ControlBlock* control = control_block(call.world);
   uint32_t num_assigned = 0, given = call.role == abi::kCompute ? ptx::cta_index() - kCommCtas : kStop;
   uint32_t parts = 0, wanted = 0;  // of the tile before, and the parity of the barrier that it completes
-  bool first = true, last = false, checked = false, ok = true;
+  bool first = true, last = false, asked = false, ok = true;
+  MaybeEntered entered = MaybeEntered::not_yet(call);
+  const auto open = [&] {  // lets the others of this CTA store, too
+    asked = true;
+    entered = storage.entries.open(call);
+    ok = static_cast<bool>(entered);
+  };
 #pragma unroll 1
   while (true) {
-    if (!checked && (!first || last)) {  // not before a first tile of own inputs: it is computed meanwhile
-      ok = check_entries(call, storage);
-      checked = true;
-    }
+    if (!asked && (!first || last)) open();  // not before a first tile of own inputs: it is computed meanwhile
     if (!ok || last) break;
     if (parts != 0) {  // a tile taken sooner than needed would be missing where another CTA has nothing to do
       ptx::mbarrier_wait(&storage.tile_wanted, wanted);
@@ -253,10 +244,9 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
 #pragma unroll 1
     for (uint32_t part = 0; ok && part < parts; ++part) {
       if (op.waits(c, part)) {
-        if (!checked) ok = check_entries(call, storage);
-        checked = true;
+        if (!asked) open();
         const uint64_t begin = trace.now();
-        if (ok) ok = op.wait_inputs(call, c, part);
+        if (ok) ok = op.wait_inputs(*entered, c, part);
         if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
       }
       if (ok) offer_item(storage, at, tile * Op::kParts + part);
@@ -485,8 +475,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     }
     if (part + 1 < op.parts(c)) continue;
     if constexpr (Op::kExchanges) {
-      ptx::mbarrier_wait(&storage.entries_checked, 0);
-      if (storage.refused == 0) op.exchange(call, d, c);
+      if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
     }
     write_blocks(d, op, c, storage, warpgroup, block);
     if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
@@ -496,12 +485,13 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
 // ---- one thread of warp 2 of warpgroup 0
 // Stores finished blocks, once all ranks have entered; tells warp 3 which flag to raise once a tile's stores are complete.
 template <class Config, class Op>
-MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
+MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kResultBuffers> at, stored;
   Handover::Position announce;
-  bool first = true, refused = false;
+  bool first = true;
+  MaybeEntered entered = MaybeEntered::not_yet(call);
   uint32_t on_their_way = 0;  // buffers
   const auto give_back = [&] {
     for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_arrive(&storage.block_stored[w][stored.index]);
@@ -515,8 +505,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
     const TileCoordinate c = op.coordinate(item / Op::kParts);
     if (item % Op::kParts + 1 < op.parts(c)) continue;
     if (first) {
-      ptx::mbarrier_wait(&storage.entries_checked, 0);
-      refused = storage.refused != 0;
+      entered = storage.entries.pass_to_store(call);
       first = false;
     }
     const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : tile_width<Config>(c) / kPanel;
@@ -525,7 +514,7 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
 #pragma unroll 1
       for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
         ptx::mbarrier_wait(&storage.block_written[w][at.index], at.parity);
-        if (!refused) op.store(c, panel, w, storage.result[w][at.index]);
+        if (entered) op.store(*entered, c, panel, w, storage.result[w][at.index]);
       }
       at.advance();
       ptx::store_commit();
@@ -534,16 +523,16 @@ MK_DEVICE void store_tiles(const Op& op, GemmStorage<Config>& storage) {
       give_back();
     }
     if constexpr (Op::kAnnounces) {
-      if (op.announces(c) && !refused) {
+      if (op.announces(c) && entered) {
         ptx::store_wait<0>();
-        storage.announce.push(announce, item / Op::kParts);
+        storage.announce.push(*entered, announce, item / Op::kParts);
       }
     }
     ptx::store_wait_read<0>();
     while (on_their_way > 0) give_back();
   }
-  // What is stored has been read; that it is complete the end of the kernel sees to.
-  if constexpr (Op::kAnnounces) storage.announce.push(announce, kNoMore);
+  // The stores have read shared memory; kernel exit completes them.
+  if constexpr (Op::kAnnounces) storage.announce.end(announce);
 }
 
 // All threads of the CTA; whatever one did before is done when it comes here. Computes until the tile counter runs out, then leaves the call.
@@ -560,11 +549,14 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
     } else if (warp == 1) {
       schedule_tiles(call, op, storage);
     } else if (warp == 2) {
-      if (ptx::lane_index() == 0) store_tiles(op, storage);
+      if (ptx::lane_index() == 0) store_tiles(call, op, storage);
     } else {
       if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);  // of a CTA that computes from the start
       if constexpr (Op::kMoves) op.move(call);
-      if constexpr (Op::kAnnounces) storage.announce.serve([&](uint32_t tile) { op.raise(call, tile); });
+      if constexpr (Op::kAnnounces) {
+        const MaybeEntered entered = storage.entries.pass(call);
+        storage.announce.serve([&](uint32_t tile) { op.raise(*entered, tile); });  // a tile is handed over by one that has entered
+      }
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();

@@ -19,46 +19,34 @@ struct Tiles : OwnedTiles<Tiles> {
     const uint32_t all = tile_rows() * Shape::kTilesN, begin = owner * p.tiles, left = all > begin ? all - begin : 0;
     return left < p.tiles ? left : p.tiles;
   }
-  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    if (!is_own(c)) return store_partial(c, panel, warpgroup, smem);
-    store_result(c, panel, warpgroup, smem);
+  MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    if (!is_own(c)) return store_partial(entered, c, panel, warpgroup, smem);
+    store_result(entered, c, panel, warpgroup, smem);
     if constexpr (kWorldSize > 1) {
-      char* block = own_heap(p) + result_offset(p, 0, c.index) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
-      ptx::bulk_store(block, smem, kBlockBytes);
+      char* tile = shared_heap(entered, p.world.local_rank) + result_offset(p, 0, c.index);
+      ptx::bulk_store(tile + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, kBlockBytes);
     }
   }
   MK_DEVICE bool announces(const TileCoordinate&) const { return kWorldSize > 1; }
-  MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
+  MK_DEVICE void raise(const Entered& entered, uint32_t tile) const {  // warp function
     const TileCoordinate c = coordinate(tile);
-    if (!is_own(c)) return raise_partial(call, c);
-    raise_flag(call, p, finished_flag(p, 0, p.world.local_rank, c.index), kNodes > 1 ? 0 : 1);  // the own one is for inter_send
+    if (!is_own(c)) return raise_partial(entered, c);
+    raise_flag(entered, p, finished_flag(p, 0, p.world.local_rank, c.index), kNodes > 1 ? 0 : 1);  // the own one is for inter_send
   }
 };
 
 // ---- intra_comm: pulls the tiles that others own into C. Those of the node's ranks one by one; those of other nodes' by chunks, from the node's
 // rank on the owner's rail, which tells the node's others when a chunk has come. Warp 2 waits for flags, warp 1 raises them, thread 0 copies.
-struct PulledTiles {
+struct PullableTiles {  // what a CTA pulls
   const Tiles& tiles;
-  Handover& arrived;
   uint32_t begin;
-  Trace& trace;
-  uint64_t since;
-  Handover::Position at;
 
   struct Unit {  // consecutive tiles of one owner
     uint32_t distance, local_rank, first;
   };
-  MK_DEVICE bool wait(const Call& call, const Unit& u) const {
-    return wait_flag(call, p(), flag(u), is_forwarded(u) ? owner(u) : p().world.node * kR + u.local_rank);
+  MK_DEVICE bool wait(const Entered& entered, const Unit& u) const {
+    return wait_flag(entered, p(), flag(u), is_forwarded(u) ? owner(u) : p().world.node * kR + u.local_rank);
   }
-  struct Item {
-    uint32_t bytes, owner, tile;  // the first tile, of all
-    const char* from;
-    uint32_t index;
-  };
-  static constexpr uint32_t kPieceBytes = mkernel::kPieceBytes;
-  uint32_t stored_tile = kStop;
-  TileCoordinate stored_at{};
   MK_DEVICE const Parameters& p() const { return tiles.p; }
   MK_DEVICE uint32_t num_local() const { return p().tiles * (kR - 1); }
   MK_DEVICE Unit unit(uint32_t item) const {
@@ -85,14 +73,30 @@ struct PulledTiles {
     return item;
   }
   MK_DEVICE uint32_t end() const { return num_local() + num_chunks(p()) * (kNodes - 1) * kR; }
+};
+
+struct PulledTiles : PullableTiles {
+  Entered entered;
+  Receiver& arrived;
+  Trace& trace;
+  uint64_t since;
+
+  struct Item {
+    uint32_t bytes, owner, tile;  // the first tile, of all
+    const char* from;
+    uint32_t index;
+  };
+  static constexpr uint32_t kPieceBytes = mkernel::kPieceBytes;
+  uint32_t stored_tile = kStop;
+  TileCoordinate stored_at{};
   MK_DEVICE Item item(uint32_t index) const {
     const Unit u = unit(index);
     const uint32_t rank = owner(u), tiles_of_it = u.distance == 0 ? 1 : chunk_count(tiles, rank, u.first);
     const char* from = heap(p().world, u.local_rank) + result_offset(p(), u.distance, u.first);
     return Item{static_cast<uint32_t>(tiles_of_it * kResultBytes), rank, rank * p().tiles + u.first, from, index};
   }
-  MK_DEVICE bool ready(const Item&) { return arrived.try_take(at); }
-  MK_DEVICE bool wait(const Item&) { return arrived.wait(at); }
+  MK_DEVICE bool ready(const Item&) { return arrived.try_take(); }
+  MK_DEVICE bool wait(const Item&) { return arrived.wait(); }
   MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     ptx::bulk_load(smem, item.from + offset, bytes, bar);
@@ -105,7 +109,7 @@ struct PulledTiles {
     }
     const uint32_t panel = static_cast<uint32_t>(offset % kResultBytes) / kPieceBytes;
 #pragma unroll
-    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) tiles.store_result(stored_at, panel, w, smem + w * kBlockBytes);
+    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) tiles.store_result(entered, stored_at, panel, w, smem + w * kBlockBytes);
   }
   MK_DEVICE void announce(const Item& item) {
     trace.record(abi::kTraceForward, item.index, since);
@@ -114,38 +118,34 @@ struct PulledTiles {
 };
 
 // Hands over every item of this CTA that has come, and tells warp 1 what to forward. One thread.
-MK_DEVICE void wait_for_tiles(const Call& call, const PulledTiles& pulled, CopyingStorage& storage) {
-  Handover::Position arrival, forwarding;
-  bool ok = true;
+MK_DEVICE void wait_for_tiles(const Entered& entered, const PullableTiles& pulled, CopyingStorage& storage, Handover::Position& arrival,
+                              Handover::Position& forwarding) {
 #pragma unroll 1
-  for (uint32_t i = 1; ok && i < kWorldSize; ++i) {  // C is written only if all ranks agree
-    ok = wait_entered(call, (call.world.rank + i) % kWorldSize);
-  }
-#pragma unroll 1
-  for (uint32_t item = pulled.first(); ok && item < pulled.end(); item = pulled.next(item)) {
-    const PulledTiles::Unit u = pulled.unit(item);
-    ok = pulled.wait(call, u);
-    if (!ok) break;
+  for (uint32_t item = pulled.first(); item < pulled.end(); item = pulled.next(item)) {
+    const PullableTiles::Unit u = pulled.unit(item);
+    if (!pulled.wait(entered, u)) return;
     ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
-    if (kR > 1 && pulled.is_forwarded(u)) storage.announce.push(forwarding, pulled.flag(u));
-    storage.arrived.push(arrival, item);
+    if (kR > 1 && pulled.is_forwarded(u)) storage.announce.push(entered, forwarding, pulled.flag(u));
+    storage.arrived.push(entered, arrival, item);
   }
-  storage.arrived.push(arrival, kNoMore);
-  storage.announce.push(forwarding, kNoMore);
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {
   const Tiles tiles(p);
-  Trace trace(p.world, 2);
-  PulledTiles pulled{tiles, storage.arrived, index, trace, trace.now(), {}};
-  const auto copy = [&] {
+  const PullableTiles pullable{tiles, index};
+  const auto copy = [&](const Entered& entered, Receiver& arrived, Handover::Position&) {
+    Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
+    PulledTiles pulled{pullable, entered, arrived, trace, trace.now()};
     ring.copy(pulled);
   };
-  intra_comm(call, p, storage, copy, [&] { wait_for_tiles(call, pulled, storage); });
+  const auto wait = [&](const Entered& entered, Handover::Position& arrival, Handover::Position& forwarding) {
+    wait_for_tiles(entered, pullable, storage, arrival, forwarding);
+  };
+  intra_comm<Announcer::kWait>(call, p, storage, copy, wait);
 }
 
-// ---- inter_send: sums of this node to their owners (thread 0) beside finished tiles to the rail peers (thread 32)
+// ---- inter_send: sums of this node to their owners (warp 0) beside finished tiles to the rail peers (warp 1)
 struct ResultsToSend {
   const Tiles& tiles;
   MK_DEVICE uint32_t count(uint32_t, uint32_t first) const { return chunk_count(tiles, tiles.p.world.rank, first); }
@@ -180,13 +180,12 @@ struct EitherToSend {  // in one loop: two are as much code again
   }
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // both threads
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // both warps
   if constexpr (kNodes > 1) {
-    const bool is_sums = ptx::thread_index() == 0;
-    Trace trace(p.world, is_sums ? 2 : 1);
+    const bool is_sums = ptx::warp_index() == 0;
     const Tiles tiles(p);
     const EitherToSend sent{is_sums, SumsToSend<Tiles>{tiles}, ResultsToSend{tiles}};
-    send_tiles(call, p, sent, (is_sums ? 1 : 1 + Config::kInterSend) + index, index, trace);
+    send_tiles(call, p, sent, (is_sums ? 1 : 1 + Config::kInterSend) + index, index, is_sums ? 2 : 1);
   }
 }
 
@@ -199,9 +198,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }
-  if (role == abi::kInterSend && ptx::thread_index() % 32 == 0 && ptx::thread_index() < 64) {
-    inter_send_role(call, p, cta - kFirstInterSend);
-  }
+  if (role == abi::kInterSend && ptx::warp_index() < 2) inter_send_role(call, p, cta - kFirstInterSend);
   compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0), storage.gemm);
 }
 

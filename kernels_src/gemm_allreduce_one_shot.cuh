@@ -40,40 +40,40 @@ struct Tiles : BasicOp<Config, Parameters> {
       const bool remote = source / kR != p.world.node;
       return slot(p, source, remote ? index / Config::kChunkTiles * Config::kChunkTiles : index);
     }
-    MK_DEVICE bool wait(const Call& call, uint32_t source) const { return wait_flag(call, p, flag(source), source); }
+    MK_DEVICE bool wait(const Entered& entered, uint32_t source) const { return wait_flag(entered, p, flag(source), source); }
   };
-  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t) const {  // warp function
-    return wait_all(call, SlotFlags{p, c.index}, kWorldSize);
+  MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t) const {  // warp function
+    return wait_all(entered, SlotFlags{p, c.index}, kWorldSize);
   }
   MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !c.is_sum; }
-  MK_DEVICE char* destination(const TileCoordinate& c, uint32_t i) const {
-    return heap(p.world, local_peer(p.world, i)) + partial_offset(p, slot(p, p.world.rank, c.index));
+  MK_DEVICE char* destination(const Entered& entered, const TileCoordinate& c, uint32_t i) const {
+    return shared_heap(entered, local_peer(p.world, i)) + partial_offset(p, slot(p, p.world.rank, c.index));
   }
-  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    if (c.is_sum) return store_result(c, panel, warpgroup, smem);
+  MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    if (c.is_sum) return store_result(entered, c, panel, warpgroup, smem);
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
 #pragma unroll
     for (uint32_t i = 0; i < kR; ++i) {
-      if (bytes != 0) ptx::bulk_store(destination(c, i) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
+      if (bytes != 0) ptx::bulk_store(destination(entered, c, i) + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, bytes);
     }
   }
   MK_DEVICE bool announces(const TileCoordinate& c) const { return !c.is_sum; }
-  MK_DEVICE void raise(const Call& call, uint32_t tile) const {  // warp function
-    raise_flag(call, p, slot(p, p.world.rank, coordinate(tile).index), 0);
+  MK_DEVICE void raise(const Entered& entered, uint32_t tile) const {  // warp function
+    raise_flag(entered, p, slot(p, p.world.rank, coordinate(tile).index), 0);
   }
 };
 
-// ---- inter_send: chunks of this rank's partial tiles to all ranks of the other nodes (one thread)
+// ---- inter_send: chunks of this rank's partial tiles to all ranks of the other nodes (one warp)
 struct PartialsToSend {
   const Parameters& p;
   uint32_t first, count;  // slots
   MK_DEVICE uint32_t end() const { return num_chunks(p); }
-  MK_DEVICE bool prepare(const Call& call, uint32_t chunk) {
+  MK_DEVICE bool prepare(const Entered& entered, uint32_t chunk) {
     const uint32_t left = p.tiles - chunk * Config::kChunkTiles;
     first = slot(p, p.world.rank, chunk * Config::kChunkTiles), count = left < Config::kChunkTiles ? left : Config::kChunkTiles;
 #pragma unroll 1
     for (uint32_t i = 0; i < count; ++i) {
-      if (!wait_flag(call, p, first + i, p.world.rank)) return false;
+      if (!wait_flag(entered, p, first + i, p.world.rank)) return false;
     }
     return true;
   }
@@ -87,9 +87,11 @@ struct PartialsToSend {
 
 MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {
   if constexpr (kNodes > 1) {
+    const MaybeEntered entered = enter(call);
+    if (!entered || ptx::lane_index() != 0) return;
     Trace trace(p.world, 2);
     PartialsToSend chunks{p, 0, 0};
-    put_chunks(call, chunks, 1 + index, index, trace);
+    put_chunks(*entered, chunks, 1 + index, index, trace);
   }
 }
 
@@ -98,7 +100,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
+  if (ptx::warp_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
   compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 

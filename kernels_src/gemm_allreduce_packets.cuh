@@ -35,10 +35,10 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
   MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return false; }
-  MK_DEVICE bool wait_inputs(const Call&, const TileCoordinate&, uint32_t) const { return true; }
+  MK_DEVICE bool wait_inputs(const Entered&, const TileCoordinate&, uint32_t) const { return true; }
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return Shape::kStepsK; }
-  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    store_result(c, panel, warpgroup, smem);
+  MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    store_result(entered, c, panel, warpgroup, smem);
   }
 
   // ---- where packets are: block by block of a warp's. One-shot: (source, warp of a tile). Two-shot: (source, warp among its owner's), then
@@ -47,50 +47,50 @@ struct Tiles : BasicOp<Config, Parameters> {
     return p.rows < Shape::kBlockM ? (p.rows + kWarpRows - 1) / kWarpRows : Shape::kBlockM / kWarpRows;
   }
   MK_DEVICE uint32_t owned() const { return (p.tiles * warps() + kWorldSize - 1) / kWorldSize; }
-  MK_DEVICE ptx::Words* packets(uint32_t rank, uint32_t block) const {  // of this lane; packet i of it is 32 * i further
-    return reinterpret_cast<ptx::Words*>(signals(p.world, rank) + p.partial_offset) + uint64_t(block) * kWarpPackets + ptx::lane_index();
+  MK_DEVICE ptx::Words* packets(const Entered& entered, uint32_t rank, uint32_t block) const {  // of this lane; packet i: 32 * i further
+    return reinterpret_cast<ptx::Words*>(shared_signals(entered, rank) + p.partial_offset) + uint64_t(block) * kWarpPackets + ptx::lane_index();
   }
 
   // ---- the exchange; each thread for itself. `half`: which of its two rows.
-  MK_DEVICE void exchange(const Call& call, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+  MK_DEVICE void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
     float values[Config::kBlockN / 2];  // copies, by instructions: else ptxas finds accumulators in use outside wgmma, and serializes it
 #pragma unroll
     for (uint32_t i = 0; i < Config::kBlockN / 2; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
-    exchange_values(call, values, c);
+    exchange_values(entered, values, c);
 #pragma unroll
     for (uint32_t i = 0; i < Config::kBlockN / 2; ++i) d[i] = values[i];
   }
-  MK_DEVICE void exchange_values(const Call& call, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+  MK_DEVICE void exchange_values(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
     const uint32_t warp = ptx::thread_index() / 32 - kWarpgroup / 32, row = c.m * Shape::kBlockM + warp * kWarpRows + ptx::lane_index() / 4;
     const uint32_t rank = p.world.rank, group = c.index * warps() + warp;  // the warp's number among all
     if (warp >= warps()) return;
     if constexpr (Config::kTwoShot == 0) {
       const uint32_t all = p.tiles * warps();
 #pragma unroll 1
-      for (uint32_t i = 1; i <= kWorldSize; ++i) send(d, packets((rank + i) % kWorldSize, rank * all + group), row);  // its own rank, too
-      ptx::Words* from = packets(rank, group);
-      if (row < p.rows) add_all<0>(call, d, from, all);
-      if (row + 8 < p.rows) add_all<1>(call, d, from, all);
+      for (uint32_t i = 1; i <= kWorldSize; ++i) send(d, packets(entered, (rank + i) % kWorldSize, rank * all + group), row);  // its own rank, too
+      ptx::Words* from = packets(entered, rank, group);
+      if (row < p.rows) add_all<0>(entered, d, from, all);
+      if (row + 8 < p.rows) add_all<1>(entered, d, from, all);
     } else {
       const uint32_t owner = group % kWorldSize, slot = group / kWorldSize, sums = kWorldSize * owned();
       if (owner != rank) {
-        send(d, packets(owner, rank * owned() + slot), row);
-        ptx::Words* from = packets(rank, sums + group);
-        if (row < p.rows) receive<0, false>(call, d, from, owner);
-        if (row + 8 < p.rows) receive<1, false>(call, d, from, owner);
+        send(d, packets(entered, owner, rank * owned() + slot), row);
+        ptx::Words* from = packets(entered, rank, sums + group);
+        if (row < p.rows) receive<0, false>(entered, d, from, owner);
+        if (row + 8 < p.rows) receive<1, false>(entered, d, from, owner);
         return;
       }
       bool ok = true;
 #pragma unroll 1
       for (uint32_t i = 1; ok && i < kWorldSize; ++i) {  // after the own values, unrounded, the others' from the next rank on
         const uint32_t source = (rank + i) % kWorldSize;
-        ptx::Words* from = packets(rank, source * owned() + slot);
-        if (row < p.rows) ok = receive<0, true>(call, d, from, source);
-        if (ok && row + 8 < p.rows) ok = receive<1, true>(call, d, from, source);
+        ptx::Words* from = packets(entered, rank, source * owned() + slot);
+        if (row < p.rows) ok = receive<0, true>(entered, d, from, source);
+        if (ok && row + 8 < p.rows) ok = receive<1, true>(entered, d, from, source);
       }
       if (!ok) return;  // nobody may take what is not the sum for it
 #pragma unroll 1
-      for (uint32_t i = 1; i < kWorldSize; ++i) send(d, packets((rank + i) % kWorldSize, sums + group), row);
+      for (uint32_t i = 1; i < kWorldSize; ++i) send(d, packets(entered, (rank + i) % kWorldSize, sums + group), row);
     }
   }
 
@@ -116,9 +116,9 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   // One row from one rank: added to the own values, or instead of them. False: it did not come.
   template <uint32_t Half, bool Adds>
-  MK_DEVICE bool receive(const Call& call, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t source) const {
+  MK_DEVICE bool receive(const Entered& entered, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t source) const {
     ptx::Words v[kPackets];
-    if (!take<1>(call, v, from + Half * kPackets * 32, 0, source)) return false;
+    if (!take<1>(entered, v, from + Half * kPackets * 32, 0, source)) return false;
 #pragma unroll
     for (uint32_t i = 0; i < kPackets; ++i) {
 #pragma unroll
@@ -133,9 +133,9 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   // One row from all ranks, `all` blocks apart, added up in their order.
   template <uint32_t Half>
-  MK_DEVICE void add_all(const Call& call, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t all) const {
+  MK_DEVICE void add_all(const Entered& entered, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t all) const {
     ptx::Words v[kWorldSize * kPackets];
-    if (!take<kWorldSize>(call, v, from + Half * kPackets * 32, uint64_t(all) * kWarpPackets, 0)) return;
+    if (!take<kWorldSize>(entered, v, from + Half * kPackets * 32, uint64_t(all) * kWarpPackets, 0)) return;
 #pragma unroll
     for (uint32_t i = 0; i < kPackets; ++i) {
 #pragma unroll
@@ -154,9 +154,9 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   // Takes a row's packets from each of Sources ranks, `first` and up, `stride` packets apart, once all their words have come; leaves zeros there.
   template <uint32_t Sources>
-  MK_DEVICE bool take(const Call& call, ptx::Words (&v)[Sources * kPackets], ptx::Words* from, uint64_t stride, uint32_t first) const {
+  MK_DEVICE bool take(const Entered& entered, ptx::Words (&v)[Sources * kPackets], ptx::Words* from, uint64_t stride, uint32_t first) const {
     const auto at = [&](uint32_t i) { return from + i / kPackets * stride + i % kPackets * 32; };
-    Patience patience(call, p.world.timeout_ns);
+    Patience patience(entered.call(), p.world.timeout_ns);
     while (true) {
       uint32_t missing = Sources * kPackets;
 #pragma unroll
@@ -172,7 +172,7 @@ struct Tiles : BasicOp<Config, Parameters> {
       const uint64_t now = v[missing].word[half * 2] | uint64_t(v[missing].word[half * 2 + 1]) << 32;
       const abi::State state = patience.pass(reinterpret_cast<const uint64_t*>(at(missing)) + half, now + 1);
       if (state == abi::kRunning) continue;
-      fail(call, state, Awaited{abi::kFlagChunk, 0, first + missing / kPackets}, call.epoch, 0);
+      fail(entered.call(), state, Awaited{abi::kFlagChunk, 0, first + missing / kPackets}, entered.call().epoch, 0);
       return false;
     }
 #pragma unroll

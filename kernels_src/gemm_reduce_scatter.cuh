@@ -12,22 +12,21 @@ struct Tiles : OwnedTiles<Tiles> {
   MK_DEVICE uint32_t count_of(uint32_t) const { return p.tiles; }
   MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }  // known to the compiler
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t) const { return c.plane; }
-  MK_DEVICE void store(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+  MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (is_own(c)) {
-      store_result(c, panel, warpgroup, smem);
+      store_result(entered, c, panel, warpgroup, smem);
     } else {
-      store_partial(c, panel, warpgroup, smem);
+      store_partial(entered, c, panel, warpgroup, smem);
     }
   }
   MK_DEVICE bool announces(const TileCoordinate& c) const { return !is_own(c); }
-  MK_DEVICE void raise(const Call& call, uint32_t tile) const { raise_partial(call, coordinate(tile)); }
+  MK_DEVICE void raise(const Entered& entered, uint32_t tile) const { raise_partial(entered, coordinate(tile)); }
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // one thread
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // one warp
   if constexpr (kNodes > 1) {
-    Trace trace(p.world, 2);
     const Tiles tiles(p);
-    send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, trace);
+    send_tiles(call, p, SumsToSend<Tiles>{tiles}, 1 + index, index, 2);
   }
 }
 
@@ -36,7 +35,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
+  if (ptx::warp_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - kFirstInterSend);
   compute_role(call, Tiles(p, cta - kFirstInterReduce, role == abi::kInterReduce ? Config::kInterReduce : 0),
                shared_storage<GemmStorage<Config>>());
 }

@@ -20,24 +20,10 @@ struct Handover {
     }
     ptx::mbarrier_init_fence();
   }
-  MK_DEVICE void push(Position& at, uint32_t value) {  // one thread
-    ptx::mbarrier_wait(&taken[at.index], at.parity ^ 1);
-    index[at.index] = value;
-    ptx::mbarrier_arrive(&filled[at.index]);
-    at.advance();
-  }
-  // One thread takes, what it expects next. False: it has not come yet, or nothing more will.
-  MK_DEVICE bool try_take(Position& at) {
-    if (!ptx::mbarrier_try_wait(&filled[at.index], at.parity) || !wait(at)) return false;
-    ptx::mbarrier_arrive(&taken[at.index]);
-    at.advance();
-    return true;
-  }
-  MK_DEVICE bool wait(const Position& at) {  // until something has come; false: nothing more will
-    ptx::mbarrier_wait(&filled[at.index], at.parity);
-    return index[at.index] != kNoMore;
-  }
-  // Calls raise(index) in all lanes, until kNoMore. Warp function.
+  MK_DEVICE void push(const Entered&, Position& at, uint32_t value) { put(at, value); }  // one thread
+  MK_DEVICE void end(Position& at) { put(at, kNoMore); }                                 // the same thread, last, whatever has happened
+
+  // Calls raise(index) in all lanes, until the end. Warp function.
   template <class Raise>
   MK_DEVICE void serve(const Raise& raise) {
     Position at;
@@ -52,6 +38,39 @@ struct Handover {
       at.advance();
     }
   }
+
+ private:
+  MK_DEVICE void put(Position& at, uint32_t value) {
+    ptx::mbarrier_wait(&taken[at.index], at.parity ^ 1);
+    index[at.index] = value;
+    ptx::mbarrier_arrive(&filled[at.index]);
+    at.advance();
+  }
+};
+
+// The thread that takes what a Handover brings, in the order in which it expects it. Until it has come to the end, whoever pushes may be waiting for
+// room: it drains the queue when it has no use for the rest, also where the call has failed.
+class Receiver {
+ public:
+  MK_DEVICE explicit Receiver(Handover& queue) : queue_(queue) {}
+  MK_DEVICE bool try_take() {  // false: it has not come yet, or nothing more will
+    if (!ptx::mbarrier_try_wait(&queue_.filled[at_.index], at_.parity) || !wait()) return false;
+    ptx::mbarrier_arrive(&queue_.taken[at_.index]);
+    at_.advance();
+    return true;
+  }
+  MK_DEVICE bool wait() {  // until something has come; false: nothing more will
+    ptx::mbarrier_wait(&queue_.filled[at_.index], at_.parity);
+    return queue_.index[at_.index] != kNoMore;
+  }
+  MK_DEVICE void drain() {
+#pragma unroll 1
+    while (wait()) try_take();
+  }
+
+ private:
+  Handover& queue_;
+  Handover::Position at_;
 };
 
 }  // namespace mkernel

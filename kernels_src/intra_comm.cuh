@@ -1,5 +1,5 @@
-// A CTA that moves data between the ranks of a node before it computes: thread 0 copies, a thread of warp 2 waits for what comes from others,
-// warp 1 raises flags.
+// A CTA that moves data between the ranks of a node before it computes: thread 0 copies, warp 2 enters for all and one thread of it waits for
+// what comes from others, warp 1 raises flags.
 #pragma once
 #include "copy.cuh"
 #include "gemm.cuh"
@@ -12,25 +12,41 @@ struct CopyingStorage {
     CopyPieces pieces;
   };
   CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
+  EntryGate entries;
   Handover arrived, announce;  // items for thread 0, flags for warp 1
 };
 
-// All threads of the CTA. copy() and wait(), one thread each, end what they hand over with kNoMore: one of them `announce`, the other `arrived`
-// if it is waited for.
-template <class Parameters, class Copy, class Wait>
+// All threads of the CTA. One thread each: copy(entered, receiver, announce) copies, takes items from the receiver and pushes flags to raise;
+// wait(entered, arrived, announce) pushes items that have come. Who pushes flags is kAnnouncer. Both return early where the call fails.
+enum class Announcer { kCopy, kWait };
+template <Announcer By, class Parameters, class Copy, class Wait>
 MK_DEVICE void intra_comm(const Call& call, const Parameters& p, CopyingStorage& storage, const Copy& copy, const Wait& wait) {
   if (ptx::thread_index() == 0) {
+    storage.entries.init();
     storage.arrived.init();
-    storage.announce.init();
+    storage.announce.init();  // ends with the fence for all of them
   }
   ptx::sync_cta();
   const uint32_t warp = ptx::warp_index();
+  Handover::Position arrival, announcement;
   if (warp == 0) {
-    if (ptx::lane_index() == 0) copy();
+    if (ptx::lane_index() == 0) {
+      Receiver receiver(storage.arrived);
+      const MaybeEntered entered = storage.entries.pass_to_store(call);
+      if (entered) copy(*entered, receiver, announcement);
+      receiver.drain();
+      if (By == Announcer::kCopy) storage.announce.end(announcement);
+    }
   } else if (warp == 1) {
-    storage.announce.serve([&](uint32_t flag) { raise_flag(call, p, flag, 1); });
+    const MaybeEntered entered = storage.entries.pass(call);
+    storage.announce.serve([&](uint32_t flag) { raise_flag(*entered, p, flag, 1); });  // what is pushed, was pushed by one that has entered
   } else if (warp == 2) {
-    if (ptx::lane_index() == 0) wait();
+    const MaybeEntered entered = storage.entries.open(call);
+    if (ptx::lane_index() == 0) {
+      if (entered) wait(*entered, arrival, announcement);
+      storage.arrived.end(arrival);
+      if (By == Announcer::kWait) storage.announce.end(announcement);
+    }
   }
   ptx::sync_cta();
 }

@@ -23,7 +23,7 @@ struct Puts {
   const Parameters& p;
   uint32_t item;
   MK_DEVICE uint32_t end() const { return num_puts(p) * (kNodes - 1); }
-  MK_DEVICE bool prepare(const Call&, uint32_t chunk) {
+  MK_DEVICE bool prepare(const Entered&, uint32_t chunk) {
     item = chunk;
     return true;
   }
@@ -43,19 +43,22 @@ struct Puts {
 
 struct Arrivals {
   const Parameters& p;
-  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_flag(call, p, i, rail_peer(p.world, 1 + i / num_puts(p))); }
+  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_flag(entered, p, i, rail_peer(p.world, 1 + i / num_puts(p))); }
 };
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index();
   const Call call = begin_call(p.world, abi::kInterSend);
-  if (ptx::thread_index() == 0) {
-    Trace trace(p.world, 2);
-    Puts puts{p, 0};
-    put_chunks(call, puts, 1 + cta, cta, trace);
+  if (warp == 0) {
+    const MaybeEntered entered = enter(call);
+    if (entered && ptx::lane_index() == 0) {
+      Trace trace(p.world, 2);
+      Puts puts{p, 0};
+      put_chunks(*entered, puts, 1 + cta, cta, trace);
+    }
   } else if (warp == 1 && cta == 0) {
     announce_entry(call);
-    if (wait_all_entered(call)) wait_all(call, Arrivals{p}, num_puts(p) * (kNodes - 1));
+    if (const MaybeEntered entered = enter(call)) wait_all(*entered, Arrivals{p}, num_puts(p) * (kNodes - 1));
   }
   ptx::sync_cta();
   if (ptx::thread_index() == 0) leave_call(call);

@@ -42,7 +42,7 @@ MK_DEVICE uint32_t partial_index(const Parameters& p, uint32_t owner_distance, u
   const uint32_t block = owner_distance == 0 ? source_distance - 1 : kR - 1 + (owner_distance - 1) * kR + source_distance;
   return block * p.tiles + index;
 }
-MK_DEVICE char* own_heap(const Parameters& p) { return heap(p.world, p.world.local_rank); }
+MK_DEVICE const char* own_heap(const Parameters& p) { return heap(p.world, p.world.local_rank); }
 MK_DEVICE uint64_t partial_offset(const Parameters& p, uint32_t index) { return p.partial_offset + index * kPartialBytes; }
 MK_DEVICE uint64_t sum_offset(const Parameters& p, uint32_t distance, uint32_t index) {
   return p.sum_offset + ((distance - 1) * p.tiles + index) * kPartialBytes;
@@ -164,10 +164,10 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
       const abi::World& world = op.p.world;
       return arrived(i) ? rail_peer(world, i - (kR - 1) + 1) : world.node * kR + local_peer(world, c.is_sum ? i : i + 1);
     }
-    MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_flag(call, op.p, flag(i), writer(i)); }
+    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_flag(entered, op.p, flag(i), writer(i)); }
   };
-  MK_DEVICE bool wait_inputs(const Call& call, const TileCoordinate& c, uint32_t part) const {  // warp function
-    return wait_all(call, AddendFlags{*this, c}, addends(c, part));
+  MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
+    return wait_all(entered, AddendFlags{*this, c}, addends(c, part));
   }
 
   // ---- where a tile goes: a sum to where the network reads it, a partial tile to the node's rank on the owner's rail
@@ -181,10 +181,10 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool paced(const TileCoordinate& c) const {
     return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > kPacedWaves * ptx::cta_count();
   }
-  MK_DEVICE void store_partial(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+  MK_DEVICE void store_partial(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
-    char* tile = c.is_sum ? own_heap(p) + sum_offset(p, node_distance(p.world, c.plane), c.index)
-                          : heap(p.world, adder(c)) + partial_offset(p, sent_index(c));
+    char* tile = c.is_sum ? shared_heap(entered, p.world.local_rank) + sum_offset(p, node_distance(p.world, c.plane), c.index)
+                          : shared_heap(entered, adder(c)) + partial_offset(p, sent_index(c));
     tile += (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
     if (paced(c)) {
       store_paced(tile, smem, bytes);
@@ -192,11 +192,10 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
       ptx::bulk_store(tile, smem, bytes);
     }
   }
-  MK_DEVICE void raise_partial(const Call& call, const TileCoordinate& c) const {  // warp function
+  MK_DEVICE void raise_partial(const Entered& entered, const TileCoordinate& c) const {  // warp function
     if (ptx::lane_index() != 0) return;
-    uint64_t* word = c.is_sum ? flag_word(p, p.world.local_rank, sum_flag(p, node_distance(p.world, c.plane), c.index))
-                              : flag_word(p, adder(c), sent_index(c));
-    ptx::store_release_sys(word, call.epoch);
+    const uint32_t flag = c.is_sum ? sum_flag(p, node_distance(p.world, c.plane), c.index) : sent_index(c);
+    raise_flag_of(entered, p, flag, c.is_sum ? p.world.local_rank : adder(c));
   }
 };
 
@@ -210,12 +209,12 @@ struct TilesToSend {
   const Tiles& tiles;
   uint32_t distance, first, count;
   MK_DEVICE uint32_t end() const { return num_chunks(p) * (kNodes - 1); }
-  MK_DEVICE bool prepare(const Call& call, uint32_t item) {
+  MK_DEVICE bool prepare(const Entered& entered, uint32_t item) {
     first = item / kOtherNodes * Config::kChunkTiles, distance = 1 + item % kOtherNodes;
     count = tiles.count(distance, first);
 #pragma unroll 1
     for (uint32_t i = 0; i < count; ++i) {
-      if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;
+      if (!wait_flag(entered, p, tiles.flag(distance, first + i), p.world.rank)) return false;
     }
     return true;
   }
@@ -227,9 +226,12 @@ struct TilesToSend {
   }
 };
 template <class Tiles>
-MK_DEVICE void send_tiles(const Call& call, const Parameters& p, const Tiles& tiles, uint32_t channel, uint32_t index, Trace& trace) {
+MK_DEVICE void send_tiles(const Call& call, const Parameters& p, const Tiles& tiles, uint32_t channel, uint32_t index, uint32_t lane) {
+  const MaybeEntered entered = enter(call);  // warp function
+  if (!entered || ptx::lane_index() != 0) return;
+  Trace trace(p.world, lane);
   TilesToSend<Tiles> chunks{p, tiles, 0, 0, 0};
-  put_chunks(call, chunks, channel, index, trace);
+  put_chunks(*entered, chunks, channel, index, trace);
 }
 
 // How many of the tiles [first, first + kChunkTiles) of an owner there are.

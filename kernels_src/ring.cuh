@@ -17,9 +17,9 @@ struct Put {
 
 constexpr uint32_t kEntryChannel = 0;  // entry flags; ops number their channels from 1
 
-// Publishes one put; everything this thread wrote or acquired before is visible to the engine. Returns the number of commands that must
+// Gives the engine one command; everything this thread wrote or acquired before is visible to it. Returns the number of commands that must
 // complete before the source may be reused (for wait_put), or 0 when the ring stayed full past the deadline.
-MK_DEVICE uint64_t issue_put(const Call& call, const Put& put) {
+MK_DEVICE uint64_t issue_command(const Call& call, const Put& put) {
   abi::Ring* ring = reinterpret_cast<abi::Ring*>(call.world.ring);
   const uint64_t ticket = ptx::atomic_add(&control_block(call.world)->ring_head, 1);
   if (ticket >= abi::kRingSlots) {
@@ -38,29 +38,32 @@ MK_DEVICE uint64_t issue_put(const Call& call, const Put& put) {
   return ticket + 1;
 }
 
+// A put: it writes to a peer's heap and raises a flag there.
+MK_DEVICE uint64_t issue_put(const Entered& entered, const Put& put) { return issue_command(entered.call(), put); }
+
 MK_DEVICE bool wait_put(const Call& call, uint64_t ticket, uint32_t peer) {
   const abi::Ring* ring = reinterpret_cast<abi::Ring*>(call.world.ring);
   return wait_ge(call, &ring->completed, ticket, Awaited{abi::kFlagRingDone, static_cast<uint32_t>(ticket), peer}, call.world.timeout_ns);
 }
 
-// What one thread of an inter_send CTA does: puts chunks to ranks of other nodes, each when its source is complete, every kInterSend-th from
+// What one thread of an inter_send CTA does once it has entered: puts chunks to ranks of other nodes, each when its source is complete, every kInterSend-th from
 // `first` on. Their sources may be reused afterwards, unless the call has failed.
-// Chunks: uint32_t end(); bool prepare(call, chunk): makes it the current one and waits until its source is complete (false: the call has
+// Chunks: uint32_t end(); bool prepare(entered, chunk): makes it the current one and waits until its source is complete (false: the call has
 //         failed); then uint32_t puts() and Put put(call, channel, i) of it.
 template <class Chunks>
-MK_DEVICE void put_chunks(const Call& call, Chunks& chunks, uint32_t channel, uint32_t first, Trace& trace) {
+MK_DEVICE void put_chunks(const Entered& entered, Chunks& chunks, uint32_t channel, uint32_t first, Trace& trace) {
+  const Call& call = entered.call();
   uint64_t last_put = 0;
   uint32_t last_peer = call.world.rank;
 #pragma unroll 1
   for (uint32_t chunk = first; chunk < chunks.end(); chunk += Config::kInterSend) {
     const uint64_t begin = trace.now();
-    if (!chunks.prepare(call, chunk)) return;
+    if (!chunks.prepare(entered, chunk)) return;
     if (chunks.puts() == 0) continue;
 #pragma unroll 1
     for (uint32_t i = 0; i < chunks.puts(); ++i) {
       const Put put = chunks.put(call, channel, i);
-      if (!wait_entered(call, put.dst_rank)) return;
-      last_put = issue_put(call, put);
+      last_put = issue_put(entered, put);
       last_peer = put.dst_rank;
       if (last_put == 0) return;
     }
@@ -73,12 +76,14 @@ MK_DEVICE void put_chunks(const Call& call, Chunks& chunks, uint32_t channel, ui
 MK_DEVICE void announce_entry(const Call& call) {
   const abi::World& world = call.world;
   const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, world.digest);
-  release_to_node(world, offset, value, 1);
+  for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {
+    ptx::store_release_sys(&signal_header(world, local_peer(world, i))->entered[call.epoch & 1][world.rank], value);
+  }
   if constexpr (kNodes > 1) {
     if (ptx::lane_index() != 0) return;
 #pragma unroll 1
     for (uint32_t i = kR; i < kWorldSize; ++i) {  // ranks of the other nodes, from the next node on
-      issue_put(call, Put{kEntryChannel, (world.node * kR + i) % world.size, 0, 0, 0, offset, value});
+      issue_command(call, Put{kEntryChannel, (world.node * kR + i) % world.size, 0, 0, 0, offset, value});
     }
   }
 }

@@ -23,18 +23,58 @@ struct Call {
 MK_DEVICE abi::ControlBlock* control_block(const abi::World& world) { return reinterpret_cast<abi::ControlBlock*>(world.control); }
 MK_DEVICE abi::HostBlock* host_block(const abi::World& world) { return reinterpret_cast<abi::HostBlock*>(world.host); }
 
-// The one place where peer addresses are formed.
-MK_DEVICE char* heap(const abi::World& world, uint32_t local_rank) {
+MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) { return Call{world, control_block(world)->epoch + 1, role}; }
+
+// That every rank of the world has entered this call with the same plan. Only its holder can write to memory that ranks share (shared_heap,
+// shared_signals), raise an op's flag, issue a put or hand either over, and only its holder waits for an op's flag: `timeout` runs from here on.
+// Made by enter() and EntryGate, nowhere else.
+class Entered {
+ public:
+  MK_DEVICE const Call& call() const { return call_; }
+  MK_DEVICE const abi::World& world() const { return call_.world; }
+
+ private:
+  friend class MaybeEntered;
+  MK_DEVICE explicit Entered(const Call& call) : call_(call) {}
+  Call call_;  // not its address: it would be in local memory
+};
+class MaybeEntered {  // what entering came to: false where a rank did not come in time, or with another plan
+ public:
+  MK_DEVICE explicit operator bool() const { return ok_; }
+  MK_DEVICE Entered operator*() const { return Entered(call_); }  // only where true
+  MK_DEVICE static MaybeEntered not_yet(const Call& call) { return MaybeEntered(call, false); }
+  MK_DEVICE void operator=(const MaybeEntered& other) { ok_ = other.ok_; }  // of the same call
+
+ private:
+  friend MK_DEVICE MaybeEntered enter(const Call& call);
+  friend struct EntryGate;
+  MK_DEVICE MaybeEntered(const Call& call, bool ok) : call_(call), ok_(ok) {}
+  Call call_;
+  bool ok_;
+};
+
+// The one place where the addresses of ranks' memory are formed: as what may be read, and for who has entered as what may be written.
+MK_DEVICE const char* heap(const abi::World& world, uint32_t local_rank) {
+  return reinterpret_cast<const char*>(world.heap_base + local_rank * world.heap_stride);
+}
+MK_DEVICE char* shared_heap(const Entered& entered, uint32_t local_rank) {
+  const abi::World& world = entered.world();
   return reinterpret_cast<char*>(world.heap_base + local_rank * world.heap_stride);
 }
-MK_DEVICE char* signals(const abi::World& world, uint32_t local_rank) {
+// An area of this rank's heap that nobody reads but its own engine, whose puts are complete when a call ends (wait_put): no need to enter before.
+MK_DEVICE char* staging_area(const abi::World& world, uint64_t offset) {
+  return reinterpret_cast<char*>(world.heap_base + world.local_rank * world.heap_stride + offset);
+}
+MK_DEVICE const char* signals(const abi::World& world, uint32_t local_rank) {
+  return reinterpret_cast<const char*>(world.signal_base + local_rank * world.signal_stride);
+}
+MK_DEVICE char* shared_signals(const Entered& entered, uint32_t local_rank) {
+  const abi::World& world = entered.world();
   return reinterpret_cast<char*>(world.signal_base + local_rank * world.signal_stride);
 }
-MK_DEVICE abi::SignalHeader* signal_header(const abi::World& world, uint32_t local_rank) {
-  return reinterpret_cast<abi::SignalHeader*>(signals(world, local_rank));
+MK_DEVICE abi::SignalHeader* signal_header(const abi::World& world, uint32_t local_rank) {  // whose words have rules of their own
+  return reinterpret_cast<abi::SignalHeader*>(world.signal_base + local_rank * world.signal_stride);
 }
-
-MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) { return Call{world, control_block(world)->epoch + 1, role}; }
 
 // A wait, for the report of its failure.
 struct Awaited {
@@ -116,14 +156,15 @@ MK_DEVICE bool wait_ge(const Call& call, const uint64_t* flag, uint64_t value, c
   return wait_word(call, flag, value, 0, what, timeout_ns);
 }
 
-// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. What any lane has acquired, all lanes have. Flags: bool wait(call, i).
-template <class Flags>
-MK_DEVICE bool wait_all(const Call& call, const Flags& flags, uint32_t count) {
+// Waits for flags 0 .. count-1 of an array; a warp function, a lane per flag. What any lane has acquired, all lanes have. Flags: bool wait(who, i),
+// who: a Call or an Entered.
+template <class Who, class Flags>
+MK_DEVICE bool wait_all(const Who& who, const Flags& flags, uint32_t count) {
   bool ok = true;
 #pragma unroll 1
   for (uint32_t base = 0; ok && base < count; base += 32) {
     const uint32_t i = base + ptx::lane_index();
-    ok = ptx::all_of_warp(i >= count || flags.wait(call, i));
+    ok = ptx::all_of_warp(i >= count || flags.wait(who, i));
   }
   ptx::sync_warp();  // a vote orders no memory
   return ok;
@@ -138,7 +179,7 @@ MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {
 // Waits until `peer` has entered this call and compares plans. The parity slots make the comparison exact: a peer can be at most one call
 // ahead, because no rank leaves a call before it has seen everyone enter it.
 MK_DEVICE const uint64_t* entry_flag(const Call& call, uint32_t peer) {
-  return reinterpret_cast<uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch, peer));
+  return reinterpret_cast<const uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch, peer));
 }
 MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
   const Awaited what{abi::kFlagEntry, peer, peer};
@@ -146,11 +187,41 @@ MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
   return wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.entry_timeout_ns);
 }
 
-// The same for every other rank of the world. Warp function.
+// The way into a call: waits until every other rank of the world has entered it, too. Whoever may still read in an earlier call what this one writes
+// has left that call then, be it the owner of the memory, its node mates that pull from it, or an engine. Warp function.
 struct EntryFlags {
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }
 };
-MK_DEVICE bool wait_all_entered(const Call& call) { return wait_all(call, EntryFlags{}, call.world.size - 1); }
+MK_DEVICE MaybeEntered enter(const Call& call) { return MaybeEntered(call, wait_all(call, EntryFlags{}, call.world.size - 1)); }
+
+// How one warp of a CTA enters for all its threads. In shared memory.
+struct EntryGate {
+  uint64_t opened;  // completes once
+  uint32_t refused;
+
+  MK_DEVICE void init() {  // one thread, before an mbarrier_init_fence and a sync_cta
+    ptx::mbarrier_init(&opened, 1);
+    refused = 0;
+  }
+  MK_DEVICE MaybeEntered open(const Call& call) {  // one warp, once
+    const MaybeEntered entered = enter(call);
+    if (ptx::lane_index() == 0) {
+      refused = !entered;
+      ptx::mbarrier_arrive(&opened);
+    }
+    return entered;
+  }
+  MK_DEVICE MaybeEntered pass(const Call& call) {  // any thread, any number of times
+    ptx::mbarrier_wait(&opened, 0);
+    return MaybeEntered(call, refused == 0);
+  }
+  // The same for a thread that goes on to write by bulk copies: they come after what the ranks did before they entered.
+  MK_DEVICE MaybeEntered pass_to_store(const Call& call) {
+    const MaybeEntered entered = pass(call);
+    ptx::fence_proxy_async();
+    return entered;
+  }
+};
 
 // The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, when the CTA takes no more tiles (its threads
 // read the epoch at their start); the next call begins when this kernel has ended.

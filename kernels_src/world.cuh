@@ -20,13 +20,6 @@ MK_DEVICE uint32_t rank_at(const abi::World& world, uint32_t node_distance, uint
 }
 MK_DEVICE uint32_t node_distance(const abi::World& world, uint32_t rank) { return (rank / kR + kNodes - world.node) % kNodes; }
 
-// Writes a word of the signal segments of this node's ranks, from the one at distance `first` on. Warp function: a lane per rank, so that no
-// release waits for another.
-MK_DEVICE void release_to_node(const abi::World& world, uint64_t offset, uint64_t value, uint32_t first) {
-  for (uint32_t i = first + ptx::lane_index(); i < kR; i += 32) {
-    ptx::store_release_sys(reinterpret_cast<uint64_t*>(signals(world, local_peer(world, i)) + offset), value);
-  }
-}
 
 // ---- an op's flags: words of the signal segment, from p.flag_offset on
 template <class Parameters>
@@ -34,16 +27,20 @@ MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) {
   return p.flag_offset + uint64_t(flag) * sizeof(uint64_t);
 }
 template <class Parameters>
-MK_DEVICE uint64_t* flag_word(const Parameters& p, uint32_t local_rank, uint32_t flag) {
-  return reinterpret_cast<uint64_t*>(signals(p.world, local_rank) + flag_offset(p, flag));
+MK_DEVICE bool wait_flag(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t writer) {
+  const uint64_t* word = reinterpret_cast<const uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, flag));
+  const Call& call = entered.call();
+  return wait_ge(call, word, call.epoch, Awaited{abi::kFlagChunk, flag, writer}, p.world.timeout_ns);
 }
 template <class Parameters>
-MK_DEVICE bool wait_flag(const Call& call, const Parameters& p, uint32_t flag, uint32_t writer) {
-  return wait_ge(call, flag_word(p, p.world.local_rank, flag), call.epoch, Awaited{abi::kFlagChunk, flag, writer}, p.world.timeout_ns);
+MK_DEVICE void raise_flag_of(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t local_rank) {  // one thread
+  char* word = shared_signals(entered, local_rank) + flag_offset(p, flag);
+  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch);
 }
+// A flag of this node's ranks, from the one at distance `first` on. Warp function: a lane per rank, so that no release waits for another.
 template <class Parameters>
-MK_DEVICE void raise_flag(const Call& call, const Parameters& p, uint32_t flag, uint32_t first) {  // as release_to_node
-  release_to_node(p.world, flag_offset(p, flag), call.epoch, first);
+MK_DEVICE void raise_flag(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t first) {
+  for (uint32_t i = first + ptx::lane_index(); i < kR; i += 32) raise_flag_of(entered, p, flag, local_peer(p.world, i));
 }
 
 // ---- roles: intra_comm first, then inter_send, then inter_reduce; the rest compute

@@ -45,7 +45,7 @@ class PutsPlan:
 
     op = "puts"
     grid = _SENDERS
-    packet_bytes = 0
+    packet_bytes = staging_bytes = 0
 
     @property
     def digest(self) -> int:

@@ -108,7 +108,6 @@ def _bind(
     heap = world.heap_address
     offset = world.heap_offset(a.address, plan.plane_bytes) if rows else None
     staged = world.num_nodes > 1 and offset is None
-    own_plane = chosen.scratch_offset + world.rank * plan.plane_bytes
     extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
     a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
     gather = heap + chosen.scratch_offset if size > 1 and rows else b.address
@@ -117,7 +116,7 @@ def _bind(
     parameters = Parameters(
         a=a.address,
         gather_offset=chosen.scratch_offset,
-        send_offset=own_plane if offset is None else offset,
+        send_offset=chosen.staging_offset if offset is None else offset,
         flag_offset=chosen.flag_offset,
         rows=rows,
         stage_send=int(staged),
@@ -135,4 +134,4 @@ def _bind(
     set_map(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
     set_map(parameters, "b_map", map_of_b(world, problem, b, plan.b_columns))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
-    return BoundCall(chosen, parameters, chosen.scratch_offset)
+    return BoundCall(chosen, parameters, chosen.placement)

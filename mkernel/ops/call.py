@@ -43,14 +43,14 @@ _MAX_BOUND = 512  # argument combinations remembered per world
 
 @dataclasses.dataclass(slots=True)
 class BoundCall:
-    """Parameters of one kernel over particular arrays. Good as long as the workspace stays where it is."""
+    """Parameters of one kernel over particular arrays. Good as long as the workspace and the staging area stay where they are."""
 
     executable: Executable
     parameters: ctypes.Structure
-    scratch_offset: int
+    placement: int
 
     def valid(self) -> bool:
-        return self.executable.scratch_offset == self.scratch_offset
+        return self.executable.placement == self.placement
 
 
 def remember(world: World, key: tuple[Any, ...], value: T) -> T:

@@ -84,4 +84,4 @@ def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: 
     set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, plan.load_rows, 1)))
     set_map(parameters, "b_map", map_of_b(world, problem, b, plan.tile.block_n))
     set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1)))
-    return BoundCall(chosen, parameters, chosen.scratch_offset)
+    return BoundCall(chosen, parameters, chosen.placement)

@@ -124,6 +124,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return size * self.plane_bytes if size > 1 else 0
 
     @property
+    def staging_bytes(self) -> int:
+        """A copy of the shard for the network, unless the caller's lies on the heap."""
+        return self.plane_bytes if self.problem.topology.num_nodes > 1 else 0
+
+    @property
     def blocks(self) -> int:
         """Blocks of ``chunk_rows`` rows per shard."""
         return math.ceil(self.problem.rows / self.chunk_rows)

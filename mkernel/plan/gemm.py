@@ -141,6 +141,11 @@ class GemmPlan(Generic[Problem]):
         return self.split.total
 
     @property
+    def staging_bytes(self) -> int:
+        """Bytes of the data heap that nobody but this rank's own engine reads: what it puts from there may be written before the peers enter."""
+        return 0
+
+    @property
     def tile_rows(self) -> int:
         """Rows of tiles of the problem's rows."""
         return math.ceil(self.problem.rows / BLOCK_M)

@@ -63,6 +63,8 @@ class Plan(Protocol):
     def flag_words(self) -> int: ...
     @property
     def packet_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int: ...
     def describe(self) -> str: ...
 
 
@@ -138,7 +140,17 @@ class Executable:
     @property
     def scratch_offset(self) -> int:
         """Bytes from the start of the data heap to the plan's workspace. Changes when another plan makes the workspace grow."""
-        return self._world._scratch_offset
+        return self._world._scratch.offset
+
+    @property
+    def staging_offset(self) -> int:
+        """Bytes from the start of the data heap to the staging area, which only this rank's own engine reads. Changes when it grows."""
+        return self._world._staging.offset
+
+    @property
+    def placement(self) -> int:
+        """Another number whenever ``scratch_offset`` or ``staging_offset`` has changed."""
+        return self._world._placement
 
     @property
     def flag_offset(self) -> int:
@@ -149,6 +161,14 @@ class Executable:
     def packet_offset(self) -> int:
         """Bytes from the start of the signal segment to the plan's packets."""
         return abi.FLAG_BYTES
+
+
+@dataclasses.dataclass(slots=True)
+class Area:
+    """Bytes of the data heap that all plans of a world share."""
+
+    offset: int = 0
+    bytes: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -218,7 +238,8 @@ class World:
         self.tuned: dict[str, Split] = {}  # repr of a problem -> SMs of the roles that communicate; the same on every rank
         self.bound_calls: dict[Hashable, Any] = {}  # of ops: parameters prepared for particular arrays
         self._history: list[Executable | None] = [None] * _HISTORY
-        self._scratch_offset = self._scratch_bytes = 0
+        self._scratch, self._staging = Area(), Area()
+        self._placement = 0  # how often either has moved
         self._synchronous = self.target == "cpu"  # a launch returns when its kernel has ended
         self._trace: tuple[int, int] | None = None
         self._trace_buffers: dict[int, int] = {}  # capacity -> address
@@ -626,22 +647,23 @@ class World:
         if abi.FLAG_BYTES + plan.packet_bytes > self._signals.size:
             room = self._signals.size - abi.FLAG_BYTES
             raise ArgumentError("packet_bytes", plan.packet_bytes, f"the signal segment has room for {room}")
-        if plan.workspace_bytes > self._scratch_bytes:
-            self._grow(plan.workspace_bytes)
+        self._grow(self._scratch, plan.workspace_bytes)
+        self._grow(self._staging, plan.staging_bytes)
         return Executable(self, plan, kernel)
 
-    def _grow(self, size: int) -> None:
-        """A larger workspace for all plans. All ranks are idle and do the same."""
-        old, old_size = self._scratch_offset, self._scratch_bytes
-        free = old_size > 0 and self._synchronous  # on cuda a captured graph may still write to the old one: it stays
+    def _grow(self, area: Area, size: int) -> None:
+        """Make an area at least so large, for all plans. All ranks are idle and do the same."""
+        if size <= area.bytes:
+            return
+        self._placement += 1
+        free = area.bytes > 0 and self._synchronous  # on cuda a captured graph may still write to the old one: it stays
         if free:
-            self._heap.free(old)
+            self._heap.free(area.offset)
         try:
-            self._scratch_offset = self._heap.allocate(size)
-            self._scratch_bytes = size
+            area.offset, area.bytes = self._heap.allocate(size), size
         except ArgumentError:
             if free:
-                self._scratch_offset = self._heap.allocate(old_size)
+                area.offset = self._heap.allocate(area.bytes)
             raise
 
     def _synchronize(self) -> None:

@@ -34,6 +34,7 @@ class FakePlan:
     workspace_bytes: int = 0
     flag_words: int = 0
     packet_bytes: int = 0
+    staging_bytes: int = 0
     grid: int = 4
 
     @property
