@@ -38,6 +38,8 @@ def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str
     used = roles(shape, op, algorithm)
     if name == "narrow":
         return mk.Split(compute=1, **dict.fromkeys(used, 1))
+    if name == "few movers":  # and all the rest computes
+        return mk.Split(**dict.fromkeys(used, 1))
     if name == "mover":  # where the default may do without: packets in an all-reduce, warps that push in an allgather_gemm
         return mk.Split(intra_comm=1) if "intra_comm" in used else None
     if name == "warps":  # allgather_gemm on one node without communication CTAs

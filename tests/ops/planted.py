@@ -16,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
-from tests.ops.body import Case, Rank, bits, problems, topology, use_of
+from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
+from tests.virtual_time import sleep
 
 _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _SLOW_US = 400.0  # puts are under way for as long as a call takes, and complete up to four calls later
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
+_TWO_SHOT = Case("bfloat16", 64, 256, split="few movers", op=_ALL, algorithm="two_shot")
+_SMALL_TWO_SHOT = Case("bfloat16", 64, 128, split="few movers", op=_ALL, algorithm="two_shot")
 WORKLOADS = {
     "tiles": (Case("bfloat16", 256, 264, split="mover"), 3, (300, 129), 20.0),  # several steps of k, several tiles
     "parts": (Case("bfloat16", 4096, 8, split="mover"), 2, (129, 7), 20.0),  # K travels in parts
@@ -42,27 +45,49 @@ WORKLOADS = {
     "packets in one step": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
     "packets short in one step": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 20.0),
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
+    "late": (Case("bfloat16", 64, 8, op=_SCATTER), 2, (7, 130), 20.0),  # rank 1 comes between the two deadlines
 }
+# Two ops in turn, whose areas of the workspace overlap: cases with their rows, number of calls, whether operands lie on the heap.
+SEQUENCES = {
+    "all-reduce, then gather": (((_TWO_SHOT, 2048), (Case("bfloat16", 1024, 64), 224)), 6, True),
+    "all-reduce, then gather from ordinary memory": (((_SMALL_TWO_SHOT, 1024), (Case("bfloat16", 2048, 8), 28)), 24, False),
+}
+_LATE_SECONDS = 11.0  # of virtual time
 
 
 def _calls(world: Any, workload: str, seed: int, most: int) -> tuple[list[str], list[bytes]]:
     """What is wrong, and what must be the same on all ranks."""
+    if workload in SEQUENCES:
+        return _sequence(world, workload, seed, most), []
     case, count, rows, _ = WORKLOADS[workload]
     rank = Rank(world, case, seed, rows)
+    if workload == "late" and world.rank == 1:
+        sleep(world, _LATE_SECONDS)
     results = [rank.call(number, rows[number % len(rows)], use_of(7 * number + 2, case)) for number in range(min(count, most))]
     return problems(results), bits(results) if case.op == _ALL else []
 
 
+def _sequence(world: Any, workload: str, seed: int, most: int) -> list[str]:
+    cases, count, on_heap = SEQUENCES[workload]
+    turns = [(Rank(world, case, seed, (rows,)), rows) for case, rows in cases]
+    use = Use(on_heap, "none", padded=False)
+    results = []
+    for number in range(min(count, most)):
+        rank, rows = turns[number % len(turns)]
+        results.append(rank.call(number, rows, use))
+    return problems(results)
+
+
 def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     """What is wrong with at most so many calls: a result, a complaint of the emulator, a deadlock."""
-    shape, network_us = topology(world), WORKLOADS[workload][-1]
+    shape, network_us = topology(world), WORKLOADS[workload][-1] if workload in WORKLOADS else 0.0
     ack_us = 4 * network_us if network_us == _SLOW_US else 0.0
     # Bytes of a put travel at the latest legal time.
     faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us, ack_us=ack_us)
     try:
         with mock.patch.object(emulated, "Faults", lambda: faults):
             found = mk.launch(
-                _calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), seed=seed, heap_bytes=16 << 20, timeout=5.0
+                _calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), seed=seed, heap_bytes=16 << 20, timeout=5.0, entry_timeout=60.0
             )
     except CompileError:
         raise

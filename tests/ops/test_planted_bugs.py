@@ -44,13 +44,19 @@ class Bug:
     tsan: bool = False
     slow: bool = False
     missed: str = ""  # why it is not found
+    also: tuple[tuple[str, str], ...] = ()  # other lines of the file that change with it
+    sms: int = 4  # CTAs that a rank runs at once
 
     def plant(self, folder: Path) -> None:
         path = folder / self.file
         text = path.read_text()
-        assert text.count(self.before) == 1, f"{self.file} has {text.count(self.before)} times: {self.before}"
-        path.write_text(text.replace(self.before, self.after))
+        for before, after in ((self.before, self.after), *self.also):
+            assert text.count(before) == 1, f"{self.file} has {text.count(before)} times: {before}"
+            text = text.replace(before, after)
+        path.write_text(text)
 
+
+_ENTERS = "wait_all(call, EntryFlags{}, call.world.size - 1)); }"
 
 BUGS = [
     # The chunk flag is raised for data that is not there yet, or seen too early.
@@ -59,7 +65,7 @@ BUGS = [
     Bug(
         "tiles do not wait for chunks",
         "gemm.cuh",
-        "        if (ok) ok = op.wait_inputs(call, c, part);\n",
+        "        if (ok) ok = op.wait_inputs(*entered, c, part);\n",
         found_as="missing fence.proxy.async",
     ),
     Bug(
@@ -72,15 +78,8 @@ BUGS = [
     Bug(
         "forwarded before it has come",
         "allgather_gemm.cuh",
-        "    if (!wait_chunk(call, p, pushed_source(p, item), pushed_chunk(p, item))) break;\n",
+        "    if (!wait_chunk(entered, p, pushed_source(p, item), pushed_chunk(p, item))) return;\n",
         world="2x2",
-    ),
-    Bug(
-        "no entry before a push",
-        "allgather_gemm.cuh",
-        "    if (!wait_entered(call, call.world.node * kR + local_peer(call.world, i))) return false;\n",
-        workload="short",
-        seeds=40,
     ),
     Bug(
         "a warp's flag before all lanes have stored",
@@ -88,20 +87,49 @@ BUGS = [
         "  ptx::sync_warp();  // all lanes have stored\n",
         workload="warps short",
     ),
+    # Entering a call.
+    *(
+        Bug(f"nobody waits for entries: {workload} on {world}", "sync.cuh", _ENTERS, "true); }", world=world, workload=workload, seeds=40)
+        for world, workload in (
+            ("1x2", "short"),
+            ("1x2", "warps short"),
+            ("4x1", "short"),
+            ("1x2", "reduce short"),
+            ("1x8", "packets short in one step"),
+        )
+    ),
     Bug(
-        "no entry before a warp's push",
+        "only the owner of the memory, and its rail, are waited for",
+        "sync.cuh",
+        "  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }",
+        "  MK_DEVICE bool wait(const Call& call, uint32_t i) const {\n"
+        "    const uint32_t peer = (call.world.rank + 1 + i) % call.world.size, per_node = call.world.ranks_per_node;\n"
+        "    const bool near = peer / per_node == call.world.node || peer % per_node == call.world.local_rank;\n"
+        "    return !near || wait_entered(call, peer);\n"
+        "  }",
+        world="2x2",
+        workload="all-reduce, then gather",
+        seeds=40,
+        sms=8,
+    ),
+    Bug(
+        "a shard is staged in the gather buffer, before others have entered",
         "allgather_gemm.cuh",
-        "  if (!wait_all_entered(call)) return;\n",
-        workload="warps short",
+        "own_copy(p, index, p.send_offset); }",
+        "own_copy(p, index, plane_offset(p, p.world.rank)); }",
+        also=(("src = p.send_offset + offset,", "src = plane_offset(p, p.world.rank) + offset,"),),
+        world="2x2",
+        workload="all-reduce, then gather from ordinary memory",
         seeds=40,
     ),
     Bug(
-        "no entry before a put",
-        "ring.cuh",
-        "      if (!wait_entered(call, put.dst_rank)) return;\n",
-        world="4x1",
-        workload="short",
-        seeds=40,
+        "entries have the deadline of other waits",
+        "sync.cuh",
+        "wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.entry_timeout_ns);",
+        "wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.timeout_ns);",
+        found_as="TimeoutError",
+        world="2x2",
+        workload="late",
     ),
     Bug(
         "the call ends before its puts",
@@ -231,7 +259,7 @@ BUGS = [
     Bug(
         "nobody waits for partial tiles",
         "reduce.cuh",
-        "    return wait_all(call, AddendFlags{*this, c}, addends(c, part));",
+        "    return wait_all(entered, AddendFlags{*this, c}, addends(c, part));",
         "    return true;",
         workload="reduce",
     ),
@@ -270,36 +298,36 @@ BUGS = [
     Bug(
         "a partial tile without a flag",
         "reduce.cuh",
-        "    ptx::store_release_sys(word, call.epoch);\n",
+        "    raise_flag_of(entered, p, flag, c.is_sum ? p.world.local_rank : adder(c));\n",
         workload="reduce",
         found_as="deadlock",
     ),
     Bug(
         "the next call's epoch",
-        "reduce.cuh",
-        "    ptx::store_release_sys(word, call.epoch);",
-        "    ptx::store_release_sys(word, call.epoch + 1);",
+        "world.cuh",
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch);",
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch + 1);",
         workload="reduce short",
     ),
     Bug(
         "partial tiles go to ranks that have not entered",
-        "gemm.cuh",
-        "      ptx::mbarrier_wait(&storage.entries_checked, 0);\n      refused",
-        "      refused",
+        "sync.cuh",
+        "    ptx::mbarrier_wait(&opened, 0);\n    return MaybeEntered(call, refused == 0);",
+        "    return MaybeEntered(call, refused == 0);",
         workload="reduce short",
         seeds=40,
     ),
     Bug(
         "a put before its sums",
         "reduce.cuh",
-        "      if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;\n",
+        "      if (!wait_flag(entered, p, tiles.flag(distance, first + i), p.world.rank)) return false;\n",
         world="2x2",
         workload="reduce",
     ),
     Bug(
         "a put before its finished tiles",
         "reduce.cuh",
-        "      if (!wait_flag(call, p, tiles.flag(distance, first + i), p.world.rank)) return false;\n",
+        "      if (!wait_flag(entered, p, tiles.flag(distance, first + i), p.world.rank)) return false;\n",
         world="2x2",
         workload="two shot",
     ),
@@ -356,7 +384,7 @@ BUGS = [
     Bug(
         "a finished tile is pulled before it is there",
         "gemm_allreduce.cuh",
-        "    ok = pulled.wait(call, u);\n",
+        "    if (!pulled.wait(entered, u)) return;\n",
         workload="two shot",
     ),
     Bug(
@@ -369,7 +397,7 @@ BUGS = [
     Bug(
         "nobody is told of a forwarded tile",
         "gemm_allreduce.cuh",
-        " storage.announce.push(forwarding, pulled.flag(u));",
+        " storage.announce.push(entered, forwarding, pulled.flag(u));",
         " {}",
         found_as="deadlock",
         world="2x2",
@@ -378,14 +406,14 @@ BUGS = [
     Bug(
         "one shot does not wait",
         "gemm_allreduce_one_shot.cuh",
-        "    return wait_all(call, SlotFlags{p, c.index}, kWorldSize);",
+        "    return wait_all(entered, SlotFlags{p, c.index}, kWorldSize);",
         "    return true;",
         workload="one shot",
     ),
     Bug(
         "one shot puts what is not there yet",
         "gemm_allreduce_one_shot.cuh",
-        "      if (!wait_flag(call, p, first + i, p.world.rank)) return false;\n",
+        "      if (!wait_flag(entered, p, first + i, p.world.rank)) return false;\n",
         world="2x2",
         workload="one shot",
     ),
@@ -451,9 +479,9 @@ BUGS = [
     Bug(
         "zeros are left before words are looked for",
         "gemm_allreduce_packets.cuh",
-        "    Patience patience(call, p.world.timeout_ns);\n",
+        "    Patience patience(entered.call(), p.world.timeout_ns);\n",
         "    for (uint32_t i = 0; i < Sources * kPackets; ++i) ptx::store_packet(at(i), ptx::Words{});\n"
-        "    Patience patience(call, p.world.timeout_ns);\n",
+        "    Patience patience(entered.call(), p.world.timeout_ns);\n",
         found_as="deadlock",
         workload="packets",
     ),
@@ -466,9 +494,9 @@ BUGS = [
     ),
     Bug(
         "packets go to ranks that have not entered",
-        "gemm.cuh",
-        "      ptx::mbarrier_wait(&storage.entries_checked, 0);\n      if (storage.refused == 0)",
-        "      if (storage.refused == 0)",
+        "sync.cuh",
+        "    ptx::mbarrier_wait(&opened, 0);\n    return MaybeEntered(call, refused == 0);",
+        "    return MaybeEntered(call, refused == 0);",
         world="1x8",
         workload="packets short in one step",
         seeds=40,
@@ -491,8 +519,8 @@ BUGS = [
     Bug(
         "a row that is not there is waited for",
         "gemm_allreduce_packets.cuh",
-        "      if (row < p.rows) add_all<0>(call, d, from, all);\n",
-        "      add_all<0>(call, d, from, all);\n",
+        "      if (row < p.rows) add_all<0>(entered, d, from, all);\n",
+        "      add_all<0>(entered, d, from, all);\n",
         found_as="deadlock",
         workload="packets in one step",
     ),
@@ -567,9 +595,11 @@ def _fresh(copy: Path) -> Iterator[None]:
     shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize(("world", "workload"), sorted({(bug.world, bug.workload) for bug in BUGS if not bug.tsan}))
-def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, workload: str) -> None:
-    with env.override(MKERNEL_KERNELS_SRC=copy):
+@pytest.mark.parametrize(("world", "workload", "sms"), sorted({(bug.world, bug.workload, bug.sms) for bug in BUGS if not bug.tsan}))
+def test_nothing_is_found_in_the_device_code_as_it_is(
+    request: pytest.FixtureRequest, copy: Path, world: str, workload: str, sms: int
+) -> None:
+    with env.override(MKERNEL_KERNELS_SRC=copy, MKERNEL_CPU_SMS=sms):
         assert planted.check(world, workload, request.config.getoption("--seed")) is None
 
 
@@ -582,7 +612,7 @@ def _parameter(bug: Bug) -> ParameterSet:
 def test_found(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     reports = []
-    with env.override(MKERNEL_KERNELS_SRC=copy):
+    with env.override(MKERNEL_KERNELS_SRC=copy, MKERNEL_CPU_SMS=bug.sms):
         # The same seeds in every run: the checks are what is tested here, and the same seed gives the same interleaving.
         for seed in range(bug.seeds):
             report = planted.check(bug.world, bug.workload, seed)

@@ -1,0 +1,28 @@
+"""Virtual time of ``mk.launch`` on target cpu, for tests: a rank that is late by seconds costs none."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+_SECONDS = 100.0  # of real time, until something must have gone wrong
+
+
+def sleep(world: Any, seconds: float) -> None:
+    """Let so much virtual time pass for this rank on the host, while the other ranks' kernels and engines go on. They must have launched."""
+    cohort = world._poke.__self__
+    until, over = cohort.now() + int(seconds * 1e9), threading.Event()
+
+    def step() -> bool:
+        if over.is_set() or cohort.now() < until:
+            return False
+        cohort.release(world.rank)  # kernels wait until this rank's thread has gone on
+        over.set()
+        return True
+
+    remove = cohort.add_engine(world.rank, step, lambda: None if over.is_set() else until)
+    try:
+        with cohort.blocked(world.rank):
+            assert over.wait(_SECONDS) or world.failure is not None, "virtual time did not pass"
+    finally:
+        remove()
