@@ -1,0 +1,135 @@
+"""Entering a call when a rank is late, fails or has another plan: every op, several nodes, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel.errors import AbortedError, Error, MismatchError, TimeoutError
+from tests.ops.body import Case, Rank, problems, topology, use_of
+from tests.virtual_time import sleep
+
+WORLDS = ("1x2", "2x2", "4x1", "3x2")
+CASES = {
+    "allgather_gemm": Case("bfloat16", 64, 72, split="few movers"),
+    "gemm_reduce_scatter": Case("bfloat16", 64, 72, split="few movers", op="gemm_reduce_scatter"),
+    "two_shot": Case("bfloat16", 64, 72, split="few movers", op="gemm_allreduce", algorithm="two_shot"),
+    "one_shot": Case("bfloat16", 64, 72, split="few movers", op="gemm_allreduce", algorithm="one_shot"),
+}
+ROWS = 24
+TIMEOUT, ENTRY_TIMEOUT = 2.0, 120.0  # seconds of virtual time
+
+
+def run(fn: Any, world: str, *args: Any, seed: int) -> list[Any]:
+    shape = topology(world)
+    options = {"heap_bytes": 32 << 20, "timeout": TIMEOUT, "entry_timeout": ENTRY_TIMEOUT}
+    return mk.launch(fn, shape.size, shape.ranks_per_node, "cpu", args, seed=seed, **options)
+
+
+def _seed(request: pytest.FixtureRequest) -> int:
+    seed: int = request.config.getoption("--seed")
+    return seed
+
+
+def _late(world: Any, how: str, seed: int, who: int, seconds: float) -> list[str]:
+    rank = Rank(world, CASES[how], seed, (ROWS,))
+    results = [rank.call(0, ROWS, use_of(0, CASES[how]))]
+    world.barrier()
+    if world.rank == who:
+        sleep(world, seconds)
+    results.append(rank.call(1, ROWS, use_of(1, CASES[how])))
+    return problems(results)
+
+
+@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_may_be_late_by_up_to_entry_timeout(request: pytest.FixtureRequest, world: str, how: str) -> None:
+    seed = _seed(request)
+    draw = np.random.default_rng(seed)
+    who, seconds = int(draw.integers(topology(world).size)), float(draw.uniform(1.1 * TIMEOUT, 0.9 * ENTRY_TIMEOUT))
+    assert run(_late, world, how, seed, who, seconds, seed=seed) == [[]] * topology(world).size, (who, seconds)
+
+
+def _never(world: Any, how: str, seed: int, who: int) -> str:
+    rank = Rank(world, CASES[how], seed, (ROWS,))
+    rank.call(0, ROWS, use_of(0, CASES[how]))
+    world.barrier()
+    try:
+        if world.rank == who:
+            sleep(world, 2 * ENTRY_TIMEOUT)
+            world.check()
+        else:
+            rank.call(1, ROWS, use_of(1, CASES[how]))
+    except TimeoutError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("world", ["2x2", "4x1"])
+def test_a_rank_that_never_comes_is_named(request: pytest.FixtureRequest, world: str, how: str) -> None:
+    seed, size = _seed(request), topology(world).size
+    who = int(np.random.default_rng(seed).integers(size))
+    for message in run(_never, world, how, seed, who, seed=seed):
+        assert f"waited {ENTRY_TIMEOUT:.1f} s for rank {who}, which never entered call 2" in message
+
+
+def _raises(world: Any, seed: int, who: int, chunks: int) -> str:
+    case = CASES["allgather_gemm"]
+    case = Case(case.dtype, 4096, 8, split="few movers")
+    rows = chunks * 64  # a chunk is a put of 512 KiB
+    rank = Rank(world, case, seed, (rows,))
+    rank.call(0, 1, use_of(0, case))
+    rank.call(1, rows, use_of(1, case))
+    world.barrier()
+    if world.rank == who:
+        sleep(world, 1.0)  # what the others can do without this rank, they have done
+        raise ValueError("the input file is gone")
+    try:
+        rank.call(2, rows, use_of(2, case))
+    except AbortedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("who", range(4))
+def test_a_rank_that_raises_while_chunks_are_under_way(request: pytest.FixtureRequest, who: int) -> None:
+    """More of them per CTA than its queues have room for: the kernels of the other ranks leave all the same."""
+    heard: list[str] = []
+
+    def body(world: Any) -> None:
+        found = _raises(world, _seed(request), who, 6)
+        heard.append(found)
+
+    with pytest.raises(ValueError, match="the input file is gone") as caught:
+        run(body, "2x2", seed=_seed(request))
+    assert len(heard) == 3
+    assert all("the input file is gone" in message for message in heard), heard
+    assert not any("deadlock" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def _another_plan(world: Any, how: str, seed: int, who: int) -> str:
+    mine, theirs = Rank(world, CASES[how], seed, (ROWS,)), Rank(world, CASES[how], seed, (ROWS + 8,))
+    for number, rank, rows in ((0, mine, ROWS), (1, theirs, ROWS + 8)):  # all know both plans
+        rank.call(number, rows, use_of(number, CASES[how]))
+    world.barrier()
+    rank, rows = (theirs, ROWS + 8) if world.rank == who else (mine, ROWS)
+    try:
+        rank.call(2, rows, use_of(2, CASES[how]))
+        world.check()
+    except MismatchError as error:
+        return type(error).__name__
+    except Error as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("world", ["2x2", "4x1"])
+def test_another_plan_on_a_rank_of_any_node_is_a_mismatch_everywhere(request: pytest.FixtureRequest, world: str, how: str) -> None:
+    seed, size = _seed(request), topology(world).size
+    who = int(np.random.default_rng(seed).integers(size))
+    assert run(_another_plan, world, how, seed, who, seed=seed) == ["MismatchError"] * size, who
