@@ -97,7 +97,8 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--worlds",
         nargs="+",
-        help=f"of stage world (default {' '.join(WORLDS)}), signals ({' '.join(SIGNALS)}), faults ({' '.join(FAULTS)}), sanitizer and notebook",
+        help=f"of stage world (default {' '.join(WORLDS)}), signals ({' '.join(SIGNALS)}), faults ({' '.join(FAULTS)}), "
+        "sanitizer and notebook",
     )
     parser.add_argument("--only", nargs="+", default=[], help="checks of stages world and signals to run, e.g. covering graph")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="of stages world, signals, faults and sanitizer")
