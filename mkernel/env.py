@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from mkernel.errors import ArgumentError
 
-__all__ = ["ALL", "Variable", "override"]
+__all__ = ["ALL", "Variable", "check_all", "override"]
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class Variable(Generic[T]):
             return self.default() if callable(self.default) else self.default
         try:
             return self.parse(text)
-        except ValueError as error:
+        except (ValueError, ArithmeticError, RuntimeError) as error:
             raise ArgumentError(self.name, self.show(), f"must be {self.kind}", str(error)) from None
 
     def show(self) -> str:
@@ -75,17 +76,7 @@ def _boolean(text: str) -> bool:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
-
-
-def _at_least(convert: Callable[[str], Any], low: float) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = convert(text)
-        if not value >= low:
-            raise ValueError(f"the least value is {low}")
-        return value
-
-    return parse
+    return Path(text).expanduser()  # RuntimeError: there is no such user
 
 
 def _between(low: int, high: int) -> Callable[[str], int]:
@@ -98,15 +89,55 @@ def _between(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _number(low: float, high: float) -> Callable[[str], float]:
+    """From ``low`` to ``high``, which leaves out infinity and what is no number."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise ValueError(f"from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _duration(text: str) -> float:
+    """As ``init`` takes it."""
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError("more than 0, and less than 1e9")
+    return value
+
+
+def _bandwidth(text: str) -> float:
+    value = float(text)
+    if value != 0 and not 1e-3 <= value <= 1e6:
+        raise ValueError("0, or from 0.001 to 1e6")
+    return value
+
+
+def _host(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9:\[][A-Za-z0-9._:%\[\]-]*", text):
+        raise ValueError("a name, an IPv4 or an IPv6 address")
+    return text
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError("e.g. node0:29500")
+    return text
+
+
 def _bytes(text: str) -> int:
     """``1073741824``, ``512M``, ``8G`` (binary units)."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     number = text.upper().removesuffix("IB").removesuffix("B")
     scale = units.get(number[-1:], 1)
-    value = int(float(number.rstrip("KMGT")) * scale)
-    if value <= 0:
-        raise ValueError("must be positive, e.g. 8G")
-    return value
+    size = float(number[:-1] if scale > 1 else number) * scale
+    if not 1 <= size < 2**48:
+        raise ValueError("from 1 to what an address can name, e.g. 8G")
+    return int(size)
 
 
 def _secret(text: str) -> str:
@@ -141,11 +172,13 @@ def _choice(*names: str) -> Callable[[str], str]:
 
 
 def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mkernel"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mkernel"
+    except RuntimeError as error:  # no HOME, and a user whom the system does not know: usual in containers
+        raise ArgumentError("MKERNEL_CACHE_DIR", "unset", f"must be set here: {error}") from None
 
 
-_natural, _positive = _at_least(int, 0), _at_least(int, 1)
-_duration = _at_least(float, 0.0)
+_natural, _positive = _between(0, 2**16), _between(1, 2**16)
 _byte, _nibble = _between(0, 255), _between(0, 15)
 
 # ---- compiling
@@ -164,7 +197,9 @@ CUDA_INCLUDE = _declare(
 KERNELS_SRC = _declare("MKERNEL_KERNELS_SRC", "a path", _optional(_path), None, "folder of the device code, in place of mkernel's own")
 
 # ---- bootstrap
-RENDEZVOUS = _declare("MKERNEL_RENDEZVOUS", "host:port", _optional(str), None, "where rank 0 listens: ranks meet there instead of by MPI")
+RENDEZVOUS = _declare(
+    "MKERNEL_RENDEZVOUS", "host:port", _optional(_address), None, "where rank 0 listens: ranks meet there instead of by MPI"
+)
 RANK = _declare("MKERNEL_RANK", "an integer >= 0", _optional(_natural), None, "this process's rank, with MKERNEL_RENDEZVOUS")
 SIZE = _declare("MKERNEL_SIZE", "an integer >= 1", _optional(_positive), None, "number of ranks, with MKERNEL_RENDEZVOUS")
 SECRET = _declare(
@@ -176,7 +211,7 @@ SECRET = _declare(
     secret=True,
 )
 LISTEN = _declare(
-    "MKERNEL_LISTEN", "an address", _optional(str), None, "where rank 0 listens for other hosts (else where MKERNEL_RENDEZVOUS says)"
+    "MKERNEL_LISTEN", "an address", _optional(_host), None, "where rank 0 listens for other hosts (else where MKERNEL_RENDEZVOUS says)"
 )
 RANKS_PER_NODE = _declare(
     "MKERNEL_RANKS_PER_NODE", "an integer >= 1", _optional(_positive), None, "split one host into emulated nodes of this many ranks"
@@ -205,7 +240,9 @@ LOG = _declare(
 
 # ---- target cpu
 CPU_SMS = _declare("MKERNEL_CPU_SMS", "an integer >= 1", _positive, 4, "CTAs that target cpu runs at once per rank")
-CPU_SEED = _declare("MKERNEL_CPU_SEED", "an integer >= 0", _natural, 0, "seed of target cpu's scheduler: the same seed gives the same run")
+CPU_SEED = _declare(
+    "MKERNEL_CPU_SEED", "an integer >= 0", _between(0, 2**64 - 1), 0, "seed of target cpu's scheduler: the same seed gives the same run"
+)
 
 # ---- network
 TRANSPORT = _declare(
@@ -229,8 +266,8 @@ RC_SIGNAL = _declare(
     "how rc raises a flag: behind an atomic, by a plain write (no routing may be adaptive), or by a message (imm)",
 )
 RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "an integer >= 1", _positive, 4, "queue pairs of rc to each peer; channels share them")
-EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _duration, 50.0, "bandwidth of one emulated link; 0: not paced")
-EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _duration, 5.0, "latency of one emulated link")
+EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _bandwidth, 50.0, "bandwidth of one emulated link; 0: not paced")
+EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _number(0, 1e7), 5.0, "latency of one emulated link")
 EMULATED_HOST_SIGNALS = _declare(
     "MKERNEL_EMULATED_HOST_SIGNALS",
     "1 or 0",
@@ -238,6 +275,13 @@ EMULATED_HOST_SIGNALS = _declare(
     False,
     "emulated links raise flags in host memory, as srd does: to test kernels with such flags",
 )
+
+
+def check_all() -> None:
+    """Raise ArgumentError for the first variable that is set to what it cannot be: also one that this program would never read."""
+    for variable in ALL.values():
+        if variable.is_set():
+            variable.get()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mkernel import abi, env
 from mkernel.errors import AbortedError, ArgumentError, Error
 from mkernel.jit.headers import sources_digest
-from mkernel.runtime import current, ending, tuned
+from mkernel.runtime import current, ending, logs, tuned
 from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup, choose, host_identity, under_launcher
 from mkernel.runtime.control import Control, Failed, LocalControl, LocalHub, Waiting
 from mkernel.runtime.placement import (
@@ -128,8 +128,6 @@ def _opening(comm: Any) -> Iterator[None]:
 
 def join(comm: Any, options: Options, make_device: MakeDevice | None = None) -> World:
     """``init`` after its arguments are checked; tests give another device."""
-    if env.LOG.is_set():
-        logging.getLogger("mkernel").setLevel(env.LOG.get().upper())
     with _opening(comm), contextlib.closing(choose(comm)) as bootstrap:
         world = assemble(bootstrap, options, make_device=make_device)
     current.remember(world)
@@ -145,6 +143,7 @@ def assemble(
     make_device: MakeDevice | None = None,
 ) -> World:
     """One rank's world. ``group`` and ``cohort`` are those of ``mk.launch``; ``make_device`` replaces the target's device (tests)."""
+    logs.set_up()
     rank = bootstrap.rank
     cards = _exchange_cards(bootstrap, options, probe=make_device is None)
     require_equal(cards)

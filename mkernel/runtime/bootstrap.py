@@ -161,6 +161,8 @@ def choose(comm: Any = None) -> Bootstrap:
         return _mpi(None)
     if rendezvous.offered():
         return rendezvous.from_environment()
+    if (env.SIZE.get() or 1) > 1:
+        raise ArgumentError("MKERNEL_SIZE", env.SIZE.get(), "says nothing without MKERNEL_RENDEZVOUS", "set both, and MKERNEL_RANK")
     return SingleBootstrap()
 
 

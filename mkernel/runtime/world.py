@@ -20,6 +20,7 @@ from mkernel.runtime import current, ending
 from mkernel.runtime.control import Failed
 from mkernel.runtime.failure import Failure, Kind, read_host_block
 from mkernel.runtime.heap import Heap
+from mkernel.runtime.shapes import dtype_of, extents_of
 from mkernel.runtime.tuned import Place
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Options:
         known = {field.name: field.default for field in dataclasses.fields(cls)}
         if arguments.keys() - known.keys():
             raise ArgumentError("init_options", sorted(arguments.keys() - known.keys()), "unknown", f"known are {', '.join(known)}")
+        env.check_all()
         given = {name: value for name, value in arguments.items() if value is not None and (name, value) != ("transport", "auto")}
         told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
         return cls(**{**known, **told, **given})
@@ -268,7 +270,7 @@ class World:
         Raises
         ------
         ArgumentError
-            The heap is too small; the message says how much is needed.
+            Shape or dtype is none, found before the others are asked; or the heap is too small: the message says how much is needed.
         MismatchError
             The ranks ask for different sizes.
         """
@@ -601,10 +603,8 @@ class World:
         raise AssertionError("a failed collective leaves a failed world")
 
     def _array(self, shape: int | Sequence[int], dtype: Any, *, zero: bool) -> Any:
-        name, item = _dtype(dtype)
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
-        if any(extent < 0 for extent in extents):
-            raise ArgumentError("shape", shape, "must not be negative")
+        name, item = dtype_of(dtype)
+        extents = extents_of(shape, item)
         size = math.prod(extents) * item
         with self._lock:
             self.check()
@@ -776,21 +776,6 @@ class World:
 
 def _title(plan: Any) -> str:
     return next(iter(str(plan.describe()).splitlines()), plan.op)
-
-
-def _dtype(dtype: Any) -> tuple[str, int]:
-    """Name and bytes of a dtype given by name, as a NumPy dtype, or as a scalar type (ml_dtypes.bfloat16)."""
-    import numpy as np
-
-    if dtype == "bfloat16":
-        return "bfloat16", 2
-    try:
-        found = np.dtype(dtype)
-    except TypeError as error:
-        raise ArgumentError("dtype", dtype, "must be a dtype of NumPy or ml_dtypes, or its name", str(error)) from None
-    if found.hasobject:
-        raise ArgumentError("dtype", dtype, "must be a plain type of numbers")
-    return found.name, found.itemsize
 
 
 def _bounded(action: Callable[[], None], seconds: float) -> bool:
