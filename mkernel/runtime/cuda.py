@@ -345,7 +345,7 @@ class CudaDevice(Device):
         kernel.argument_list[0] = address
         config = kernel.config
         config.grid[0] = grid
-        config.stream = turn.stream
+        config.stream = turn[0]
         launched = self._launch_kernel(config, kernel.function, kernel.argument_list, None)
         if launched:
             check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")

@@ -59,13 +59,9 @@ class _Capture:
         self.stream_id = stream_id  # of the last call
 
 
-class Turn:
-    """What ``LaunchQueue.order`` has found out about the next launch."""
-
-    __slots__ = ("capture", "stream", "stream_id")
-
-    def __init__(self, stream: int, stream_id: int, capture: _Capture | None) -> None:
-        self.stream, self.stream_id, self.capture = stream, stream_id, capture
+# What ``LaunchQueue.order`` has found out about the next launch: its stream, the stream's number, and the capture it belongs to. A plain
+# tuple, because every call makes one.
+Turn = tuple[int, int, _Capture | None]
 
 
 class LaunchQueue:
@@ -132,15 +128,15 @@ class LaunchQueue:
 
     def _order(self, stream: int) -> Turn:
         number = self._capture_of(stream)
+        stream_id = self._id_of(stream)
+        if number == _EAGER:
+            if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
+                self._check(self._wait(stream, self._tail, 0), "ordering two streams")
+            return stream, stream_id, None
         if number == _FORBIDDEN:
             rule = "cannot take a call now: its capture has failed, or it would wait for another stream, which is being captured"
             raise ArgumentError("stream", _name(stream), rule, "make the call on a stream of its own, or after the capture")
-        stream_id = self._id_of(stream)
-        if number != _EAGER:
-            return Turn(stream, stream_id, self._order_in_capture(stream, stream_id, number))
-        if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
-            self._check(self._wait(stream, self._tail, 0), "ordering two streams")
-        return Turn(stream, stream_id, None)
+        return stream, stream_id, self._order_in_capture(stream, stream_id, number)
 
     def _order_in_capture(self, stream: int, stream_id: int, number: int) -> _Capture:
         capture = self._captures.get(number)
@@ -156,25 +152,27 @@ class LaunchQueue:
 
     def launched(self, turn: Turn) -> None:
         """Tell that the launch has been made. With the lock held and the context current."""
+        stream, stream_id, capture = turn
         self._anything = True
-        if turn.capture is not None:
-            self._launched_in_capture(turn.capture, turn)
+        if capture is not None:
+            self._launched_in_capture(capture, stream, stream_id)
             return
-        stream = turn.stream
-        self._check(self._record(self._tail, stream), "recording an event")
-        self._last_id = turn.stream_id
+        status = self._record(self._tail, stream)
+        if status:
+            check(status, "recording an event")
+        self._last_id = stream_id
         self._launches += 1
         if self._launches % _MARK_EVERY == 0:
             mark = new_event()
             self._check(self._record(int(mark), stream), "recording an event")
             self._marks.append(mark)
 
-    def _launched_in_capture(self, capture: _Capture, turn: Turn) -> None:
+    def _launched_in_capture(self, capture: _Capture, stream: int, stream_id: int) -> None:
         """Move the graph's only record of the tail behind this call, off the path from this call to the next."""
         self._replayable = True
-        last, self._node[0] = capture.last, self._frontier(turn.stream)[0]
+        last, self._node[0] = capture.last, self._frontier(stream)[0]
         graph = self._answers.graph
-        capture.last, capture.stream_id = int(self._node[0] or 0), turn.stream_id
+        capture.last, capture.stream_id = int(self._node[0] or 0), stream_id
         what = "ordering later calls after a graph"
         if not capture.record:
             self._check(self._add_record(self._target, graph, self._node, 1, self._tail), what)
@@ -284,22 +282,25 @@ class LaunchQueue:
         return bool(self._get_context(self._context_at) == 0 and self._answers.context == self._handle)
 
     def _capture_of(self, stream: int) -> int:
-        status = self._get_capture(stream, self._status_at, self._capture_at, None, None, None)
-        if status:
-            if status == _CAPTURE_IMPLICIT:
+        failed = self._get_capture(stream, self._status_at, self._capture_at, None, None, None)
+        if failed:
+            if failed == _CAPTURE_IMPLICIT:
                 return _FORBIDDEN
-            check(status, "asking whether a stream is being captured")
-        answers = self._answers
-        if answers.status == 0:
+            check(failed, "asking whether a stream is being captured")
+        status = self._answers.status
+        if status == 0:
             return _EAGER
-        return int(answers.capture) if answers.status == _ACTIVE else _FORBIDDEN
+        return int(self._answers.capture) if status == _ACTIVE else _FORBIDDEN
 
     def _id_of(self, stream: int) -> int:
         """The number of a stream, which no later stream will have, as its handle may; 0: another in every thread."""
         if stream == PER_THREAD_STREAM:
             return 0
-        self._check(self._get_id(stream, self._id_at), "asking for a stream's number")
-        return int(self._answers.stream_id) + 1
+        status = self._get_id(stream, self._id_at)
+        if status:
+            check(status, "asking for a stream's number")
+        number: int = self._answers.stream_id
+        return number + 1
 
     def _frontier(self, stream: int) -> list[int]:
         """The nodes that the next one of a captured stream will depend on; the graph is in the answers."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,3 +21,11 @@ def device() -> Iterator[CudaDevice]:
     yield device
     device.synchronize()
     device.close()
+
+
+@pytest.fixture
+def kernels_of_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mkernel.runtime import cuda
+
+    include = [Path(__file__).parent / "kernels"]
+    monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=include))

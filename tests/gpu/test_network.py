@@ -20,7 +20,7 @@ from mkernel import abi, env
 from mkernel.errors import Error
 from mkernel.runtime import cuda
 from mkernel.runtime.cuda import CudaDevice
-from tests.gpu.test_cuda_device import THREADS, WaitParameters, wait_spec
+from tests.gpu.calls import THREADS, WaitParameters, wait_spec
 
 pytestmark = pytest.mark.gpu
 

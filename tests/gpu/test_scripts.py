@@ -68,6 +68,12 @@ def test_what_the_sanitizers_say() -> None:
     assert "wrong" in sanitize.verdict(clean.replace("CALLS RIGHT", ""), 1)
 
 
+def test_the_script_of_streams_knows_its_checks() -> None:
+    done = subprocess.run([sys.executable, str(HERE / "streams.py"), "nothing"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "torch, cupy, named, mixed, graphs, threads, host, nccl" in done.stderr
+
+
 def test_the_driver_knows_its_stages() -> None:
     done = subprocess.run([sys.executable, str(HERE / "run_gpu.py"), "nothing"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -474,7 +474,7 @@ class ModelDevice(FakeDevice):
         return self.queue.order(stream)
 
     def launch(self, kernel: Any, turn: Any, grid: int, parameters: Any) -> None:
-        self.launched.append(self.gpu.work(turn.stream, ("call", len(self.launched))))
+        self.launched.append(self.gpu.work(turn[0], ("call", len(self.launched))))
         self.queue.launched(turn)
 
     def release(self) -> None:

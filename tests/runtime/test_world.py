@@ -322,6 +322,26 @@ def test_different_plans() -> None:
     assert "second line" not in str(caught.value)
 
 
+@pytest.mark.parametrize("ahead", [1, 3, 40])
+def test_a_rank_that_is_ahead_names_the_call_that_others_wait_for(ahead: int) -> None:
+    """Rank 1 wants a barrier after one call; rank 0 has gone on. What it launched in the barrier's place is named, not what it did last."""
+
+    def use(w: World) -> None:
+        plans = [FakePlan(digest=number + 1) for number in range(ahead + 2)]
+        executables = [w.executable(plan, lambda plan=plan: plan) for plan in plans]
+        w.launch(executables[0], Parameters())
+        if w.rank == 1:
+            w.barrier()
+        for executable in executables[1:]:
+            w.launch(executable, Parameters())
+        w.barrier()
+
+    with pytest.raises(MismatchError) as caught:
+        ranks(use, 2, timeout=10.0, entry_timeout=30.0)
+    assert "a barrier" in str(caught.value)
+    assert "rank 0 has launched null(digest 0x2) next" in str(caught.value)
+
+
 def test_every_launch_is_ordered_on_its_stream() -> None:
     """How is the device's part: tests/runtime/test_streams.py."""
 
