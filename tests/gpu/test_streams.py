@@ -169,10 +169,8 @@ def test_synchronize_waits_for_nobody_else(pair: Pair) -> None:
     stream = pair.stream()
     waiting.launch(stream.ptr)
     graph.launch(s)
-    begin = time.monotonic()
     pair.device.synchronize()
-    assert time.monotonic() - begin < SECONDS / 2
-    assert not stream.done
+    assert not stream.done, "it has waited until the other launch gave up"
     with contextlib.closing(other.copier()) as copier:
         copier.signal(waiting.flag, 1)
         other.synchronize()
