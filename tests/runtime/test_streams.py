@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +24,7 @@ from mkernel.runtime.arrays import Crossing, Library
 from mkernel.runtime.launch import run
 from mkernel.runtime.streams import LaunchQueue
 from mkernel.runtime.world import Options, World
+from tests.runtime.fake import FakePlan
 from tests.runtime.gpu_model import DTYPES, IMPLICIT, LEGACY, PER_THREAD, CupyArray, Gpu, Tensor, model
 
 M, N, K = 16, 16, 16
@@ -155,6 +159,25 @@ def test_what_is_held_is_let_go_when_its_call_has_ended(monkeypatch: pytest.Monk
         queue.release()
         assert not queue._held
         assert set(gpu.events) == before
+
+    on_model(monkeypatch, use)
+
+
+def test_a_program_that_makes_no_more_calls_gets_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(place: Place) -> None:
+        place.gpu.slow()
+        a = place.array("cupy")
+        dropped = weakref.ref(a)
+        place.call(a, stream=place.gpu.stream())
+        del a
+        place.world.bound_calls.clear()
+        gc.collect()
+        assert dropped() is not None
+        place.gpu.pending.clear()
+        deadline = time.monotonic() + 60.0
+        while dropped() is not None:
+            assert time.monotonic() < deadline, "the watchdog did not let go"
+            time.sleep(0.005)
 
     on_model(monkeypatch, use)
 
@@ -446,6 +469,25 @@ def test_a_capture_costs_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     on_model(monkeypatch, use)
 
 
+def test_streams_of_a_capture_that_are_ordered_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph gets no dependency twice, which the driver might refuse."""
+
+    def use(place: Place) -> None:
+        s, t = place.gpu.stream(), place.gpu.stream()
+        place.call()
+        place.gpu.begin_capture(s)
+        for before, after in ((s, t), (t, s), (s, t)):
+            place.call(out=place.array("cupy", (M, N)), stream=before)
+            place.gpu.order(before, after)
+        place.call(out=place.array("cupy", (M, N)), stream=t)
+        place.gpu.order(t, s)
+        place.gpu.replay(place.gpu.end_capture(s), s)
+        assert len(place.calls) == 5
+        place.check()
+
+    on_model(monkeypatch, use)
+
+
 def test_calls_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager ones between the captured ones, and two captures at once."""
 
@@ -478,9 +520,12 @@ def test_in_a_capture_cupy_needs_out(monkeypatch: pytest.MonkeyPatch) -> None:
             place.call(stream=stream)
         c = place.call(a, b)
         assert (type(c), c.made_on) == (Tensor, stream), "from the graph's pool"
-        place.call(a, b, stream=stream)
+        fork = place.gpu.stream()
+        place.gpu.order(stream, fork)
+        place.call(a, b, stream=fork)
+        place.gpu.order(fork, stream)
         graph = place.gpu.end_capture(stream)
-        assert a.recorded == []
+        assert a.recorded == [], "who keeps the graph keeps its operands"
         place.gpu.replay(graph, stream)
         place.check()
 
@@ -582,13 +627,17 @@ def test_a_cached_call_follows_its_workspace(monkeypatch: pytest.MonkeyPatch) ->
 
     def use(place: Place) -> None:
         a, b, c = place.array("cupy"), place.array("cupy", (K, N)), place.array("cupy", (M, N))
-        offsets: list[int] = []
-        launch = place.world.launch
-        monkeypatch.setattr(place.world, "launch", lambda e, p, s: (offsets.append(p.gather_offset), launch(e, p, s)))
+        world, offsets = place.world, list[int]()
+        launch = world.launch
+        monkeypatch.setattr(world, "launch", lambda e, p, s: (offsets.append(p.gather_offset), launch(e, p, s)))
         place.call(a, b, out=c)
-        place.world._scratch_offset += 4096  # as after a larger plan
+        wall = world.empty(1000, "uint8")  # so that the workspace cannot stay where it is
+        large = FakePlan(digest=2, workspace_bytes=100_000)
+        moved = world.executable(large, lambda: large).scratch_offset
         place.call(a, b, out=c)
-        assert offsets[1] == offsets[0] + 4096
+        assert offsets == [0, moved]
+        assert moved != 0
+        assert wall.size == 1000
 
     on_model(monkeypatch, use)
 
