@@ -48,7 +48,8 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE uint32_t owned() const { return (p.tiles * warps() + kWorldSize - 1) / kWorldSize; }
   MK_DEVICE ptx::Words* packets(const Entered& entered, uint32_t rank, uint32_t block) const {  // of this lane; packet i: 32 * i further
-    return reinterpret_cast<ptx::Words*>(shared_signals(entered, rank) + p.partial_offset) + uint64_t(block) * kWarpPackets + ptx::lane_index();
+    return reinterpret_cast<ptx::Words*>(shared_signals(entered, rank) + p.partial_offset) + uint64_t(block) * kWarpPackets +
+           ptx::lane_index();
   }
 
   // ---- the exchange; each thread for itself. `half`: which of its two rows.
@@ -67,7 +68,8 @@ struct Tiles : BasicOp<Config, Parameters> {
     if constexpr (Config::kTwoShot == 0) {
       const uint32_t all = p.tiles * warps();
 #pragma unroll 1
-      for (uint32_t i = 1; i <= kWorldSize; ++i) send(d, packets(entered, (rank + i) % kWorldSize, rank * all + group), row);  // its own rank, too
+      for (uint32_t i = 1; i <= kWorldSize; ++i)
+        send(d, packets(entered, (rank + i) % kWorldSize, rank * all + group), row);  // its own rank, too
       ptx::Words* from = packets(entered, rank, group);
       if (row < p.rows) add_all<0>(entered, d, from, all);
       if (row + 8 < p.rows) add_all<1>(entered, d, from, all);
@@ -154,7 +156,8 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   // Takes a row's packets from each of Sources ranks, `first` and up, `stride` packets apart, once all their words have come; leaves zeros there.
   template <uint32_t Sources>
-  MK_DEVICE bool take(const Entered& entered, ptx::Words (&v)[Sources * kPackets], ptx::Words* from, uint64_t stride, uint32_t first) const {
+  MK_DEVICE bool take(const Entered& entered, ptx::Words (&v)[Sources * kPackets], ptx::Words* from, uint64_t stride,
+                      uint32_t first) const {
     const auto at = [&](uint32_t i) { return from + i / kPackets * stride + i % kPackets * 32; };
     Patience patience(entered.call(), p.world.timeout_ns);
     while (true) {

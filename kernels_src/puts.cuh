@@ -43,7 +43,9 @@ struct Puts {
 
 struct Arrivals {
   const Parameters& p;
-  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_flag(entered, p, i, rail_peer(p.world, 1 + i / num_puts(p))); }
+  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
+    return wait_flag(entered, p, i, rail_peer(p.world, 1 + i / num_puts(p)));
+  }
 };
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {

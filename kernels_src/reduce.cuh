@@ -181,7 +181,8 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool paced(const TileCoordinate& c) const {
     return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > kPacedWaves * ptx::cta_count();
   }
-  MK_DEVICE void store_partial(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+  MK_DEVICE void store_partial(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup,
+                               const char* smem) const {
     const uint32_t bytes = block_bytes(rows(c), warpgroup);
     char* tile = c.is_sum ? shared_heap(entered, p.world.local_rank) + sum_offset(p, node_distance(p.world, c.plane), c.index)
                           : shared_heap(entered, adder(c)) + partial_offset(p, sent_index(c));

@@ -20,7 +20,6 @@ MK_DEVICE uint32_t rank_at(const abi::World& world, uint32_t node_distance, uint
 }
 MK_DEVICE uint32_t node_distance(const abi::World& world, uint32_t rank) { return (rank / kR + kNodes - world.node) % kNodes; }
 
-
 // ---- an op's flags: words of the signal segment, from p.flag_offset on
 template <class Parameters>
 MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) {

@@ -11,8 +11,10 @@ _LOOK_SECONDS = 0.05
 
 
 def sleep(world: Any, seconds: float) -> None:
-    """Let so much virtual time pass for this rank on the host, while the other ranks' kernels and engines go on. They must launch a call; when
-    the world fails, this returns at once."""
+    """Let so much virtual time pass for this rank on the host, while the other ranks' kernels and engines go on.
+
+    They must launch a call meanwhile. When the world fails, this returns at once.
+    """
     cohort = world._poke.__self__
     until, over = cohort.now() + int(seconds * 1e9), threading.Event()
 

@@ -341,11 +341,10 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     for rank in range(topology.size):
         graph.add(("enter", rank))
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
-        neighbours: list[Step] = [("enter", peer) for peer in topology.node_ranks(topology.node(rank)) if peer != rank]
-        if neighbours:
-            _intra_comm_steps(graph, plan, rank, neighbours)
+        if topology.ranks_per_node > 1:
+            _intra_comm_steps(graph, plan, rank, entered)
         if topology.num_nodes > 1:
-            _inter_send_steps(graph, plan, rank)
+            _inter_send_steps(graph, plan, rank, entered)
         tiles = list(plan.tiles(rank))
         for i, tile in enumerate(tiles):
             chunks = plan.tile_chunks(tile) if tile.source != rank else ()
@@ -362,26 +361,26 @@ def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> S
     return ("push", source, chunk) if topology.node(reader) == topology.node(source) else ("put", source, chunk, reader)
 
 
-def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, neighbours: list[Step]) -> None:
+def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, entered: list[Step]) -> None:
     ctas, peers = plan.split.intra_comm or plan.pushers, plan.problem.topology.rail_peers(rank)
     for cta in range(ctas):
         own: list[Step] = [("push", rank, chunk) for chunk in range(cta, plan.chunks, ctas)]
         items = [divmod(item, len(peers)) for item in range(cta, plan.chunks * len(peers), ctas)] if peers else []
         forwarded: list[Step] = [("forward", rank, peers[peer], chunk) for chunk, peer in items]
         for step in own:
-            graph.add(step, neighbours)
+            graph.add(step, entered)
         for step, (chunk, peer) in zip(forwarded, items, strict=True):
-            graph.add(step, [*neighbours, ("put", peers[peer], chunk, rank)])
+            graph.add(step, [*entered, ("put", peers[peer], chunk, rank)])
         graph.chain([*own, *forwarded])
 
 
-def _inter_send_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int) -> None:
+def _inter_send_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, entered: list[Step]) -> None:
     ctas = plan.split.inter_send or 0
     for cta in range(ctas):
         puts: list[Step] = []
         for chunk in range(cta, plan.chunks, ctas):
             for peer in plan.problem.topology.rail_peers(rank):
-                puts.append(graph.add(("put", rank, chunk, peer), [("enter", peer)]))
+                puts.append(graph.add(("put", rank, chunk, peer), entered))
         graph.chain(puts)
 
 

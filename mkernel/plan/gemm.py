@@ -142,7 +142,7 @@ class GemmPlan(Generic[Problem]):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the data heap that nobody but this rank's own engine reads: what it puts from there may be written before the peers enter."""
+        """Bytes of the data heap that only this rank's own engine reads: what it puts from there may be written before peers enter."""
         return 0
 
     @property

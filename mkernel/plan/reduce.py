@@ -388,7 +388,7 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
         for i, tile in enumerate(steps.tiles[rank]):
             graph.add(("tile", rank, i), [*entered, *steps.inputs(rank, tile)])
         if plan.packets:
-            _packet_steps(graph, plan, rank)
+            _packet_steps(graph, plan, rank, entered)
         graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
         for cta in range(plan.split.inter_reduce or 0):
             sums = list(plan.sums_of(rank))[cta :: plan.split.inter_reduce]
@@ -398,7 +398,7 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
         for cta in range(plan.split.inter_send or 0):
             for sends in steps.sends(rank, cta):
                 for step, before in sends:
-                    graph.add(step, before)
+                    graph.add(step, [*entered, *before])
                 graph.chain(step for step, _ in sends)
         for cta in range(plan.split.intra_comm or 0):
             pulls = steps.pulls(rank, cta)
@@ -408,11 +408,11 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
     return graph
 
 
-def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int) -> None:
+def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int, entered: list[Step]) -> None:
     """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other."""
     for i in range(plan.tiles):
         sent: list[Step] = [("partials", source, i) for source in range(plan.problem.topology.size)]
-        graph.add(("partials", rank, i), [("tile", rank, i - 1)] if i > 0 else [])
+        graph.add(("partials", rank, i), [*entered, *([("tile", rank, i - 1)] if i > 0 else [])])
         graph.add(("packets", rank, i), [("partials", rank, i)] if plan.problem.one_shot else sent)
 
 
@@ -460,19 +460,19 @@ class _Steps:
         if plan.problem.one_shot:
             for chunk in range(cta, plan.num_chunks, stride):
                 ready = [self.computed(rank, rank, index) for index in self.chunk(chunk, rank)]
-                puts += [(("send", rank, peer, chunk), [*ready, ("enter", peer)]) for peer in remote]
+                puts += [(("send", rank, peer, chunk), ready) for peer in remote]
             return [puts]
         peers = topology.rail_peers(rank)
         items = [(chunk, peer) for chunk in range(plan.num_chunks) for peer in peers][cta::stride]
         for chunk, peer in items:
             if tiles := self.chunk(chunk, peer):
-                puts.append((("put", rank, peer, chunk), [("enter", peer), *(("sum", rank, peer, index) for index in tiles)]))
+                puts.append((("put", rank, peer, chunk), [("sum", rank, peer, index) for index in tiles]))
         if plan.op == REDUCE_SCATTER:
             return [puts]
         results: list[tuple[Step, list[Step]]] = []
         for chunk, peer in items:
             if tiles := self.chunk(chunk, rank):
-                results.append((("send", rank, peer, chunk), [("enter", peer), *(self.computed(rank, rank, index) for index in tiles)]))
+                results.append((("send", rank, peer, chunk), [self.computed(rank, rank, index) for index in tiles]))
         return [puts, results]
 
     def pulls(self, rank: int, cta: int) -> list[tuple[Step, list[Step]]]:

@@ -87,7 +87,15 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     try:
         with mock.patch.object(emulated, "Faults", lambda: faults):
             found = mk.launch(
-                _calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), seed=seed, heap_bytes=16 << 20, timeout=5.0, entry_timeout=60.0
+                _calls,
+                shape.size,
+                shape.ranks_per_node,
+                "cpu",
+                (workload, seed, most),
+                seed=seed,
+                heap_bytes=16 << 20,
+                timeout=5.0,
+                entry_timeout=60.0,
             )
     except CompileError:
         raise

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel.errors import AbortedError, Error, MismatchError, TimeoutError
+from mkernel import errors
+from mkernel.errors import AbortedError, Error, MismatchError
 from tests.ops.body import Case, Rank, problems, topology, use_of
 from tests.virtual_time import sleep
 
@@ -63,7 +64,7 @@ def _never(world: Any, how: str, seed: int, who: int) -> str:
             world.check()
         else:
             rank.call(1, ROWS, use_of(1, CASES[how]))
-    except TimeoutError as error:
+    except errors.TimeoutError as error:
         return str(error)
     return "no error"
 

@@ -101,8 +101,8 @@ BUGS = [
     Bug(
         "only the owner of the memory, and its rail, are waited for",
         "sync.cuh",
-        "  MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }",
-        "  MK_DEVICE bool wait(const Call& call, uint32_t i) const {\n"
+        "(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }",
+        "(const Call& call, uint32_t i) const {\n"
         "    const uint32_t peer = (call.world.rank + 1 + i) % call.world.size, per_node = call.world.ranks_per_node;\n"
         "    const bool near = peer / per_node == call.world.node || peer % per_node == call.world.local_rank;\n"
         "    return !near || wait_entered(call, peer);\n"

@@ -1,0 +1,79 @@
+"""The areas of AllGather+GEMM, and who accesses them (``kernels_src/allgather_gemm.cuh``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkernel.plan.allgather_gemm import AllGatherGemmPlan, wait_graph
+from mkernel.plan.areas import FLAGS, HEAP, STAGING, Access, Area, Call
+from mkernel.plan.wait_graph import Step
+
+__all__ = ["call_of"]
+
+_WORD = 8
+
+
+def call_of(plan: AllGatherGemmPlan) -> Call:
+    """One call, of operands in ordinary memory: with the staging copy of network sends."""
+    arriving, reading = frozenset({"push", "put", "forward"}), frozenset({"tile", "forward"})
+    gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, arriving, reading)
+    staging = Area("staged shard", STAGING, 0, plan.staging_bytes, frozenset({"stage"}), frozenset({"put"}))
+    flags = Area("flags of chunks", FLAGS, 0, plan.flag_words * _WORD, arriving, reading)
+    graph, topology = wait_graph(plan), plan.problem.topology
+    if topology.num_nodes > 1:
+        for rank in range(topology.size):
+            for chunk in range(plan.chunks):  # waits for nothing
+                graph.add(("stage", rank, chunk))
+                for peer in topology.rail_peers(rank):
+                    graph.add(("put", rank, chunk, peer), [("stage", rank, chunk)])
+    return Call(graph, (gather, staging, flags), tuple(_accesses(plan, list(graph), gather, staging, flags)))
+
+
+def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging: Area, flags: Area) -> Iterator[Access]:
+    topology = plan.problem.topology
+    tiles = [list(plan.tiles(rank)) for rank in range(topology.size)]
+    chunks = dict(_chunks(plan))
+
+    def data(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
+        begin, size = chunks[chunk]
+        return Access(step, rank, gather, source * plan.plane_bytes + begin, size, writes)
+
+    def flag(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
+        return Access(step, rank, flags, (source * plan.chunks + chunk) * _WORD, _WORD, writes)
+
+    for step in steps:
+        kind, rank, *rest = step
+        assert isinstance(rank, int)
+        near = [peer for peer in topology.node_ranks(topology.node(rank)) if peer != rank]
+        match kind, rest:
+            case "push", [int(chunk)]:
+                for peer in near:
+                    yield data(step, peer, rank, chunk, writes=True)
+                    yield flag(step, peer, rank, chunk, writes=True)
+            case "stage", [int(chunk)]:
+                yield Access(step, rank, staging, *chunks[chunk], writes=True)
+            case "put", [int(chunk), int(peer)]:
+                yield Access(step, rank, staging, *chunks[chunk], writes=False)
+                yield data(step, peer, rank, chunk, writes=True)
+                yield flag(step, peer, rank, chunk, writes=True)
+            case "forward", [int(source), int(chunk)]:
+                yield flag(step, rank, source, chunk, writes=False)
+                yield data(step, rank, source, chunk, writes=False)
+                for peer in near:
+                    yield data(step, peer, source, chunk, writes=True)
+                    yield flag(step, peer, source, chunk, writes=True)
+            case "tile", [int(index)]:
+                tile = tiles[rank][index]
+                for chunk in plan.tile_chunks(tile) if tile.source != rank else ():
+                    yield flag(step, rank, tile.source, chunk, writes=False)
+                    yield data(step, rank, tile.source, chunk, writes=False)
+
+
+def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Number of a chunk, and where it lies in a plane: begin and bytes (``chunk_offset`` and ``chunk_bytes`` in the kernel)."""
+    rows, row_bytes = plan.problem.rows, plan.problem.k // plan.parts * 2
+    for block in range(plan.blocks):
+        first = block * plan.chunk_rows
+        for part in range(plan.parts):
+            begin = (part * rows + first) * row_bytes
+            yield plan.chunk_index(block, part), (begin, min(plan.chunk_rows, rows - first) * row_bytes)
