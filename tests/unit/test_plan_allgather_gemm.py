@@ -161,7 +161,7 @@ def test_the_graph_knows_what_a_tile_needs() -> None:
         assert set(waits) == entered | {step(c) for c in range(4, 8)} | {("tile", 0, at - 1)}
     assert set(graph.before(("tile", 0, 1))) == entered | {("tile", 0, 0)}, "the own shard is there"
     assert set(graph.before(("forward", 1, 3, 0))) == {*entered, ("put", 3, 0, 1), ("push", 1, plan.chunks - 1)}
-    assert set(graph.before(("put", 3, 2, 1))) == {("enter", 1), ("put", 3, 1, 1)}
+    assert set(graph.before(("put", 3, 2, 1))) == {*entered, ("put", 3, 1, 1)}
 
 
 def _forward_before_pushing(graph: WaitGraph, plan: AllGatherGemmPlan) -> None:
