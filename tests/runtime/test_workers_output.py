@@ -63,7 +63,7 @@ def test_lines_stay_whole_however_they_come(rng: np.random.Generator) -> None:
             assert text.endswith("\n")
             found.append(text)
     os.close(writer)
-    found.append(lines.drain())
+    found += [lines.drain(), lines.rest()]
     lines.close()
     assert "".join(found) == sent.decode()
 
@@ -112,6 +112,28 @@ def test_a_flood_of_output_keeps_to_a_bound(monkeypatch: pytest.MonkeyPatch, cap
     run(talk, ranks=1)
     assert capsys.readouterr().out.count("z" * 99) == 20_000
     assert 0 < highest[0] < 1 << 18
+
+
+class Slow:
+    """A result that takes its time, and prints, after all ranks have ended the function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(0.5)
+        print("another line")
+        return str, ("slow",)
+
+
+def test_a_last_line_without_an_end_stays_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 has ended with it before rank 1 prints more."""
+
+    def talk(world: World) -> Any:
+        if world.rank:
+            return Slow()
+        print("no end", end="")
+        return "quick"
+
+    assert run(talk) == ["quick", "slow"]
+    assert capsys.readouterr().out == "another line\nno end"
 
 
 def test_a_line_without_an_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,7 @@ class Pool(threading.Thread):
         elif kind == Kind.gather:
             self._gather(worker, *body)
         elif kind == Kind.report and worker.busy:
-            self._print_rest(worker)
+            self._print_rest(worker, last=False)
             self._end_of_rank(worker, body)
 
     # ---- what workers say
@@ -242,10 +242,13 @@ class Pool(threading.Thread):
 
         call.shows.put(print_it)
 
-    def _print_rest(self, worker: WorkerProcess) -> None:
+    def _print_rest(self, worker: WorkerProcess, *, last: bool) -> None:
+        """Print what a rank has left in its pipes; a ``last`` line without an end too, which would run into another rank's."""
         for lines in worker.lines:
             if lines.fd >= 0:
                 self._show_text(lines.name, lines.drain())
+                if last:
+                    self._show_text(lines.name, lines.rest())
 
     def _gather(self, worker: WorkerProcess, number: int, data: bytes) -> None:
         call = self._call
@@ -346,6 +349,8 @@ class Pool(threading.Thread):
         self._finish(call)
 
     def _finish(self, call: Call) -> None:
+        for worker in self._living():
+            self._print_rest(worker, last=True)
         self._call = None
         self._idle_since = self._clock()
         call.finished.set()
@@ -360,7 +365,7 @@ class Pool(threading.Thread):
         for kind, body in worker.rest():
             self._handle(worker, kind, body)
         how = worker.reap()
-        self._print_rest(worker)
+        self._print_rest(worker, last=True)
         worker.forget()
         if self._ending:
             return

@@ -136,18 +136,25 @@ class Lines:
     def read(self) -> str:
         """What has come, up to the last end of a line (or a carriage return: progress bars); does not block."""
         self._take()
+        return self._whole_lines()
+
+    def drain(self) -> str:
+        """All that is in the pipe, up to the last end of a line."""
+        for _ in range(_PIECES):
+            if not self._take():
+                break
+        return self._whole_lines()
+
+    def rest(self) -> str:
+        """The beginning of a line that has come."""
+        text, self._begun = self._begun, ""
+        return text
+
+    def _whole_lines(self) -> str:
         end = max(self._begun.rfind("\n"), self._begun.rfind("\r")) + 1
         if end == 0 and len(self._begun) > _LONGEST_LINE:
             end = len(self._begun)
         text, self._begun = self._begun[:end], self._begun[end:]
-        return text
-
-    def drain(self) -> str:
-        """All that is in the pipe, the beginning of a line included."""
-        for _ in range(_PIECES):
-            if not self._take():
-                break
-        text, self._begun = self._begun, ""
         return text
 
     def _take(self) -> bool:
