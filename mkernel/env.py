@@ -223,7 +223,7 @@ ENTRY_TIMEOUT = _declare(
     "MKERNEL_ENTRY_TIMEOUT", "seconds", _optional(_duration), None, "deadline until all ranks have entered a call (600)"
 )
 IDLE_LIMIT = _declare(
-    "MKERNEL_IDLE_LIMIT", "seconds, or inf", _duration, 600.0, "mk.launch's processes on GPUs end after so long without a call"
+    "MKERNEL_IDLE_LIMIT", "seconds", _number(0, 1e9), 600.0, "mk.launch's processes on GPUs end after so long without a call"
 )
 HEAP_BYTES = _declare("MKERNEL_HEAP_BYTES", "bytes, e.g. 8G", _optional(_bytes), None, "size of each rank's symmetric heap")
 MAX_SMS = _declare("MKERNEL_MAX_SMS", "an integer >= 1", _optional(_positive), None, "most SMs that a kernel takes (else all)")
