@@ -145,7 +145,7 @@ class LaunchQueue:
             while len(self._captures) >= _CAPTURES:
                 del self._captures[next(iter(self._captures))]
             capture = self._captures[number] = _Capture(self._frontier(stream)[0], stream_id)
-        elif (stream_id == 0 or stream_id != capture.stream_id) and capture.last not in self._frontier(stream):
+        elif (stream_id == 0 or stream_id != capture.stream_id) and not self._follows(stream, capture.last):
             self._node[0] = capture.last
             self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
         return capture
@@ -304,11 +304,21 @@ class LaunchQueue:
 
     def _frontier(self, stream: int) -> list[int]:
         """The nodes that the next one of a captured stream will depend on; the graph is in the answers."""
-        at = self._at
-        found = self._get_capture(stream, self._status_at, self._capture_at, at["graph"], at["nodes"], at["count"])
-        self._check(found, "asking for the graph under capture")
+        self._check(self._ask_for_graph(stream), "asking for the graph under capture")
         answers = self._answers
         return [int(answers.nodes[i] or 0) for i in range(answers.count)]
+
+    def _follows(self, stream: int, node: int) -> bool:
+        """Whether the next node of a captured stream depends on ``node`` anyway.
+
+        The driver does not tell the dependencies of kernels that start before what they depend on has ended: then it is not known.
+        """
+        return self._ask_for_graph(stream) == 0 and node in self._frontier(stream)
+
+    def _ask_for_graph(self, stream: int) -> int:
+        at = self._at
+        status: int = self._get_capture(stream, self._status_at, self._capture_at, at["graph"], at["nodes"], at["count"])
+        return status
 
     @staticmethod
     def _check(status: int, what: str) -> None:

@@ -113,8 +113,7 @@ class Place:
 def _plan(place: Place) -> None:
     """The plans of both layouts, before anything is timed or captured."""
     x, w, expected = place.problem()
-    c = mk.allgather_gemm(x, w.t(), world=place.world)
-    place.agree(place.wrong(c, expected), "the first call")
+    place.agree(place.wrong(mk.allgather_gemm(x, w.t(), world=place.world), expected), "the first call")
 
 
 def torch_streams(place: Place) -> str:
@@ -430,9 +429,8 @@ def nccl(place: Place) -> str:
         world.synchronize()
         torch.cuda.synchronize()
         place.agree(place.wrong(c, expected) + int((big != 1).sum().item()), f"turn {turn}")
-    seconds = time.monotonic() - begin
     dist.destroy_process_group()
-    return f"30 turns in {seconds:.1f} s, {world.options.max_sms} SMs + {os.environ.get('NCCL_MAX_CTAS')} CTAs"
+    return f"30 turns in {time.monotonic() - begin:.1f} s, {world.options.max_sms} SMs + {os.environ.get('NCCL_MAX_CTAS')} CTAs"
 
 
 CHECKS: dict[str, Callable[[Place], str]] = {
@@ -465,7 +463,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     results = []
     for name in options.checks or list(CHECKS):
-        log, begin, detail = out / f"streams-{name}.log", time.monotonic(), ""
+        log, begin = out / f"streams-{name}.log", time.monotonic()
         arguments = [__file__, name, "--rank", *(["--no-room"] if options.no_room else [])]
         environment = {"NCCL_MAX_CTAS": str(NCCL_CTAS)} if name == "nccl" else {}
         with log.open("wb") as output:
