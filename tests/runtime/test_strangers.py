@@ -310,6 +310,61 @@ def read(link: socket.socket, size: int) -> bytes:
     return data
 
 
+def test_a_door_that_closes_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither strangers' connections nor those of ranks that came, when some did not; and what it gives is without a timeout."""
+    accept, accepted = socket.socket.accept, []
+
+    def note(self: socket.socket) -> Any:
+        pair = accept(self)
+        accepted.append(pair[0])
+        return pair
+
+    monkeypatch.setattr(socket.socket, "accept", note)
+    listener, own = at_door()
+    with listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        late = pool.submit(Door({listener: [1, 2]}, Caller("t", 0, 2, own.secret), "here").admit, time.monotonic() + 1.0)
+        stack.enter_context(socket.create_connection(listener.getsockname()))
+        link = stack.enter_context(knock([listener.getsockname()], own, time.monotonic() + FOREVER, "here"))
+        assert link.gettimeout() is None
+        with pytest.raises(errors.TimeoutError, match=r"for ranks \[2\]"):
+            late.result()
+        assert [one.fileno() for one in accepted] == [-1, -1]
+        accepted.clear()
+        admitted = pool.submit(Door({listener: [1]}, Caller("t", 0, 2, own.secret), "here").admit, time.monotonic() + FOREVER)
+        stack.enter_context(knock([listener.getsockname()], own, time.monotonic() + FOREVER, "here"))
+        assert admitted.result()[1].gettimeout() is None
+        admitted.result()[1].close()
+
+
+@pytest.mark.parametrize("rank", [0, 2, 5])
+def test_a_rank_that_nobody_expects(rank: int) -> None:
+    """Of the right size and with the right secret; also a right one at the wrong socket."""
+    listener, own = at_door()
+    other, _ = at_door()
+    with listener, other, ThreadPoolExecutor(1) as pool:
+        door = Door({listener: [1], other: [2]}, Caller("t", 0, 3, own.secret), "here")
+        admitted = pool.submit(door.admit, time.monotonic() + FOREVER)
+        with pytest.raises(Error, match=rf"rank {rank} of 3 is not expected here: ranks \[1\] are"):
+            knock([listener.getsockname()], Caller("t", rank, 3, own.secret), time.monotonic() + FOREVER, "here")
+        for right, where in ((1, listener), (2, other)):
+            knock([where.getsockname()], Caller("t", right, 3, own.secret), time.monotonic() + FOREVER, "here").close()
+        assert sorted(admitted.result()) == [1, 2]
+        for link in admitted.result().values():
+            link.close()
+
+
+def test_a_rank_that_came_for_something_else() -> None:
+    """One secret may serve several purposes: the control channel is not open to who comes for the meeting."""
+    listener, own = at_door()
+    with listener, ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(Door({listener: [1]}, Caller("t", 0, 2, own.secret), "here").admit, time.monotonic() + FOREVER)
+        with pytest.raises(errors.TimeoutError):
+            knock([listener.getsockname()], Caller("other", 1, 2, own.secret), time.monotonic() + 0.3, "here")
+        assert not admitted.done()
+        knock([listener.getsockname()], own, time.monotonic() + FOREVER, "here").close()
+        admitted.result()[1].close()
+
+
 def test_nonces_are_fresh() -> None:
     own = Caller("t", 1, 2, b"s")
     assert own.greeting() != own.greeting()
@@ -338,14 +393,15 @@ def test_the_slow_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_strangers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_GUESTS", 8)
+    monkeypatch.setattr(handshake, "_GUEST_SECONDS", FOREVER)
     listener, own = at_door()
     with listener, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         door = Door({listener: [1]}, Caller("t", 0, 2, own.secret), "here")
         admitted = pool.submit(door.admit, time.monotonic() + FOREVER)
-        silent = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(50)]
+        silent = [stack.enter_context(socket.create_connection(listener.getsockname(), FOREVER / 2)) for _ in range(50)]
+        assert [link.recv(1) for link in silent[:42]] == [b""] * 42, "the oldest had to go, before any rank came"
         knock([listener.getsockname()], own, time.monotonic() + FOREVER, "here").close()
         admitted.result()[1].close()
-        assert silent[0].recv(1) == b"", "the oldest had to go"
 
 
 def test_descriptors_that_run_out_are_taken_from_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
