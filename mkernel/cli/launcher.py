@@ -19,11 +19,13 @@ from types import FrameType
 from typing import IO
 
 from mkernel.errors import Error
+from mkernel.proxy.spawn import without_launcher
 
 __all__ = ["LauncherError", "find_mpirun", "mpi_flavour", "run"]
 
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 GRACE_SECONDS = 10.0
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LauncherError(Error):
@@ -58,7 +60,7 @@ def run(
     Parameters
     ----------
     ranks, arguments
-        How many processes, and their arguments; one rank is a plain process.
+        How many processes, and their arguments; one rank is a plain process, of no launcher that this process may be under.
     timeout
         Seconds after which all ranks are killed.
     kind
@@ -78,13 +80,14 @@ def run(
     command = [sys.executable, *arguments]
     variables = {**os.environ, **(environment or {})}
     if ranks == 1:
-        return _wait([_start(command, variables, output)], timeout, grace)
+        return _wait([_start(command, {**without_launcher(os.environ), **(environment or {})}, output)], timeout, grace)
     mpirun = None if kind == "processes" or importlib.util.find_spec("mpi4py") is None else find_mpirun()
     if mpirun is not None:
         return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout, grace)
     if kind == "mpi":
         raise LauncherError("no mpirun with mpi4py found (pip install 'mkernel[demo]' brings both)")
     with _reserved_port() as port:
+        variables = {**without_launcher(os.environ), **(environment or {})}
         variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{port}", "MKERNEL_SIZE": str(ranks), "MKERNEL_SECRET": secrets.token_hex(32)}
         return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout, grace)
 
@@ -133,28 +136,37 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: f
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """The ranks are in sessions of their own: SIGTERM must not end this process and leave them behind."""
+    """The ranks are in sessions of their own: a signal must not end this process and leave them behind."""
     if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, _exit_on_signal)
+    # Whoever ignores one (nohup) goes on ignoring it; None is a handler that is not Python's.
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # the first is enough
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its session: politely, so that mpirun can end its ranks; then whatever is left of it."""
-    if process.poll() is None:
-        _signal(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    _signal(process, signal.SIGKILL)
+    """End a process and its session: politely, so that mpirun can end its ranks; then (or when interrupted) whatever is left of it."""
+    try:
+        if process.poll() is None:
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+    finally:
+        _signal(process, signal.SIGKILL)
     process.wait()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mkernel.errors import Error
 
-__all__ = ["die_with", "how_it_ended", "scrubbed_environment", "spawn"]
+__all__ = ["die_with", "how_it_ended", "scrubbed_environment", "spawn", "without_launcher"]
 
 # Variables by which MPI, PMI and batch systems know their processes: a child that inherits them may be taken for a rank.
 _LAUNCHER_PREFIXES = (
@@ -96,9 +96,14 @@ def spawn(
     return process
 
 
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` less all by which a process could be taken for a rank of something that is already running."""
+    return {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES}
+
+
 def scrubbed_environment(environment: Mapping[str, str], *, gpus: bool) -> dict[str, str]:
     """``environment`` for a helper process: without launchers' variables, with the same modules as here, and with the GPUs if asked for."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES}
+    kept = without_launcher(environment)
     package = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([package, *(entry for entry in sys.path if entry)]))
     if not gpus:

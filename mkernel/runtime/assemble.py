@@ -75,7 +75,7 @@ def init(
     ----------
     comm
         mpi4py communicator. By default the ranks meet at ``MKERNEL_RENDEZVOUS``, or are those of MPI's COMM_WORLD under an MPI launcher, or
-        those of torchrun or Slurm; without any of these the world has one rank.
+        those of torchrun or of a step of Slurm's srun; without any of these the world has one rank.
     target
         ``"cuda"``, ``"cpu"``, or ``"auto"``: cuda if every rank has its own sm_90 GPU with peer access inside the node, cpu if there is no
         GPU, else an error.

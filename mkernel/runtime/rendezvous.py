@@ -24,6 +24,7 @@ __all__ = ["Meeting", "SocketBootstrap", "from_environment", "offered", "read_en
 _LENGTH = struct.Struct("!Q")
 _LONGEST = 1 << 24  # bytes of one contribution: more is a stream that has gone wrong, and must not make us allocate
 _SLURM_PORTS = (20000, 20000)  # first, count
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0  # numbers from here on are batch scripts, interactive shells and the like
 _MOST_RANKS = 1 << 20  # of any program: what a greeting can carry, and far more than a world takes
 _MAKE_SECRET = "export MKERNEL_SECRET=$(python -c 'import secrets; print(secrets.token_hex(32))')"
 
@@ -180,7 +181,7 @@ def from_environment() -> SocketBootstrap:
 def read_environment() -> Meeting | None:
     """Address, rank and size from mkernel's variables, else torchrun's, else Slurm's; None when there are none."""
     address = env.RENDEZVOUS.get()
-    torch, slurm = _numbers("RANK", "WORLD_SIZE"), _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    torch, slurm = _numbers("RANK", "WORLD_SIZE"), _slurm_numbers()
     own = _own_numbers()
     if address:
         numbers = own or torch or slurm
@@ -199,6 +200,14 @@ def read_environment() -> Meeting | None:
         port = _SLURM_PORTS[0] + int(re.sub(r"\D", "", step)[-9:] or 0) % _SLURM_PORTS[1]
         return Meeting(host, port, *_checked(*slurm), _slurm_on_one_host())
     return None
+
+
+def _slurm_numbers() -> tuple[int, int] | None:
+    """Rank and size of a process that srun started. In a batch script all variables but the step's speak of tasks yet to be started."""
+    step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID", "")
+    if not step.isdecimal() or int(step) >= _SLURM_SPECIAL_STEPS:
+        return None
+    return _numbers("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def _torch_on_one_host() -> bool:

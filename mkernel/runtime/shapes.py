@@ -27,7 +27,7 @@ def extents_of(shape: Any, item: int) -> tuple[int, ...]:
     ArgumentError
         An extent is no integer or negative, there are too many, or no address space holds them.
     """
-    given = [shape] if _is_integer(shape) else shape
+    given: Any = [shape] if _is_integer(shape) else shape
     if hasattr(given, "__array_interface__") and len(given.shape) == 1:
         given = list(given)  # an array of integers
     if not isinstance(given, Sequence) or isinstance(given, _NO_SHAPES) or not all(map(_is_integer, given)):

@@ -44,7 +44,7 @@ def test_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "rank", "size"),
-    [({"RANK": 1, "WORLD_SIZE": 4}, 1, 4), ({"SLURM_PROCID": 3, "SLURM_NTASKS": 5}, 3, 5)],
+    [({"RANK": 1, "WORLD_SIZE": 4}, 1, 4), ({"SLURM_PROCID": 3, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 5}, 3, 5)],
 )
 def test_own_address_with_a_launchers_numbers(monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], rank: int, size: int) -> None:
     set_all(monkeypatch, MKERNEL_RENDEZVOUS="[::1]:1234", **variables)
@@ -58,7 +58,8 @@ def test_torchrun_leaves_its_port_to_torch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, SLURM_PROCID=5, SLURM_NTASKS=8, SLURM_JOB_ID=4711, SLURM_STEP_ID=0, SLURM_JOB_NODELIST="gpu[03-05,09],login1")
+    set_all(monkeypatch, SLURM_PROCID=5, SLURM_NTASKS=9, SLURM_STEP_NUM_TASKS=8, SLURM_JOB_ID=4711, SLURM_STEP_ID=0)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[03-05,09],login1")
     meeting = read_environment()
     assert meeting is not None
     assert (meeting.host, meeting.rank, meeting.size) == ("gpu03", 5, 8)
@@ -67,7 +68,7 @@ def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TORCH = {"RANK": 1, "WORLD_SIZE": 4, "MASTER_ADDR": "node0", "MASTER_PORT": 29500}
-SLURM = {"SLURM_PROCID": 1, "SLURM_NTASKS": 4, "SLURM_JOB_ID": 4711, "SLURM_JOB_NODELIST": "node0"}
+SLURM = {"SLURM_PROCID": 1, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 4, "SLURM_JOB_ID": 4711, "SLURM_JOB_NODELIST": "node0"}
 OWN = {"MKERNEL_RANK": 1, "MKERNEL_SIZE": 4}
 
 
@@ -109,8 +110,37 @@ def test_who_is_on_one_host(monkeypatch: pytest.MonkeyPatch, variables: dict[str
 
 
 def test_launchers_that_say_one_rank_are_no_offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=1, SLURM_JOB_NODELIST="login1")
+    set_all(monkeypatch, SLURM_PROCID=0, SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=1, SLURM_JOB_NODELIST="login1")
     assert not rendezvous.offered()
+
+
+BATCH = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": 2, "SLURM_NTASKS": 4, "SLURM_NPROCS": 4}
+BATCH |= {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_GTIDS": 0, "SLURM_TASKS_PER_NODE": "2(x2)"}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {},  # a batch script; a shell of salloc
+        {"SLURM_STEP_ID": "batch"},
+        {"SLURM_STEP_ID": 0xFFFFFFFB},  # the same as a number
+        {"SLURM_STEP_ID": 0xFFFFFFFA, "SLURM_STEP_NUM_TASKS": 4},  # salloc's interactive step
+        {"SLURM_STEPID": 0xFFFFFFFB, "SLURM_STEP_NUM_TASKS": 4},
+        {"SLURM_STEP_ID": 0},
+    ],
+)
+def test_a_batch_script_is_no_rank(monkeypatch: pytest.MonkeyPatch, step: dict[str, object]) -> None:
+    """It waited for three others that nobody had started."""
+    set_all(monkeypatch, **BATCH, **step)
+    assert read_environment() is None
+    assert isinstance(choose(), SingleBootstrap)
+
+
+def test_a_step_of_a_batch_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, **{**BATCH, "SLURM_PROCID": 2}, SLURM_STEP_ID=3, SLURM_STEP_NUM_TASKS=3)
+    meeting = read_environment()
+    assert meeting is not None
+    assert (meeting.host, meeting.rank, meeting.size) == ("node0", 2, 3)
 
 
 @pytest.mark.parametrize(

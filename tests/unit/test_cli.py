@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -265,18 +266,41 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def test_ending_the_command_ends_its_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_ending_the_command_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    """A closed terminal too."""
     inner = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
     outer = "import sys; from mkernel.cli import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
     process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), inner])
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.terminate()
-    assert process.wait(60) == 143
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2
     assert not [pid for pid in ranks if _alive(pid)]
+
+
+def test_nohup_is_respected() -> None:
+    code = "import signal, sys; from mkernel.cli import launcher; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    code += "sys.exit(launcher.run(1, ['-c', 'import os, signal; os.kill(os.getppid(), signal.SIGHUP)'], timeout=60))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+_LAUNCHERS |= {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_NODELIST": "nowhere"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_do_not_inherit_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """The world of one that `bench` measures first is one, whoever started `bench`."""
+    for name, value in _LAUNCHERS.items():
+        monkeypatch.setenv(name, value)
+    code = "import os, pathlib, sys; from mkernel.runtime.bootstrap import choose; b = choose(); "
+    code += "pathlib.Path(sys.argv[1], f'{b.rank} of {b.size} {os.environ.get(\"ADDED\")}').touch()"
+    assert launcher.run(ranks, ["-c", code, str(tmp_path)], timeout=60, kind="processes", environment={"ADDED": "here"}) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{rank} of {ranks} here" for rank in range(ranks)]
 
 
 @pytest.mark.mpi
