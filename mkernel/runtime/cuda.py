@@ -275,7 +275,7 @@ class CudaDevice(Device):
             handle = self._cupy.stream()
         elif hasattr(stream, "__cuda_stream__"):
             handle = int(stream.__cuda_stream__()[1])
-        elif isinstance(stream, int) and not isinstance(stream, bool):  # of NumPy, say
+        elif isinstance(stream, int) and not isinstance(stream, bool):
             handle = int(stream)
         elif hasattr(stream, "cuda_stream"):  # torch before it learnt the protocol
             handle = int(stream.cuda_stream)

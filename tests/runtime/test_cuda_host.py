@@ -1,0 +1,137 @@
+"""runtime/cuda.py without a GPU: what the host does around a launch, over the model of streams and a driver that says yes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel.errors import ArgumentError
+from mkernel.jit.spec import KernelSpec
+from mkernel.memory.driver import DriverError
+from mkernel.runtime import cuda
+from mkernel.runtime.cuda import CudaDevice, CudaKernel
+from tests.runtime.gpu_model import CONTEXT, LEGACY, PER_THREAD, Cupy, CupyArray, Gpu, Tensor, Torch, model
+
+REFUSED = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+
+
+class Driver:
+    """The bindings: everything succeeds; streams, events and graphs are the model's."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.said = gpu, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self.gpu, name):
+            return getattr(self.gpu, name)
+        if not name.startswith("cu"):
+            return types.SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16, CU_STREAM_NON_BLOCKING=1)
+        answers = {"cuStreamCreate": lambda flags: (0, self.gpu.stream()), "cuDevicePrimaryCtxRetain": lambda ordinal: (0, CONTEXT)}
+
+        def function(*arguments: Any) -> tuple[Any, ...]:
+            self.said.append(name)
+            return answers[name](*arguments) if name in answers else (0, b"name" if "Get" in name and "Attribute" not in name else 132)
+
+        return function
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, Gpu, Cupy, Torch]:
+    gpu, cupy, torch, _ = model(monkeypatch)
+    driver = Driver(gpu)
+    cupy.cuda.Device = lambda ordinal: types.SimpleNamespace(use=lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+
+    def launch(config: Any, function: int, arguments: Any, extra: None) -> int:
+        if config.grid[0] > 132:
+            return REFUSED
+        gpu.work(config.stream, ("call", arguments[0]))
+        return 0
+
+    def native(name: str, *kinds: Any) -> Callable[..., int]:
+        return launch if name == "cuLaunchKernelEx" else lambda *arguments: 0
+
+    for name, value in (("driver", lambda: driver), ("native", native), ("prompt", gpu.prompt)):
+        monkeypatch.setattr(cuda, name, value)
+    monkeypatch.setattr(cuda, "current", sys.modules["mkernel.runtime.streams"].current)
+    return CudaDevice(0), gpu, cupy, torch
+
+
+def kernel() -> CudaKernel:
+    made = object.__new__(CudaKernel)
+    made.spec = KernelSpec("null", (), 128, 0, 16)
+    made.function, made.argument_list = 1, (ctypes.c_void_p * 1)()
+    made.config = cuda._Config((1, 1, 1), (128, 1, 1), 0, None, None, 0)
+    return made
+
+
+def test_launches_are_ordered(parts: tuple[CudaDevice, Gpu, Cupy, Torch]) -> None:
+    device, gpu, _, _ = parts
+    streams = [gpu.stream() for _ in range(3)]
+    for stream in (*streams, *streams, LEGACY):
+        device.launch(kernel(), device.order(device.stream(stream)), 4, bytes(16))
+    nodes = [node for _, node in gpu.ran]
+    assert len(nodes) == 7
+    assert all(gpu.ordered(before, after) for before, after in itertools.pairwise(nodes))
+    device.synchronize()
+
+
+def test_refused_launches(parts: tuple[CudaDevice, Gpu, Cupy, Torch]) -> None:
+    device, gpu, _, _ = parts
+    with pytest.raises(DriverError, match="launching null with 133 CTAs"):
+        device.launch(kernel(), device.order(LEGACY), 133, bytes(16))
+    with pytest.raises(ArgumentError, match="null takes 16"):
+        device.launch(kernel(), device.order(LEGACY), 1, bytes(15))
+    assert gpu.ran == []
+
+
+def test_streams_by_any_name(parts: tuple[CudaDevice, Gpu, Cupy, Torch]) -> None:
+    device, gpu, cupy, torch = parts
+    stream = gpu.stream()
+    for name in (stream, type("Handle", (int,), {})(stream), cupy.cuda.Stream(stream), types.SimpleNamespace(cuda_stream=stream)):
+        assert device.stream(name) == stream
+    for name in (None, 0, LEGACY, cupy.cuda.Stream.null):
+        assert device.stream(name) == LEGACY
+    assert device.stream(2) == PER_THREAD
+    cupy.now.stream, torch.now.stream = stream, gpu.stream()
+    assert device.stream(None) == stream
+    assert device.libraries[Tensor].stream() == torch.now.stream
+    for bad in ("default", True, 1.5):
+        with pytest.raises(ArgumentError, match="must be None, an integer or an object with __cuda_stream__"):
+            device.stream(bad)
+
+
+def test_arrays_by_their_library(parts: tuple[CudaDevice, Gpu, Cupy, Torch]) -> None:
+    device, _, cupy, torch = parts
+    array, tensor = cupy.empty((4, 8), np.float16), torch.empty((4, 8), "float16", "cuda:0")
+    for one in (array, tensor):
+        view = device.view(one)
+        assert (view.address, view.shape, view.strides, view.dtype) == (one.host.ctypes.data, (4, 8), (16, 2), "float16")
+        assert device.key(one) == device.key(one) != device.key(one.t() if one is tensor else one.T)
+    assert isinstance(device.empty((2, 3), "bfloat16"), CupyArray)
+    array.data.device_id = 1
+    with pytest.raises(ArgumentError, match="is on GPU 1, this rank works on GPU 0"):
+        device.view(array)
+    with pytest.raises(ArgumentError, match="is not in GPU memory"):
+        device.view(np.zeros(3))
+    with pytest.raises(ArgumentError, match="is no GPU array"):
+        device.view("an array")
+
+
+def test_close_gives_everything_back(parts: tuple[CudaDevice, Gpu, Cupy, Torch]) -> None:
+    device, gpu, _, _ = parts
+    for _ in range(40):
+        device.launch(kernel(), device.order(gpu.stream()), 4, bytes(16))
+    gpu.slow()
+    device._queue.hold(LEGACY, object())
+    gpu.pending.clear()
+    device.close()
+    device.close()
+    assert gpu.events == {}
