@@ -100,10 +100,10 @@ def export(array: Any, **options: Any) -> object:
 
 def immutable(array: Any) -> bool:
     """Whether an array must not be written to although its DLPack capsule may not say so."""
-    interface = getattr(array, "__cuda_array_interface__", None) or getattr(array, "__array_interface__", None)
-    if interface is not None and interface.get("data") is not None and interface["data"][1]:
+    if type(array).__module__.partition(".")[0] in _IMMUTABLE:
         return True
-    return type(array).__module__.partition(".")[0] in _IMMUTABLE
+    interface = getattr(array, "__cuda_array_interface__", None) or getattr(array, "__array_interface__", None)
+    return bool(interface is not None and interface.get("data") is not None and interface["data"][1])
 
 
 def capsule_view(capsule: object) -> TensorView:
