@@ -29,7 +29,7 @@ else
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full test-gpu test-rdma lint clean
+.PHONY: demo test test-full test-gpu test-rdma test-mutants lint clean
 
 demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
@@ -46,6 +46,11 @@ test-gpu: $(call stamp,test-gpu)
 # Real verbs in virtual machines: root, and apt-get install -y --no-install-recommends qemu-system-x86
 test-rdma: $(call stamp,test)
 	$(PY) -m pytest -m rdma --require-vm --full $(PYTEST)
+
+# Do the tests notice one-line changes of the host code? About an hour on two cores; MUTANTS="--drawn 2 ops" is a smaller run.
+MUTANTS ?=
+test-mutants: $(call stamp,test)
+	$(PY) tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
 
 lint: $(call stamp,lint)
 	$(PY) -m ruff check .

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("test", "13", "test"),
         ("test-full", "", "test"),
         ("test-gpu", "13", "test,cuda13"),
+        ("test-mutants", "13", "test"),
         ("lint", "", "lint"),
     ],
 )

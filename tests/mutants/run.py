@@ -1,0 +1,194 @@
+"""``make test-mutants``: how many one-line mutations of the host code do the tests of their module notice? Fails below 80 %.
+
+Mutations are drawn by a seed from all that ``generate.py`` finds in the packages below; those of ``named.py`` come on top: each was once
+seen to survive. Every mutation is made in a copy of the tree, where the tests of its module run until the first failure. A run that takes
+far longer than without a mutation counts as noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+# The checkout is on the path only from here on.
+from tests.mutants.generate import Mutation, sample  # noqa: E402
+from tests.mutants.modules import PACKAGES, checks_of, files_of  # noqa: E402
+from tests.mutants.named import NAMED  # noqa: E402
+
+ENOUGH = 0.8
+DRAWN = 12  # of each package
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a mutation: "killed", "killed: it hangs", "survived", or "stale" (of a named one whose text is gone)."""
+
+    mutation: Mutation
+    outcome: str
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        return self.outcome.startswith("killed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", nargs="*", default=list(PACKAGES), help="some of " + ", ".join(PACKAGES) + " (default: all)")
+    parser.add_argument("--drawn", type=int, default=DRAWN, help="mutations drawn from each package (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (%(default)s)")
+    parser.add_argument("--named-only", action="store_true", help="none is drawn")
+    parser.add_argument("--deselect", action="append", default=[], metavar="TEST", help="a test that fails without any mutation")
+    parser.add_argument("--list", action="store_true", help="show the mutations and the tests, run nothing")
+    options = parser.parse_args()
+    chosen = choose(options.packages, 0 if options.named_only else options.drawn, options.seed)
+    if options.list:
+        for mutation in chosen:
+            print(f"{mutation}\n    {' '.join(checks_of(mutation.path))}")
+        return 0
+    began = time.monotonic()
+    verdicts = run_all(chosen, options.jobs, options.deselect)
+    return report(verdicts, time.monotonic() - began)
+
+
+def choose(packages: Sequence[str], drawn: int, seed: int) -> list[Mutation]:
+    """The named mutations of some packages, then those drawn."""
+    named = [mutation for mutation in NAMED if mutation.path.split("/")[1] in packages]
+    return [*named, *(m for package in packages for m in sample(ROOT, files_of(ROOT, package), drawn, seed))]
+
+
+def report(verdicts: Sequence[Verdict], seconds: float) -> int:
+    """Print what survived, and how many were killed in each package. Exit status 0 only if that is enough, and nothing is stale."""
+    for verdict in verdicts:
+        if not verdict.killed:
+            print(f"{verdict.outcome.upper()}  {verdict.mutation}\n    {' '.join(checks_of(verdict.mutation.path))}")
+    packages = sorted({verdict.mutation.path.split("/")[1] for verdict in verdicts})
+    for package in packages:
+        mine = [verdict for verdict in verdicts if verdict.mutation.path.split("/")[1] == package]
+        print(f"{package:12} {sum(v.killed for v in mine):4d} of {len(mine):4d} killed")
+    killed, stale = sum(v.killed for v in verdicts), sum(v.outcome == "stale" for v in verdicts)
+    share = killed / len(verdicts) if verdicts else 0.0
+    print(f"{killed} of {len(verdicts)} mutations killed, {100 * share:.0f} % (enough: {100 * ENOUGH:.0f} %), {seconds:.0f} s")
+    return 0 if share >= ENOUGH and not stale else 1
+
+
+def run_all(chosen: Sequence[Mutation], jobs: int, deselected: Sequence[str] = ()) -> list[Verdict]:
+    """The verdict on each, in the order given; a line of each as soon as it is known."""
+    with tempfile.TemporaryDirectory(prefix="mkernel-mutants-") as name:
+        trees: queue.Queue[Path] = queue.Queue()
+        for job in range(min(jobs, max(len(chosen), 1))):
+            trees.put(copy_tree(Path(name, str(job))))
+        cache = Path(name, "cache")
+
+        def tested(tree: Path, tests: tuple[str, ...], limit: float) -> bool | None:
+            return run_tests(tree, tests, limit, cache, deselected)
+
+        limits = _limits(chosen, trees.queue[0], tested)
+
+        def one(mutation: Mutation) -> Verdict:
+            tree, tests = trees.get(), checks_of(mutation.path)
+            try:
+                verdict = judge(mutation, tree, lambda: tested(tree, tests, limits[tests]))
+            finally:
+                trees.put(tree)
+            print(f"{verdict.outcome:16} {verdict.seconds:5.0f} s  {mutation}", flush=True)
+            return verdict
+
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(one, chosen))
+
+
+def copy_tree(folder: Path) -> Path:
+    """What git knows of this tree, or would know."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for path in filter(None, listed.split("\0")):
+        if (ROOT / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, folder / path)
+    return folder
+
+
+def judge(mutation: Mutation, tree: Path, tests_pass: Callable[[], bool | None]) -> Verdict:
+    """Mutate, test (None: it took too long), put everything back."""
+    began, path = time.monotonic(), tree / mutation.path
+    source = path.read_text()
+    try:
+        mutated = mutation.apply(source) if mutation.line else _by_text(mutation, source)
+    except LookupError:
+        return Verdict(mutation, "stale", 0.0)
+    try:
+        path.write_text(mutated)
+        passed = tests_pass()
+    finally:
+        path.write_text(source)
+    outcome = "killed: it hangs" if passed is None else "survived" if passed else "killed"
+    return Verdict(mutation, outcome, time.monotonic() - began)
+
+
+def _by_text(mutation: Mutation, source: str) -> str:
+    """Of a named mutation, which has no line: its text must be there once."""
+    if source.count(mutation.old) != 1:
+        raise LookupError(mutation)
+    return source.replace(mutation.old, mutation.new)
+
+
+def _limits(
+    chosen: Sequence[Mutation], tree: Path, tested: Callable[[Path, tuple[str, ...], float], bool | None]
+) -> dict[tuple[str, ...], float]:
+    """Seconds that the tests of each module may take with a mutation: four times what they take without, and a minute."""
+    limits = {}
+    for tests in dict.fromkeys(checks_of(mutation.path) for mutation in chosen):
+        began = time.monotonic()
+        if not tested(tree, tests, 1800.0):
+            raise SystemExit(f"without any mutation these tests fail: {' '.join(tests)}")
+        took = time.monotonic() - began
+        print(f"{took:.0f} s without a mutation: {' '.join(tests)}", flush=True)
+        limits[tests] = 4 * took + 60
+    return limits
+
+
+def run_tests(tree: Path, tests: Sequence[str], limit: float, cache: Path, deselected: Sequence[str]) -> bool | None:
+    """Whether they pass; None if they take longer than ``limit`` seconds."""
+    if "tests/jit" in tests:  # they test the cache itself
+        cache = Path(tempfile.mkdtemp(dir=tree.parent))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MKERNEL_CACHE_DIR": str(cache),
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu", "--seed", "1", *tests]
+    command += [f"--deselect={test}" for test in deselected]
+    process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        text = process.communicate(timeout=limit)[0].decode(errors="replace")
+        if process.returncode not in (0, 1, 2):  # 1: a test failed; 2: a module of tests could not be imported
+            raise SystemExit(f"pytest ended with status {process.returncode}:\n{text}")
+        return process.returncode == 0
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
