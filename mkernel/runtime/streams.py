@@ -51,12 +51,11 @@ class _Answers(ctypes.Structure):
 class _Capture:
     """One graph under capture that holds calls of the world."""
 
-    __slots__ = ("last", "record", "stream_id")
+    __slots__ = ("last", "record")
 
-    def __init__(self, last: int, stream_id: int) -> None:
+    def __init__(self, last: int) -> None:
         self.last = last  # the node of the last call; of the wait for the tail, before the first one
         self.record = 0  # the node that records the tail; 0: there is none yet
-        self.stream_id = stream_id  # of the last call
 
 
 # What ``LaunchQueue.order`` has found out about the next launch: its stream, the stream's number, and the capture it belongs to. A plain
@@ -128,24 +127,24 @@ class LaunchQueue:
 
     def _order(self, stream: int) -> Turn:
         number = self._capture_of(stream)
-        stream_id = self._id_of(stream)
         if number == _EAGER:
+            stream_id = self._id_of(stream)
             if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
                 self._check(self._wait(stream, self._tail, 0), "ordering two streams")
             return stream, stream_id, None
         if number == _FORBIDDEN:
             rule = "cannot take a call now: its capture has failed, or it would wait for another stream, which is being captured"
             raise ArgumentError("stream", _name(stream), rule, "make the call on a stream of its own, or after the capture")
-        return stream, stream_id, self._order_in_capture(stream, stream_id, number)
+        return stream, 0, self._order_in_capture(stream, number)  # the driver tells no number of a stream that is being captured
 
-    def _order_in_capture(self, stream: int, stream_id: int, number: int) -> _Capture:
+    def _order_in_capture(self, stream: int, number: int) -> _Capture:
         capture = self._captures.get(number)
         if capture is None:
             self._check(self._wait(stream, self._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls")
             while len(self._captures) >= _CAPTURES:
                 del self._captures[next(iter(self._captures))]
-            capture = self._captures[number] = _Capture(self._frontier(stream)[0], stream_id)
-        elif (stream_id == 0 or stream_id != capture.stream_id) and not self._follows(stream, capture.last):
+            capture = self._captures[number] = _Capture(self._frontier(stream)[0])
+        elif not self._follows(stream, capture.last):
             self._node[0] = capture.last
             self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
         return capture
@@ -155,7 +154,7 @@ class LaunchQueue:
         stream, stream_id, capture = turn
         self._anything = True
         if capture is not None:
-            self._launched_in_capture(capture, stream, stream_id)
+            self._launched_in_capture(capture, stream)
             return
         status = self._record(self._tail, stream)
         if status:
@@ -167,12 +166,12 @@ class LaunchQueue:
             self._check(self._record(int(mark), stream), "recording an event")
             self._marks.append(mark)
 
-    def _launched_in_capture(self, capture: _Capture, stream: int, stream_id: int) -> None:
+    def _launched_in_capture(self, capture: _Capture, stream: int) -> None:
         """Move the graph's only record of the tail behind this call, off the path from this call to the next."""
         self._replayable = True
         last, self._node[0] = capture.last, self._frontier(stream)[0]
         graph = self._answers.graph
-        capture.last, capture.stream_id = int(self._node[0] or 0), stream_id
+        capture.last = int(self._node[0] or 0)
         what = "ordering later calls after a graph"
         if not capture.record:
             self._check(self._add_record(self._target, graph, self._node, 1, self._tail), what)

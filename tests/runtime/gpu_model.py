@@ -28,7 +28,7 @@ from tests.runtime.fake import FakeDevice
 
 CONTEXT, ORDINAL = 7, 0
 LEGACY, PER_THREAD = 1, 2
-INVALID, NOT_READY, ISOLATION, IMPLICIT = 400, 600, 905, 906
+INVALID, NOT_READY, UNSUPPORTED, ISOLATION, IMPLICIT = 400, 600, 900, 905, 906
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 
@@ -243,6 +243,8 @@ class Gpu:
     def _cuStreamGetId(self, stream: int, out: int) -> int:  # noqa: N802
         if stream not in self._streams:
             return INVALID
+        if self.find(stream).graph is not None:
+            return UNSUPPORTED  # and the capture is lost
         _put(out, self.find(stream).number)
         return 0
 

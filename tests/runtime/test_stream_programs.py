@@ -189,8 +189,8 @@ def _graph_wait_left_out(patch: pytest.MonkeyPatch) -> None:
 def _never_replayable(patch: pytest.MonkeyPatch) -> None:
     real = LaunchQueue._launched_in_capture
 
-    def launched(self: LaunchQueue, capture: Any, stream: int, stream_id: int) -> None:
-        real(self, capture, stream, stream_id)
+    def launched(self: LaunchQueue, capture: Any, stream: int) -> None:
+        real(self, capture, stream)
         self._replayable = False
 
     patch.setattr(LaunchQueue, "_launched_in_capture", launched)
