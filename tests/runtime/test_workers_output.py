@@ -6,7 +6,9 @@ import ctypes
 import fcntl
 import logging
 import os
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -160,6 +162,21 @@ def test_log_records(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mkernel"):
         run(log)
     assert caplog.text.count("told by") == 2
+
+
+def test_mkernel_log_shows_records_once() -> None:
+    program = """
+        import logging
+        from mkernel.runtime.workers.calls import run_in_workers
+        from mkernel.runtime.world import Options
+        for _ in range(2):
+            options = Options.resolve(target="cpu", heap_bytes=1 << 20)
+            run_in_workers(lambda world: logging.getLogger("mkernel").info("told by %d", world.rank), 2, options)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "MKERNEL_LOG": "info"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment, check=True)
+    assert sorted(line for line in done.stderr.splitlines() if "told" in line) == [f"mkernel INFO: told by {rank}" for rank in (0, 0, 1, 1)]
 
 
 class OwnWarning(UserWarning):

@@ -16,6 +16,7 @@ from typing import Any
 from mkernel import env
 from mkernel.errors import AbortedError, Error, PeerLostError
 from mkernel.proxy.spawn import scrubbed_environment
+from mkernel.runtime import logs
 from mkernel.runtime.workers import relay
 from mkernel.runtime.workers.messages import Order, Report
 from mkernel.runtime.workers.pickling import dump_call, load_error, load_result
@@ -67,6 +68,7 @@ def run_in_workers(
     """
     if in_worker():
         raise Error("mk.launch on GPUs inside a function of mk.launch: a rank cannot start ranks; call mkernel's operations there")
+    logs.set_up()
     payload = dump_call(fn, args)
     idle_limit = env.IDLE_LIMIT.get()
 
