@@ -97,7 +97,12 @@ def init(
     Raises
     ------
     ArgumentError
-        An argument is wrong, differs between ranks, or does not fit the machine.
+        An argument is wrong, differs between ranks, or does not fit the machine; ranks of several hosts without MPI have no
+        ``MKERNEL_SECRET`` (docs/security.md).
+    MismatchError
+        The ranks run different versions of mkernel, or different kernels.
+    TimeoutError
+        Without MPI: some ranks did not come within two minutes.
     Error
         A launcher started several ranks but MPI sees one; a peer went away.
     """

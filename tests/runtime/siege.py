@@ -160,7 +160,7 @@ class Siege:
         rng = random.Random(seed)
         name = rng.choice(list(self.kinds))
         link = socket.socket(address[0])
-        link.settimeout(1.0)
+        link.settimeout(0.3)
         keep = False
         try:
             link.connect(address[1])

@@ -223,14 +223,26 @@ def test_what_rank_0_cannot_do_is_told_to_all(monkeypatch: pytest.MonkeyPatch, p
     assert all("MKERNEL_LISTEN" in text for text in texts)
 
 
-def test_ports_are_closed_when_all_have_come() -> None:
-    """No socket of a world listens any more once it is made."""
+@pytest.mark.parametrize("one_host", [True, False])
+def test_ports_are_closed_when_all_have_come(monkeypatch: pytest.MonkeyPatch, one_host: bool) -> None:
+    """No socket of a world listens any more once it is made; closed, not only forgotten."""
+    real, sockets = socket.socket.listen, []
+
+    def listen(self: socket.socket, *args: int) -> None:
+        real(self, *args)
+        sockets.append(self)
+
+    monkeypatch.setattr(socket.socket, "listen", listen)
     port = free_port()
+    sockets.clear()  # those of the test itself
 
     def one(rank: int) -> SocketControl:
-        with contextlib.closing(SocketBootstrap(Meeting("127.0.0.1", port, rank, 3), LONG, SECRET)) as bootstrap:
-            return SocketControl(bootstrap, ["a", "b", "c"], LONG)
+        meeting = Meeting("127.0.0.1", port, rank, 3, one_host)
+        with contextlib.closing(SocketBootstrap(meeting, LONG, "" if one_host else SECRET)) as bootstrap:
+            return SocketControl(bootstrap, ["a", "a", "a"] if one_host else ["a", "b", "c"], LONG)
 
     controls = everyone(one)
-    assert f"{port:04X}" not in {number for _, number in listening()}
+    assert [listener.fileno() for listener in sockets] == [-1, -1]
+    if not one_host:
+        assert f"{port:04X}" not in {number for _, number in listening()}
     everyone(lambda rank: controls[rank].close())
