@@ -110,12 +110,6 @@ class Place:
             raise WrongError(f"{what}: by rank {by_rank}")
 
 
-def _plan(place: Place) -> None:
-    """The plans of both layouts, before anything is timed or captured."""
-    x, w, expected = place.problem()
-    place.agree(place.wrong(mk.allgather_gemm(x, w.t(), world=place.world), expected), "the first call")
-
-
 def torch_streams(place: Place) -> str:
     torch, late = place.torch, 0
     for turn in range(20):
@@ -489,7 +483,8 @@ def _rank(name: str, no_room: bool) -> int:
     max_sms = None if no_room else LIMITS.get(name)
     with mk.init(target="cuda", heap_bytes=512 << 20, max_sms=max_sms, timeout=SECONDS, entry_timeout=2 * SECONDS) as world:
         place = Place(world)
-        _plan(place)
+        x, w, expected = place.problem()  # plans are made before anything is late or captured
+        place.agree(place.wrong(mk.allgather_gemm(x, w.t(), world=world), expected), "the first call")
         detail = CHECKS[name](place)
         world.barrier()
         if world.rank == 0:

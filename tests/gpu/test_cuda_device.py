@@ -191,7 +191,7 @@ def test_equal_keys_mean_equal_views(device: CudaDevice) -> None:
     memory = xp.zeros(64, dtype=np.uint16)
     half = memory.view(np.float16)
     arrays = [half[:32], half[8:40], half[:16], half[:32].reshape(4, 8), half[:32].reshape(8, 4), half[:32].reshape(4, 8).T, half[:32:2]]
-    arrays += [memory.view(np.int32)[:32], memory[:32].view(device._dtypes["bfloat16"])]
+    arrays += [memory.view(np.int32)[:32], memory[:32].view(device._cupy._dtypes["bfloat16"])]
     assert len({device.key(array) for array in arrays}) == len({device.view(array) for array in arrays}) == len(arrays)
     assert device.key(half[:32]) == device.key(arrays[0])
     torch = pytest.importorskip("torch")
