@@ -173,7 +173,7 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
 def dump(path: Path, data: bytes) -> None:
     """Write a file into the folder that ``MKERNEL_DUMP`` names. Raises ArgumentError when that is no folder to write to."""
     try:
-        write_atomically(path, data, 0o644)
+        write_atomically(path, data)
     except OSError as error:
         raise ArgumentError(env.DUMP.name, str(path.parent), f"cannot be written: {error}", "name another folder") from error
 

@@ -142,5 +142,25 @@ def bad_init() -> None:
     mk.init(target="cpu")
 
 
+def outlived() -> None:
+    """Rank 1's main program dies while a thread of it, which is no daemon, goes on until rank 0 has heard of it."""
+    heard = Path(os.environ["HEARD"])
+    world = open_world(timeout=2.0, entry_timeout=600.0)
+    calls(world, 1)
+
+    def wait() -> None:
+        while not heard.exists():
+            time.sleep(0.05)
+
+    if world.rank == 1:
+        threading.Thread(target=wait).start()
+        raise ValueError("planned")
+    try:
+        while True:
+            calls(world, 1)
+    finally:
+        heard.touch()
+
+
 if __name__ == "__main__":
-    {"end": main, "bad_init": bad_init}[sys.argv[1]]()
+    {"end": main, "bad_init": bad_init, "outlived": outlived}[sys.argv[1]]()

@@ -99,3 +99,9 @@ def test_init_that_fails_on_one_rank_ends_the_job() -> None:
     result = start_mpi("bad_init", 2, _SECONDS, _WORKER)
     assert result.code != 0
     assert "MKERNEL_TIMEOUT" in result.errors
+
+
+def test_a_dead_main_program_is_told_before_its_last_thread_ends(tmp_path: Path) -> None:
+    first, second = start("outlived", 2, _SECONDS, _WORKER, HEARD=str(tmp_path / "heard"))
+    assert (first.code, second.code) == (1, 1)
+    assert "died of ValueError: planned" in first.errors
