@@ -95,9 +95,10 @@ def _locked_by_another_thread(world: Any) -> Iterator[None]:
 
 def refused() -> None:
     """Rank 1's child tries everything, while rank 0 makes calls that would take the child's data for rank 1's."""
-    with mk.init(target="cpu", timeout=20.0, heap_bytes=1 << 24) as world:
-        a, b = np.full((ROWS, K), world.rank + 1, np.float16), np.ones((K, N), np.float16)
-        wrong = np.full((ROWS, K), 100, np.float16)
+    with mk.init(target=os.environ.get("TEST_TARGET", "cpu"), timeout=20.0, heap_bytes=1 << 26) as world:
+        xp = world.xp
+        a, b = xp.full((ROWS, K), world.rank + 1, np.float16), xp.ones((K, N), np.float16)
+        wrong = xp.full((ROWS, K), 100, np.float16)
         plan = mk.plan("allgather_gemm", a, b)
         c = mk.allgather_gemm(a, b)
         said: dict[str, str] = {}
@@ -111,8 +112,8 @@ def refused() -> None:
             said["dying in the block"] = in_child(lambda: world.__exit__(ValueError, ValueError("x"), None))
             said["state"] = in_child(lambda: (_ for _ in ()).throw(Error(f"{world.closed} {plan.can_run()} {world!r}")))
         for _ in range(3):
-            d = mk.allgather_gemm(a, b, out=np.zeros_like(c))
-        expected = np.repeat([K * (rank + 1) for rank in range(world.size)], ROWS)
+            d = mk.allgather_gemm(a, b, out=xp.zeros_like(c))
+        expected = xp.asarray(np.repeat([K * (rank + 1) for rank in range(world.size)], ROWS))
         right = bool((c == expected[:, None]).all() and (d == expected[:, None]).all())
         world.barrier()
     tell(rank=world.rank, said=said, right=right)

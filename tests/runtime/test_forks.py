@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.runtime.processes import start
 
 _WORKER = Path(__file__).with_name("fork_worker.py")
 _SECONDS = 200.0
 
 
-def test_every_use_of_the_parents_world_is_refused() -> None:
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_use_of_the_parents_world_is_refused(target: str) -> None:
     """Also while another thread held the world's locks when the child was made; the calls of the parents stay right."""
-    results = start("refused", 2, _SECONDS, _WORKER)
+    results = start("refused", 2, _SECONDS, _WORKER, TEST_TARGET=target)
     assert [(result.code, result.errors) for result in results] == [(0, "")] * 2
     (idle,), (forking,) = (result.lines for result in results)
     assert idle["right"]
