@@ -26,7 +26,7 @@ from tests.ops.body import topology
 from tests.sanitizer import libtsan
 
 _ROOT = Path(__file__).parents[2]
-_REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ")  # but for deadlocks
+_REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ BUGS = [
         "  if (last_put != 0) wait_put(call, last_put, last_peer);",
         world="4x1",
         workload="reduce slow",
-        found_as="its source has changed",
+        found_as="is reading",
     ),
     Bug(
         "a stage is read before a partial tile has come",
@@ -423,7 +423,7 @@ BUGS = [
         "  if (last_put != 0) wait_put(call, last_put, last_peer);",
         world="4x1",
         workload="one shot slow",
-        found_as="its source has changed",
+        found_as="is reading",
     ),
     # Packets.
     Bug(
