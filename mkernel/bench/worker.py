@@ -160,7 +160,6 @@ class _Measurer:
     def _poison(self) -> None:
         for c in self.case.outputs():
             self.lab.poison(c)
-        self.lab.synchronize()
 
     def _agreed_worst(self, sets: Sequence[int]) -> float:
         worst = max(self.case.worst(i) for i in sets)

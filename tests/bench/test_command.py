@@ -51,6 +51,17 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pa
 
 
 @needs_a_compiler
+@pytest.mark.usefixtures("no_launcher")
+def test_a_rank_that_no_parent_has_started_asks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``mpirun`` there is no parent: rank 0 finds out before anything is measured."""
+    for name, value in (("RENDEZVOUS", "127.0.0.1:1"), ("RANK", "0"), ("SIZE", "1")):
+        monkeypatch.setenv(f"MKERNEL_{name}", value)
+    monkeypatch.setattr("mkernel.bench.worker.measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ArgumentError, match=r"--out = .*must be a file that can be written"):
+        main(["gemm", "--worker", "--allow-cpu", "--world", "1x1", "--shapes", "8x8x8", "--out", str(tmp_path)])
+
+
+@needs_a_compiler
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
 def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
