@@ -112,8 +112,7 @@ void Scheduler::issue(std::unique_ptr<AsyncCopy> copy) {
   (chance(2) ? eager : lazy).push_back(std::move(copy));
   progress();
   if (cta.copies_until_hold != 0 && --cta.copies_until_hold == 0) {
-    cta.hold(turn);
-    focus = nullptr;
+    hold(cta);
     return yield(false);
   }
   maybe_yield();

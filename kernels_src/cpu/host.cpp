@@ -35,10 +35,11 @@ void mkc_hold(void* s, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t 
   if (l == nullptr) return;
   for (const auto& each : l->ctas) {
     if (cta != mkcpu::kEveryCta && cta != each->index) continue;
-    each->copies_until_hold = copies, each->hold_turns = turns;
-    if (copies == 0) each->hold(as_scheduler(s).turn);
+    each->hold_after = each->copies_until_hold = copies, each->hold_turns = turns;
+    if (copies == 0) as_scheduler(s).hold(*each);
   }
 }
+bool mkc_end_holds(void* s) { return as_scheduler(s).end_holds(); }
 int32_t mkc_run(void* s, uint64_t max_turns, uint64_t until_ns) { return as_scheduler(s).run(max_turns, until_ns); }
 int32_t mkc_finished(void* s, uint64_t launch) {
   const mkcpu::Launch* l = as_scheduler(s).find(launch);

@@ -60,7 +60,7 @@ enum Stop : int32_t {
   kIdle = 0,        // no launch is running
   kBudget = 1,      // the turns, or the time, are used up
   kLaunchDone = 2,  // at least one launch ended (well or with an error): ask mkc_finished
-  kBlocked = 3,     // every thread waits for something that only the outside can do (a flag, a deadline)
+  kBlocked = 3,     // every thread waits for something that only the outside can do (a flag, a deadline), or is held
 };
 enum Finished : int32_t { kRunningLaunch = 0, kSucceeded = 1, kFailed = 2 };
 
@@ -84,8 +84,10 @@ MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
 MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
                             uint32_t threads, uint32_t shared_bytes, uint32_t rank);
-// A CTA of a launch, or each (kEveryCta), is passed over for so many turns while others can run, once it has issued so many copies.
+// A CTA of a launch, or each (kEveryCta), is passed over for so many turns while others can run, whenever it has issued so many copies (0:
+// once, from now on).
 MKC_API void mkc_hold(void* scheduler, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t turns);
+MKC_API bool mkc_end_holds(void* scheduler);  // they all go on; false: none was held
 MKC_API int32_t mkc_run(void* scheduler, uint64_t max_turns, uint64_t until_ns);
 MKC_API int32_t mkc_finished(void* scheduler, uint64_t launch);
 MKC_API void mkc_cancel(void* scheduler, uint64_t launch);

@@ -147,7 +147,7 @@ struct Cta {
   uint64_t stalled_until = 0;  // turn
   uint64_t held_until = 0;     // turn: mkc_hold
   uint64_t hold_turns = 0;
-  uint32_t copies_until_hold = 0;  // 0: it has begun, or never will
+  uint32_t hold_after = 0, copies_until_hold = 0;  // copies issued; 0: there is no next hold
   std::vector<Fiber*> runnable;
   size_t ready_slot = 0;  // in Scheduler::ready, while runnable is not empty
   std::unique_ptr<Fiber[]> fibers;
@@ -158,7 +158,6 @@ struct Cta {
   std::unordered_map<uint32_t, Mbarrier> mbarriers;  // by shared offset
   std::vector<uint16_t> dirty_owner;                 // by chunk: 1 + the thread that wrote it and has not fenced; 0: clean
   std::unordered_map<const void*, uint64_t> seen;    // flags: what an acquiring load returned last
-  void hold(uint64_t turn) { held_until = turn + hold_turns; }
 };
 
 struct Launch {
@@ -231,6 +230,10 @@ struct Scheduler {
   void progress() { idle_polls = 0; }
   uint64_t now() const;
 
+  void hold(Cta& cta);
+  bool all_held() const;  // of those that could run
+  bool end_holds();
+
   // ---- async copies (async.cpp)
   void issue(std::unique_ptr<AsyncCopy> copy);
   void step_copies();  // sometimes one of those in flight
@@ -280,6 +283,7 @@ struct Scheduler {
   size_t runnable = 0;       // threads of all of them
   Cta* focus = nullptr;      // the CTA whose threads run at present,
   uint64_t focus_until = 0;  // until this turn
+  uint64_t last_hold = 0;    // the turn at which the last one ends
   std::vector<Fiber*> flag_waiters;
   std::vector<std::unique_ptr<AsyncCopy>> eager, lazy;  // lazy ones run when nothing else can
   std::map<uint64_t, std::unique_ptr<Launch>> launches;

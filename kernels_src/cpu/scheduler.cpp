@@ -289,6 +289,27 @@ void Scheduler::stall_someone() {
   }
 }
 
+// A held CTA rests even where everybody else waits for the network: see Cohort._advance.
+void Scheduler::hold(Cta& cta) {
+  cta.held_until = turn + cta.hold_turns;
+  cta.copies_until_hold = cta.hold_after;
+  last_hold = std::max(last_hold, cta.held_until);
+  focus = nullptr;
+}
+
+bool Scheduler::all_held() const {
+  return turn < last_hold && std::all_of(ready.begin(), ready.end(), [&](const Cta* cta) { return cta->held_until > turn; });
+}
+
+bool Scheduler::end_holds() {
+  bool any = false;
+  for (Cta* cta : ready) {
+    any = any || cta->held_until > turn;
+    cta->held_until = 0;
+  }
+  return any;
+}
+
 void Scheduler::run_fiber(Fiber* fiber) {
   Cta& cta = *fiber->cta;
   Launch& launch = *cta.launch;
@@ -365,7 +386,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     }
     stall_someone();
     step_copies();
-    if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16)) {
+    if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16) || all_held()) {
       if (ended || execute_some_copy() || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
       if (virtual_time || (runnable == 0 && flag_waiters.empty())) {  // else the outside may write a flag at any time
         idle_polls = 0;

@@ -58,6 +58,7 @@ class _Library:
         self.destroy = self._function(library, "destroy", None, p)
         self.launch = self._function(library, "launch", u64, p, p, text, ctypes.c_size_t, u32, u32, u32, u32)
         self.hold = self._function(library, "hold", None, p, u64, u32, u32, u64)
+        self.end_holds = self._function(library, "end_holds", ctypes.c_bool, p)
         self.run = self._function(library, "run", i32, p, u64, u64)
         self.finished = self._function(library, "finished", i32, p, u64)
         self.cancel = self._function(library, "cancel", None, p, u64)
@@ -267,8 +268,8 @@ class Cohort:
     def hold(self, rank: int, turns: int, after: int = 0, cta: int | None = None) -> None:
         """The rank's next kernel, or one CTA of it, rests for so many turns, or until nobody else can go on.
 
-        A CTA does from when it has issued ``after`` asynchronous copies: in the midst of what it reads and writes. It is lateness that
-        the seed repeats, where a sleeping thread would depend on the host's clock.
+        A CTA does whenever it has issued ``after`` asynchronous copies, in the midst of what it reads and writes; with 0 once, at its
+        beginning. It is lateness that the seed repeats, where a sleeping thread would depend on the host's clock.
         """
         self._late.setdefault(rank, []).append((_EVERY_CTA if cta is None else cta, after, turns))
 
@@ -477,6 +478,8 @@ class Cohort:
                 return
             if self._pending:
                 return
+        if library.end_holds(handle):
+            return
         with self._condition:  # names come from other threads
             report = f"deadlock at {now} ns: nothing can run, and nothing is under way\n{self._scheduler.report()}"
             self.report = self.report or report

@@ -78,3 +78,14 @@ def test_the_driver_knows_its_stages() -> None:
     done = subprocess.run([sys.executable, str(HERE / "run_gpu.py"), "nothing"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "gemm, world, signals, faults, sanitizer, notebook, host, bench" in done.stderr
+
+
+@pytest.mark.parametrize("ranks_per_node", ["2", pytest.param("1", marks=pytest.mark.slow)])
+def test_programs(ranks_per_node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One random program; its streams and graphs are plain calls here."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("MKERNEL_CPU_SMS", "8")
+    script = [str(HERE / "programs.py"), "--target", "cpu", "--ranks", "2", "--ranks-per-node", ranks_per_node, "--steps", "8"]
+    done = subprocess.run([sys.executable, *script, "--seconds", "60"], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8" in done.stdout

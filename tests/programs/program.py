@@ -31,7 +31,7 @@ class Step:
 
     ``number``: of the step in the program it was drawn for; with the program's seed it decides the inputs. ``places``: where each operand
     lies. ``padded``: arrays (also "out") whose rows lie apart. ``late``: a rank, one of its CTAs (-1: all), after how many asynchronous
-    copies it rests, and for how many turns of target cpu's scheduler (on GPUs a rank, before the call: microseconds). ``stream``,
+    copies it rests each time, and for how many turns of target cpu's scheduler (on GPUs a rank, before the call: microseconds). ``stream``,
     ``library``, ``graph``: on GPUs only.
     """
 
@@ -139,7 +139,7 @@ def _sized(rng: random.Random, call: Call, world: Topology, sms: int, limits: Li
     count = rng.choice((0, 1, CANDIDATES, CANDIDATES))
     drawn = [other for other in (call.resized(rng, world, limits) for _ in range(2 * count)) if fits(other, world, sms)]
     known = [call, *(other for other in drawn if other.kernel(world, sms) in compiled)]
-    wanted = int(target * math.exp(rng.uniform(-0.7, 0.7)))
+    wanted = int(target * math.exp(rng.uniform(-0.5, 0.5)))
     return known[-1] if count < CANDIDATES else min(known, key=lambda other: _far(other.workspace(world, sms), wanted))
 
 
@@ -159,16 +159,16 @@ def _step(rng: random.Random, number: int, call: Call, world: Topology) -> Step:
 
 
 def _late(rng: random.Random, world: Topology) -> tuple[tuple[int, int, int, int], ...]:
-    """Nobody; some ranks from the beginning; or single CTAs, mostly the first, which communicate, in the midst of their copies.
+    """Nobody; some ranks from the beginning; or single CTAs, mostly the first, which communicate, time and again amid their copies.
 
     They rest a little, or for as long as anybody else can go on.
     """
-    if rng.random() < 0.4:
-        return ()
-    ranks = rng.sample(range(world.size), rng.randint(1, max(1, world.size // 2)))
     if rng.random() < 0.25:
+        return ()
+    ranks = rng.sample(range(world.size), rng.choice((1, 1, max(1, world.size // 2))))
+    if rng.random() < 0.2:
         return tuple((rank, -1, 0, log_uniform(rng, *HELD)) for rank in ranks)
-    return tuple((rank, rng.choice((0, 0, 0, 1, 2)), rng.randint(1, log_uniform(rng, 8, 400)), log_uniform(rng, *HELD)) for rank in ranks)
+    return tuple((rank, rng.choice((0, 0, 0, 1, 2)), log_uniform(rng, 1, 64), log_uniform(rng, *HELD)) for rank in ranks)
 
 
 def _network(rng: random.Random, world: Topology) -> Network:
