@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mkernel.errors import ArgumentError
-from mkernel.memory.allocator import Allocator, OutOfMemory
+from mkernel.memory.allocator import LARGE_ALIGNMENT, Allocator, OutOfMemory
 
 if TYPE_CHECKING:
     from mkernel.memory.segment import Segment
@@ -75,10 +75,20 @@ class Heap:
 
     def allocate(self, size: int) -> int:
         """Bytes that stay until ``free``."""
+        return self.allocate_all([size])[0]
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[int]:
+        """Offsets of as many pieces, or of none: then the ArgumentError says how large a heap would have room for all."""
+        offsets: list[int] = []
         try:
-            return self._allocator.allocate(size)
+            for size in sizes:
+                offsets.append(self._allocator.allocate(size))
         except OutOfMemory as error:
-            raise ArgumentError("heap_bytes", self.size, f"too small: {error}", f"mk.init(heap_bytes={error.required})") from error
+            required = error.required + sum(size + LARGE_ALIGNMENT for size in sizes[len(offsets) + 1 :])
+            for offset in offsets:
+                self._allocator.free(offset)
+            raise ArgumentError("heap_bytes", self.size, f"too small: {error}", f"mk.init(heap_bytes={required})") from error
+        return offsets
 
     def free(self, offset: int) -> None:
         self._allocator.free(offset)

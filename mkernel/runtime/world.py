@@ -165,7 +165,7 @@ class Executable:
         return abi.FLAG_BYTES
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Area:
     """Bytes of the data heap that all plans of a world share."""
 
@@ -647,24 +647,27 @@ class World:
         if abi.FLAG_BYTES + plan.packet_bytes > self._signals.size:
             room = self._signals.size - abi.FLAG_BYTES
             raise ArgumentError("packet_bytes", plan.packet_bytes, f"the signal segment has room for {room}")
-        self._grow(self._scratch, plan.workspace_bytes)
-        self._grow(self._staging, plan.staging_bytes)
+        self._grow({self._scratch: plan.workspace_bytes, self._staging: plan.staging_bytes})
         return Executable(self, plan, kernel)
 
-    def _grow(self, area: Area, size: int) -> None:
-        """Make an area at least so large, for all plans. All ranks are idle and do the same."""
-        if size <= area.bytes:
+    def _grow(self, wanted: dict[Area, int]) -> None:
+        """Make areas at least so large, for all plans. All ranks are idle and do the same."""
+        growing = {area: size for area, size in wanted.items() if size > area.bytes}
+        if not growing:
             return
         self._placement += 1
-        free = area.bytes > 0 and self._synchronous  # on cuda a captured graph may still write to the old one: it stays
-        if free:
+        # On cuda a captured graph may still write to the old ones: they stay.
+        freed = [area for area in growing if area.bytes and self._synchronous]
+        for area in freed:
             self._heap.free(area.offset)
         try:
-            area.offset, area.bytes = self._heap.allocate(size), size
+            offsets = self._heap.allocate_all(list(growing.values()))
         except ArgumentError:
-            if free:
+            for area in freed:
                 area.offset = self._heap.allocate(area.bytes)
             raise
+        for (area, size), offset in zip(growing.items(), offsets, strict=True):
+            area.offset, area.bytes = offset, size
 
     def _synchronize(self) -> None:
         if not self._synchronous:

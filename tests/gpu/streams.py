@@ -300,7 +300,7 @@ def _cost_of_order(place: Place) -> float:
         graph = torch.cuda.CUDAGraph()
         real = queue._order_in_capture, queue._launched_in_capture
         if not ordered:
-            queue._order_in_capture, queue._launched_in_capture = lambda *arguments: _Capture(0, 0), lambda *arguments: None
+            queue._order_in_capture, queue._launched_in_capture = lambda *arguments: _Capture(0), lambda *arguments: None
         with torch.cuda.graph(graph):
             for _ in range(20):
                 mk.allgather_gemm(x, w.t(), out=c, world=world)

@@ -271,7 +271,7 @@ def test_launching_is_cheap(device: CudaDevice) -> None:
         device.synchronize()
         begin = time.perf_counter()
         for _ in range(20):
-            device.launch(calls.kernel, stream, calls.ctas, parameters)
+            device.launch(calls.kernel, device.order(stream), calls.ctas, parameters)
         costs.append((time.perf_counter() - begin) / 20)
     print(f"launch: {1e6 * np.median(costs):.1f} us")
     assert np.median(costs) < 30e-6
@@ -440,7 +440,7 @@ def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int]
         tuple(device.tensor_map(c.data.ptr, dtype, shape, (c.strides[1], c.strides[0]), box, swizzled)),
     )
     spec = KernelSpec("copy_box", (("kBoxBytes", 64 * 8 * 2),), 32, 2048, ctypes.sizeof(BoxParameters))
-    device.launch(device.load(spec), device.stream(None), 1, bytes(parameters))
+    device.launch(device.load(spec), device.order(device.stream(None)), 1, bytes(parameters))
     device.synchronize()
     expected = np.full((3, rows, columns), 0xFFFF, dtype=np.uint16)
     x, y, z = start
