@@ -293,6 +293,8 @@ class LaunchQueue:
 
     def _id_of(self, stream: int) -> int:
         """The number of a stream, which no later stream will have, as its handle may; 0: another in every thread."""
+        if stream == LEGACY_STREAM:
+            return -1  # there is one, for good, and it needs no question
         if stream == PER_THREAD_STREAM:
             return 0
         status = self._get_id(stream, self._id_at)
