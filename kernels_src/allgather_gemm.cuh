@@ -303,20 +303,13 @@ struct ShardToSend {
   }
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {  // all threads
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, CopyingStorage& storage, uint32_t index) {  // one thread
   if constexpr (kNodes > 1) {
-    if (ptx::thread_index() == 0) {
-      storage.entries.init();
-      ptx::mbarrier_init_fence();
-    }
-    ptx::sync_cta();
-    if (ptx::warp_index() == 1) storage.entries.open(call);
-    if (ptx::thread_index() != 0) return;
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
     ShardToSend chunks{p, ring, 0};
     chunks.stage(index);  // while the others enter
-    if (const MaybeEntered entered = storage.entries.pass(call)) put_chunks(*entered, chunks, 1 + index, index, trace);
+    if (const MaybeEntered entered = enter_alone(call)) put_chunks(*entered, chunks, 1 + index, index, trace);
   }
 }
 
@@ -326,7 +319,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(cta);
   const Call call = begin_call(p.world, role);
-  if (role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - kFirstInterSend);
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }

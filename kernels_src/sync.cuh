@@ -47,6 +47,7 @@ class MaybeEntered {  // what entering came to: false where a rank did not come 
 
  private:
   friend MK_DEVICE MaybeEntered enter(const Call& call);
+  friend MK_DEVICE MaybeEntered enter_alone(const Call& call);
   friend struct EntryGate;
   MK_DEVICE MaybeEntered(const Call& call, bool ok) : call_(call), ok_(ok) {}
   Call call_;
@@ -193,6 +194,14 @@ struct EntryFlags {
   MK_DEVICE bool wait(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }
 };
 MK_DEVICE MaybeEntered enter(const Call& call) { return MaybeEntered(call, wait_all(call, EntryFlags{}, call.world.size - 1)); }
+
+// The same by one thread: one look after another, for a thread that has had other things to do meanwhile.
+MK_DEVICE MaybeEntered enter_alone(const Call& call) {
+  bool ok = true;
+#pragma unroll 1
+  for (uint32_t i = 0; ok && i + 1 < call.world.size; ++i) ok = EntryFlags{}.wait(call, i);
+  return MaybeEntered(call, ok);
+}
 
 // How one warp of a CTA enters for all its threads. In shared memory.
 struct EntryGate {
