@@ -47,7 +47,8 @@ test-gpu: $(call stamp,test-gpu)
 test-rdma: $(call stamp,test)
 	$(PY) -m pytest -m rdma --require-vm --full $(PYTEST)
 
-# Do the tests notice one-line changes of the host code? About an hour on two cores; MUTANTS="--drawn 2 ops" is a smaller run.
+# Do the tests notice one-line changes of the host code? About an hour on two cores; MUTANTS="--drawn 2 ops" is a smaller run, and
+# MUTANTS="--results FILE" goes on where an earlier one ended. Mutated are copies of the tree.
 MUTANTS ?=
 test-mutants: $(call stamp,test)
 	$(PY) tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)

@@ -23,7 +23,7 @@ def explore(world: mk.World, m: int, n: int, k: int) -> tuple[mk.TuneResult, dic
 
     result = mk.tune("allgather_gemm", a, b, save=False)
     traces = {}
-    for name, split in (("usual", result.usual), ("best", result.best)):
+    for name, split in (("default", result.default), ("best", result.best)):
         with mk.trace(world) as traces[name]:
             mk.allgather_gemm(a, b, split=split)
     return result, traces

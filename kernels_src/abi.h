@@ -48,26 +48,38 @@ struct Ring {
   Command slots[kRingSlots];
 };
 
-// Pinned host memory of one rank: the kernel writes a failure here, the host writes an abort request here.
+// What a kernel says of a call that its op refuses (comm/status.cuh). The world stays usable.
+struct CallReport {
+  uint64_t epoch;                    // of that call
+  uint32_t problem, rows, schedule;  // what this rank asked for, as in World
+  uint32_t reserved;
+  uint64_t details[3];  // what the op says beside HostBlock::reported
+};
+
+// Pinned host memory of one rank: the kernel writes a failure or a report here, the host writes an abort request here.
 struct HostBlock {
-  uint32_t state;  // State; written last (release) by the device
-  uint32_t rank;
+  uint32_t state;     // State; written last (release) by the device. The host reads it and the next word by one load
+  uint32_t reported;  // the op's code of a recoverable error, not 0; written last (release) by the device, zeroed by the host
   uint32_t role;
   uint32_t cta;
   uint32_t flag_kind;
   uint32_t flag_index;  // kFlagEntry: the peer's rank; kFlagChunk: index into the chunk flags
   uint32_t peer;        // the rank that should have raised the flag
-  uint32_t reserved0;
+  uint32_t problem;     // what this rank asked for, as in World
   uint64_t epoch;
   uint64_t expected;
   uint64_t seen;
   uint64_t abort;  // written by the host: nonzero asks every running and later kernel to leave
-  uint64_t reserved1[8];
+  uint32_t rows;
+  uint32_t schedule;
+  uint32_t rank;
+  uint32_t reserved;
+  CallReport report;
 };
 
 // Device memory of one rank, never touched by others. Zero at start.
 struct ControlBlock {
-  uint64_t epoch;         // number of finished calls
+  uint64_t epoch;         // number of finished calls; with kHalted and the number of skipped calls on top after a reported one
   uint64_t ring_head;     // commands ever issued
   uint32_t tile_counter;  // next tile of the dynamic scheduler; zeroed by the last CTA out
   uint32_t exit_counter;  // CTAs that have left; zeroed by the last CTA out
@@ -78,12 +90,13 @@ struct ControlBlock {
 
 // First words of every rank's signal segment; op flags follow at kSignalFlags.
 struct SignalHeader {
-  uint64_t entered[2][kMaxRanks];  // by parity of the epoch, then source rank: epoch << 24 | low 24 bits of the plan digest
+  uint64_t entered[2][kMaxRanks];  // by parity of the epoch, then source rank: epoch << kCheckBits | World::check of what it asked for
   uint64_t abort;                  // written by a peer of the same node that failed: nonzero asks to leave
   uint64_t reserved[15];
 };
 constexpr uint32_t kSignalFlags = sizeof(SignalHeader);  // byte offset of the first op flag
-constexpr uint32_t kDigestBits = 24;
+constexpr uint32_t kCheckBits = 24;
+constexpr uint64_t kHalted = uint64_t(1) << 63;  // in ControlBlock::epoch, until the host has raised what a call has reported
 
 // One interval of the trace. Lane l of CTA b owns records [(b * kTraceLanes + l) * capacity, ...); the first holds the count in `begin`.
 enum TraceKind : uint32_t { kTraceTile = 1, kTraceWait = 2, kTraceSend = 3, kTracePut = 4, kTraceForward = 5, kTraceReduce = 6 };
@@ -98,9 +111,13 @@ struct TraceRecord {
 // What a kernel knows of its rank. The first member of every kernel's parameters.
 struct World {
   uint32_t rank, size, node, num_nodes, local_rank, ranks_per_node;
-  uint32_t digest;          // low 24 bits of the plan digest
+  uint32_t check;           // kCheckBits bits of the next three, which every rank must pass alike
   uint32_t trace_capacity;  // records per lane; 0: tracing is off
-  uint64_t heap_base;       // local rank p's data heap is at heap_base + p * heap_stride, on every rank of the node
+  uint32_t problem;         // its number, in the order in which the ranks agreed on problems
+  uint32_t rows;            // of this call, where the op says that ranks agree on them; else 0
+  uint32_t schedule;        // which split the caller asked for; 0: none
+  uint32_t reserved;
+  uint64_t heap_base;  // local rank p's data heap is at heap_base + p * heap_stride, on every rank of the node
   uint64_t heap_stride;
   uint64_t signal_base;  // likewise the signal segment
   uint64_t signal_stride;
@@ -112,8 +129,15 @@ struct World {
   uint64_t entry_timeout_ns;
 };
 
-static_assert(sizeof(TensorMap) == 128 && sizeof(Command) == 64 && sizeof(HostBlock) == 128, "abi");
-static_assert(sizeof(ControlBlock) == 128 && sizeof(TraceRecord) == 24 && sizeof(World) == 112, "abi");
+// Of a kernel's parameters: fields that may be compiled into it instead (kernels_src/fields.cuh).
+struct Fields {
+  uint32_t n, k;                                  // of one rank's operands
+  uint32_t intra_comm, inter_send, inter_reduce;  // CTAs of these roles
+  uint32_t reserved[3];
+};
+
+static_assert(sizeof(TensorMap) == 128 && sizeof(Command) == 64 && sizeof(HostBlock) == 128 && sizeof(CallReport) == 48, "abi");
+static_assert(sizeof(ControlBlock) == 128 && sizeof(TraceRecord) == 24 && sizeof(World) == 128 && sizeof(Fields) == 32, "abi");
 static_assert(sizeof(Ring) == 64 + 64 * kRingSlots && kSignalFlags % 128 == 0, "abi");
 
 }  // namespace abi

@@ -61,7 +61,7 @@ MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
 }
 
 // Polls of a flag (about a microsecond each) between two looks at the abort words. That of the host lies in host memory: with a look every 32
-// polls by 124 waiting CTAs, each release to a peer took 100 us (4 x H200, docs/benchmarks.md), so they look every 0.1 s only.
+// polls by 124 waiting CTAs, each release to a peer took 100 us (4 x H200, docs/speed_log.md), so they look every 0.1 s only.
 constexpr uint32_t kPollsPerAbortCheck = 32, kPollsPerHostCheck = 1 << 16;
 
 // ---- mbarriers (shared memory)
@@ -214,6 +214,14 @@ MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                : "l"(p));
+  return v;
+}
+MK_DEVICE Words load_global(const void* p) {  // global memory that has been written during this kernel, after an acquire that says so
+  Words v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
   return v;
 }
 MK_DEVICE void store_global(void* p, const Words& v) {

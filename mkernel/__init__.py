@@ -6,8 +6,6 @@ Importing this package loads nothing heavy and has no side effect; every name be
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 from mkernel.version import VERSION
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from mkernel.errors import (
         AbortedError,
         ArgumentError,
+        CallError,
         CompileError,
         Error,
         MismatchError,
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
         TransportError,
     )
     from mkernel.ops.allgather_gemm import allgather_gemm
-    from mkernel.ops.call import PreparedPlan, plan
     from mkernel.ops.gemm_allreduce import gemm_allreduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
-    from mkernel.ops.tuning import TuneResult, tune
-    from mkernel.plan.split import Split
-    from mkernel.runtime.assemble import init
+    from mkernel.ops.prepared_plan import PreparedPlan, plan
+    from mkernel.ops.split_search import TuneResult, tune
+    from mkernel.planner.split import Split
+    from mkernel.runtime.init import init
     from mkernel.runtime.launch import launch
     from mkernel.runtime.trace import Trace, trace
     from mkernel.runtime.workers.calls import shutdown
@@ -40,31 +39,33 @@ __version__ = VERSION
 _EXPORTS = {
     "AbortedError": "errors",
     "ArgumentError": "errors",
+    "CallError": "errors",
     "CompileError": "errors",
     "Error": "errors",
     "MismatchError": "errors",
     "PeerLostError": "errors",
-    "PreparedPlan": "ops.call",
-    "Split": "plan.split",
+    "PreparedPlan": "ops.prepared_plan",
+    "Split": "planner.split",
     "TimeoutError": "errors",
     "Trace": "runtime.trace",
     "TransportError": "errors",
-    "TuneResult": "ops.tuning",
+    "TuneResult": "ops.split_search",
     "World": "runtime.world",
     "allgather_gemm": "ops.allgather_gemm",
     "gemm_allreduce": "ops.gemm_allreduce",
     "gemm_reduce_scatter": "ops.gemm_reduce_scatter",
-    "init": "runtime.assemble",
+    "init": "runtime.init",
     "launch": "runtime.launch",
-    "plan": "ops.call",
+    "plan": "ops.prepared_plan",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
-    "tune": "ops.tuning",
+    "tune": "ops.split_search",
 }
 
 __all__ = [
     "AbortedError",
     "ArgumentError",
+    "CallError",
     "CompileError",
     "Error",
     "MismatchError",
@@ -91,8 +92,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'mkernel' has no attribute {name!r}")
-    if name == "plan":
-        return importlib.import_module("mkernel.plan")  # see _CallablePackage
     value = getattr(importlib.import_module(f"mkernel.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
@@ -100,20 +99,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_EXPORTS])
-
-
-class _CallablePackage(types.ModuleType):
-    """``mkernel.plan`` is a public function and a subpackage: the one object is both."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return importlib.import_module("mkernel.ops.call").plan(*arguments, **options)
-
-
-class _Package(types.ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _EXPORTS and isinstance(value, types.ModuleType):  # the import system binds a subpackage
-            value.__class__ = _CallablePackage
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -6,15 +6,18 @@ import ctypes
 import enum
 
 __all__ = [
-    "DIGEST_BITS",
+    "CHECK_BITS",
     "FLAG_BYTES",
+    "HALTED",
     "MAX_RANKS",
     "PACKET_BYTES",
     "RING_SLOTS",
     "SIGNAL_FLAGS",
     "TRACE_LANES",
+    "CallReport",
     "Command",
     "ControlBlock",
+    "Fields",
     "FlagKind",
     "HostBlock",
     "Ring",
@@ -29,7 +32,8 @@ __all__ = [
 
 MAX_RANKS = 64
 RING_SLOTS = 1024
-DIGEST_BITS = 24
+CHECK_BITS = 24
+HALTED = 1 << 63
 TRACE_LANES = 3
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
@@ -88,21 +92,36 @@ class Ring(ctypes.Structure):
     _fields_ = [("completed", _u64), ("reserved", _u64 * 7), ("slots", Command * RING_SLOTS)]
 
 
+class CallReport(ctypes.Structure):
+    _fields_ = [
+        ("epoch", _u64),
+        ("problem", _u32),
+        ("rows", _u32),
+        ("schedule", _u32),
+        ("reserved", _u32),
+        ("details", _u64 * 3),
+    ]
+
+
 class HostBlock(ctypes.Structure):
     _fields_ = [
         ("state", _u32),
-        ("rank", _u32),
+        ("reported", _u32),
         ("role", _u32),
         ("cta", _u32),
         ("flag_kind", _u32),
         ("flag_index", _u32),
         ("peer", _u32),
-        ("reserved0", _u32),
+        ("problem", _u32),
         ("epoch", _u64),
         ("expected", _u64),
         ("seen", _u64),
         ("abort", _u64),
-        ("reserved1", _u64 * 8),
+        ("rows", _u32),
+        ("schedule", _u32),
+        ("rank", _u32),
+        ("reserved", _u32),
+        ("report", CallReport),
     ]
 
 
@@ -139,8 +158,12 @@ class World(ctypes.Structure):
         ("num_nodes", _u32),
         ("local_rank", _u32),
         ("ranks_per_node", _u32),
-        ("digest", _u32),
+        ("check", _u32),
         ("trace_capacity", _u32),
+        ("problem", _u32),
+        ("rows", _u32),
+        ("schedule", _u32),
+        ("reserved", _u32),
         ("heap_base", _u64),
         ("heap_stride", _u64),
         ("signal_base", _u64),
@@ -151,4 +174,15 @@ class World(ctypes.Structure):
         ("trace", _u64),
         ("timeout_ns", _u64),
         ("entry_timeout_ns", _u64),
+    ]
+
+
+class Fields(ctypes.Structure):
+    _fields_ = [
+        ("n", _u32),
+        ("k", _u32),
+        ("intra_comm", _u32),
+        ("inter_send", _u32),
+        ("inter_reduce", _u32),
+        ("reserved", _u32 * 3),
     ]

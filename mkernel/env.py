@@ -16,9 +16,11 @@ from typing import Any, Generic, TypeVar
 
 from mkernel.errors import ArgumentError
 
-__all__ = ["ALL", "Variable", "check_all", "override"]
+__all__ = ["ALL", "SPECIALIZABLE", "Variable", "check_all", "override"]
 
 T = TypeVar("T")
+
+SPECIALIZABLE = ("n", "k", "split")  # fields of a kernel that may be compiled into it (planner/specialize.py)
 
 ALL: dict[str, Variable[Any]] = {}  # by name, in order of declaration: the README's table and `python -m mkernel doctor`
 
@@ -146,12 +148,29 @@ def _secret(text: str) -> str:
     return text
 
 
+def _modules(text: str) -> list[str]:
+    """``package.module,another``."""
+    names = _list(text)
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{name!r} is no name of a module")
+    return names
+
+
 def _list(text: str) -> list[str]:
     """``mlx5_0:1,mlx5_1``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError("separate names by one comma")
     return parts
+
+
+def _fields(text: str) -> str:
+    """``n,k``."""
+    unknown = set() if text in ("default", "all", "none") else set(_list(text)).difference(SPECIALIZABLE)
+    if unknown:
+        raise ValueError(f"default, all, none, or of {', '.join(SPECIALIZABLE)}")
+    return text
 
 
 def _command(text: str) -> list[str]:
@@ -227,6 +246,16 @@ IDLE_LIMIT = _declare(
 )
 HEAP_BYTES = _declare("MKERNEL_HEAP_BYTES", "bytes, e.g. 8G", _optional(_bytes), None, "size of each rank's symmetric heap")
 MAX_SMS = _declare("MKERNEL_MAX_SMS", "an integer >= 1", _optional(_positive), None, "most SMs that a kernel takes (else all)")
+SPECIALIZE = _declare(
+    "MKERNEL_SPECIALIZE",
+    "default, all, none, or of n, k, split by comma",
+    _fields,
+    "default",
+    "what is compiled into kernels; the rest comes with every call, so that one kernel serves many shapes",
+)
+OPS = _declare(
+    "MKERNEL_OPS", "modules, by comma", _optional(_modules), None, "further ops, which register themselves (docs/adding_an_op.md)"
+)
 SHARE_GPUS = _declare(
     "MKERNEL_SHARE_GPUS",
     "1 or 0",

@@ -22,6 +22,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 from covering import pairwise, product
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable that says that a launcher has started this process."""
+    from mkernel.proxy.spawn import without_launcher
+
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _own_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops from outside the package, which the collection of their tests has registered, are known to their tests only."""
+    registry = sys.modules.get("mkernel.ops.op")
+    if registry is not None and "small_op" not in request.path.parts:
+        for name in registry._registered.keys() - set(registry.BUILT_IN):
+            monkeypatch.delitem(registry._registered, name)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mkernel")
     group.addoption("--full", action="store_true", help="whole products of test axes instead of pairwise coverings, and tests marked slow")
@@ -87,7 +105,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Of pytest-xdist, a worker tells the process that prints the summary what it has left out."""
+    """A worker of pytest-xdist tells the process that prints the summary what it has left out."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash.get(_left_out, {}))
 

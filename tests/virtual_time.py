@@ -15,19 +15,19 @@ def sleep(world: Any, seconds: float) -> None:
 
     They must launch a call meanwhile. When the world fails, this returns at once.
     """
-    cohort = world._poke.__self__
-    until, over = cohort.now() + int(seconds * 1e9), threading.Event()
+    thread_ranks = world.failures._poke.__self__
+    until, over = thread_ranks.now() + int(seconds * 1e9), threading.Event()
 
     def step() -> bool:
-        if over.is_set() or cohort.now() < until:
+        if over.is_set() or thread_ranks.now() < until:
             return False
-        cohort.release(world.rank)  # kernels wait until this rank's thread has gone on
         over.set()
+        thread_ranks.release(world.rank)  # kernels wait until this rank's thread has gone on
         return True
 
-    remove = cohort.add_engine(world.rank, step, lambda: None if over.is_set() else until)
+    remove = thread_ranks.add_engine(world.rank, step, lambda: None if over.is_set() else until)
     try:
-        with cohort.blocked(world.rank):
+        with thread_ranks.blocked(world.rank, lambda: over.is_set() or world.failure is not None):
             end = time.monotonic() + _SECONDS
             while not over.wait(_LOOK_SECONDS) and world.failure is None:  # without kernels virtual time stands still
                 assert time.monotonic() < end, "virtual time did not pass"

@@ -127,20 +127,27 @@ void Scheduler::record_write(const void* global, size_t bytes, const Writer& wri
 }
 
 void Scheduler::step_copies() {
-  if (!eager.empty() && chance(kEagerOdds)) execute(eager, random() % eager.size());
-  if (!lazy.empty() && chance(kLazyOdds)) execute(lazy, random() % lazy.size());
+  const auto step = [&](std::vector<std::unique_ptr<AsyncCopy>>& list, uint32_t odds) {
+    if (list.empty() || !chance(odds)) return;
+    const size_t index = random() % list.size();
+    if (!is_held(*list[index]->cta)) execute(list, index);
+  };
+  step(eager, kEagerOdds);
+  step(lazy, kLazyOdds);
 }
 
-bool Scheduler::execute_some_copy() {
-  const size_t count = eager.size() + lazy.size();
-  if (count == 0) return false;
-  const size_t index = random() % count;
-  if (index < eager.size()) {
-    execute(eager, index);
-  } else {
-    execute(lazy, index - eager.size());
+bool Scheduler::execute_some_copy(bool of_held) {
+  const size_t count = eager.size() + lazy.size(), begin = count == 0 ? 0 : random() % count;
+  for (size_t tried = 0; tried < count; ++tried) {
+    const size_t index = (begin + tried) % count;
+    const bool is_eager = index < eager.size();
+    auto& list = is_eager ? eager : lazy;
+    const size_t place = is_eager ? index : index - eager.size();
+    if (!of_held && is_held(*list[place]->cta)) continue;
+    execute(list, place);
+    return true;
   }
-  return true;
+  return false;
 }
 
 void Scheduler::execute(std::vector<std::unique_ptr<AsyncCopy>>& list, size_t index) {

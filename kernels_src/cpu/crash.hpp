@@ -1,4 +1,4 @@
-// A kernel that touches memory it may not: one line that says which thread it was, before the process dies as it would anyway.
+// If a kernel touches memory that it may not, one line names the thread, before the process dies as it would anyway.
 #pragma once
 
 namespace mkcpu {

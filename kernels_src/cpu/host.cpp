@@ -1,4 +1,4 @@
-// What mkernel/runtime/cpu.py calls.
+// What mkernel/runtime/cpu/scheduler.py calls.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -39,7 +39,7 @@ void mkc_hold(void* s, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t 
     if (copies == 0) as_scheduler(s).hold(*each);
   }
 }
-bool mkc_end_holds(void* s) { return as_scheduler(s).end_holds(); }
+bool mkc_end_hold(void* s) { return as_scheduler(s).end_hold(); }
 int32_t mkc_run(void* s, uint64_t max_turns, uint64_t until_ns) { return as_scheduler(s).run(max_turns, until_ns); }
 int32_t mkc_finished(void* s, uint64_t launch) {
   const mkcpu::Launch* l = as_scheduler(s).find(launch);

@@ -1,4 +1,4 @@
-// The boundary of the scheduler library: what compiled kernels call (from ptx.cuh) and what mkernel/runtime/cpu.py calls through ctypes.
+// The boundary of the scheduler library: what compiled kernels call (from ptx.cuh) and what mkernel/runtime/cpu/scheduler.py calls through ctypes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -55,7 +55,7 @@ MKC_API void mkc_wgmma_wait(uint32_t pending);
 // ---- called by the host. One scheduler is used by one OS thread at a time.
 namespace mkcpu {
 
-// Why mkc_run came back. The Python mirror is in mkernel/runtime/cpu.py.
+// Why mkc_run came back. The Python mirror is in mkernel/runtime/cpu/scheduler.py.
 enum Stop : int32_t {
   kIdle = 0,        // no launch is running
   kBudget = 1,      // the turns, or the time, are used up
@@ -84,10 +84,10 @@ MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
 MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
                             uint32_t threads, uint32_t shared_bytes, uint32_t rank);
-// A CTA of a launch, or each (kEveryCta), is passed over for so many turns while others can run, whenever it has issued so many copies (0:
-// once, from now on).
+// Holds a CTA of a launch, or each (kEveryCta): it is passed over for so many turns while others can run, each time it has issued so many copies
+// (0: once, from now on).
 MKC_API void mkc_hold(void* scheduler, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t turns);
-MKC_API bool mkc_end_holds(void* scheduler);  // they all go on; false: none was held
+MKC_API bool mkc_end_hold(void* scheduler);  // of the held CTAs that could run the one whose hold ends first goes on; false: there is none
 MKC_API int32_t mkc_run(void* scheduler, uint64_t max_turns, uint64_t until_ns);
 MKC_API int32_t mkc_finished(void* scheduler, uint64_t launch);
 MKC_API void mkc_cancel(void* scheduler, uint64_t launch);

@@ -231,13 +231,14 @@ struct Scheduler {
   uint64_t now() const;
 
   void hold(Cta& cta);
+  bool is_held(const Cta& cta) const { return cta.held_until > turn; }
   bool all_held() const;  // of those that could run
-  bool end_holds();
+  bool end_hold();
 
   // ---- async copies (async.cpp)
   void issue(std::unique_ptr<AsyncCopy> copy);
-  void step_copies();  // sometimes one of those in flight
-  bool execute_some_copy();
+  void step_copies();                    // sometimes one of those in flight
+  bool execute_some_copy(bool of_held);  // also of a CTA that is held; false: there is none
   void execute(std::vector<std::unique_ptr<AsyncCopy>>& list, size_t index);
 
   // ---- global memory written behind the generic proxy's back while kernels run, in lines: for the proxy-fence check of TMA loads
@@ -257,7 +258,7 @@ struct Scheduler {
   std::string put_name(uint64_t put) const;
   std::string memory_name(uint64_t address) const;
   std::string writer_name(const Writer& writer) const;
-  // Why a copy must not begin now, or a store take effect: what it would do there, somebody else is at. Empty: it may.
+  // Why a copy must not begin now, or a store take effect now: another copy or a put accesses the same bytes. Empty: it may.
   std::string race_of(const AsyncCopy& copy) const;
   std::string race_of_store(const AsyncCopy& store) const;
   struct Put {

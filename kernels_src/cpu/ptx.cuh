@@ -180,6 +180,7 @@ MK_DEVICE Words load_input(const void* p) {
   mkc_check_word(p, sizeof(Words));
   return *static_cast<const Words*>(p);
 }
+MK_DEVICE Words load_global(const void* p) { return load_input(p); }
 MK_DEVICE void store_global(void* p, const Words& v) {
   mkc_check_word(p, sizeof(Words));
   *static_cast<Words*>(p) = v;

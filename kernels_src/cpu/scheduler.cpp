@@ -259,13 +259,16 @@ void Scheduler::not_ready(Cta& cta) {
 }
 
 // Takes a random runnable thread of a random CTA, and stays with the CTA for a while: that is kind to the caches, and lets CTAs run far
-// ahead of each other. A stalled CTA is passed over while others can run.
+// ahead of each other. A stalled CTA is passed over while others can run, and a held one for them, too.
 Fiber* Scheduler::pick() {
   if (focus == nullptr || turn >= focus_until) {
-    size_t index = random() % ready.size();
-    for (size_t tries = 0; tries < ready.size() && std::max(ready[index]->stalled_until, ready[index]->held_until) > turn; ++tries)
-      index = (index + 1) % ready.size();
-    focus = ready[index];
+    const size_t begin = random() % ready.size();
+    focus = nullptr;
+    for (size_t tries = 0; tries < ready.size() && (focus == nullptr || focus->stalled_until > turn); ++tries) {
+      Cta* cta = ready[(begin + tries) % ready.size()];
+      if (!is_held(*cta) && (focus == nullptr || cta->stalled_until <= turn)) focus = cta;
+    }
+    if (focus == nullptr) focus = ready[begin];
     focus_until = turn + random() % kLongestFocus;
   }
   Cta& cta = *focus;
@@ -289,7 +292,7 @@ void Scheduler::stall_someone() {
   }
 }
 
-// A held CTA rests even where everybody else waits for the network: see Cohort._advance.
+// A held CTA rests, and the copies under way that it has issued, even where everybody else waits for the network: see ThreadRanks._advance.
 void Scheduler::hold(Cta& cta) {
   cta.held_until = turn + cta.hold_turns;
   cta.copies_until_hold = cta.hold_after;
@@ -298,16 +301,22 @@ void Scheduler::hold(Cta& cta) {
 }
 
 bool Scheduler::all_held() const {
-  return turn < last_hold && std::all_of(ready.begin(), ready.end(), [&](const Cta* cta) { return cta->held_until > turn; });
+  return turn < last_hold && std::all_of(ready.begin(), ready.end(), [&](const Cta* cta) { return is_held(*cta); });
 }
 
-bool Scheduler::end_holds() {
-  bool any = false;
-  for (Cta* cta : ready) {
-    any = any || cta->held_until > turn;
-    cta->held_until = 0;
+// Nobody else can go on: the hold that would end first ends now. So of several held CTAs the one with the longest hold stays furthest behind.
+bool Scheduler::end_hold() {
+  Cta* first = nullptr;
+  const auto consider = [&](Cta* cta) {
+    if (is_held(*cta) && (first == nullptr || cta->held_until < first->held_until)) first = cta;
+  };
+  for (Cta* cta : ready) consider(cta);
+  for (const auto* list : {&eager, &lazy}) {
+    for (const auto& copy : *list) consider(copy->cta);
   }
-  return any;
+  if (first == nullptr) return false;
+  first->held_until = 0;
+  return true;
 }
 
 void Scheduler::run_fiber(Fiber* fiber) {
@@ -330,7 +339,7 @@ void Scheduler::run_fiber(Fiber* fiber) {
   finish_cta(*this, cta);
   if (!launch.error.empty()) return finish_launch(launch, kFailed);
   if (--launch.live_ctas > 0) return;
-  while (launch.state == kRunningLaunch && launch.stores_in_flight > 0) execute_some_copy();
+  while (launch.state == kRunningLaunch && launch.stores_in_flight > 0) execute_some_copy(true);
   if (launch.state == kRunningLaunch) finish_launch(launch, kSucceeded);
 }
 
@@ -387,7 +396,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     stall_someone();
     step_copies();
     if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16) || all_held()) {
-      if (ended || execute_some_copy() || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
+      if (ended || execute_some_copy(false) || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
       if (virtual_time || (runnable == 0 && flag_waiters.empty())) {  // else the outside may write a flag at any time
         idle_polls = 0;
         return kBlocked;

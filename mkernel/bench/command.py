@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkernel import env
-from mkernel.bench import launcher as started
-from mkernel.bench.cases import OPS, Case, Op
-from mkernel.bench.lab import LONGEST_REST_MS, REST_MS
-from mkernel.bench.libraries import ASYNC_TP, NCCL
+from mkernel.bench.baselines import ASYNC_TP, NCCL
+from mkernel.bench.cases import Case, Op, ops
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
-from mkernel.cli import launcher
-from mkernel.cli.output import require_writable
+from mkernel.bench.timing import COOLDOWN_MS, LONGEST_COOLDOWN_MS
 from mkernel.errors import ArgumentError
-from mkernel.plan.reduce import ALGORITHMS, PARTIALS
-from mkernel.plan.split import COMMUNICATION_ROLES
-from mkernel.plan.topology import Topology
+from mkernel.planner.reduce import ALGORITHMS, PARTIALS
+from mkernel.planner.split import COMMUNICATION_ROLES
+from mkernel.planner.topology import Topology
+from mkernel.tools import launcher
+from mkernel.tools.output import require_writable
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
@@ -68,7 +67,7 @@ def parse_world(text: str) -> Topology:
 
 
 def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> None:
-    """What to run on which world: for ``Asked``."""
+    """Add the options that say what runs on which world; ``Asked`` reads them."""
     parser.add_argument("op", nargs="?", choices=ops, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(ops))
     shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
     shapes += "for gemm_allreduce also large, small (default: all of the op's)"
@@ -80,7 +79,7 @@ def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> 
 
 
 def rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """How ranks are started, and for how long."""
+    """Add the options that say how ranks are started, and for how long."""
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds until the ranks are killed (default 1200)")
     parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started")
     parser.add_argument("--allow-cpu", action="store_true", help=argparse.SUPPRESS)  # tests of the bench; the times mean nothing
@@ -92,14 +91,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mkernel bench",
         description="Measure an op beside its baselines, in one run on the same inputs (docs/benchmarks.md says how). One rank per GPU.",
     )
-    problem_arguments(parser, OPS)
+    problem_arguments(parser, ops())
     rank_arguments(parser)
     parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
-    parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20; fewer are for trying out)")
-    rest = f"idle milliseconds before every sample (default {REST_MS:g}, and more after long samples); 0: as in a loop that never pauses"
-    parser.add_argument("--rest", type=float, default=REST_MS, metavar="MS", help=rest)
+    parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20; fewer only to try things out)")
+    cooldown = (
+        f"idle milliseconds before every sample (default {COOLDOWN_MS:g}, more after long samples); 0: as in a loop that never pauses"
+    )
+    parser.add_argument("--cooldown", type=float, default=COOLDOWN_MS, metavar="MS", help=cooldown)
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="columns to leave out: " + ", ".join(_OPTIONAL))
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
@@ -121,20 +122,20 @@ class Asked:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Asked:
-        op = OPS["gemm" if getattr(options, "world_of_one", False) else options.op]
+        op = ops()["gemm" if getattr(options, "world_of_one", False) else options.op]
         if getattr(options, "samples", 1) < 1:
             raise ArgumentError("--samples", options.samples, "must be at least 1")
         for name in getattr(options, "without", ()):
             if name not in _OPTIONAL:
                 raise ArgumentError("--without", name, "must be one of " + ", ".join(_OPTIONAL))
-        if not 0 <= getattr(options, "rest", 0.0) <= LONGEST_REST_MS:
-            raise ArgumentError("--rest", options.rest, f"must be from 0 to {LONGEST_REST_MS:g} milliseconds")
+        if not 0 <= getattr(options, "cooldown", 0.0) <= LONGEST_COOLDOWN_MS:
+            raise ArgumentError("--cooldown", options.cooldown, f"must be from 0 to {LONGEST_COOLDOWN_MS:g} milliseconds")
         if op.name == "gemm":
             topology = parse_world(options.world or "1x1")
         elif options.world:
             topology = parse_world(options.world)
         else:
-            ranks = started.launched_size() or _gpus() or 4
+            ranks = launcher.launched_size() or _gpus() or 4
             per_node = env.RANKS_PER_NODE.get() or ranks
             topology = Topology(ranks, per_node)
         asked = options.shapes.split(",") if options.shapes else op.sizes
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.sweep = [parse_split(text) for text in options.sweep]
     options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *_without_paths(words)])
     plan = Asked.of(options)
-    if options.worker or started.under_launcher():
+    if options.worker or launcher.is_rank():
         return _worker(plan)
     require_gpus(options)
     _require_writable(options)
@@ -174,13 +175,13 @@ def require_gpus(options: argparse.Namespace) -> None:
 
 
 def _without_paths(words: list[str]) -> list[str]:
-    """The command line as it is recorded: where the result went is this machine's business."""
+    """The words that are recorded: those without the path of the result."""
     kept = [word for i, word in enumerate(words) if word != "--out" and (i == 0 or words[i - 1] != "--out")]
     return [word for word in kept if not word.startswith("--out=")]
 
 
 def _parent(plan: Asked) -> int:
-    """Two runs: the local compute in a world of one, then the op."""
+    """Run the local compute in a world of one, then the op. Returns the exit status."""
     options = plan.options
     deadline = time.monotonic() + options.timeout
     local = [case.solo for case in plan.cases if case.solo is not None and SOLO not in options.without]
@@ -211,7 +212,7 @@ def _split_text(split: dict[str, int]) -> str:
 
 def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: list[str]) -> int:
     command = ["-m", "mkernel", "bench", *arguments, "--worker", "--dtype", options.dtype, "--samples", str(options.samples)]
-    command += ["--command", options.command, "--rest", str(options.rest)]
+    command += ["--command", options.command, "--cooldown", str(options.cooldown)]
     command += ["--allow-cpu"] if options.allow_cpu else []
     command += ["--without", *options.without] if options.without else []
     return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher)
@@ -219,7 +220,7 @@ def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: 
 
 @contextlib.contextmanager
 def open_world(asked: Asked, heap_bytes: int) -> Iterator[World]:
-    """The world that was asked for, in a rank of it."""
+    """The world that was asked for; the caller is a rank of it."""
     import mkernel as mk
 
     with mk.init(ranks_per_node=asked.topology.ranks_per_node, heap_bytes=heap_bytes) as world:
@@ -244,10 +245,10 @@ def _worker(plan: Asked) -> int:
         command=options.command,
         solo=_solo(options.solo),
         options=plan.op_options,
-        rest_ms=options.rest,
+        cooldown_ms=options.cooldown,
     )
-    # A workspace that grows leaves the old one behind, for captured graphs. The engine alone sends from it, too.
-    heap = sum(case.heap_bytes + 2 * case.network_bytes for case in plan.cases)
+    # Calls share one workspace. The staging area at least doubles where it grows, and old ones stay.
+    heap = max(case.heap_bytes for case in plan.cases) + 4 * max(case.network_bytes for case in plan.cases)
     with open_world(plan, heap) as world:
         if world.rank == 0:
             _require_writable(options)
@@ -260,7 +261,7 @@ def _worker(plan: Asked) -> int:
 
 
 def _solo(path: Path | None) -> dict[str, dict[str, Any]]:
-    """The world of one's fused times, by local shape."""
+    """Fused times in the world of one, by local shape."""
     if path is None:
         return {}
     return {row["label"]: row["times"][FUSED] for row in json.loads(path.read_text())["rows"] if FUSED in row["times"]}

@@ -14,7 +14,7 @@ extern "C" __global__ void hold(u64 ns) {
   }
 }
 
-// Writes 16 bytes of every thread to each other rank: links that have slept take up to 200 us to carry the first byte, and shall have done so
+// Every thread writes 16 bytes to each other rank. A link that has slept takes up to 200 us to carry the first byte, so this wakes all links
 // before anything is timed. Memory of a rank: flag_bytes, then as much as a grid writes for each source.
 extern "C" __global__ void wake(const u64* addresses, unsigned rank, unsigned size, unsigned flag_bytes) {
   const u64 thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
@@ -44,7 +44,7 @@ extern "C" __global__ void meet(const u64* addresses, unsigned rank, unsigned si
   } while (seen < epoch);
 }
 
-// Normal numbers from a counter: any rank can write any rank's input again. kind 0: bfloat16, 1: float16.
+// Normal numbers from a counter, so that any rank can write any rank's input again. kind 0: bfloat16, 1: float16.
 extern "C" __global__ void fill(unsigned short* out, u64 count, u64 seed, unsigned kind) {
   for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < count; i += (u64)gridDim.x * blockDim.x) {
     u64 x = (i + 1) * 0x9E3779B97F4A7C15ull + seed * 0xD1342543DE82EF95ull;

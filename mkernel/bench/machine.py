@@ -1,4 +1,4 @@
-"""What a measurement was taken on: versions, device, clocks."""
+"""The machine of a measurement: versions, device, clocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _QUERY = ("index", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks.
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of everything a figure may depend on."""
+    """Installed versions of everything that a figure may depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def clocks() -> list[dict[str, str]]:
-    """nvidia-smi's view of every GPU now; empty where it does not answer."""
+    """What nvidia-smi says of every GPU now; empty where it does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]

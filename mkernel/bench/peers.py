@@ -1,4 +1,4 @@
-"""Small facts exchanged between the ranks of a run, over the world's own control channel (bench needs no MPI of its own)."""
+"""Small facts that the ranks of a run exchange, over the world's own control channel: bench needs no MPI."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def gather(world: Any, value: Any) -> list[Any]:
 
 
 def fresh_seed(world: Any) -> int:
-    """Another one in every run, the same on every rank. Collective."""
+    """A seed that differs in every run and is the same on every rank. Collective."""
     return int(gather(world, secrets.randbits(40))[0])
 
 
 def worst_reason(world: Any, reason: str) -> str:
-    """The first reason any rank has, "" if none: so that all ranks leave out the same baseline. Collective."""
+    """The first reason that any rank has, "" if none, so that all ranks leave out the same baseline. Collective."""
     for rank, text in enumerate(gather(world, reason)):
         if text:
             return f"rank {rank}: {text}"

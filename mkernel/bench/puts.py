@@ -1,4 +1,4 @@
-"""What the engine and the network sustain under a kernel that only sends (``kernels_src/puts.cuh``)."""
+"""What the engine and the network sustain under a kernel that only sends (``kernels_src/ops/puts.cuh``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.gemm import digest_of
+from mkernel.planner.gemm import digest_of
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call
-    from mkernel.plan.topology import Topology
+    from mkernel.bench.timing import Call
+    from mkernel.planner.topology import Topology
 
 __all__ = ["PutsPlan", "puts"]
 
@@ -23,7 +23,7 @@ _THREADS = 64
 
 
 class Parameters(ctypes.Structure):
-    """``Parameters`` of ``kernels_src/puts.cuh``."""
+    """``Parameters`` of ``kernels_src/ops/puts.cuh``."""
 
     _fields_ = [
         ("world", abi.World),
@@ -57,9 +57,7 @@ class PutsPlan:
             "kPutBytes": self.put_bytes,
             "kNumNodes": self.topology.num_nodes,
             "kRanksPerNode": self.topology.ranks_per_node,
-            "kIntraComm": 0,
             "kInterSend": _SENDERS,
-            "kInterReduce": 0,
         }
         return KernelSpec(self.op, tuple(constants.items()), _THREADS, 0, ctypes.sizeof(Parameters))
 
@@ -70,6 +68,9 @@ class PutsPlan:
     @property
     def flag_words(self) -> int:
         return (self.topology.num_nodes - 1) * math.ceil(self.bytes / self.put_bytes)
+
+    def flag_name(self, rank: int, index: int) -> str:
+        return f"put {index}"
 
     def describe(self) -> str:
         return f"puts: {self.bytes} bytes to each of {self.topology.num_nodes - 1} rail peers, {self.put_bytes} at a time"

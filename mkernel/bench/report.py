@@ -1,4 +1,4 @@
-"""What a run found: the JSON that is saved, and the table that is printed."""
+"""The result of a run: the JSON that is saved, and the table that is printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mkernel.bench.stats import Measurement, tera
-from mkernel.cli.table import format_table
+from mkernel.tools.table import format_table
 
 __all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render", "told"]
 
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def bound_ms(self) -> float | None:
-        """max(best compute alone, link, network); None while no compute alone was measured."""
+        """The largest of best compute alone, link and network; None where no compute alone was measured."""
         alone = [time for time in (self.time(ALONE), self.time(SOLO)) if time is not None]
         return max(min(alone), self.link_ms, self.network_ms) if alone else None
 
@@ -77,12 +77,12 @@ class Report:
         return bool(self.rows) and all(row.correct for row in self.rows)
 
     def to_json(self) -> str:
-        """The figures a reader looks for (median, bound, eff) are written out beside the samples they follow from."""
+        """The report as JSON. Median, bound and eff stand beside the samples that they follow from."""
         data = dataclasses.asdict(self)
         for row, raw in zip(self.rows, data["rows"], strict=True):
             raw["worst"] = row.worst if row.worst != float("inf") else None  # JSON has no infinity
             raw["summary"] = _summary(row)
-        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+        return _to_json(data) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -91,6 +91,18 @@ class Report:
             raise ValueError(f"schema {data.get('schema')}: this version reads schema {SCHEMA}")
         rows = [_row(raw) for raw in data.pop("rows")]
         return cls(rows=rows, **data)
+
+
+def _to_json(value: Any, indent: str = "") -> str:
+    """JSON text of ``value``, a line per entry; a list without containers, such as the samples of a rank, is one line."""
+    if isinstance(value, Mapping):
+        entries, (left, right) = [f"{json.dumps(str(name))}: {_to_json(entry, indent + ' ')}" for name, entry in value.items()], "{}"
+    elif isinstance(value, (list, tuple)) and any(isinstance(entry, (Mapping, list, tuple)) for entry in value):
+        entries, (left, right) = [_to_json(entry, indent + " ") for entry in value], "[]"
+    else:
+        return json.dumps(value, allow_nan=False)
+    separator = f",\n{indent} "
+    return f"{left}\n{indent} {separator.join(entries)}\n{indent}{right}" if entries else left + right
 
 
 def _summary(row: Row) -> dict[str, Any]:
@@ -135,13 +147,13 @@ def _ratio(value: float | None) -> str:
 
 
 def render(report: Report) -> str:
-    """Times in ms: medians of the slowest rank. A wrong result has no time."""
+    """The table, times in ms: medians of the slowest rank. A wrong result has no time."""
     world = report.world
     head = (
         f"{report.op}: {report.title}\n{world['ranks']} ranks on {world['nodes']} node(s), {report.dtype}, target {report.target}, "
         f"{report.machine.get('name', 'unknown device')}; ms, median (p10-p90) of the slowest rank"
     )
-    rest = report.settings.get("rest_ms", 0)
+    rest = report.settings.get("cooldown_ms", 0)
     head += f", after at least {rest:g} ms of rest" if rest else ", without rest"
     contestants = _contestants(report.rows)
     lines = [_line(row, contestants) for row in report.rows]
@@ -155,7 +167,7 @@ def render(report: Report) -> str:
 
 
 def told(row: Row) -> str:
-    """One line of what a row has found, for who waits for the table."""
+    """One line that says what a row has found, for readers who wait for the table."""
     if not row.correct:
         return f"{row.label}: WRONG"
     times = (f"{name} {_ms(row.time(name))} (b2b {_ms(row.time(name, 'back-to-back'))})" for name in row.times)
@@ -163,12 +175,12 @@ def told(row: Row) -> str:
 
 
 def _contestants(rows: Iterable[Row]) -> list[str]:
-    """In order of appearance; FUSED first, whether or not it has a time."""
+    """Names of contestants in order of appearance; FUSED first, whether or not it has a time."""
     return list(dict.fromkeys([FUSED, *(name for row in rows for name in row.times)]))
 
 
 def _others(contestants: Iterable[str]) -> list[str]:
-    """Those whose back-to-back time is worth a column: compute alone and the engine alone are floors, not contestants."""
+    """Names whose back-to-back time has a column: compute alone and the engine alone are floors, not contestants."""
     return [name for name in contestants if name not in (FUSED, ALONE, ENGINE, SOLO)]
 
 
@@ -195,7 +207,7 @@ def _line(row: Row, contestants: list[str]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Why contestants are missing, each reason once, with its shapes unless it holds for all."""
+    """Reasons why contestants are missing, each once, with its shapes unless it holds for all."""
     shapes: dict[str, list[str]] = {}
     for row in rows:
         for name, reason in row.missing.items():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mkernel.bench import launcher as started
 from mkernel.bench.command import Asked, open_world, problem_arguments, rank_arguments, require_gpus
-from mkernel.cli import launcher
-from mkernel.ops.call import OPS
+from mkernel.ops.op import names
+from mkernel.tools import launcher
 
 __all__ = ["main"]
 
@@ -19,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure how many SMs each role of an op should have, and remember it: for these shapes, this kind of GPU, worlds of "
         "this shape. One rank per GPU.",
     )
-    problem_arguments(parser, OPS)
+    problem_arguments(parser, names())
     rank_arguments(parser)
     parser.add_argument("--samples", type=int, default=7, help="batches of calls per split (default 7)")
     parser.add_argument("--no-save", action="store_true", help="only show what is found")
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(argv) if argv is not None else []
     options = _parser().parse_args(words)
     asked = Asked.of(options)
-    if options.worker or started.under_launcher():
+    if options.worker or launcher.is_rank():
         return _worker(asked)
     require_gpus(options)
     world = f"{asked.topology.num_nodes}x{asked.topology.ranks_per_node}"
@@ -40,22 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _worker(asked: Asked) -> int:
-    from mkernel.bench.lab import open_lab, require_speed
     from mkernel.bench.peers import fresh_seed
-    from mkernel.ops.tuning import tune_calls
+    from mkernel.bench.timing import open_timing, require_speed
+    from mkernel.ops.split_search import tune_calls
 
     options = asked.options
-    heap = sum(case.heap_bytes for case in asked.cases)  # a workspace that grows leaves the old one behind
+    heap = max(case.heap_bytes for case in asked.cases) + 4 * max(case.network_bytes for case in asked.cases)  # as of `bench`
     with open_world(asked, heap) as world:
         require_speed(world, options.allow_cpu)
-        lab = open_lab(world, options.dtype)
+        timing = open_timing(world, options.dtype)
         for size in asked.sizes:
             case = asked.op.case(size, asked.topology, options.dtype, **asked.op_options)  # a new one: the arrays of the last go
-            case.setup(lab, fresh_seed(world))
+            case.setup(timing, fresh_seed(world))
             op, arrays, arguments = case.first_call()
             save = False if options.no_save else None
             result = tune_calls(op, arrays, case.fused, world=world, samples=options.samples, save=save, **arguments)
             if world.rank == 0:
                 print(f"{result}\n", flush=True)
-        lab.close()
+        timing.close()
     return 0

@@ -1,4 +1,4 @@
-"""One rank of a benchmark: checks, times, and on rank 0 reports."""
+"""One rank of a benchmark: it checks and times; rank 0 reports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench import machine
-from mkernel.bench.cases import OPS, Case
-from mkernel.bench.lab import CudaLab, open_lab, require_speed
-from mkernel.bench.libraries import Libraries, NoLibraries, open_libraries
+from mkernel.bench.baselines import Baselines, NoBaselines, open_baselines
+from mkernel.bench.cases import Case, ops
 from mkernel.bench.peers import fresh_seed, gather
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row, told
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
-from mkernel.ops.tuning import tune_calls
+from mkernel.bench.timing import CudaTiming, open_timing, require_speed
+from mkernel.ops.split_search import tune_calls
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call, Lab, Taken
+    from mkernel.bench.timing import Call, Taken, Timing
 
 __all__ = ["Settings", "measure"]
 
@@ -39,20 +39,20 @@ class Settings:
     command: str
     solo: Mapping[str, Mapping[str, Any]]  # local GEMM "MxNxK" -> mode -> measurement in a world of one
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keyword arguments of the op
-    rest_ms: float = 0.0  # before every sample
+    cooldown_ms: float = 0.0  # before every sample
 
 
 def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] = lambda report: None) -> Report:
     """Measure one op on this world. Collective; every rank returns the same rows.
 
-    ``after_row`` is called on rank 0 with what there is so far: a run that is cut short has not been in vain.
+    ``after_row`` is called on rank 0 with the report so far, so that a run that is cut short leaves its rows.
     """
     require_speed(world, settings.allow_cpu)
-    op = OPS[settings.op]
-    world.set_tuned({})  # what somebody tuned before is not mkernel's own choice
-    lab = open_lab(world, settings.dtype, settings.rest_ms)
-    libraries = open_libraries(world, lab.stream) if isinstance(lab, CudaLab) else NoLibraries("none on target cpu")
-    libraries.missing.update(dict.fromkeys(settings.without, "left out by --without"))
+    op = ops()[settings.op]
+    world.set_tuned({})  # splits that were tuned before are not mkernel's own choice
+    timing = open_timing(world, settings.dtype, settings.cooldown_ms)
+    baselines = open_baselines(world, timing.stream) if isinstance(timing, CudaTiming) else NoBaselines("none on target cpu")
+    baselines.missing.update(dict.fromkeys(settings.without, "left out by --without"))
     report = Report(
         op=op.name,
         title=", ".join([op.title, *(f"{name} {value}" for name, value in settings.options.items())]),
@@ -68,7 +68,7 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
             "options": dict(settings.options),
             "link_gb_per_s": LINK_GB_PER_S,
             "network_gb_per_s": settings.network_gb_per_s,
-            "rest_ms": settings.rest_ms,
+            "cooldown_ms": settings.cooldown_ms,
         },
         machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
     )
@@ -76,20 +76,20 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
     for i, size in enumerate(settings.sizes):
         case = op.case(size, _topology(world), settings.dtype, **settings.options)
         _progress(world, f"{op.name} {size} ...")
-        row = _Measurer(world, lab, libraries, settings, case).row(seed + i * 10**9)
+        row = _Measurer(world, timing, baselines, settings, case).row(seed + i * 10**9)
         report.rows.append(row)
         _progress(world, f"{op.name} {told(row)}")
         if world.rank == 0:
             after_row(report)
-    # Not after a failure: closing is collective, and the peers may be gone.
-    libraries.close()
-    lab.close()
+    # Only after success: closing is collective, and after a failure the peers may have gone.
+    baselines.close()
+    timing.close()
     report.machine["after"] = machine.clocks() if world.rank == 0 else []
     return report
 
 
 def _topology(world: Any) -> Any:
-    from mkernel.plan.topology import Topology
+    from mkernel.planner.topology import Topology
 
     return Topology(world.size, world.ranks_per_node)
 
@@ -97,8 +97,8 @@ def _topology(world: Any) -> Any:
 class _Measurer:
     """One shape on all ranks."""
 
-    def __init__(self, world: Any, lab: Lab, libraries: Libraries, settings: Settings, case: Case) -> None:
-        self.world, self.lab, self.libraries, self.settings, self.case = world, lab, libraries, settings, case
+    def __init__(self, world: Any, timing: Timing, baselines: Baselines, settings: Settings, case: Case) -> None:
+        self.world, self.timing, self.baselines, self.settings, self.case = world, timing, baselines, settings, case
 
     def row(self, seed: int) -> Row:
         case, settings = self.case, self.settings
@@ -111,9 +111,9 @@ class _Measurer:
             link_ms=milliseconds(case.link_bytes, LINK_GB_PER_S),
             network_ms=milliseconds(case.network_bytes, settings.network_gb_per_s),
         )
-        case.setup(self.lab, seed)
+        case.setup(self.timing, seed)
         contestants: dict[str, Sequence[Call]] = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
-        if TUNED not in settings.without and self.world.size > 1 and self.lab.tunes:
+        if TUNED not in settings.without and self.world.size > 1 and self.timing.tunes:
             contestants |= self._tuned(row)
         row.worst = max(self._check(calls) for calls in contestants.values())
         if row.correct:
@@ -125,45 +125,45 @@ class _Measurer:
         return row
 
     def _tuned(self, row: Row) -> dict[str, Sequence[Call]]:
-        """The op with the split that ``mk.tune`` finds on this shape. The others stay untuned."""
+        """Calls with the split that ``mk.tune`` finds on this shape. The other contestants stay untuned."""
         name, arrays, options = self.case.first_call()
         result = tune_calls(name, arrays, self.case.fused, world=self.world, save=False, **options)
         self.world.set_tuned({})
         row.tuned = dataclasses.asdict(result.best)
-        if result.best == result.usual:
+        if result.best == result.default:
             row.missing[TUNED] = "nothing was faster than mkernel's own choice"
             return {}
         return {TUNED: self.case.fused(result.best)}
 
     def _others(self, row: Row) -> dict[str, Sequence[Call]]:
-        """Baselines and what is measured alone."""
+        """Calls of the baselines, and of what is measured alone."""
         import mkernel as mk
 
-        case, world, libraries = self.case, self.world, self.libraries
-        found = {**case.baselines(libraries), ALONE: case.alone(libraries)}
+        case, world, baselines = self.case, self.world, self.baselines
+        found = {**case.baselines(baselines), ALONE: case.alone(baselines)}
         if world.num_nodes > 1:
             to_each = case.network_bytes // (world.num_nodes - 1)
             name, arrays, options = case.first_call()
-            put_bytes = int(mk.plan(name, *arrays, world=world, **options).executable.plan.put_bytes)
+            put_bytes = int(mk.plan(name, *arrays, world=world, **options).plan().put_bytes)
             found[ENGINE] = [puts(world, PutsPlan(_topology(world), to_each, put_bytes))]
-        row.missing.update(libraries.missing)
+        row.missing.update(baselines.missing)
         return {name: calls for name, calls in found.items() if calls and name not in self.settings.without}
 
     def _check(self, calls: Sequence[Call]) -> float:
-        """Every set, back to back without a barrier, on poisoned outputs; all elements of the first, the last and one between."""
+        """The worst error after calls of every set, back to back on poisoned outputs; looks at the first, a middle and the last."""
         self._poison()
         for call in calls:
             call()
-        self.lab.synchronize()
+        self.timing.synchronize()
         return self._agreed_worst(sorted({0, len(calls) // 2, len(calls) - 1}))
 
     def _poison(self) -> None:
         for c in self.case.outputs():
-            self.lab.poison(c)
+            self.timing.poison(c)
 
     def _agreed_worst(self, sets: Sequence[int]) -> float:
         worst = max(self.case.worst(i) for i in sets)
-        self.lab.synchronize()
+        self.timing.synchronize()
         return max(float(text) for text in gather(self.world, str(worst)))  # as text: JSON has no infinity
 
     def _time(self, row: Row, ours: Mapping[str, Sequence[Call]], others: Mapping[str, Sequence[Call]]) -> float:
@@ -175,11 +175,11 @@ class _Measurer:
 
         def timed(name: str, measure: Callable[[Sequence[Call], int], Taken], samples: int) -> Taken:
             nonlocal worst
-            self.lab.warm_up(contestants[name])
+            self.timing.warm_up(contestants[name])
             self._poison()
             taken = measure(contestants[name], samples)
             if name in ours:
-                self.lab.synchronize()
+                self.timing.synchronize()
                 worst = max(worst, self._agreed_worst([taken.last]))
             return taken
 
@@ -187,11 +187,11 @@ class _Measurer:
         first = -(-self.settings.samples // 2)
         for names, samples in ((list(contestants), first), (list(contestants)[::-1], self.settings.samples - first)):
             for name in names if samples else ():
-                for mode, measure in zip(MODES, (self.lab.isolated, self.lab.back_to_back), strict=True):
+                for mode, measure in zip(MODES, (self.timing.isolated, self.timing.back_to_back), strict=True):
                     taken.setdefault((name, mode), []).append(timed(name, measure, samples))
         for name in contestants:
             row.times[name] = {mode: self._slowest(taken[name, mode]) for mode in MODES}
-            row.host[name] = self._slowest([timed(name, self.lab.host, self.settings.samples)], unit="us")
+            row.host[name] = self._slowest([timed(name, self.timing.host, self.settings.samples)], unit="us")
         return worst
 
     def _slowest(self, taken: Sequence[Taken], unit: str = "ms") -> Measurement:

@@ -15,11 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mkernel.cli import demo_rank, launcher
+from mkernel.cli import demo_rank
 from mkernel.cli.demo_rank import Outcome
-from mkernel.cli.output import require_writable
-from mkernel.cli.table import format_table
 from mkernel.errors import Error
+from mkernel.tools import launcher
+from mkernel.tools.output import require_writable
+from mkernel.tools.table import format_table
 
 __all__ = ["main"]
 
@@ -41,7 +42,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What the ranks of one group reported."""
+    """Reports of the ranks of one group."""
 
     outcomes: list[list[Outcome]]  # by case, then rank
     picture: str  # SVG, empty if there is none
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _save(picture: str, path: str) -> None:
-    """Write the picture, or say why that is impossible by now: the results are not worse for it."""
+    """Write the picture, or say why that failed. The results stay what they are."""
     try:
         Path(path).write_text(picture, encoding="utf-8")
     except OSError as error:
@@ -116,7 +117,7 @@ def _groups(target: str) -> list[Group]:
 
 
 def _usable_gpus() -> int:
-    from mkernel.runtime.assemble import gpus_here
+    from mkernel.runtime.opening.target import gpus_here
 
     gpus, problem, _ = gpus_here()
     if problem:
@@ -147,9 +148,9 @@ def _run(group: Group, options: argparse.Namespace) -> Result:
 
 
 def _row(group: Group, outcomes: Sequence[Outcome]) -> list[str]:
-    """Of one case: the worst rank, or a wrong one, and the slowest."""
+    """One line of the table: the error of a wrong or the worst rank, and the time of the slowest."""
     case = outcomes[0].case
     worst = max(outcomes, key=lambda outcome: (not outcome.right, outcome.worst))
     slowest = max(outcome.milliseconds for outcome in outcomes)
-    where = [case.op, case.dtype, f"{case.m} x {case.n} x {case.k}", group.name, group.target]
+    where = [case.op, case.dtype, case.size.replace("x", " x "), group.name, group.target]
     return [*where, f"{worst.worst:.3f}", f"{slowest:.3f}", "right" if worst.right else "WRONG"]

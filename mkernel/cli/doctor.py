@@ -1,4 +1,4 @@
-"""``mkernel doctor``: what this machine has, in which state, and the remedy for what is missing. Never a traceback."""
+"""``mkernel doctor``: says what this machine has, in which state, and what to do about what is missing. Never a traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine() -> list[Finding]:
-    """Everything there is to say. A probe that fails is a finding of its own."""
+    """All findings. A probe that fails is a finding of its own."""
     findings: list[Finding] = []
     for subject, needed_by, probe in PROBES:
         try:

@@ -1,4 +1,4 @@
-"""Finds the command and hands it the rest of the line."""
+"""The entry point: finds the command and passes it the rest of the line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ COMMANDS = {
     "demo": ("mkernel.cli.demo", "run the fused kernels on 4 ranks and check every element"),
     "bench": ("mkernel.bench", "measure the fused kernels against their baselines"),
     "tune": ("mkernel.bench.tune", "measure how many SMs each role should have, and remember it"),
-    "model": ("mkernel.bench.model", "what mkernel would do for a shape, and how long its parts would take; needs no GPU"),
+    "model": (
+        "mkernel.bench.model",
+        "what mkernel would do for a shape, or for any number of rows, and how long its parts would take; needs no GPU",
+    ),
     "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels and tuned splits"),
 }
 
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     options = _parser().parse_args(arguments)
     try:
-        # ``bench`` is as large as its baselines: nothing is imported before its command is asked for.
+        # A command's module is imported only when it is asked for: ``bench`` brings its baselines.
         run = cast("Callable[[Sequence[str]], int | None]", importlib.import_module(COMMANDS[options.command][0]).main)
         return run(options.arguments) or 0
     except Error as error:

@@ -1,4 +1,4 @@
-"""What ``mkernel doctor`` looks at: one generator of findings per subject."""
+"""The probes of ``mkernel doctor``: one generator of findings per subject."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from mkernel import env, transport
-from mkernel.cli.launcher import find_mpirun, mpi_flavour
 from mkernel.errors import Error
+from mkernel.tools.launcher import find_mpirun, mpi_flavour
 from mkernel.transport import devices
 
 __all__ = ["PROBES", "Finding"]
@@ -93,7 +93,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 # ---- target cuda
 def _gpus() -> Iterator[Finding]:
-    from mkernel.runtime.assemble import gpus_here
+    from mkernel.runtime.opening.target import gpus_here
 
     gpus, problem, _ = gpus_here()
     if problem:
@@ -119,7 +119,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _driver(ordinals: Sequence[int]) -> Iterator[Finding]:
-    """What the driver says about itself and about memory that a network card reads and writes."""
+    """Findings about the driver, and about GPU memory that a network card reads and writes."""
     from cuda.bindings import driver
 
     def ask(result: tuple[object, ...]) -> int:
@@ -183,7 +183,7 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("note", "mpi4py", "not installed", remedy)
         return
     # In a process of its own: an MPI that does not fit ends the process that initializes it.
-    result = _run([sys.executable, "-c", "from mkernel.runtime import mpi; print(mpi.library())"])
+    result = _run([sys.executable, "-c", "from mkernel.runtime.ranks import mpi; print(mpi.library())"])
     if result.returncode:
         lines = (result.stderr or result.stdout).strip().splitlines() or ["no message"]
         yield Finding("note", "mpi4py", f"does not start: {lines[-1]}", remedy)
@@ -192,7 +192,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _verbs() -> Iterator[Finding]:
-    """Cards, their ports, and everything that must be right for ``rc`` or ``srd``."""
+    """Findings about cards, their ports, and everything that ``rc`` or ``srd`` needs."""
     ports = devices.find()
     if not ports:
         yield Finding("note", "verbs devices", "none (ranks of one host need none)")
@@ -223,7 +223,7 @@ def _port(port: devices.DevicePort) -> Finding:
 
 
 def _distances(ports: Sequence[devices.DevicePort]) -> Iterator[Finding]:
-    """Each GPU with its nearest cards, and how much of its memory they can address at once (BAR1)."""
+    """Findings per GPU: its nearest cards, and how much of its memory they can address at once (BAR1)."""
     for gpu in _gpu_addresses():
         by_distance: dict[int, list[str]] = {}
         for port in ports:
@@ -255,13 +255,13 @@ def _locked_memory(needed: bool) -> Finding:
 
 
 def _pyverbs() -> Generator[Finding, None, bool]:
-    """Whether it works."""
+    """Findings about pyverbs; returns whether it works."""
     remedy = "apt-get install -y python3-pyverbs, for the python3 it is built for: docs/transports.md"
     if _absent("pyverbs"):
         yield Finding("note", "pyverbs", "not installed (ranks of one host need none)", remedy)
         return False
     # In a process of its own: it sets up the root logger, and its libraries may be missing.
-    program = "import json; from mkernel.transport import verbs; f = verbs.features(); print(json.dumps([verbs.version(), f]))"
+    program = "import json; from mkernel.transport.verbs import pyverbs as p; f = p.features(); print(json.dumps([p.version(), f]))"
     result = _run([sys.executable, "-c", program])
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["no message"]
@@ -279,7 +279,7 @@ def _pyverbs() -> Generator[Finding, None, bool]:
 
 
 def _loopback(port: devices.DevicePort, gid_index: int) -> Finding:
-    """One put of the port to itself."""
+    """Whether a put of the port to itself arrives."""
     card = f"Card({port.device!r}, {port.port}, {gid_index})"
     result = _run([sys.executable, "-c", f"from mkernel.transport import Card, rc; print(rc.loopback({card}))"])
     if result.returncode == 0:
@@ -290,7 +290,7 @@ def _loopback(port: devices.DevicePort, gid_index: int) -> Finding:
 
 # ---- files and switches
 def _cache() -> Iterator[Finding]:
-    """A cache that is no good stops nobody: every process compiles again."""
+    """Findings about the cache. Without a usable one every process compiles again, so none is an error."""
     from mkernel.jit import cache
 
     for target in ("cpu", "cuda"):

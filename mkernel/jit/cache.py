@@ -1,7 +1,8 @@
-"""The cache of compiled kernels, for both targets: whom it trusts, how files get there, and what stands in for a folder that is no good.
+"""The cache of compiled kernels, for both targets: whom it trusts, how files get there, and what replaces an unusable folder.
 
-Code from this folder runs in every program of its owner. So it is the owner's alone, every file carries a seal over its key and its bytes,
-and what does not bear that out is compiled again. A folder that cannot be used costs a warning and compilations, never a program.
+Code from this folder runs in every program of its owner. So only the owner may write there, every file carries a seal over its key and
+its bytes, and a kernel whose seal does not fit is compiled again. A folder that cannot be used costs a warning and compilations, never a
+program.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def folder(target: str) -> Path:
 
 
 def problem(target: str) -> str:
-    """Why a target's folder cannot be used; empty if it can. Makes it, for its owner alone, when it is not there yet."""
+    """Why a target's folder cannot be used; empty if it can. Makes a missing folder, for its owner alone."""
     place = folder(target)
     if place in _distrusted:
         return _distrusted[place]
@@ -131,7 +132,7 @@ def keep_source(target: str, name: str, text: str) -> Path | None:
 
 
 def distrust(path: Path, why: str) -> None:
-    """Files beside this one cannot be used, although they are what was kept: do without their folder from now on."""
+    """Stop using the folder of a file that is intact but cannot be loaded."""
     global _private
     with _mutex:
         _distrusted[path.parent] = f"{path.parent}: {why}"
@@ -142,7 +143,7 @@ def distrust(path: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def locked(target: str, name: str) -> Iterator[None]:
-    """One compilation of a key at a time among the threads and processes of this host. Without a lock: more work, no harm."""
+    """Let one thread of this host compile a key at a time. Where no lock can be had, some work is done twice, without harm."""
     with contextlib.ExitStack() as stack:
         try:
             if not problem(target):
@@ -156,7 +157,7 @@ def locked(target: str, name: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Other processes see the old file or the new one."""
+    """Replace a file: other processes see the old one or the new one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -179,17 +180,17 @@ def dump(path: Path, data: bytes) -> None:
 
 
 def _sealed(body: bytes, key: bytes) -> bytes:
-    """What stands behind a file's bytes: says that they are all there, and of this kernel."""
+    """The seal behind a file's bytes, which proves that they are complete and of this kernel."""
     return _SEAL + hashlib.sha256(len(key).to_bytes(8, "little") + key + body).digest()
 
 
 def _foreign(status: os.stat_result) -> bool:
-    """Whether somebody owns it who is neither this user nor root, who may do anything anyway."""
+    """Whether neither this user nor root owns it."""
     return status.st_uid not in (os.geteuid(), 0)
 
 
 def _stranger(path: Path, *, tighten: bool) -> str:
-    """Why others could put files there; empty if they cannot. ``tighten``: it is mkernel's own folder, and may be closed."""
+    """Why other users could put files there; empty if they cannot. ``tighten``: take their permission away, as the folder is mkernel's."""
     status = path.stat()
     if _foreign(status):
         return f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()})"
@@ -202,7 +203,7 @@ def _stranger(path: Path, *, tighten: bool) -> str:
 
 
 def _private_folder() -> Path:
-    """A folder of this process alone, removed with it. Raises OSError when there is no place for one."""
+    """A folder that only this process uses, and removes when it ends. Raises OSError when there is no place for one."""
     global _private
     with _mutex:
         if _private is None or not _private.is_dir():
@@ -223,7 +224,7 @@ def _remove(path: Path, process: int) -> None:
 
 
 def warn_once(text: str) -> None:
-    """A warning that this process has not given before."""
+    """Give a warning once per process."""
     with _mutex:
         if text in _warned:
             return

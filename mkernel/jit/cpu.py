@@ -17,14 +17,14 @@ from pathlib import Path
 from mkernel import env
 from mkernel.errors import ArgumentError, CompileError
 from mkernel.jit import cache
-from mkernel.jit.headers import IncludePath, digest, kernels_src
+from mkernel.jit.headers import IncludePath, device_code, digest, kernels_src, own_folder
 from mkernel.jit.source import render
 from mkernel.jit.spec import KernelSpec
 
 __all__ = ["compile", "core_library", "find_compiler", "open_library", "sanitizing"]
 
 _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", "-pthread")
-_KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # kernels look at the same memory as different types, as CUDA code does
+_KERNEL_FLAGS = ("-O2", "-fno-strict-aliasing")  # -fno-strict-aliasing: kernels read the same memory as different types, as CUDA code does
 _CORE_FLAGS = ("-O3",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
 _CORE_SOURCES = ("memory", "fiber", "tsan", "scheduler", "sync", "async", "races", "wgmma", "report", "crash", "host")
@@ -48,9 +48,9 @@ def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> Path:
     CompileError
         No compiler, an error in the source, or compiling is switched off (``MKERNEL_NO_COMPILE``).
     """
-    folder = kernels_src()
     text = render(spec) + '#include "entry.h"\n'
-    return _build(spec.name, text, [*_FLAGS, *_KERNEL_FLAGS, *(_TSAN_FLAGS if sanitizing() else ())], (folder / "cpu", folder, *include))
+    flags = [*_FLAGS, *_KERNEL_FLAGS, *(_TSAN_FLAGS if sanitizing() else ())]
+    return _build(spec.name, text, flags, (kernels_src() / "cpu", *device_code(), *own_folder(spec), *include))
 
 
 def core_library() -> Path:
@@ -70,7 +70,7 @@ def find_compiler() -> tuple[str, ...]:
         ``MKERNEL_CXX`` names a program that is not there.
     """
     asked = env.CXX.get()
-    if asked is not None:  # it is this one, or none
+    if asked is not None:  # the variable names this compiler, and no other is tried
         program = shutil.which(asked[0])
         if program is None:
             raise ArgumentError(env.CXX.name, shlex.join(asked), "there is no such program", "name a C++20 compiler, or unset it")
@@ -86,7 +86,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def sanitizing() -> bool:
-    """Runs this process under ThreadSanitizer (its library preloaded)? Kernels are then instrumented."""
+    """Whether this process runs under ThreadSanitizer (its library is preloaded). Kernels are then instrumented."""
     return hasattr(ctypes.CDLL(None), "__tsan_create_fiber")
 
 
@@ -137,7 +137,7 @@ def _compile(compiler: Sequence[str], stem: str, text: str) -> bytes:
     """The shared object of a source."""
     kept = cache.keep_source("cpu", f"{stem}.cpp", text)
     try:
-        # Not in the cache: its disk may be full, and others may look there.
+        # Compile outside the cache, whose disk may be full, and where others may look.
         with tempfile.TemporaryDirectory(prefix="mkernel-") as scratch:
             source, target = Path(scratch) / f"{stem}.cpp", Path(scratch) / f"{stem}.so"
             source.write_text(text)
@@ -167,7 +167,7 @@ def _version(compiler: tuple[str, ...], mtime_ns: int, size: int) -> tuple[str, 
 
 
 def _hash(parts: Iterable[str | bytes]) -> str:
-    """Length-prefixed, so that no two lists of parts look alike."""
+    """A digest of the parts, each with its length, so that no two lists have the same bytes."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

@@ -11,7 +11,7 @@ __all__ = ["Resources", "resources"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one kernel; bytes per thread for ``local_bytes``, per CTA for ``shared_bytes`` (static)."""
+    """What one kernel uses; bytes per thread for ``local_bytes``, per CTA for ``shared_bytes`` (static)."""
 
     registers: int  # per thread at launch; setmaxnreg moves them between warpgroups later
     local_bytes: int  # stack frame: 0 means no spills

@@ -14,14 +14,14 @@ from mkernel import env
 from mkernel.errors import CompileError
 from mkernel.jit import cache
 from mkernel.jit.cubin import Resources, resources
-from mkernel.jit.headers import IncludePath, digest
+from mkernel.jit.headers import IncludePath, digest, own_folder
 from mkernel.jit.source import ENTRY, render
 from mkernel.jit.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions
 
-__all__ = ["ARCH", "Resources", "compile", "compile_ptx", "disassemble", "resources"]
+__all__ = ["ARCH", "Resources", "compile", "compile_ptx", "disassemble", "resources", "warm_up"]
 
 ARCH = "sm_90a"  # the `a` unlocks wgmma and setmaxnreg; such a cubin runs on compute capability 9.0 only
 
@@ -56,12 +56,22 @@ def compile(spec: KernelSpec, *, include: Sequence[Path] = ()) -> bytes:
             cubin = _cached(job)  # another rank may have been faster
             if cubin is None:
                 cubin = job.compile()
-                with contextlib.suppress(OSError):  # no place at all: later worlds compile it again
+                with contextlib.suppress(OSError):  # nowhere to keep it: later worlds compile it again
                     cache.keep("cuda", job.entry, job.key, cubin)
     dump = env.DUMP.get()
     if dump is not None:
         job.dump(dump, cubin)
     return cubin
+
+
+def warm_up() -> None:
+    """Load the libraries that compiling, and finding a kernel in the cache, need: 0.2 s that the first call would take. Never raises."""
+    with contextlib.suppress(Exception):  # the first kernel meets the error again, and reports it
+        from cuda.core.utils import make_program_cache_key
+
+        search, source = IncludePath.for_cuda([]), '#include "comm/intra_comm.cuh"\n'
+        options = _options("none", search)
+        make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin", extra_digest=digest(search, source))
 
 
 def _cached(job: _Job) -> bytes | None:
@@ -97,7 +107,7 @@ class _Job:
 
         self.spec = spec
         self.source = render(spec)
-        search = IncludePath.for_cuda(include)
+        search = IncludePath.for_cuda([*own_folder(spec), *include])
         if search.find(f"{spec.name}.cuh", search.folders[0]) is None:
             raise CompileError(f"{spec.name}: no {spec.name}.cuh in {', '.join(map(str, search.folders))}")
         self.options = _options(spec.name, search)
@@ -107,7 +117,7 @@ class _Job:
 
     @property
     def stem(self) -> str:
-        """For the files of this kernel; different for different keys."""
+        """The stem of this kernel's file names; different for different keys."""
         return f"{self.spec.name}-{self.key.hex()[:16]}"
 
     @property
@@ -157,7 +167,7 @@ class _Job:
                 _log.log(level, "NVRTC on %s: %s", self.stem, log.text.strip())
 
     def ptx(self) -> bytes:
-        """By NVRTC itself: cuda.core asks the driver, which may not be there, whether it could load the PTX."""
+        """Compile to PTX by NVRTC itself: cuda.core would ask the driver, which may be missing, whether it can load the PTX."""
         from cuda.bindings import nvrtc
 
         def ask(result: tuple[Any, ...]) -> Any:
@@ -176,7 +186,7 @@ class _Job:
         return bytes(text).rstrip(b"\0")
 
     def dump(self, folder: Path, cubin: bytes) -> None:
-        """Write everything there is to read about this kernel."""
+        """Write the source, PTX, SASS and log of this kernel for a reader."""
         parts: dict[str, bytes | None] = {"cu": self.source.encode(), "cubin": cubin}
         if not env.NO_COMPILE.get():
             parts["ptx"] = self.ptx()
@@ -192,7 +202,7 @@ def _options(name: str, search: IncludePath) -> ProgramOptions:
 
     return ProgramOptions(
         name=name,
-        std="c++17",
+        std="c++20",
         arch=ARCH,
         device_as_default_execution_space=True,  # CuTe has functions without __device__
         include_path=[str(folder) for folder in search.folders],

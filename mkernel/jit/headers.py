@@ -14,8 +14,9 @@ from pathlib import Path
 
 from mkernel import env
 from mkernel.errors import CompileError
+from mkernel.jit.spec import KernelSpec
 
-__all__ = ["IncludePath", "cuda_includes", "cutlass_include", "digest", "kernels_src", "sources_digest"]
+__all__ = ["IncludePath", "cuda_includes", "cutlass_include", "device_code", "digest", "kernels_src", "own_folder", "sources_digest"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class IncludePath:
     @classmethod
     def for_cuda(cls, more: Sequence[Path] = ()) -> IncludePath:
         """Everything a kernel needs on target cuda. Raises CompileError when something is missing, with a remedy."""
-        return cls((kernels_src(), *more, cutlass_include(), *cuda_includes()))
+        return cls((*device_code(), *more, cutlass_include(), *cuda_includes()))
 
     def find(self, name: str, beside: Path) -> Path | None:
         """The file that ``#include`` of this name means inside a file of folder ``beside``."""
@@ -51,6 +52,25 @@ def kernels_src() -> Path:
         if (folder / "ptx.cuh").is_file():
             return folder
     raise CompileError(f"kernels_src is neither in {package} nor beside it: the installation is incomplete, reinstall mkernel")
+
+
+def device_code() -> tuple[Path, ...]:
+    """Search path of the device code: ``kernels_src``, for headers that include each other, and its ``ops``, for generated sources."""
+    folder = kernels_src()
+    return folder, folder / "ops"
+
+
+def own_folder(spec: KernelSpec) -> tuple[Path, ...]:
+    """Search path of a kernel from outside ``kernels_src``. Raises CompileError when it has the name of one of mkernel's own."""
+    if spec.folder is None:
+        return ()
+    name = f"{spec.name}.cuh"
+    for folder in device_code():
+        if (folder / name).is_file():
+            raise CompileError(f"{spec.folder / name}: mkernel has a kernel of this name, {folder / name}; name it otherwise")
+    if not (spec.folder / name).is_file():
+        raise CompileError(f"{spec.name}: no {name} in {spec.folder}")
+    return (spec.folder,)
 
 
 def cutlass_include() -> Path:
@@ -155,10 +175,12 @@ def _read(file: Path, mtime_ns: int, size: int) -> tuple[bytes, tuple[str, ...]]
 
 
 def sources_digest() -> str:
-    """Of the device code: another one may want other splits."""
-    total = hashlib.sha256()
-    for file in sorted(kernels_src().glob("*.*h")):
-        total.update(file.name.encode() + b"\0" + _as_it_is(file)[0])
+    """A digest of the device code of target cuda: another one may want other splits."""
+    total, folder = hashlib.sha256(), kernels_src()
+    for file in sorted(folder.rglob("*.*h")):
+        name = file.relative_to(folder)
+        if name.parts[0] != "cpu":
+            total.update(name.as_posix().encode() + b"\0" + _as_it_is(file)[0])
     return total.hexdigest()[:16]
 
 

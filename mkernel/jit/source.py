@@ -14,7 +14,7 @@ _WIDTH = 140
 
 
 def render(spec: KernelSpec) -> str:
-    """At most 15 lines of C++ that instantiate ``kernels_src/<spec.name>.cuh``.
+    """At most 15 lines of C++ that instantiate ``kernels_src/ops/<spec.name>.cuh``.
 
     The launch figures of the spec join the constants (``kThreads``, ``kSharedBytes``, ``kParameterBytes``), so that the kernel can hold
     its own layout against them in a static_assert.
@@ -25,7 +25,7 @@ def render(spec: KernelSpec) -> str:
         A name is no C++ identifier, appears twice with different values, or a value does not fit an unsigned 32-bit integer.
     """
     if not spec.name.isidentifier():
-        raise ValueError(f"kernel name {spec.name!r}: must be an identifier, the stem of a header in kernels_src")
+        raise ValueError(f"kernel name {spec.name!r}: must be an identifier, the stem of a header in kernels_src/ops")
     members = ", ".join(f"{name} = {value}u" for name, value in _constants(spec).items())
     lines = textwrap.wrap(f"static constexpr uint32_t {members};", _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     body = "\n".join("  " + line for line in lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from pathlib import Path
 
 __all__ = ["KernelSpec"]
 
@@ -12,11 +14,19 @@ class KernelSpec:
     """One kernel, ready to be compiled for either target.
 
     ``constants`` become ``static constexpr uint32_t NAME = value;`` members of ``struct Config`` in the generated source, in this
-    order; the kernel header in ``kernels_src`` is then included and instantiates itself with ``Config``.
+    order; the kernel header ``<name>.cuh`` is then included and instantiates itself with ``Config``.
     """
 
-    name: str  # e.g. "allgather_gemm"; also the stem of the header: kernels_src/<name>.cuh
+    name: str  # e.g. "allgather_gemm"; also the stem of the header: kernels_src/ops/<name>.cuh
     constants: tuple[tuple[str, int], ...]
     threads: int  # per CTA
     shared_bytes: int  # dynamic shared memory per CTA
     parameter_bytes: int  # sizeof the kernel's one parameter struct (64-byte aligned)
+    folder: Path | None = dataclasses.field(default=None, repr=False)  # where the header is, if not in kernels_src/ops; may differ by rank
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.constants, self.threads, self.shared_bytes, self.parameter_bytes))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for with every new size of a call

@@ -10,7 +10,7 @@ __all__ = ["Allocator", "OutOfMemory"]
 
 ALIGNMENT = 256
 LARGE = 64 * 1024
-LARGE_ALIGNMENT = 1024  # what a 128-byte-swizzled TMA box wants at its base
+LARGE_ALIGNMENT = 1024  # alignment of a 128-byte-swizzled TMA box
 
 
 class OutOfMemory(Error, MemoryError):  # noqa: N818 - says what happened, like MemoryError's own kin
@@ -23,7 +23,7 @@ class OutOfMemory(Error, MemoryError):  # noqa: N818 - says what happened, like 
     available
         Bytes free in all, not necessarily in one piece.
     required
-        Heap size with which this allocation would have succeeded.
+        Heap size with which this would have succeeded.
     """
 
     def __init__(self, needed: int, available: int, largest: int, capacity: int, required: int) -> None:
@@ -35,9 +35,15 @@ class OutOfMemory(Error, MemoryError):  # noqa: N818 - says what happened, like 
 
 
 class Allocator:
-    """First fit over ``capacity`` bytes. Offsets are 256-byte aligned, 1024-byte aligned from 64 KiB on.
+    """Allocations from the end of ``capacity`` bytes down, first fit; a workspace grows from the beginning up.
 
-    The same sequence of ``allocate`` and ``free`` calls gives the same offsets on every rank. Not thread-safe: the world serializes.
+    Offsets are 256-byte aligned, 1024-byte aligned from 64 KiB on. The same sequence of calls gives the same offsets on every rank. Not
+    thread-safe: the world serializes.
+
+    Attributes
+    ----------
+    workspace
+        Bytes at the beginning that are no array's.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,19 +51,19 @@ class Allocator:
             raise ValueError(f"capacity = {capacity}: must not be negative")
         self.capacity = capacity
         self.used = 0
-        self.high_water = 0  # largest end of any allocation so far: the heap size that this program needs
+        self.workspace = 0
         self._holes: list[tuple[int, int]] = [(0, capacity)] if capacity else []  # (start, end), by start, never adjacent
         self._sizes: dict[int, int] = {}
 
     @property
     def available(self) -> int:
         """Free bytes in all."""
-        return self.capacity - self.used
+        return self.capacity - self.used - self.workspace
 
     @property
     def largest(self) -> int:
         """Bytes of the largest hole."""
-        return max((end - start for start, end in self._holes), default=0)
+        return max((end - max(start, self.workspace) for start, end in self._holes if end > self.workspace), default=0)
 
     def allocate(self, size: int) -> int:
         """Offset of ``size`` free bytes (0 counts as 1, so that offsets of live allocations are distinct). Raises OutOfMemory."""
@@ -65,15 +71,31 @@ class Allocator:
             raise ValueError(f"size = {size}: must not be negative")
         alignment = LARGE_ALIGNMENT if size >= LARGE else ALIGNMENT
         needed = _align(max(size, 1), ALIGNMENT)
-        for index, (start, end) in enumerate(self._holes):
-            offset = _align(start, alignment)
-            if offset + needed <= end:
+        for index in range(len(self._holes) - 1, -1, -1):
+            start, end = self._holes[index]
+            offset = (end - needed) // alignment * alignment
+            if offset >= max(start, self.workspace):
                 self._holes[index : index + 1] = [(low, high) for low, high in ((start, offset), (offset + needed, end)) if low < high]
                 self._sizes[offset] = needed
                 self.used += needed
-                self.high_water = max(self.high_water, offset + needed)
                 return offset
-        raise OutOfMemory(needed, self.available, self.largest, self.capacity, self._tail(alignment) + needed)
+        # In a longer heap the arrays also lie at the end: the room between them and the workspace is what grows.
+        missing = self.workspace + needed - self._lowest
+        raise OutOfMemory(needed, self.available, self.largest, self.capacity, self.capacity + _align(missing + alignment, LARGE_ALIGNMENT))
+
+    def reserve(self, size: int, beside: int = 0) -> None:
+        """Make the workspace at least ``size`` bytes. Raises OutOfMemory where it would meet the lowest allocation, and changes nothing.
+
+        ``beside``: bytes that are to be allocated next, which there must be room for, too.
+        """
+        if size <= self.workspace and beside == 0:
+            return
+        room = _align(beside, ALIGNMENT) + LARGE_ALIGNMENT if beside else 0
+        missing = max(size, self.workspace) + room - self._lowest
+        if missing > 0:
+            required = self.capacity + _align(missing, LARGE_ALIGNMENT)
+            raise OutOfMemory(size + room, self.available + self.workspace, self._lowest, self.capacity, required)
+        self.workspace = max(size, self.workspace)
 
     def free(self, offset: int) -> None:
         """Give an allocation back. Raises ValueError when ``offset`` is not live."""
@@ -97,11 +119,10 @@ class Allocator:
         """Bytes of a live allocation."""
         return self._sizes[offset]
 
-    def _tail(self, alignment: int) -> int:
-        """Where an allocation would start if the heap were longer."""
-        if self._holes and self._holes[-1][1] == self.capacity:
-            return _align(self._holes[-1][0], alignment)
-        return _align(self.capacity, alignment)
+    @property
+    def _lowest(self) -> int:
+        """Where the lowest allocation begins."""
+        return min(self._sizes, default=self.capacity)
 
 
 def _align(value: int, alignment: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 from mkernel.errors import Error
 
-__all__ = ["DriverError", "call", "check", "current", "driver", "native", "prompt", "unwind"]
+__all__ = ["DriverError", "call", "check", "current", "destroyer", "driver", "free_all", "native", "new_stream", "prompt", "unwind"]
 
 _REMEDIES = {
     2: "free GPU memory, or pass a smaller heap_bytes",
@@ -33,7 +34,7 @@ class DriverError(Error):
 
     @property
     def gone(self) -> bool:
-        """The driver has already shut down: there is nothing left to free."""
+        """The driver has shut down, and has freed everything."""
         return self.status in _GONE
 
 
@@ -52,7 +53,7 @@ def driver() -> Any:
 
 
 def call(result: tuple[Any, ...], what: str) -> Any:
-    """Unwrap what a function of ``driver()`` returned. ``what`` says what was being done, with its values."""
+    """The result of a function of ``driver()``; raises DriverError if it failed. ``what``: what was being done, with its values."""
     status = result[0]
     if status:  # CUDA_SUCCESS is 0
         raise DriverError(what, int(status), status.name)
@@ -63,7 +64,7 @@ def call(result: tuple[Any, ...], what: str) -> Any:
 def native(name: str, *types: Any) -> Any:
     """A function of the driver that releases the GIL while it runs, which the bindings' functions do not. Returns a status: ``check``.
 
-    For whatever may wait: with the GIL held, the engine thread or another rank's thread that would end the wait could not run.
+    Use it for functions that may wait: the thread that would end the wait (the engine's, another rank's) needs the GIL.
     """
     driver()
     function = getattr(ctypes.CDLL("libcuda.so.1"), name)
@@ -75,7 +76,7 @@ def native(name: str, *types: Any) -> Any:
 def prompt(name: str, *types: Any) -> Any:
     """A function of the driver that returns at once, several times cheaper than through the bindings. Keeps the GIL. Returns a status.
 
-    Giving up the GIL for less than a microsecond would mean waiting for whoever takes it meanwhile.
+    A thread that gives up the GIL for less than a microsecond may have to wait for another thread to return it.
     """
     driver()
     function = getattr(ctypes.PyDLL("libcuda.so.1"), name)
@@ -113,10 +114,36 @@ class current:  # noqa: N801
 
 
 def unwind(undo: list[Callable[[], None]]) -> None:
-    """Newest first. At the end of the process the driver may be gone already, and has freed everything."""
+    """Undo steps, newest first. At the end of the process the driver may be gone already, and has freed everything."""
     while undo:
         try:
             undo.pop()()
         except DriverError as error:
             if not error.gone:
                 raise
+
+
+def new_stream() -> int:
+    """A stream that never waits for the legacy stream."""
+    cuda = driver()
+    return int(call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream"))
+
+
+def destroyer(event: Any) -> Callable[[], object]:
+    """What destroys an event."""
+    return lambda: call(driver().cuEventDestroy(event), "destroying an event")
+
+
+def free_all(frees: list[Callable[[], object]], context: Any) -> None:
+    """Free everything, newest first, the context last. A failure stops nothing; the first one is raised at the end."""
+    failure: DriverError | None = None
+    while frees:
+        free = frees.pop()
+        try:
+            with current(context) if frees else contextlib.nullcontext():
+                free()
+        except DriverError as error:
+            if not error.gone:
+                failure = failure or error
+    if failure is not None:
+        raise failure

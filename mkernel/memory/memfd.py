@@ -11,7 +11,7 @@ from mkernel.memory.segment import Holder, Segment
 
 __all__ = ["GRANULARITY", "Mapping", "MemfdSegment", "SharedMemory", "import_fd"]
 
-GRANULARITY = 64 * 1024  # the largest page size of the hosts we run on (AArch64), so that sizes agree between machines
+GRANULARITY = 64 * 1024  # largest page size of supported hosts (AArch64), so that sizes agree between machines
 
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -133,7 +133,7 @@ def _create(size: int) -> int:
     fd = os.memfd_create("mkernel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # A peer that truncated the file would kill this process with SIGBUS.
+        # The size is sealed: a peer that truncated the file would kill this process with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
@@ -142,7 +142,7 @@ def _create(size: int) -> int:
 
 
 def _check_size(fd: int, size: int, what: str) -> None:
-    """Touching a mapping beyond the end of its file is SIGBUS, so refuse it here."""
+    """Refuse a file that is too short: touching a mapping beyond its end would raise SIGBUS."""
     have = os.fstat(fd).st_size
     if have < size:
         raise ValueError(f"the segment of {what} has {have} bytes, {size} expected: sizes must be equal on all ranks")

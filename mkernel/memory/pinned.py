@@ -15,7 +15,7 @@ __all__ = ["PinnedSegment", "pin"]
 class PinnedSegment(MemfdSegment):
     """A memfd segment whose parts are pinned, so that kernels on GPU ``ordinal`` address them as the host does.
 
-    Kernels load and store there, nothing else: an atomic of a GPU on host memory is one only where PCIe has atomics.
+    Kernels only load and store there: a GPU's atomics on host memory need PCIe atomics.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ class Holder(abc.ABC):
     @property
     @abc.abstractmethod
     def closed(self) -> bool:
-        """Whether nothing is held. True for what was never wholly constructed."""
+        """Whether nothing is held; true also for an object whose constructor failed."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -47,7 +47,7 @@ class Segment(Holder):
     base: int  # address of local rank 0's part
     local_rank: int
     ranks_per_node: int
-    mappable: bool  # any process can map ``fd`` and read and write there; else network cards get in by ``dmabuf``
+    mappable: bool  # any process can map ``fd``; else network cards reach the memory by ``dmabuf``
 
     _fd: int
 

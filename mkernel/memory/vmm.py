@@ -129,13 +129,13 @@ def granularity(ordinal: int) -> int:
 
 
 def _require_rdma(ordinal: int) -> None:
-    """What a network card needs that writes to this GPU's memory by itself. Raises Error."""
+    """Check that a network card can write to this GPU's memory. Raises Error."""
     cuda = driver()
     numbers = cuda.CUdevice_attribute
     for number, least, what, remedy in (
         (numbers.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, 1, "cannot export memory as a dma-buf", "use the open GPU kernel modules"),
         (numbers.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, 1, "does not let network cards reach its memory", ""),
-        # OWNER: what has arrived is visible to the GPU that owns the memory, without a flush
+        # OWNER: writes that have arrived are visible to the GPU that owns the memory, without a flush
         (numbers.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, 100, "does not order the writes of network cards", ""),
     ):
         if int(call(cuda.cuDeviceGetAttribute(number, ordinal), f"attributes of GPU {ordinal}")) < least:
@@ -198,7 +198,7 @@ def _map(handle: Any, address: int, size: int, ordinal: int, undo: list[Callable
 
 
 def _zero(context: Any, address: int, size: int) -> None:
-    """On a stream of its own: the legacy stream would wait for kernels of other worlds."""
+    """Zero the memory, on a stream of its own, because the legacy stream would wait for kernels of other worlds."""
     cuda = driver()
     with current(context):
         stream = call(cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), "creating a stream")

@@ -3,50 +3,69 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, check_extents, check_operands, row_stride
-from mkernel.ops.call import BoundCall, check_result, executable, map_of_b, matmul_call, set_map
-from mkernel.plan.allgather_gemm import OP, PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.plan.gemm import BLOCK_K
+from mkernel.ops.call import call
+from mkernel.ops.gemm import GemmOp, map_of_b
+from mkernel.ops.op import Instance, register
+from mkernel.ops.parameters import map_places, place_of
+from mkernel.planner.allgather_gemm import OP as OP_NAME
+from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.planner.gemm import BLOCK_K
 
 if TYPE_CHECKING:
-    from mkernel.plan.split import Split
-    from mkernel.runtime.device import TensorView
+    from mkernel.planner.split import Split
+    from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
+    from mkernel.typing import Array
 
-__all__ = ["allgather_gemm", "make_plan", "problem_of"]
+__all__ = ["OP", "allgather_gemm"]
 
 
 class Parameters(ctypes.Structure):
-    """``Parameters`` of ``kernels_src/allgather_gemm.cuh``."""
+    """``Parameters`` of ``kernels_src/ops/allgather_gemm.cuh``."""
 
     _fields_ = [
         ("world", abi.World),
+        ("fields", abi.Fields),
         ("a", ctypes.c_uint64),
         ("gather_offset", ctypes.c_uint64),
         ("send_offset", ctypes.c_uint64),
         ("flag_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
-        ("stage_send", ctypes.c_uint32),
         ("whole_tiles", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("part_blocks", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 7),
+        ("chunk_shift", ctypes.c_uint32),
+        ("part_shift", ctypes.c_uint32),
+        ("piece_rows", ctypes.c_uint32),
+        ("piece_units", ctypes.c_uint32),
+        ("load_rows", ctypes.c_uint32),
+        ("stage_send", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 6),
         ("a_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
+        ("b_slice_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
     ]
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
+_AT, _VALUES = place_of(Parameters, "fields", "stage_send")
+_A_MAP, _PART_MAP, _GATHER_MAP = map_places(Parameters, "a_map", "part_map", "gather_map")
+_B_MAP, _B_SLICE_MAP, _C_MAP = map_places(Parameters, "b_map", "b_slice_map", "c_map")
 
 
-def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = None, split: Split | None = None, stream: Any = None) -> Any:
+def allgather_gemm(
+    a: Array, b: Array, *, world: World | None = None, out: Array | None = None, split: Split | None = None, stream: Any = None
+) -> Array:
     """Gather the row shards of A from all ranks and multiply: ``c = concatenate(a of rank 0, 1, ...) @ b``, in one kernel.
 
     Parameters
@@ -72,9 +91,10 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
 
     Notes
     -----
-    Collective: every rank calls it, in the same order. Asynchronous on target cuda (it never waits for the host or for peers, except on
-    the first use of a plan, which compiles); on target cpu it returns when the result is there. Capturable in a CUDA graph once planned
-    (``mk.plan``). No buffer of the caller is in use by other ranks after the kernel has ended.
+    Collective: every rank calls it, in the same order, with the same number of rows, which may be another in every call. Asynchronous on
+    target cuda: it never waits for the device or for peers, unless its kernel is not loaded yet (the first call of a problem, where
+    ``mk.plan`` has not prepared it), which blocks the host of every rank. On target cpu it returns when the result is there. Capturable in
+    a CUDA graph once prepared. No buffer of the caller is in use by other ranks after the kernel has ended.
 
     Raises
     ------
@@ -83,55 +103,91 @@ def allgather_gemm(a: Any, b: Any, *, world: World | None = None, out: Any = Non
     MismatchError, TimeoutError, PeerLostError, TransportError
         On this or a later call: the ranks disagree, or one does not answer.
 
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mkernel as mk
+    >>> def rank(world):
+    ...     a = np.full((16, 64), world.rank + 1, ml_dtypes.bfloat16)  # this rank's rows of A
+    ...     b = np.ones((64, 8), ml_dtypes.bfloat16)  # this rank's columns of B
+    ...     c = mk.allgather_gemm(a, b)
+    ...     return c.shape, float(c[0, 0]), float(c[16, 0])
+    >>> mk.launch(rank, ranks=2, target="cpu")
+    [((32, 8), 64.0, 128.0), ((32, 8), 64.0, 128.0)]
+
     The algorithm: every rank pushes its shard chunk by chunk into the gather buffers of its node while tiles of its own shard are computed;
-    tiles of other shards follow as their chunks arrive (kernels_src/allgather_gemm.cuh).
+    tiles of other shards follow as their chunks arrive (kernels_src/ops/allgather_gemm.cuh).
     """
-    return matmul_call(OP, a, b, (), world, out, split, stream, problem_of, _bind)
+    result: Array = call(OP, (a, b), (), world=world, out=out, split=split, stream=stream)
+    return result
 
 
-def problem_of(world: World, a: TensorView, b: TensorView) -> AllGatherGemmProblem:
-    """What these operands ask for."""
-    rows, n, k, b_row_major = check_operands(a, b, "K", "this rank's columns")
-    if row_stride("a", a) != k * ITEM:
-        raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
-    check_extents(rows * world.size, n, k)
-    return AllGatherGemmProblem(world.topology, rows, n, k, a.dtype, b_row_major)
+class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
+    """``mk.allgather_gemm``."""
+
+    name = OP_NAME
+    gives = "its rows of A: (M/W, K); its columns of B: (K, N)"
+    gets = "all rows of A times its columns: (M, N)"
+    result_rule = "(M, N)"
+    bench = "mkernel.bench.cases.allgather_gemm"
+    parameters = Parameters
+
+    def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
+        a, b = operands
+        rows, n, k, b_row_major = check_operands(a, b, "K", "this rank's columns")
+        if row_stride("a", a) != k * ITEM:
+            raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
+        check_extents(rows * world.size, n, k)
+        return Instance(AllGatherGemmProblem(world.topology, n, k, a.dtype, b_row_major), rows)
+
+    def make_plan(
+        self, problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+    ) -> AllGatherGemmPlan:
+        return make_plan(problem, rows, sm_count, split, specialize=specialize)
+
+    def mechanism(self, plan: Any) -> str:
+        return "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send"
+
+    def travels(self, plan: Any) -> str:
+        return f"{plan.chunk_rows} rows" + (f", 1/{plan.parts} of K" if plan.parts > 1 else "")
+
+    def bind(
+        self,
+        world: World,
+        executable: Executable,
+        instance: Instance[AllGatherGemmProblem],
+        operands: Sequence[TensorView],
+        results: Sequence[TensorView],
+    ) -> Parameters:
+        (problem, rows), (a, b), (c,) = instance, operands, results
+        n, k, size, dtype = problem.n, problem.k, world.size, problem.dtype
+        plan: AllGatherGemmPlan = executable.plan
+        c_stride = row_stride("out", c)
+        heap = world.heap_address
+        offset = world.heap_offset(a.address, plan.plane_bytes) if rows else None
+        staged = world.num_nodes > 1 and offset is None
+        extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
+        a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
+        gather = heap + executable.scratch_offset if size > 1 and rows else b.address
+        tensor_map = world.backend.tensor_map
+        a_box, plane = (BLOCK_K, plan.load_rows, 1), extent * k * ITEM
+        parameters = Parameters()
+        memory = memoryview(parameters).cast("B")
+        send_offset = executable.staging_offset if offset is None else offset
+        offsets = executable.scratch_offset, send_offset, executable.flag_offset
+        _VALUES.pack_into(memory, _AT, *plan.fields, a.address, *offsets, *plan.arguments.values(), staged)
+        memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box)
+        if plan.parts > 1:
+            piece = (BLOCK_K, plan.piece_box[1], plan.piece_box[0])
+            part_map = tensor_map(a_address, dtype, (BLOCK_K, k // BLOCK_K, extent), (BLOCK_K * ITEM, k * ITEM), piece, swizzled=False)
+            memory[_PART_MAP] = part_map
+        part_k = k // plan.parts
+        gather_strides = (part_k * ITEM, extent * part_k * ITEM)
+        memory[_GATHER_MAP] = tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box)
+        memory[_B_MAP] = map_of_b(world, problem, b, plan.tile.block_n)
+        if plan.slices > 1 and not problem.b_row_major:
+            memory[_B_SLICE_MAP] = map_of_b(world, problem, b, plan.b_columns)
+        memory[_C_MAP] = tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1))
+        return parameters
 
 
-def _bind(
-    world: World, problem: AllGatherGemmProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any
-) -> BoundCall:
-    rows, n, k, size, dtype = problem.rows, problem.n, problem.k, world.size, problem.dtype
-    c_stride = check_result(problem, a, b, c, "(M, N)")
-    chosen = executable(world, problem, make_plan, split, stream)
-    plan: AllGatherGemmPlan = chosen.plan
-    heap = world.heap_address
-    offset = world.heap_offset(a.address, plan.plane_bytes) if rows else None
-    staged = world.num_nodes > 1 and offset is None
-    extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
-    a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
-    gather = heap + chosen.scratch_offset if size > 1 and rows else b.address
-    tensor_map = world.backend.tensor_map
-    a_box, plane = (BLOCK_K, plan.load_rows, 1), extent * k * ITEM
-    parameters = Parameters(
-        a=a.address,
-        gather_offset=chosen.scratch_offset,
-        send_offset=chosen.staging_offset if offset is None else offset,
-        flag_offset=chosen.flag_offset,
-        rows=rows,
-        stage_send=int(staged),
-        whole_tiles=plan.whole_tiles,
-        group_m=plan.group_m,
-        part_blocks=plan.part_blocks,
-    )
-    set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box))
-    if plan.parts > 1:
-        piece = (BLOCK_K, plan.piece_box[1], plan.piece_box[0])
-        part_map = tensor_map(a_address, dtype, (BLOCK_K, k // BLOCK_K, extent), (BLOCK_K * ITEM, k * ITEM), piece, swizzled=False)
-        set_map(parameters, "part_map", part_map)
-    part_k = k // plan.parts
-    gather_strides = (part_k * ITEM, extent * part_k * ITEM)
-    set_map(parameters, "gather_map", tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box))
-    set_map(parameters, "b_map", map_of_b(world, problem, b, plan.b_columns))
-    set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1)))
-    return BoundCall(chosen, parameters, chosen.placement)
+OP = register(AllGatherGemm())

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mkernel.errors import ArgumentError
-from mkernel.plan.split import Split
+from mkernel.planner.split import Split
 
 if TYPE_CHECKING:
-    from mkernel.runtime.device import TensorView
+    from mkernel.runtime.backend import TensorView
 
 __all__ = [
     "check_aligned",
@@ -58,10 +58,26 @@ def check_writable(name: str, view: TensorView) -> None:
 
 def check_apart(name: str, view: TensorView, operands: Mapping[str, TensorView]) -> None:
     """No byte of an output belongs to an operand, which other ranks may still be reading when the output is written."""
+    begin, end = _extent(view)
     for operand, other in operands.items():
+        first, last = _extent(other)
+        if end <= first or last <= begin:
+            continue
         if 0 not in (*view.shape, *other.shape) and np.shares_memory(np.asarray(_Place(view)), np.asarray(_Place(other))):
             rule = f"overlaps {operand}, at {other.address:#x}, which is read while the result is written"
             raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
+
+
+def _extent(view: TensorView) -> tuple[int, int]:
+    """Addresses of the first byte of a matrix and of the one after its last."""
+    begin = end = view.address
+    for number, stride in zip(view.shape, view.strides, strict=True):
+        reach = (number - 1) * stride
+        if reach < 0:
+            begin += reach
+        else:
+            end += reach
+    return begin, end + ITEM
 
 
 class _Place:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.errors import ArgumentError
-from mkernel.ops import reduce
-from mkernel.ops.call import matmul_call
-from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, ReduceProblem, choose_algorithm, make_plan
+from mkernel.ops.call import call
+from mkernel.ops.op import Instance, register
+from mkernel.ops.reduce import ReduceOp
+from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, ReduceProblem
 
 if TYPE_CHECKING:
-    from mkernel.plan.split import Split
-    from mkernel.runtime.device import TensorView
+    from mkernel.planner.split import Split
+    from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.world import World
+    from mkernel.typing import Array
 
-__all__ = ["gemm_allreduce", "make_plan", "problem_of"]
+__all__ = ["OP", "gemm_allreduce"]
 
 
 def gemm_allreduce(
-    a: Any,
-    b: Any,
+    a: Array,
+    b: Array,
     *,
     world: World | None = None,
-    out: Any = None,
+    out: Array | None = None,
     split: Split | None = None,
     stream: Any = None,
     partials: str = "output",
     algorithm: str | None = None,
-) -> Any:
+) -> Array:
     """Multiply and add up over all ranks: ``c = sum over ranks of a @ b``, the same bits on every rank, in one kernel.
 
     Parameters
@@ -61,9 +64,10 @@ def gemm_allreduce(
 
     Notes
     -----
-    Collective: every rank calls it, in the same order. Asynchronous on target cuda (it never waits for the host or for peers, except on
-    the first use of a plan, which compiles); on target cpu it returns when the result is there. Capturable in a CUDA graph once planned
-    (``mk.plan``). No buffer of the caller is in use by other ranks after the kernel has ended.
+    Collective: every rank calls it, in the same order, with the same number of rows, which may be another in every call. Asynchronous on
+    target cuda: it never waits for the device or for peers, unless its kernel is not loaded yet (the first call of a problem, where
+    ``mk.plan`` has not prepared it), which blocks the host of every rank. On target cpu it returns when the result is there. Capturable in
+    a CUDA graph once prepared. No buffer of the caller is in use by other ranks after the kernel has ended.
 
     Raises
     ------
@@ -72,20 +76,44 @@ def gemm_allreduce(
     MismatchError, TimeoutError, PeerLostError, TransportError
         On this or a later call: the ranks disagree, or one does not answer.
 
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mkernel as mk
+    >>> def rank(world):
+    ...     a = np.ones((16, 64), ml_dtypes.bfloat16)  # this rank's columns of A
+    ...     b = np.ones((64, 8), ml_dtypes.bfloat16)  # this rank's rows of B
+    ...     c = mk.gemm_allreduce(a, b)
+    ...     return c.shape, float(c[0, 0])
+    >>> mk.launch(rank, ranks=2, target="cpu")
+    [((16, 8), 128.0), ((16, 8), 128.0)]
+
     The algorithm: two-shot is a reduce-scatter by direct exchange, tile by tile, after which the node's other ranks pull each finished
     tile from its owner; across nodes each node sends one sum, and an owner sends the finished tile once per node
-    (kernels_src/reduce.cuh, gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
+    (kernels_src/reduce, kernels_src/ops/gemm_allreduce.cuh). One-shot is direct exchange of everything (gemm_allreduce_one_shot.cuh).
     Either way up to 8 MiB of result inside a node of at most 8 ranks travel in packets, each word its own flag, and the owner, of 16 rows
     of a tile, sends the sum back (gemm_allreduce_packets.cuh).
     """
-    return matmul_call(ALLREDUCE, a, b, (partials, algorithm), world, out, split, stream, problem_of, reduce.bind)
+    result: Array = call(OP, (a, b), (partials, algorithm), world=world, out=out, split=split, stream=stream)
+    return result
 
 
-def problem_of(world: World, a: TensorView, b: TensorView, partials: Any = "output", algorithm: Any = None) -> ReduceProblem:
-    """What these operands ask for."""
-    m, n, k, row_major = reduce.check_operands(a, b)
-    if algorithm is None:
-        algorithm = choose_algorithm(world.topology, m, n)
-    elif algorithm not in ALGORITHMS:
-        raise ArgumentError("algorithm", algorithm, f"must be None or one of {', '.join(ALGORITHMS)}")
-    return ReduceProblem(ALLREDUCE, world.topology, m, n, k, a.dtype, row_major, reduce.check_partials(partials), algorithm)
+class GemmAllReduce(ReduceOp):
+    """``mk.gemm_allreduce``."""
+
+    name = ALLREDUCE
+    gives = "its columns of A: (M, K/W); its rows of B: (K/W, N)"
+    gets = "the sum of all products: (M, N), the same bits on every rank"
+    result_rule = "(M, N)"
+    bench = "mkernel.bench.cases.gemm_allreduce"
+    options: ClassVar[Mapping[str, Any]] = {"partials": "output", "algorithm": None}
+
+    def instance(
+        self, world: World, *operands: TensorView, partials: Any = "output", algorithm: Any = None, **options: Any
+    ) -> Instance[ReduceProblem]:
+        a, b = operands
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise ArgumentError("algorithm", algorithm, f"must be None or one of {', '.join(ALGORITHMS)}")
+        return self.problem(world, a, b, partials, algorithm, **options)
+
+
+OP = register(GemmAllReduce())

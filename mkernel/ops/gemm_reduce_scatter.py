@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.errors import ArgumentError
-from mkernel.ops import reduce
-from mkernel.ops.call import matmul_call
-from mkernel.plan.reduce import REDUCE_SCATTER, ReduceProblem, make_plan
+from mkernel.ops.call import call
+from mkernel.ops.op import Instance, register
+from mkernel.ops.reduce import ReduceOp
+from mkernel.planner.reduce import REDUCE_SCATTER, ReduceProblem
 
 if TYPE_CHECKING:
-    from mkernel.plan.split import Split
-    from mkernel.runtime.device import TensorView
+    from mkernel.planner.split import Split
+    from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.world import World
+    from mkernel.typing import Array
 
-__all__ = ["gemm_reduce_scatter", "make_plan", "problem_of"]
+__all__ = ["OP", "gemm_reduce_scatter"]
 
 
 def gemm_reduce_scatter(
-    a: Any,
-    b: Any,
+    a: Array,
+    b: Array,
     *,
     world: World | None = None,
-    out: Any = None,
+    out: Array | None = None,
     split: Split | None = None,
     stream: Any = None,
     partials: str = "output",
-) -> Any:
+) -> Array:
     """Multiply, add up over all ranks, and keep this rank's rows: ``c = (sum over ranks of a @ b)[rank's rows]``, in one kernel.
 
     Parameters
@@ -57,9 +60,10 @@ def gemm_reduce_scatter(
 
     Notes
     -----
-    Collective: every rank calls it, in the same order. Asynchronous on target cuda (it never waits for the host or for peers, except on
-    the first use of a plan, which compiles); on target cpu it returns when the result is there. Capturable in a CUDA graph once planned
-    (``mk.plan``). No buffer of the caller is in use by other ranks after the kernel has ended.
+    Collective: every rank calls it, in the same order, with the same number of rows, which may be another in every call. Asynchronous on
+    target cuda: it never waits for the device or for peers, unless its kernel is not loaded yet (the first call of a problem, where
+    ``mk.plan`` has not prepared it), which blocks the host of every rank. On target cpu it returns when the result is there. Capturable in
+    a CUDA graph once prepared. No buffer of the caller is in use by other ranks after the kernel has ended.
 
     Raises
     ------
@@ -68,16 +72,44 @@ def gemm_reduce_scatter(
     MismatchError, TimeoutError, PeerLostError, TransportError
         On this or a later call: the ranks disagree, or one does not answer.
 
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mkernel as mk
+    >>> def rank(world):
+    ...     a = np.ones((32, 64), ml_dtypes.bfloat16)  # this rank's columns of A
+    ...     b = np.ones((64, 8), ml_dtypes.bfloat16)  # this rank's rows of B
+    ...     c = mk.gemm_reduce_scatter(a, b)
+    ...     return c.shape, float(c[0, 0])
+    >>> mk.launch(rank, ranks=2, target="cpu")
+    [((16, 8), 128.0), ((16, 8), 128.0)]
+
     The algorithm: a reduce-scatter by direct exchange, tile by tile. A rank computes the tiles of others first and stores each straight
     into its owner's heap; the owner adds them to its own product, a group of tiles later. Across nodes each node sends one sum
-    (kernels_src/reduce.cuh).
+    (kernels_src/reduce).
     """
-    return matmul_call(REDUCE_SCATTER, a, b, (partials,), world, out, split, stream, problem_of, reduce.bind)
+    result: Array = call(OP, (a, b), (partials,), world=world, out=out, split=split, stream=stream)
+    return result
 
 
-def problem_of(world: World, a: TensorView, b: TensorView, partials: Any = "output") -> ReduceProblem:
-    """What these operands ask for."""
-    m, n, k, row_major = reduce.check_operands(a, b)
-    if m % world.size:
-        raise ArgumentError("a.shape", a.shape, f"M must be a multiple of the {world.size} ranks", "pad a with rows of zeros")
-    return ReduceProblem(REDUCE_SCATTER, world.topology, m // world.size, n, k, a.dtype, row_major, reduce.check_partials(partials))
+class GemmReduceScatter(ReduceOp):
+    """``mk.gemm_reduce_scatter``."""
+
+    name = REDUCE_SCATTER
+    gives = "its columns of A: (M, K/W); its rows of B: (K/W, N)"
+    gets = "its rows of the sum of all products: (M/W, N)"
+    result_rule = "(M/W, N)"
+    bench = "mkernel.bench.cases.gemm_reduce_scatter"
+    options: ClassVar[Mapping[str, Any]] = {"partials": "output"}
+
+    def instance(self, world: World, *operands: TensorView, partials: Any = "output", **options: Any) -> Instance[ReduceProblem]:
+        (a, b), size = operands, world.size
+        problem, m = self.problem(world, a, b, partials, **options)
+        if m % size:
+            raise ArgumentError("a.shape", a.shape, f"M must be a multiple of the {size} ranks", "pad a with rows of zeros")
+        return Instance(problem, m // size)
+
+    def plan_rows(self, rows: int, ranks: int) -> int:
+        return -(-rows // ranks)
+
+
+OP = register(GemmReduceScatter())

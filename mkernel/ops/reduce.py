@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops import arguments
-from mkernel.ops.arguments import row_stride
-from mkernel.ops.call import BoundCall, check_result, executable, map_of_b, set_map
-from mkernel.plan.gemm import BLOCK_K
-from mkernel.plan.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.ops.arguments import check_extents, check_operands, row_stride
+from mkernel.ops.gemm import GemmOp, map_of_b
+from mkernel.ops.op import Instance
+from mkernel.ops.parameters import map_places, place_of
+from mkernel.planner.gemm import BLOCK_K
+from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 
 if TYPE_CHECKING:
-    from mkernel.plan.split import Split
-    from mkernel.runtime.device import TensorView
+    from mkernel.planner.split import Split
+    from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["bind", "check_operands", "check_partials"]
+__all__ = ["ReduceOp"]
 
 
 class Parameters(ctypes.Structure):
-    """``Parameters`` of ``kernels_src/reduce.cuh``."""
+    """``Parameters`` of ``kernels_src/reduce/layout.cuh``."""
 
     _fields_ = [
         ("world", abi.World),
+        ("fields", abi.Fields),
         ("partial_offset", ctypes.c_uint64),
         ("sum_offset", ctypes.c_uint64),
         ("arrived_offset", ctypes.c_uint64),
@@ -35,7 +39,9 @@ class Parameters(ctypes.Structure):
         ("tiles", ctypes.c_uint32),
         ("group_tiles", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 6),
+        ("chunk_shift", ctypes.c_uint32),
+        ("load_rows", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 8),
         ("a_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -43,45 +49,61 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
+_AT, _VALUES = place_of(Parameters, "fields", "load_rows")
+_A_MAP, _B_MAP, _C_MAP = map_places(Parameters, "a_map", "b_map", "c_map")
 
 
-def check_partials(partials: Any) -> str:
-    if partials not in PARTIALS:
-        raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
-    return str(partials)
+class ReduceOp(GemmOp[ReduceProblem]):
+    """A product whose K is spread over the ranks."""
 
+    parameters = Parameters
 
-def check_operands(a: TensorView, b: TensorView) -> tuple[int, int, int, bool]:
-    """(M, N, K of this rank, whether b is row-major) of operands that fit each other."""
-    m, n, k, row_major = arguments.check_operands(a, b, "K/W", "this rank's rows")
-    arguments.check_extents(m, n, k)
-    return m, n, k, row_major
+    def problem(self, world: World, a: TensorView, b: TensorView, partials: Any, algorithm: str | None = None) -> Instance[ReduceProblem]:
+        """What operands that fit each other ask for: all rows of ``a``. Raises ArgumentError."""
+        m, n, k, row_major = check_operands(a, b, "K/W", "this rank's rows")
+        check_extents(m, n, k)
+        if partials not in PARTIALS:
+            raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
+        return Instance(ReduceProblem(self.name, world.topology, n, k, a.dtype, row_major, str(partials), algorithm), m)
 
+    def make_plan(
+        self, problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+    ) -> ReducePlan:
+        return make_plan(problem, rows, sm_count, split, specialize=specialize)
 
-def bind(world: World, problem: ReduceProblem, a: TensorView, b: TensorView, c: TensorView, split: Split | None, stream: Any) -> BoundCall:
-    """The parameters of one call over views of a, b and the result."""
-    rows, n, k, dtype = problem.rows, problem.n, problem.k, problem.dtype
-    c_stride = check_result(problem, a, b, c, "(M/W, N)" if problem.op == REDUCE_SCATTER else "(M, N)")
-    a_stride = row_stride("a", a)
-    chosen = executable(world, problem, make_plan, split, stream)
-    plan: ReducePlan = chosen.plan
-    extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
-    a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
-    planes = world.size if problem.op == REDUCE_SCATTER else 1
-    tensor_map = world.backend.tensor_map
-    offsets = {f"{area}_offset": chosen.scratch_offset + offset for area, offset in plan.offsets.items()}
-    if plan.packets:
-        offsets["partial_offset"] = chosen.packet_offset
-    parameters = Parameters(
-        flag_offset=chosen.flag_offset,
-        rows=rows,
-        tiles=plan.tiles,
-        group_tiles=plan.group_tiles,
-        group_m=plan.group_m,
-        **offsets,
-    )
-    a_strides, c_strides = (a_stride, extent * a_stride), (c_stride, extent * c_stride)
-    set_map(parameters, "a_map", tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, plan.load_rows, 1)))
-    set_map(parameters, "b_map", map_of_b(world, problem, b, plan.tile.block_n))
-    set_map(parameters, "c_map", tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1)))
-    return BoundCall(chosen, parameters, chosen.placement)
+    def mechanism(self, plan: Any) -> str:
+        return "partial tiles" if plan.op == REDUCE_SCATTER else f"{plan.algorithm}{' in packets' if plan.packets else ''}"
+
+    def travels(self, plan: Any) -> str:
+        if plan.packets:
+            return "packets"
+        puts = f", puts of {plan.chunk_tiles}" if plan.problem.topology.num_nodes > 1 else ""
+        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}"
+
+    def bind(
+        self,
+        world: World,
+        executable: Executable,
+        instance: Instance[ReduceProblem],
+        operands: Sequence[TensorView],
+        results: Sequence[TensorView],
+    ) -> Parameters:
+        (problem, rows), (a, b), (c,) = instance, operands, results
+        n, k, dtype = problem.n, problem.k, problem.dtype
+        a_stride, c_stride = row_stride("a", a), row_stride("out", c)
+        plan: ReducePlan = executable.plan
+        extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
+        a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
+        planes = world.size if problem.op == REDUCE_SCATTER else 1
+        tensor_map = world.backend.tensor_map
+        offsets = [executable.scratch_offset + offset for offset in plan.offsets.values()]
+        if plan.packets:
+            offsets[0] = executable.packet_offset
+        parameters = Parameters()
+        memory = memoryview(parameters).cast("B")
+        _VALUES.pack_into(memory, _AT, *plan.fields, *offsets, executable.flag_offset, *plan.arguments.values())
+        a_strides, c_strides = (a_stride, extent * a_stride), (c_stride, extent * c_stride)
+        memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, plan.load_rows, 1))
+        memory[_B_MAP] = map_of_b(world, problem, b, plan.tile.block_n)
+        memory[_C_MAP] = tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1))
+        return parameters

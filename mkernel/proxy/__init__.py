@@ -1,1 +1,1 @@
-"""The host side of the network path: the command ring's reader and the engine that feeds the transport."""
+"""The host side of the network path: the reader of the command ring, and the engine that feeds the transport."""

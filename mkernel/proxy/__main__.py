@@ -1,4 +1,4 @@
-"""``python -m mkernel.proxy FD``: an engine's process. Started by ``mkernel.proxy.process``, of no use by hand."""
+"""``python -m mkernel.proxy FD``: an engine's process. ``mkernel.proxy.process`` starts it; it is of no use by hand."""
 
 from __future__ import annotations
 

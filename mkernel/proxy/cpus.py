@@ -10,10 +10,11 @@ __all__ = ["choose_cpus"]
 
 
 def choose_cpus(near: AbstractSet[int] = frozenset()) -> None:
-    """Let the calling thread, or a process that has no other yet, run on the CPUs ``near`` a card, as far as it may; else where it may.
+    """Bind the calling thread to those CPUs ``near`` a card that it may use; to nothing new if it may use none of them.
 
-    A launcher may have bound the rank to a single CPU (Open MPI does for up to two ranks). The rank's thread spins there while it waits for
-    the GPU, and an engine would get its turn every few milliseconds: so it leaves such a binding, but not the cgroup's CPUs.
+    A process calls this before it has other threads. A launcher may have bound the rank to a single CPU (Open MPI does for up to two
+    ranks). The rank's thread spins there while it waits for the GPU, and an engine beside it would run only every few milliseconds. So such
+    a binding is left; the CPUs of the cgroup are not.
     """
     allowed = os.sched_getaffinity(0)
     if len(allowed) == 1:

@@ -20,8 +20,8 @@ __all__ = ["SPIN_NS", "Engine", "EngineThread"]
 
 _log = logging.getLogger("mkernel")
 
-SPIN_NS = 200_000  # how long an engine looks again and again after the last put, before it sleeps
-BATCH = 64  # commands per step: enough to amortize one doorbell, few enough to poll completions often
+SPIN_NS = 200_000  # how long an engine spins after the last put before it sleeps
+BATCH = 64  # commands per step: enough to amortize a doorbell, few enough to poll completions often
 
 
 class Engine:
@@ -30,11 +30,11 @@ class Engine:
     Parameters
     ----------
     ring
-        Where commands come from and credits go.
+        The ring from which commands come and to which credits go.
     transport
-        Carries the puts; closed with the engine.
+        Carries the puts. Closed with the engine.
     clock_ns
-        The clock that ``transport`` was given; real or virtual.
+        The clock that ``transport`` was given, real or virtual.
     """
 
     def __init__(self, ring: RingReader, transport: Transport, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -42,16 +42,16 @@ class Engine:
         self.transport = transport
         self.clock_ns = clock_ns
         self.error: TransportError | None = None
-        self._held: deque[Put] = deque()  # taken, but refused by the transport so far
+        self._held: deque[Put] = deque()  # taken from the ring and not yet accepted by the transport
         self._closed = False
 
     def step(self) -> bool:
-        """Drain, post, flush, poll and return credits once. Never blocks. Returns whether anything moved.
+        """Take commands, post, flush, poll and return credits, once. Never blocks. Returns whether anything moved.
 
         Raises
         ------
         TransportError
-            Whatever went wrong, and the same at every later call: a failed engine stays failed, and credits stop.
+            Something failed. The engine stays failed: every later call raises the same error, and no credits are returned.
         """
         if self.error is not None:
             raise self.error
@@ -84,7 +84,7 @@ class Engine:
         return bool(posted or done)
 
     def next_event_ns(self) -> int | None:
-        """When ``step`` may next do something: a time of ``clock_ns``, 0: now, None: not before the device issues another command."""
+        """When ``step`` may next do something, on ``clock_ns``. 0: now. None: not before the device issues another command."""
         if self.error is not None or self._closed:
             return None
         if not self._held and self.ring.waiting():
@@ -92,7 +92,7 @@ class Engine:
         return self.transport.next_event_ns()
 
     def close(self) -> None:
-        """Close the transport and drop the ring. What is in flight is abandoned. Safe to call twice."""
+        """Close the transport and drop the ring. Puts in flight are abandoned. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._held.clear()
@@ -107,19 +107,19 @@ class Engine:
 
 
 class EngineThread:
-    """Runs an engine beside the rank's own thread (daemon).
+    """Runs an engine on a daemon thread beside the rank's own.
 
-    The loop spins (giving the interpreter away every turn) while commands move and shortly after, then sleeps: until the next event that
-    the transport knows, else longer and longer up to ``idle_ns``. ``wake`` ends the sleep: call it at each launch.
+    While commands move, and shortly after, the loop spins, and yields the processor at every turn. Then it sleeps until the next event that
+    the transport knows of, else for times that grow up to ``idle_ns``. ``wake`` ends the sleep: call it at each launch.
 
     Parameters
     ----------
     engine
-        Stepped by this thread only, and closed by ``close``.
+        The engine. Only this thread steps it; ``close`` closes it.
     on_error
-        Called once, on the engine's thread, with the TransportError that stopped the engine.
+        Called once, on the engine's thread, with the error that stopped the engine.
     spin_ns, idle_ns
-        How long to spin after the last movement; the longest sleep.
+        How long to spin after the last movement, and the longest sleep.
     """
 
     def __init__(
@@ -140,15 +140,17 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> EngineThread:
+        """Start the thread; returns self."""
         self._thread.start()
         return self
 
     @property
     def running(self) -> bool:
+        """Whether the thread is alive."""
         return self._thread.is_alive()
 
     def wake(self) -> None:
-        """Commands are about to come: spin again."""
+        """Spin again: commands are about to come."""
         self._wake.set()
 
     def close(self, timeout: float = 10.0) -> None:
@@ -158,7 +160,7 @@ class EngineThread:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
             if self._thread.is_alive():
-                # Closing now would unmap what the thread still uses: a leak is the lesser evil.
+                # Closing now would unmap memory that the thread still uses. A leak is the lesser evil.
                 _log.error("%s did not stop within %g s: its memory is left to the end of the process", self._thread.name, timeout)
                 return
         self.engine.close()
@@ -177,7 +179,7 @@ class EngineThread:
         except TransportError as error:
             _log.error("engine stopped: %s", error)
             self._on_error(error)
-        except BaseException as error:  # of any kind: kernels wait for an engine that has ended in silence
+        except BaseException as error:  # whatever it is: kernels would wait for an engine that ended in silence
             _log.exception("%s failed", self._thread.name)
             self._on_error(_as_transport_error(error, None))
 
@@ -192,7 +194,7 @@ class EngineThread:
                 moved_ns = now_ns()
             idle_ns = now_ns() - moved_ns
             if idle_ns < self._spin_ns:
-                os.sched_yield()  # time.sleep(0) takes 80 us
+                os.sched_yield()  # time.sleep(0) would take 80 us
             else:
                 self._sleep(idle_ns)
 

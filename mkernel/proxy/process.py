@@ -1,7 +1,7 @@
-"""The engine as a process of its own, which neither a busy rank nor its GIL can hold up: both ends.
+"""The engine as a process of its own, which neither a busy rank nor its GIL can hold up.
 
-The rank (``EngineProcess``) gives it descriptors, offsets and numbers, nothing else; they talk in JSON over a socket pair. The process
-(``serve``) knows neither CUDA nor MPI, and dies with the rank.
+Both ends are here. The rank's end (``EngineProcess``) gives the process descriptors, offsets and numbers, nothing else; they talk in JSON
+over a socket pair. The process's end (``serve``) knows neither CUDA nor MPI, and dies with the rank.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = ["EngineProcess", "Layout", "Memory", "release_store", "serve"]
 _log = logging.getLogger("mkernel")
 
 _LENGTH = struct.Struct("=I")
-_START_SECONDS = 120.0  # pinning a large heap takes its time
-_NAP_NS = 1_000_000  # the longest: kernels may put without a launch (replayed graphs)
-_CLOSE_SECONDS = 10.0
+_START_SECONDS = 120.0  # the longest start: pinning a large heap takes time
+_NAP_NS = 1_000_000  # the longest sleep: kernels of replayed graphs put without a launch that wakes the engine
+_CLOSE_SECONDS = 10.0  # the longest end, before the process is killed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,29 +49,31 @@ class Memory:
     """A segment: a descriptor that can be mapped, or a dma-buf."""
 
     fd: int
-    size: int
+    size: int  # bytes
     dmabuf: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All that the process is given."""
+    """Everything that the process is given."""
 
-    transport: str
+    transport: str  # its name
     rank: int
     peers: Sequence[int]  # ranks of other nodes
     heap: Memory
     signals: Memory
-    ring: int  # descriptor
-    card: Card | None
-    timeout: float
-    spin_ns: int = SPIN_NS  # after the last put
+    ring: int  # descriptor of the command ring
+    card: Card | None  # for transports that need one
+    timeout: float  # seconds after which a wait inside a call ends
+    spin_ns: int = SPIN_NS  # how long the engine spins after the last put
 
     def encode(self, **more: int) -> bytes:
+        """The layout and ``more`` as JSON."""
         return json.dumps(dataclasses.asdict(self) | more).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> tuple[Layout, dict[str, int]]:
+        """The inverse of ``encode``: the layout and ``more``."""
         fields: dict[str, Any] = json.loads(text)
         more = {name: int(fields.pop(name)) for name in ("wake", "parent")}
         fields["heap"], fields["signals"] = Memory(**fields["heap"]), Memory(**fields["signals"])
@@ -81,7 +83,7 @@ class Layout:
 
 
 class _Channel:
-    """Messages over a stream socket: JSON objects, whose bytes travel as Latin-1 text."""
+    """Messages over a stream socket: JSON objects. Byte strings inside them travel as Latin-1 text."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -92,7 +94,7 @@ class _Channel:
         self.socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> dict[str, Any]:
-        """The next message. Raises EOFError when the other end has gone."""
+        """Wait for the next message. Raises EOFError if the other end has gone."""
         while (message := self.take()) is None:
             self.fill()
         return message
@@ -120,12 +122,12 @@ class _Channel:
 
 # ---- the rank's end
 class EngineProcess:
-    """Starts the process and talks to it. Start it, answer ``step`` until it returns None, ``watch``, ``close``.
+    """Starts the process and talks to it. Answer ``step`` by ``give`` until it returns None; then ``watch``, and at last ``close``.
 
     Parameters
     ----------
     layout
-        What the process works on. The descriptors stay the caller's and may be closed once ``step`` has returned None.
+        What the process works on. Its descriptors remain the caller's, who may close them once ``step`` has returned None.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -148,15 +150,16 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
+        """The process's number."""
         return self._process.pid
 
     def step(self) -> bytes | None:
-        """What the process wants to exchange with those of the other ranks; None once it runs.
+        """Wait for the process. Returns bytes that it wants to exchange with the processes of all ranks, or None once its engine runs.
 
         Raises
         ------
         TransportError, ArgumentError
-            What it failed of.
+            The error that the process met, or that it ended or did not start in time.
         """
         self._channel.socket.settimeout(_START_SECONDS)
         try:
@@ -173,7 +176,7 @@ class EngineProcess:
         return None
 
     def give(self, parts: Sequence[bytes]) -> None:
-        """The answer to ``step``: everybody's part, by rank."""
+        """Answer ``step`` with the bytes of all ranks, by rank."""
         self._channel.send(parts=[part.decode("latin1") for part in parts])
 
     def watch(self, on_error: Callable[[TransportError], object]) -> None:
@@ -184,24 +187,24 @@ class EngineProcess:
 
     def _watch(self, on_error: Callable[[TransportError], object]) -> None:
         try:
-            error: Error = _error(self._channel.receive()["error"])  # it says nothing else any more
+            error: Error = _error(self._channel.receive()["error"])  # a running engine says nothing else
         except (EOFError, OSError):
             error = self._ended()
-        except BaseException as unexpected:  # of any kind: nobody else listens to the engine
+        except BaseException as unexpected:  # whatever it is: nobody else listens to the engine
             _log.exception("rank %d cannot understand its engine process", self.rank)
-            text = f"the engine process of rank {self.rank} said what cannot be understood: {type(unexpected).__name__}: {unexpected}"
+            text = f"a message of rank {self.rank}'s engine process cannot be understood: {type(unexpected).__name__}: {unexpected}"
             error = TransportError(text, op="engine", status=type(unexpected).__name__)
         if not self._closing:
             _log.error("engine stopped: %s", error)
             on_error(error if isinstance(error, TransportError) else TransportError(str(error), status=type(error).__name__))
 
     def wake(self) -> None:
-        """Commands are about to come: spin again."""
-        with contextlib.suppress(BlockingIOError):  # it has been told often enough
+        """Let the engine spin again: commands are about to come."""
+        with contextlib.suppress(BlockingIOError):  # the counter is full, so the engine is woken anyway
             os.eventfd_write(self._wake, 1)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Stop the process: politely, then by force. Safe to call twice."""
+        """Ask the process to end, and kill it after ``timeout`` seconds. Safe to call twice."""
         with self._lock:
             if self._closing:
                 return
@@ -241,8 +244,8 @@ def _error(fields: dict[str, Any]) -> Error:
 
 # ---- the process's end
 def serve(fd: int) -> int:
-    """Run the engine whose rank is at the other end of a socket. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the rank decides
+    """Run the engine whose rank is at the other end of the socket ``fd``, until the rank says stop or ends. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the rank decides
     channel = _Channel(socket.socket(fileno=fd))
     try:
         fields = channel.receive()
@@ -296,11 +299,11 @@ def _open(layout: Layout, channel: _Channel, stack: contextlib.ExitStack) -> Eng
     return engine
 
 
-_mapped: list[mmap.mmap] = []  # as long as the process: a card may use them to the end
+_mapped: list[mmap.mmap] = []  # never unmapped: a card may use this memory to the end of the process
 
 
 def _map(memory: Memory) -> int:
-    """Address of a segment in this process; 0 for GPU memory."""
+    """Map a segment; returns its address in this process, 0 for GPU memory."""
     if memory.dmabuf or memory.fd < 0:
         return 0
     _mapped.append(mmap.mmap(memory.fd, memory.size))
@@ -320,16 +323,16 @@ def _no_copier() -> Any:
     raise ArgumentError("transport", "emulated", "runs in the rank's own process")
 
 
-_ORDERED = ("x86_64", "AMD64")  # machines that keep plain stores in order
+_ORDERED = ("x86_64", "AMD64")  # machines on which plain stores keep their order
 
 
 def release_store() -> Callable[[int, int], object]:
-    """``store(address, value)`` of a 64-bit word, with release."""
+    """A function ``store(address, value)`` that writes a 64-bit word with release."""
     if platform.machine() in _ORDERED:
         word = ctypes.c_uint64
 
         def store(address: int, value: int) -> None:
-            word.from_address(address).value = value  # one aligned instruction
+            word.from_address(address).value = value  # a single aligned store
 
         return store
     function = getattr(ctypes.CDLL("libatomic.so.1"), "__atomic_store_8")
@@ -338,7 +341,7 @@ def release_store() -> Callable[[int, int], object]:
 
 
 class _Loop:
-    """Steps the engine until the rank says stop, or goes."""
+    """Steps the engine until the rank says stop, or ends."""
 
     def __init__(self, engine: Engine, channel: _Channel, wake: int, spin_ns: int) -> None:
         self._engine, self._channel, self._wake, self._spin_ns = engine, channel, wake, spin_ns
@@ -368,7 +371,7 @@ class _Loop:
             raise  # the rank has gone
         except Exception as error:
             self._channel.send(error=_fields(error))
-        while "stop" not in self._channel.receive():  # queue pairs stay until then: a peer shall learn the reason, not a symptom
+        while "stop" not in self._channel.receive():  # queue pairs stay open until then, so that peers learn the cause and not a symptom
             pass
 
     def _told_to_stop(self) -> bool:
@@ -376,7 +379,7 @@ class _Loop:
         return message is not None and "stop" in message
 
     def _wait(self, nap_ns: int) -> bool:
-        """Sleep. Whether the rank has something to say, e.g. that it has launched a kernel."""
+        """Sleep at most that long; returns whether the rank has said something, e.g. that it has launched a kernel."""
         ready, _, _ = select.select(self._files, (), (), nap_ns * 1e-9)
         if self._channel.socket.fileno() in ready:
             self._channel.fill()
@@ -387,7 +390,7 @@ class _Loop:
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    """An error, as JSON takes it."""
+    """The fields of an error, as ``_error`` wants them."""
     if isinstance(error, ArgumentError):
         return {"argument": error.argument, "value": str(error.value), "rule": error.rule, "remedy": error.remedy}
     if isinstance(error, TransportError):

@@ -1,4 +1,4 @@
-"""The consumer's side of the device-to-host command ring (``abi::Ring``): one reader, many producers on the device."""
+"""The consumer's side of the device-to-host command ring (``abi::Ring``), which has one reader and many producers on the device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ class RingReader:
     ring
         The ring, zeroed before any producer runs: a writable buffer of at least ``RING_BYTES``, or its address in this process.
     load, store
-        Optional acquire load ``load(address) -> value`` and release store ``store(address, value)`` of a 64-bit word. By default both
-        are plain accesses: every 64-bit access of a ``memoryview`` is one aligned instruction. That is enough on x86-64, and on AArch64
-        for ``take`` (see there); pass ``store`` on AArch64, where a plain store may overtake the copies before it, and both under
-        ThreadSanitizer, which cannot see what Python does.
+        Acquire load ``load(address) -> value`` and release store ``store(address, value)`` of a 64-bit word. By default both are plain
+        accesses through a ``memoryview``, each of which is one aligned instruction. That is enough on x86-64. On AArch64 it is enough to
+        load (see ``take``), but a plain store may overtake the copies before it: pass ``store``. Under ThreadSanitizer, which cannot see
+        what Python does, pass both.
+
+    Raises
+    ------
+    ValueError
+        The buffer is too small, or not aligned to 8 bytes.
     """
 
     def __init__(
@@ -56,21 +61,21 @@ class RingReader:
         self._store = store
         self._taken = 0
         self._completed = 0
-        self._early: set[int] = set()  # completed tickets beyond the prefix
+        self._early: set[int] = set()  # tickets that completed before one below them
 
     @property
     def taken(self) -> int:
-        """Commands taken so far; the next one gets this ticket."""
+        """The number of commands taken so far, which is the ticket of the next one."""
         return self._taken
 
     @property
     def completed(self) -> int:
-        """Length of the completed prefix, as published to the device."""
+        """The number of commands that are complete with all before them, as published to the device."""
         return self._completed
 
     @property
     def in_flight(self) -> int:
-        """Commands taken and not completed."""
+        """The number of commands taken and not completed."""
         return self._taken - self._completed - len(self._early)
 
     def waiting(self) -> bool:
@@ -87,22 +92,22 @@ class RingReader:
             seen = words[offset >> 3] if load is None else load(self._address + offset)
             if seen != ticket + 1:
                 break
-            # The payload's address is computed from the ticket word itself: weakly ordered machines keep address dependencies in order.
+            # The payload's address depends on the ticket word: weakly ordered machines keep such loads in order.
             puts.append(Put(ticket, *unpack(view, _PAYLOAD_OFFSET + ((seen - 1) & _MASK) * _SLOT_BYTES)))
         self._taken += len(puts)
         return puts
 
     def complete(self, ticket: int) -> None:
-        """One command is complete; any order. Publishes the new prefix."""
+        """Complete one command, in any order. Raises as ``complete_all`` does."""
         self.complete_all((ticket,))
 
     def complete_all(self, tickets: Iterable[int]) -> None:
-        """Several commands are complete. One store publishes the new prefix.
+        """Complete commands, in any order. One store tells the device how many are complete with all before them.
 
         Raises
         ------
         ValueError
-            A ticket was never taken or is completed twice: the transport's bookkeeping is wrong.
+            A ticket was never taken, or is completed twice: the transport has miscounted.
         """
         prefix, early = self._completed, self._early
         for ticket in tickets:
@@ -123,6 +128,6 @@ class RingReader:
                 self._store(self._address, prefix)
 
     def close(self) -> None:
-        """Drop the views, so that the memory can be unmapped."""
+        """Release the views, so that the memory can be unmapped."""
         self._words.release()
         self._bytes.release()

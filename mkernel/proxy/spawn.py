@@ -1,4 +1,4 @@
-"""Starting helper processes of mkernel (engines, ranks of ``mk.launch`` on GPUs), which never outlive the process that started them."""
+"""Starts helper processes of mkernel (engines, ranks of ``mk.launch`` on GPUs), which never outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mkernel.errors import Error
 
 __all__ = ["die_with", "how_it_ended", "scrubbed_environment", "spawn", "without_launcher"]
 
-# Variables by which MPI, PMI and batch systems know their processes: a child that inherits them may be taken for a rank.
+# MPI, PMI and batch systems know their processes by these variables. A child that inherited them might be taken for a rank.
 _LAUNCHER_PREFIXES = (
     *("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_", "MPIR_", "MPICH_", "MV2_", "I_MPI_", "HYDRA_", "HYDI_"),
     *("SLURM_", "FLUX_", "PALS_", "JSM_", "ALPS_", "TORCHELASTIC_"),
@@ -28,7 +28,10 @@ _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PO
 
 
 class _Spawner(threading.Thread):
-    """Starts processes on a thread that lives as long as this process: the kernel kills a child when the *thread* that made it ends."""
+    """Starts processes on a thread that lives as long as this process.
+
+    The kernel kills a child that called ``die_with`` when the *thread* that started it ends.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="mkernel-spawner", daemon=True)
@@ -66,10 +69,25 @@ def spawn(
     stdout: int | None = None,
     stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start ``python -m module arguments`` with this process's interpreter; the child inherits ``fds`` and nothing else.
+    """Start ``python -m module arguments`` with this process's interpreter. The child is expected to call ``die_with``.
 
-    With ``own_session`` signals for this process's group (Ctrl-C in a terminal) do not reach the child. The child is expected to call
-    ``die_with``. Raises Error where this program does not name an interpreter.
+    Parameters
+    ----------
+    environment
+        All environment variables of the child.
+    fds
+        Descriptors that the child inherits; -1 counts as none.
+    own_session
+        Whether signals for this process's group, such as Ctrl-C in a terminal, are kept from the child.
+    stdout, stderr
+        Descriptors for the child's output; None: this process's own.
+
+    Raises
+    ------
+    Error
+        This program does not name a Python interpreter.
+    OSError
+        The interpreter could not be started.
     """
     global _spawner
     if not sys.executable:
@@ -97,12 +115,12 @@ def spawn(
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` less all by which a process could be taken for a rank of something that is already running."""
+    """``environment`` without the variables by which a process might be taken for a rank of a job that is already running."""
     return {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES}
 
 
 def scrubbed_environment(environment: Mapping[str, str], *, gpus: bool) -> dict[str, str]:
-    """``environment`` for a helper process: without launchers' variables, with the same modules as here, and with the GPUs if asked for."""
+    """``environment`` for a helper process: without launchers' variables, with this process's path for modules, with GPUs or without."""
     kept = without_launcher(environment)
     package = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([package, *(entry for entry in sys.path if entry)]))
@@ -112,7 +130,7 @@ def scrubbed_environment(environment: Mapping[str, str], *, gpus: bool) -> dict[
 
 
 def die_with(parent: int) -> None:
-    """Called in a helper process: the kernel kills it when the process ``parent`` ends. Raises EOFError if that has gone already."""
+    """Let the kernel kill this helper process when the process ``parent`` ends. Raises EOFError if it has ended already."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -120,7 +138,7 @@ def die_with(parent: int) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit status of ``subprocess`` in words: ``was killed by signal 9 (SIGKILL)``, ``ended with code 1``."""
+    """An exit status of ``subprocess`` in words, e.g. ``was killed by signal 9 (SIGKILL)`` or ``ended with code 1``."""
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"

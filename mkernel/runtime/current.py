@@ -13,10 +13,10 @@ from mkernel.errors import ArgumentError, Error
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["current", "forget", "opened", "remember", "thread_world"]
+__all__ = ["current", "opened", "remember", "thread_world"]
 
 _lock = threading.Lock()
-_open: list[World] = []  # of this process, not of mk.launch, in order of creation
+_open: list[World] = []  # worlds of this process but for those of mk.launch, in order of creation
 _thread = threading.local()
 
 
@@ -49,7 +49,7 @@ def current(world: World | None = None) -> World:
                 return w
         for w in _open:
             if not w.foreign:
-                return w  # only failed ones left: the call reports the failure
+                return w  # only failed worlds are left: the call reports the failure
         if _open:
             raise Error(_open[0].foreign)
     raise ArgumentError("world", None, "there is no world in this process", "call mk.init() first, or run inside mk.launch")
@@ -67,25 +67,25 @@ def thread_world(world: World) -> Iterator[None]:
 
 
 def remember(world: World) -> None:
-    """A world of this process was opened."""
+    """Count a world of this process among the open ones, until it is closed."""
+    world.when_closed.append(_forget)
     with _lock:
         _open.append(world)
 
 
 def opened() -> tuple[World, ...]:
-    """The worlds that were remembered and not forgotten."""
+    """The worlds that were remembered and are not closed."""
     return tuple(_open)
 
 
-def forget(world: World) -> None:
-    """It was closed."""
+def _forget(world: World) -> None:
     with _lock:
         if world in _open:
             _open.remove(world)
 
 
 def _unlock() -> None:
-    """In a forked child: another thread, which is not here, may have held the lock."""
+    """Replace the lock in a forked child: a thread of the parent, which is not here, may have held it."""
     global _lock
     _lock = threading.Lock()
 

@@ -17,31 +17,43 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from mkernel.errors import Error
 
-if TYPE_CHECKING:
-    from mkernel.runtime.world import World
-
-__all__ = ["born", "clean", "install", "note_failure", "seen"]
+__all__ = ["Mortal", "born", "clean", "install", "note_failure", "seen"]
 
 _log = logging.getLogger("mkernel")
 
-_GRACE_SECONDS = 0.5  # MPI_Abort kills everybody else: let them say first what they saw
+_GRACE_SECONDS = 0.5  # before MPI_Abort kills the other ranks, so that they can report what they saw
 
-_worlds: weakref.WeakSet[World] = weakref.WeakSet()  # of this process, those of mk.launch too
-_open_worlds: Callable[[], Sequence[World]] = tuple  # what to close at exit
+
+class Mortal(Protocol):
+    """A world, as the end of its process sees it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def over_mpi(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+    def disown(self) -> None: ...
+
+
+_worlds: weakref.WeakSet[Mortal] = weakref.WeakSet()  # all worlds of this process, also those of mk.launch
+_open_worlds: Callable[[], Sequence[Mortal]] = tuple  # returns the worlds to close at exit
 _installed = False
 _bottom: FrameType | None = None  # the main program's frame, which an exception leaves last
-_exit: SystemExit | None = None  # a non-zero one that ends the program
-_mpi_failed = False  # some world whose ranks are MPI's failed
-_mpi_peer_lost = False  # ... because a rank has gone: MPI_Finalize would wait for it
-_mpi_seconds = 0.0  # as long as close() of such a world waits
+_exit: SystemExit | None = None  # an exit with a non-zero status that is ending the program
+_mpi_failed = False  # a world whose ranks are MPI's has failed
+_mpi_peer_lost = False  # it failed because a rank has gone, for which MPI_Finalize would wait
+_mpi_seconds = 0.0  # longest time that close() of such a world waits
 
 
-def install(open_worlds: Callable[[], Sequence[World]]) -> None:
-    """A world of this process is being opened: see to the end of the process. ``open_worlds``: those to be closed then."""
+def install(open_worlds: Callable[[], Sequence[Mortal]]) -> None:
+    """Prepare for the end of the process, because a world is being opened. ``open_worlds`` returns those to be closed then."""
     global _installed, _bottom, _open_worlds
     _bottom = _main_frame()
     if _installed:
@@ -50,7 +62,7 @@ def install(open_worlds: Callable[[], Sequence[World]]) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # Not only at exit, which comes after the last thread that is no daemon.
+        # Peers are told here and not at exit only: exit comes after the last thread that is no daemon.
         if not _interactive() and _reached(error, _bottom):
             _abort_all(error)
         previous(kind, error, trace)
@@ -70,12 +82,12 @@ def install(open_worlds: Callable[[], Sequence[World]]) -> None:
 
 
 class _Exit(SystemExit):
-    """What ``sys.exit`` raises. It passes no hook when it ends the program, but the interpreter then asks it for its code."""
+    """What ``sys.exit`` raises. No hook sees it end the program, but the interpreter then reads its ``code``."""
 
     @property
     def code(self) -> Any:
         if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
-            _end_by(self)  # nobody but the interpreter itself calls without a frame
+            _end_by(self)  # only the interpreter itself calls without a frame
         return self.args[0] if len(self.args) == 1 else self.args or None
 
     @code.setter
@@ -90,7 +102,7 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def seen(error: SystemExit) -> SystemExit:
-    """The same, so that its way out of the program is noticed."""
+    """The same exception, as a type that is noticed when it ends the program."""
     return _Exit(*error.args).with_traceback(error.__traceback__) if type(error) is SystemExit else error
 
 
@@ -100,8 +112,8 @@ def _end_by(error: _Exit) -> None:
         _exit = error
 
 
-def born(world: World) -> None:
-    """A world was made: a forked child must not use it."""
+def born(world: Mortal) -> None:
+    """Register a new world: forked children disown it."""
     _worlds.add(world)
 
 
@@ -111,7 +123,7 @@ def clean(error: BaseException) -> bool:
 
 
 def note_failure(*, peer_lost: bool, seconds: float) -> None:
-    """A world whose ranks are MPI's has failed, perhaps in ``init``; its ``close`` would have waited so many seconds."""
+    """Note that a world whose ranks are MPI's has failed, perhaps in ``init``. ``seconds``: how long its ``close`` would wait."""
     global _mpi_failed, _mpi_peer_lost, _mpi_seconds
     _mpi_failed, _mpi_seconds = True, max(_mpi_seconds, seconds)
     _mpi_peer_lost = _mpi_peer_lost or peer_lost
@@ -126,18 +138,18 @@ def _main_frame() -> FrameType | None:
 
 
 def _interactive() -> bool:
-    """At a prompt exceptions are shown, and the program goes on."""
+    """Whether the program goes on after an exception, as at a prompt."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _reached(error: BaseException, bottom: FrameType | None) -> bool:
-    """Whether an exception has left every function of the main program. One that was caught further up has not."""
+    """Whether an exception has left every function of the main program, so that nobody has caught it."""
     trace = error.__traceback__
     return trace is not None and trace.tb_frame is bottom
 
 
 def _death() -> BaseException | None:
-    """What this process dies of; None when it ends well, or by ``raise SystemExit`` outside of every world's block: nobody sees that."""
+    """The exception that ends this process, or None. A ``raise SystemExit`` outside of every world's block cannot be seen."""
     if _exit is not None:
         return _exit
     # The interpreter keeps what it is about to report here, whatever the hook then does.
@@ -146,7 +158,7 @@ def _death() -> BaseException | None:
 
 
 def _abort_all(error: BaseException) -> bool:
-    """Tell the others of every open world; whether one of them is MPI's."""
+    """Abort every open world. Returns whether the ranks of one of them are MPI's."""
     worlds = [world for world in _open_worlds() if not world.closed]
     for world in worlds:
         world.abort(f"its process died of {type(error).__name__}: {error}")
@@ -154,7 +166,7 @@ def _abort_all(error: BaseException) -> bool:
 
 
 def _at_exit() -> None:
-    """Close what is open: in peace, or, when the process dies of an exception, so that the others hear why and MPI waits for nobody."""
+    """Close open worlds; if an exception is ending the process, abort them, so that peers see why and MPI waits for nobody."""
     death = _death()
     over_mpi = _mpi_failed
     if death is not None:
@@ -176,15 +188,15 @@ def _at_exit() -> None:
         _mpi(lambda mpi: mpi.abort_process(status))
     if unclosed and death is None:
         _flush()
-        os._exit(status)  # a failure that the program has not seen is one nevertheless
+        os._exit(status)  # the program fails also by a failure that it has not seen
     if _mpi_failed:
         _mpi(lambda mpi: mpi.limit_finalize(math.ceil(_mpi_seconds)))
 
 
 def _mpi(action: Callable[[Any], None]) -> None:
-    """With the MPI of this process; without one, nobody waits there."""
+    """Do something with the MPI of this process, if there is one."""
     try:
-        from mkernel.runtime import mpi
+        from mkernel.runtime.ranks import mpi
     except ImportError:
         return
     action(mpi)
@@ -203,7 +215,7 @@ def _flush() -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: the worlds, and what became of them, are its parent's."""
+    """Disown all worlds in a forked child: they are its parent's."""
     global _exit, _mpi_failed, _mpi_peer_lost
     _exit, _mpi_failed, _mpi_peer_lost = None, False, False
     for world in list(_worlds):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 from mkernel import abi, errors
+from mkernel.runtime.plan import Plan, title_of
 
 __all__ = ["Failure", "Kind", "read_host_block"]
 
@@ -35,14 +37,23 @@ class Failure:
     record: errors.FailureRecord | None = None
     derived: bool = False  # only an echo of another rank's failure, whose own report says more
     details: dict[str, Any] | None = None  # of a transport's failure: peer, op, status ... as TransportError takes them
+    asked: tuple[tuple[int, str], ...] = ()  # of a mismatch that kernels found: what ranks asked for, as far as they have told
 
     def replaces(self, other: Failure | None) -> bool:
         """Whether this failure says more than ``other`` about why the world failed."""
         if other is None:
             return True
+        if self.kind == other.kind == Kind.mismatch and not self.derived and not other.derived:
+            return not set(self.asked) <= set(other.asked)
         if self.derived or other.derived:
             return other.derived and not self.derived
         return self.kind in _EXPLAINED_BY.get(other.kind, set())
+
+    def joined(self, other: Failure | None) -> Failure:
+        """The failure, which replaces ``other``, with what ``other`` knows of the same mismatch."""
+        if other is None or other.derived or not self.kind == other.kind == Kind.mismatch:
+            return self
+        return dataclasses.replace(other, asked=tuple(sorted({*self.asked, *other.asked})))
 
     def error(self) -> errors.Error:
         """A fresh exception: several threads may raise it."""
@@ -51,7 +62,8 @@ class Failure:
         if self.kind == Kind.lost:
             return errors.PeerLostError(self.message, self.rank)
         if self.kind == Kind.mismatch:
-            return errors.MismatchError(self.message)
+            asked = "; ".join(f"rank {rank} asked for {what}" for rank, what in self.asked)
+            return errors.MismatchError(f"{self.message}: {asked}" if asked else self.message)
         if self.kind == Kind.transport:
             return errors.TransportError(self.message, **(self.details or {"peer": self.rank}))
         return errors.AbortedError(self.message)
@@ -62,25 +74,31 @@ class Failure:
     @classmethod
     def decode(cls, data: bytes) -> Failure:
         fields: dict[str, Any] = json.loads(data)
-        record = fields.pop("record")
-        return cls(**fields, record=None if record is None else errors.FailureRecord(**record))
+        record, asked = fields.pop("record"), fields.pop("asked")
+        told = tuple((int(rank), str(what)) for rank, what in asked)
+        return cls(**fields, asked=told, record=None if record is None else errors.FailureRecord(**record))
 
 
-def read_host_block(block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: int) -> Failure | None:
+def read_host_block(
+    block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: int, plan_of: Callable[[int, int, int], Plan | None]
+) -> Failure | None:
     """The failure that a kernel left in ``block``; None while all is well.
 
-    A mismatch is described by its numbers only: the world knows the names of its plans.
+    ``plan_of(problem, rows, schedule)``: what the call did, by its numbers; it names flags, also those of a graph's replay.
     """
     state = block.state
     if state == abi.State.running:
         return None
     kind = _name(abi.FlagKind, block.flag_kind)
+    plan = plan_of(block.problem, block.rows, block.schedule)
+    named = plan.flag_name(block.rank, block.flag_index) if plan is not None and block.flag_kind == abi.FlagKind.chunk else ""
+    title = title_of(plan)
     record = errors.FailureRecord(
         state=state,
         rank=block.rank,
         role=_name(abi.Role, block.role),
         cta=block.cta,
-        flag=f"{kind.replace('_', ' ')} flag {block.flag_index}",
+        flag=f"{kind.replace('_', ' ')} flag {block.flag_index}{f' ({named})' if named else ''}",
         peer=block.peer,
         epoch=block.epoch,
         expected=block.expected,
@@ -89,18 +107,20 @@ def read_host_block(block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: 
     who = f"rank {record.rank}, {record.role} CTA {record.cta}"
     if state == abi.State.timed_out:
         if block.flag_kind == abi.FlagKind.entry:
-            message = f"{who} waited {entry_timeout_ns / 1e9:.1f} s for rank {record.peer}, which never entered call {record.epoch}"
+            message = (
+                f"{who} waited {entry_timeout_ns / 1e9:.1f} s for rank {record.peer}, which never entered call {record.epoch} ({title})"
+            )
         else:
             message = (
-                f"{who} waited {timeout_ns / 1e9:.1f} s for {record.flag} of rank {record.peer} in call {record.epoch}:"
+                f"{who} waited {timeout_ns / 1e9:.1f} s for {record.flag} of rank {record.peer} in call {record.epoch} ({title}):"
                 f" expected {record.expected}, saw {record.seen}"
             )
         return Failure(Kind.timeout, message, record.rank, record)
     if state == abi.State.mismatch:
         message = f"{who}: rank {record.peer} entered call {record.epoch} with another plan"
-        return Failure(Kind.mismatch, message, record.rank, record)
+        return Failure(Kind.mismatch, message, record.rank, record, asked=((record.rank, title),))
     message = f"{who} was asked to leave call {record.epoch} while waiting for {record.flag} of rank {record.peer}"
-    return Failure(Kind.aborted, message, record.rank, record, derived=True)
+    return Failure(Kind.aborted, message, record.rank, record, derived=True, asked=((record.rank, title),))
 
 
 def _name(numbers: type[abi.Role | abi.FlagKind], value: int) -> str:

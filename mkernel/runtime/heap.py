@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mkernel.errors import ArgumentError
-from mkernel.memory.allocator import LARGE_ALIGNMENT, Allocator, OutOfMemory
+from mkernel.memory.allocator import Allocator, OutOfMemory
 
 if TYPE_CHECKING:
     from mkernel.memory.segment import Segment
@@ -29,7 +29,7 @@ class Lease:
 
 
 class Heap:
-    """Allocations at equal offsets on every rank.
+    """Allocations at equal offsets on every rank, and at the other end the workspace that all calls share.
 
     Python drops arrays when it likes, on each rank in another order. So an array that is dropped here is only reported, with the next
     collective allocation, and freed when every rank has reported it: all ranks then free in the same order.
@@ -42,7 +42,7 @@ class Heap:
         self._allocator = Allocator(segment.size)
         self._offsets: dict[int, int] = {}  # live leases: number -> offset
         self._numbers = 0
-        self._drops: deque[int] = deque()  # what finalizers append to: they run anywhere, also inside this class
+        self._drops: deque[int] = deque()  # finalizers append here, because they may run anywhere, also inside this class
         self._reports: set[int] = set()
         self._lock = threading.RLock()
         self._closed = self._disowned = False
@@ -53,7 +53,7 @@ class Heap:
         return offset if offset >= 0 and offset + size <= self.size else None
 
     def report(self) -> bytes:
-        """The leases dropped on this rank and not yet freed, for the other ranks."""
+        """The numbers of leases that were dropped on this rank and are not yet freed, for the other ranks."""
         with self._lock:
             self._drain()
             return b"".join(_WORD.pack(number) for number in sorted(self._reports))
@@ -74,33 +74,37 @@ class Heap:
         return Lease(self, self._numbers, offset)
 
     def allocate(self, size: int) -> int:
-        """Bytes that stay until ``free``."""
-        return self.allocate_all([size])[0]
-
-    def allocate_all(self, sizes: Sequence[int]) -> list[int]:
-        """Offsets of as many pieces, or of none: then the ArgumentError says how large a heap would have room for all."""
-        offsets: list[int] = []
+        """Bytes that stay until ``free``, beside the arrays."""
         try:
-            for size in sizes:
-                offsets.append(self._allocator.allocate(size))
+            return self._allocator.allocate(size)
         except OutOfMemory as error:
-            required = error.required + sum(size + LARGE_ALIGNMENT for size in sizes[len(offsets) + 1 :])
-            for offset in offsets:
-                self._allocator.free(offset)
-            raise ArgumentError("heap_bytes", self.size, f"too small: {error}", f"mk.init(heap_bytes={required})") from error
-        return offsets
+            raise self._too_small(error) from error
+
+    def reserve(self, size: int, beside: int = 0) -> None:
+        """Let the workspace, which begins at offset 0, have at least so many bytes. Raises ArgumentError where it meets the arrays.
+
+        ``beside``: bytes that are to be allocated next.
+        """
+        if size > self._allocator.workspace or beside:
+            try:
+                self._allocator.reserve(size, beside)
+            except OutOfMemory as error:
+                raise self._too_small(error) from error
+
+    def _too_small(self, error: OutOfMemory) -> ArgumentError:
+        return ArgumentError("heap_bytes", self.size, f"too small: {error}", f"mk.init(heap_bytes={error.required})")
 
     def free(self, offset: int) -> None:
         self._allocator.free(offset)
 
     def close(self) -> None:
-        """Unmap, or, while arrays still use the memory, leave that to the last of them."""
+        """Unmap the memory; while arrays still use it, the last of them does that."""
         with self._lock:
             self._closed = True
             self._release()
 
     def disown(self) -> None:
-        """In a forked child: what it drops changes nothing, and another thread may have held the lock."""
+        """Make drops without effect, in a forked child. The lock is new: a thread of the parent may have held it."""
         self._lock, self._disowned = threading.RLock(), True
 
     def _dropped(self, number: int) -> None:

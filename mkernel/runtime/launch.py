@@ -1,4 +1,4 @@
-"""``mk.launch``: all ranks of a world, started from one program. Here those that are threads; on GPUs they are processes (``workers``)."""
+"""``mk.launch``: all ranks of a world, started from one program. Threads are started here, processes (on GPUs) in ``workers``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 from mkernel import env
 from mkernel.errors import AbortedError, ArgumentError
 from mkernel.runtime import current
-from mkernel.runtime.assemble import MakeDevice, assemble, gpus_here
-from mkernel.runtime.bootstrap import ThreadGroup, host_identity
-from mkernel.runtime.placement import Card, choose_target
-from mkernel.runtime.world import Options, World
+from mkernel.runtime.init import open_world
+from mkernel.runtime.opening.placement import RankInfo, choose_target
+from mkernel.runtime.opening.target import MakeBackend, gpus_here
+from mkernel.runtime.options import Options
+from mkernel.runtime.ranks.bootstrap import ThreadGroup, host_identity
+from mkernel.runtime.world import World
 
 if TYPE_CHECKING:
-    from mkernel.runtime.cpu import Cohort
+    from mkernel.runtime.cpu.thread_ranks import ThreadRanks
 
 __all__ = ["launch", "run"]
 
@@ -58,9 +60,15 @@ def launch(
     ranks, ranks_per_node
         Size of the world and of its (emulated) nodes; by default one node.
     target, init_options
-        As for ``init``: transport, heap_bytes, max_sms, timeout, entry_timeout.
+        As for ``init``: transport, heap_bytes, max_sms, specialize, timeout, entry_timeout.
     seed
         Of the cpu scheduler (default ``MKERNEL_CPU_SEED``).
+
+    Examples
+    --------
+    >>> import mkernel as mk
+    >>> mk.launch(lambda world, factor: factor * world.rank, ranks=3, target="cpu", args=(10,))
+    [0, 10, 20]
 
     Raises
     ------
@@ -84,49 +92,55 @@ def run(
     options: Options,
     args: tuple[Any, ...] = (),
     seed: int | None = None,
-    make_device: MakeDevice | None = None,
+    make_backend: MakeBackend | None = None,
 ) -> list[Any]:
     """``launch`` after its arguments are checked; tests give another device."""
-    if make_device is None and _target(ranks, options) == "cuda":
+    if make_backend is None and _target(ranks, options) == "cuda":
         from mkernel.runtime.workers.calls import run_in_workers
 
         return run_in_workers(fn, ranks, dataclasses.replace(options, target="cuda"), args)
-    return _Launch(fn, ranks, options, args, seed, make_device).run()
+    return _Launch(fn, ranks, options, args, seed, make_backend).run()
 
 
 def _target(ranks: int, options: Options) -> str:
-    """Where the ranks will run, as far as this process can tell: each worker process sees what it sees, and has chosen no GPU yet."""
+    """The target of the ranks. Each worker process will see the same GPUs as this process, and has chosen none yet."""
     gpus, problem, _ = gpus_here() if options.target in ("auto", "cuda") else ((), "", None)
-    card = Card(host_identity(), {}, gpus, problem, shares=env.SHARE_GPUS.get())
-    return choose_target([card] * ranks, options.target)
+    info = RankInfo(host_identity(), {}, gpus, problem, shares=env.SHARE_GPUS.get())
+    return choose_target([info] * ranks, options.target)
 
 
 class _Launch:
     def __init__(
-        self, fn: Callable[..., Any], ranks: int, options: Options, args: tuple[Any, ...], seed: int | None, make_device: MakeDevice | None
+        self,
+        fn: Callable[..., Any],
+        ranks: int,
+        options: Options,
+        args: tuple[Any, ...],
+        seed: int | None,
+        make_backend: MakeBackend | None,
     ) -> None:
-        self.fn, self.ranks, self.options, self.args, self.make_device = fn, ranks, options, args, make_device
+        self.fn, self.ranks, self.options, self.args, self.make_backend = fn, ranks, options, args, make_backend
         self.group = ThreadGroup(ranks)
-        self.cohort = self._make_cohort(seed)
+        self.thread_ranks = self._make_thread_ranks(seed)
         self.results: list[Any] = [None] * ranks
         self.failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
         self.worlds: dict[int, World] = {}
         self.lock = threading.Lock()
 
-    def _make_cohort(self, seed: int | None) -> Cohort | None:
-        if self.make_device is not None:
+    def _make_thread_ranks(self, seed: int | None) -> ThreadRanks | None:
+        if self.make_backend is not None:
             return None
-        from mkernel.runtime.cpu import Cohort
+        from mkernel.runtime.cpu.thread_ranks import ThreadRanks
 
-        return Cohort(self.ranks, env.CPU_SEED.get() if seed is None else seed)
+        return ThreadRanks(self.ranks, env.CPU_SEED.get() if seed is None else seed)
 
     def run(self) -> list[Any]:
         threads = [
             threading.Thread(target=self._rank, args=(rank,), name=f"mkernel-rank-{rank}", daemon=True) for rank in range(self.ranks)
         ]
         with contextlib.ExitStack() as stack:
-            if self.cohort is not None:
-                stack.callback(self.cohort.close)
+            if self.thread_ranks is not None:
+                stack.callback(self.thread_ranks.close)
             for thread in threads:
                 thread.start()
             try:
@@ -143,7 +157,9 @@ class _Launch:
 
     def _rank(self, rank: int) -> None:
         try:
-            world = assemble(self.group.bootstrap(rank), self.options, group=self.group, cohort=self.cohort, make_device=self.make_device)
+            world = open_world(
+                self.group.bootstrap(rank), self.options, group=self.group, thread_ranks=self.thread_ranks, make_backend=self.make_backend
+            )
             with self.lock:
                 self.worlds[rank] = world
             with current.thread_world(world), world:
@@ -153,8 +169,8 @@ class _Launch:
                 self.failures.append((rank, error))
             self._abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         finally:
-            if self.cohort is not None:
-                self.cohort.finish(rank)
+            if self.thread_ranks is not None:
+                self.thread_ranks.finish(rank)
 
     def _abort(self, reason: str) -> None:
         self.group.abort(reason)
@@ -164,12 +180,12 @@ class _Launch:
             world.abort(reason)
 
     def _explain(self) -> BaseException:
-        """The first failure that is not only an echo of another rank's."""
+        """The first failure that is not only the echo of another rank's failure."""
         causes = [item for item in self.failures if not isinstance(item[1], AbortedError)] or self.failures
         rank, error = causes[0]
         error.add_note(f"raised on rank {rank} of mk.launch")
-        if self.cohort is not None and self.cohort.report:
-            error.add_note(self.cohort.report)
+        if self.thread_ranks is not None and self.thread_ranks.report:
+            error.add_note(self.thread_ranks.report)
         for other, failure in self.failures:
             if failure is not error:
                 error.add_note(f"rank {other}: {type(failure).__name__}: {failure}")

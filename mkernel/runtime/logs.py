@@ -25,7 +25,7 @@ class _Handler(logging.Handler):
 
 
 def _others() -> bool:
-    """Whether the program has handlers of its own, here or above. It may have got them later than this one."""
+    """Whether the program has handlers of its own for these records; it may have added them after this one."""
     logger: logging.Logger | None = _logger
     while logger is not None:
         if any(not isinstance(handler, _Handler) for handler in logger.handlers):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mkernel.abi import Role, TraceKind
 from mkernel.errors import ArgumentError, Error
-from mkernel.runtime.timeline import draw
+from mkernel.runtime.pictures.timeline import draw
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "trace"]
 
 _LANES = ("scheduler", "consumers", "communication")
-# What a communication thread does tells which role it has: a trace needs no plan, and several ops may share one.
+# What a communication thread does tells its role, so that a trace needs no plan and may hold calls of several ops.
 _ROLE_OF_KIND = {
     TraceKind.send: Role.intra_comm,
     TraceKind.forward: Role.intra_comm,
@@ -30,11 +30,16 @@ _ROLE_OF_KIND = {
 _COMMUNICATION_LANE = 2
 
 
+class _Recorder(Protocol):
+    def begin(self, capacity: int) -> None: ...
+    def end(self) -> NDArray[Any]: ...
+
+
 class _TracedWorld(Protocol):
     @property
     def rank(self) -> int: ...
-    def trace_begin(self, capacity: int) -> None: ...
-    def trace_end(self) -> NDArray[Any]: ...
+    @property
+    def recorder(self) -> _Recorder: ...
 
 
 def trace(world: _TracedWorld, *, capacity: int = 4096) -> Trace:
@@ -51,6 +56,18 @@ def trace(world: _TracedWorld, *, capacity: int = 4096) -> Trace:
     -----
     Not collective. Entering and leaving the block wait until this rank's earlier calls have ended. Not capturable: graphs captured inside
     the block would keep writing to a buffer that is gone.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mkernel as mk
+    >>> def rank(world):
+    ...     a, b = np.ones((16, 64), ml_dtypes.bfloat16), np.ones((64, 8), ml_dtypes.bfloat16)
+    ...     with mk.trace(world) as t:
+    ...         mk.allgather_gemm(a, b)
+    ...     return t
+    >>> print(mk.launch(rank, ranks=2, target="cpu")[0].summary())
+    rank 0: ... us, ... CTAs
+      compute ... tile ...
 
     Raises
     ------
@@ -72,6 +89,18 @@ class Trace:
         (ns after the first begin). Empty until the block has ended.
     truncated
         Some lane was full: its later intervals are missing.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mkernel as mk
+    >>> def rank(world):
+    ...     a, b = np.ones((16, 64), ml_dtypes.bfloat16), np.ones((64, 8), ml_dtypes.bfloat16)
+    ...     with mk.trace(world) as t:
+    ...         mk.allgather_gemm(a, b)
+    ...     return t
+    >>> t = mk.launch(rank, ranks=2, target="cpu")[1]
+    >>> t.truncated, bool((t.events["end"] >= t.events["begin"]).all()), len(t.events) > 0
+    (False, True, True)
     """
 
     events: NDArray[Any]
@@ -88,7 +117,7 @@ class Trace:
     def __enter__(self) -> Self:
         if self._world is None:
             raise ArgumentError("trace", "begin", "this trace has come from another process, which has its world", "begin a new one")
-        self._world.trace_begin(self._capacity)
+        self._world.recorder.begin(self._capacity)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,11 +126,11 @@ class Trace:
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         assert self._world is not None
         try:
-            records = self._world.trace_end()
+            records = self._world.recorder.end()
         except Error:
             if exc is None:
                 raise
-            return  # the world failed inside the block: its own error is the one to see
+            return  # the block has raised the world's own error, which says more
         self.events, self.truncated = collect(records)
         if self.truncated:
             logging.getLogger("mkernel").warning("trace: %d records per lane were not enough, later ones are missing", self._capacity)

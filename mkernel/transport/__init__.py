@@ -1,4 +1,4 @@
-"""Transports by name. Adding one touches its own file and one line of ``TRANSPORTS``."""
+"""The transports by name. A new transport is a file of its own and one line of ``TRANSPORTS``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,24 @@ __all__ = ["TRANSPORTS", "Card", "Copier", "Entry", "Wiring", "create", "host_si
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a transport is, where its engine runs, and who raises the flags."""
+    """Where a transport is implemented, where its engine runs, and what raises its flags.
 
-    factory: str  # "module:function", imported on first use: a transport's libraries need not exist where it is not used
-    own_process: bool = False  # the engine is a process of its own, which a busy rank cannot hold up; else a thread of the rank
-    rdma: bool = False  # needs a network card
-    host_signals: Callable[[], bool] = lambda: False  # an engine, on the CPU, raises the flags; else the card or the GPU's copy engine
+    Attributes
+    ----------
+    factory
+        ``"module:function"``. It is imported on first use, so that the libraries of a transport are needed only where it is used.
+    own_process
+        The engine is a process of its own, which a busy rank cannot hold up; else it is a thread of the rank.
+    rdma
+        The transport needs a network card.
+    host_signals
+        Tells whether an engine, on the CPU, raises the flags; else the card or the GPU's copy engine does.
+    """
+
+    factory: str
+    own_process: bool = False
+    rdma: bool = False
+    host_signals: Callable[[], bool] = lambda: False
 
 
 TRANSPORTS: dict[str, Entry] = {
@@ -35,20 +47,34 @@ TRANSPORTS: dict[str, Entry] = {
 
 
 class Copier(Protocol):
-    """Moves bytes between mapped segments; ``mkernel.runtime.device.Copier`` as transports see it (imports go one way)."""
+    """Moves bytes between mapped segments. A target's backend provides it (``mkernel.runtime.backend.Copier``). Nothing here blocks."""
 
-    def start(self, dst: int, src: int, size: int) -> object: ...
+    def start(self, dst: int, src: int, size: int) -> object:
+        """Start to copy ``size`` bytes between two addresses; returns a token for ``done``."""
 
-    def done(self, token: object) -> bool: ...
+    def done(self, token: object) -> bool:
+        """Whether that copy has ended."""
 
-    def signal(self, address: int, value: int) -> None: ...
+    def signal(self, address: int, value: int) -> None:
+        """Write a 64-bit word after all copies that are done."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Card:
-    """The network card of a rank: device, port, index of the GID it speaks with."""
+    """The network card of a rank: which one it is. Opened, it is a ``verbs.Nic``.
+
+    Attributes
+    ----------
+    device
+        Its name, e.g. ``"mlx5_0"``.
+    port
+        Number of its port, from 1.
+    gid_index
+        Entry of the port's GID table to speak with.
+    """
 
     device: str
     port: int
@@ -57,23 +83,32 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """What any transport may need to know of its rank. A transport takes what it uses.
-
-    Addresses are of this process; ``peers`` maps every rank of other nodes to the addresses of its (data heap, signal segment), where they
-    are mapped in this process, else to zeros.
+    """What a transport may need to know about its rank; each uses a part of it.
 
     Attributes
     ----------
+    rank
+        This rank.
     heap_address, signal_address
-        This rank's segments; 0 where one lies in GPU memory and the engine is another process.
+        Addresses of this rank's segments in this process; 0 if a segment lies in GPU memory and the engine is another process.
+    heap_bytes, signal_bytes
+        Sizes of the segments of every rank.
     heap_dmabuf, signal_dmabuf
-        There its dma-buf descriptor, else -1.
+        Descriptor of the segment's dma-buf if its address is 0, else -1.
+    peers
+        Every rank of other nodes, with the addresses of its (data heap, signal segment) in this process; zeros if they are not mapped here.
+    copier
+        Makes a copier. Only transports that copy in this process call it.
+    clock_ns
+        The engine's clock, in nanoseconds.
+    card
+        The network card, for transports that need one.
     exchange
-        Gives this rank's bytes to all ranks and returns everybody's, by rank. All ranks call it equally often.
+        Gives this rank's bytes to all ranks and returns the bytes of all, by rank. All ranks call it equally often.
     store
-        Writes a 64-bit word of host memory with release.
+        ``store(address, value)`` writes a 64-bit word of host memory with release.
     timeout
-        Seconds after which a wait inside a call ends: retries of a network card must have ended before.
+        Seconds after which a wait inside a call ends. A network card must have given up its retries before.
     """
 
     rank: int
@@ -81,7 +116,7 @@ class Wiring:
     heap_bytes: int
     signal_bytes: int
     peers: Mapping[int, tuple[int, int]]
-    copier: Callable[[], Copier]  # called only by transports that copy in this process
+    copier: Callable[[], Copier]
     clock_ns: Callable[[], int]
     signal_address: int = 0
     heap_dmabuf: int = -1
@@ -93,7 +128,7 @@ class Wiring:
 
 
 def names() -> list[str]:
-    """The transports that exist."""
+    """The names of all transports, sorted."""
     return sorted(TRANSPORTS)
 
 
@@ -103,17 +138,22 @@ def own_process(name: str) -> bool:
 
 
 def host_signals(name: str) -> bool:
-    """Whether an engine raises the flags, so that they must lie in host memory. The environment decides: ask once, on all ranks."""
+    """Whether an engine raises the flags, so that they must lie in host memory.
+
+    The environment has a say: ask once, and agree on the answer with all ranks.
+    """
     return TRANSPORTS[name].host_signals()
 
 
 def create(name: str, wiring: Wiring) -> Transport:
-    """Open the transport ``name`` for one rank.
+    """Open the transport ``name`` for one rank. Collective if the transport exchanges addresses (``rc``, ``srd``).
 
     Raises
     ------
     ArgumentError
-        There is no such transport.
+        There is no such transport, or the environment's options do not fit the card.
+    TransportError
+        The network card could not be opened or connected.
     """
     if name not in TRANSPORTS:
         raise ArgumentError("transport", repr(name), "no such transport", f"there are {', '.join(names())}")

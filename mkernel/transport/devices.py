@@ -1,4 +1,4 @@
-"""The network cards of this host, from sysfs: which ports are up, which GID to speak with, which card is near which GPU."""
+"""The network cards of this host, read from sysfs: which ports are up, which GID to speak with, which card is near which GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Gid:
 
     index: int
     address: ipaddress.IPv6Address
-    kind: str  # as sysfs says it: "RoCE v2", "IB/RoCE v1"
-    interface: str  # network interface; empty on InfiniBand
+    kind: str  # in the words of sysfs: "RoCE v2", "IB/RoCE v1"
+    interface: str  # its network interface; empty on InfiniBand
 
     def __str__(self) -> str:
         mapped = self.address.ipv4_mapped
@@ -46,25 +46,27 @@ class DevicePort:
     rate: str  # "400 Gb/sec (4X NDR)"
     driver: str  # "mlx5_core", "efa"; empty for software devices
     path: Path | None  # of the PCI device
-    numa: int
+    numa: int  # NUMA node; -1: unknown
     gids: tuple[Gid, ...]
 
     @property
     def active(self) -> bool:
+        """Whether the port is up."""
         return self.state == "ACTIVE"
 
     @property
     def transport(self) -> str:
-        """The transport this device is for."""
+        """The transport that works over this device: ``"rc"`` or ``"srd"``."""
         return "srd" if self.driver == "efa" else "rc"
 
     @property
     def name(self) -> str:
+        """Device and port, e.g. ``mlx5_0:1``."""
         return f"{self.device}:{self.port}"
 
 
 def find(root: Path = SYSFS) -> list[DevicePort]:
-    """Every port of every RDMA device, in order of name. Raises nothing: what cannot be read is left out or empty."""
+    """Every port of every RDMA device, in order of name. What cannot be read is left out, or empty; nothing is raised."""
     folder = root / "class/infiniband"
     found = []
     for device in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -91,9 +93,10 @@ def find(root: Path = SYSFS) -> list[DevicePort]:
 
 
 def choose_gid(port: DevicePort) -> Gid | None:
-    """The GID to speak with: by content, never by index.
+    """The GID to speak with, chosen by its content; None if the port has none.
 
-    RoCE v2 before v1 (v1 is not routed); of its addresses IPv4, then global IPv6, then link-local. InfiniBand and EFA: the first one.
+    On Ethernet RoCE v2 comes before v1, which is not routed; then IPv4 before global IPv6, and that before link-local. On InfiniBand and
+    EFA the first GID is taken.
     """
     if port.link_layer != "Ethernet":
         return port.gids[0] if port.gids else None
@@ -106,7 +109,7 @@ def choose_gid(port: DevicePort) -> Gid | None:
 
 
 def problem(name: str, ports: Sequence[DevicePort]) -> str:
-    """Why the transport ``name`` cannot be used with these ports; empty if it can."""
+    """Why the transport ``name`` cannot be used with these ports, in words; empty if it can."""
     mine = [port for port in ports if port.transport == name]
     if not mine:
         return "no EFA device" if name == "srd" else "no RDMA device"
@@ -118,14 +121,16 @@ def problem(name: str, ports: Sequence[DevicePort]) -> str:
     return ""
 
 
-def card_for(name: str, place: int, gpu: str = "", ports: Sequence[DevicePort] | None = None, root: Path = SYSFS) -> Card:
-    """The card of the rank with this place on its host: ``MKERNEL_NIC``'s, else the nearest to its GPU; equally near ones take turns.
+def card_for(name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | None = None, root: Path = SYSFS) -> Card:
+    """The network card of one of a host's ranks: the one that ``MKERNEL_NIC`` names, else the nearest to its GPU.
+
+    Ranks share cards that are equally near in turns.
 
     Parameters
     ----------
     name
         ``"rc"`` or ``"srd"``.
-    place
+    slot
         Number of the rank among those of its host.
     gpu
         PCI address of its GPU, e.g. ``"0000:1b:00.0"``; empty on target cpu.
@@ -133,14 +138,14 @@ def card_for(name: str, place: int, gpu: str = "", ports: Sequence[DevicePort] |
     Raises
     ------
     ArgumentError
-        No card fits; says what is there.
+        No card fits; the message says which there are.
     """
     ports = find(root) if ports is None else ports
     remedy = "see `python -m mkernel doctor`"
     candidates = [port for port in ports if port.transport == name and port.active and choose_gid(port)]
     wished = env.NIC.get()
     if wished:
-        wish = wished[place % len(wished)]
+        wish = wished[slot % len(wished)]
         named = [port for port in ports if wish in (port.device, port.name)]
         candidates = [port for port in named if port in candidates]
         if not candidates:
@@ -151,7 +156,7 @@ def card_for(name: str, place: int, gpu: str = "", ports: Sequence[DevicePort] |
     if gpu:
         apart = [distance(gpu, port, root) for port in candidates]
         candidates = [port for port, far in zip(candidates, apart, strict=True) if far == min(apart)]
-    port = candidates[place % len(candidates)]
+    port = candidates[slot % len(candidates)]
     gid = choose_gid(port)
     assert gid is not None
     index = env.GID_INDEX.get()
@@ -162,7 +167,10 @@ def card_for(name: str, place: int, gpu: str = "", ports: Sequence[DevicePort] |
 
 
 def distance(gpu: str, port: DevicePort, root: Path = SYSFS) -> int:
-    """PCI bridges between a GPU and a card: what `nvidia-smi topo` calls PIX, PXB ... as a number; far when they share no PCI root."""
+    """The number of PCI devices on the way from a GPU to a card, both included: what `nvidia-smi topo` calls PIX, PXB ...
+
+    It is ``_FAR`` or more if they share no PCI root.
+    """
     device = root / "bus/pci/devices" / gpu.lower()
     if port.path is None or not device.exists():
         return 2 * _FAR
@@ -180,25 +188,25 @@ def distance(gpu: str, port: DevicePort, root: Path = SYSFS) -> int:
 
 
 def describe_distance(far: int) -> str:
-    """A distance, for people."""
+    """A distance in words."""
     if far < _FAR:
         return f"{far - 2} PCI bridges between" if far > 2 else "on one PCI bus"
     return "on the same NUMA node" if far == _FAR else "across the host" if far == _FAR + 1 else "place unknown"
 
 
 def bar_bytes(gpu: str, number: int, root: Path = SYSFS) -> int:
-    """Size of a PCI device's memory window; 0 where the host does not say."""
+    """Bytes of the memory window ``number`` (BAR) of a PCI device; 0 if the host does not say."""
     lines = _text(root / "bus/pci/devices" / gpu.lower() / "resource").splitlines()
     with contextlib.suppress(IndexError, ValueError):
         windows = [(int(first, 16), int(last, 16)) for first, last, _ in map(str.split, lines)]
-        # 64-bit windows take two entries: the second one is empty
+        # A 64-bit window takes two entries, of which the second is empty.
         sizes = [last - first + 1 for first, last in windows[:6] if last]
         return sizes[number]
     return 0
 
 
 def local_cpus(device: str, root: Path = SYSFS) -> set[int]:
-    """The CPUs near a device; empty where the host does not say."""
+    """The CPUs near a device; empty if the host does not say."""
     cpus: set[int] = set()
     for part in _text(root / "class/infiniband" / device / "device/local_cpulist").split(","):
         first, _, last = part.partition("-")
@@ -208,7 +216,10 @@ def local_cpus(device: str, root: Path = SYSFS) -> set[int]:
 
 
 def _gids(port: Path) -> list[Gid]:
-    """Tables are long (rxe: 1024 entries) and nearly empty, and every start reads them: what is empty costs one short read."""
+    """The entries of a port's GID table that are not empty.
+
+    Every start reads these tables, which are long (rxe: 1024 entries) and nearly empty: an empty entry costs one short read.
+    """
     folder = port / "gids"
     gids = []
     for index in sorted(int(entry.name) for entry in folder.glob("*")):
@@ -228,14 +239,14 @@ _EMPTY = {"", ":".join(["0000"] * 8), ":".join(["fe80"] + ["0000"] * 7)}  # no G
 
 
 def _text(path: Path | str) -> str:
-    """Of an attribute: at most a page."""
+    """The text of an attribute, at most a page; empty if it cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:
         return ""
     try:
         return os.read(file, mmap.PAGESIZE).decode().strip()
-    except OSError:  # empty entries of a GID table answer EINVAL
+    except OSError:  # EINVAL is the answer of empty entries of a GID table
         return ""
     finally:
         os.close(file)

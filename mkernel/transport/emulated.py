@@ -1,4 +1,4 @@
-"""The network between emulated nodes of one host: copies, then signals, paced like one NIC per rank; can misbehave on purpose."""
+"""The network between emulated nodes of one host: copies, then signals, paced like one NIC per rank. It can misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ __all__ = ["EmulatedTransport", "Faults", "create"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How the network misbehaves. Delays, reordering and refusals are legal (the contract holds); the others end the world.
+    """How the network misbehaves. Delays, reordering and refusals are legal: the contract holds. All other faults end the world.
 
     Attributes
     ----------
     delay_us
         Every put arrives up to this much later, at random.
     reorder_us
-        Data arrives in any order within this window, as over SRD: a later put's bytes may land before an earlier one's, on the same
-        channel too. Signals still keep the order of their channel. Bytes land at the latest legal moment.
+        Data arrives in any order within this window, as over SRD. The bytes of a later put may land before those of an earlier one, also
+        on the same channel. Signals keep the order of their channel. Bytes land at the latest legal moment.
     ack_us
-        Every put completes up to this much after its signal, at random. Its source must then still hold what was sent: a network that sends
-        again reads it again. Target cpu only.
+        Every put completes up to this much after its signal, at random. Its source must still hold then what was sent, because a network
+        that retransmits reads it again. Target cpu only.
     queue_depth
-        Puts in flight beyond which ``post`` refuses, like a full send queue.
+        The most puts in flight: ``post`` refuses any more, like a full send queue.
     fail_completion
         The put with this number (counted from 0 in order of posting) completes with an error.
     cut_ns
-        Rank -> time of the engine's clock from which puts to it neither arrive nor complete.
+        By rank, the time of the engine's clock from which puts to it neither arrive nor complete.
     drop
-        Numbers of puts (as above) that vanish: no data, no signal, no completion, and nothing more on their channels.
+        Numbers of puts (as above) that vanish without data, signal or completion. Nothing that follows on their channels becomes visible.
     seed
-        Of the random numbers; the same seed gives the same run under a virtual clock.
+        Seed of the random numbers. The same seed gives the same run under a virtual clock.
     """
 
     delay_us: float = 0.0
@@ -64,8 +64,8 @@ class _Flight:
         self.put = put
         self.number = number
         self.token: object = None
-        self.sent = b""  # kept where the source is looked at again
-        self.watched: Any = None  # what target cpu's checks know of it
+        self.sent = b""  # the bytes, kept if the source is compared at completion
+        self.watched: Any = None  # the record of target cpu's checks
         self.arrived = False  # its time has come; the copy may still be running
 
 
@@ -78,23 +78,28 @@ class EmulatedTransport(Transport):
     Parameters
     ----------
     rank, heap_address
-        This rank and its data heap.
+        This rank, and the address of its data heap.
     peers
-        Rank -> addresses of its (data heap, signal segment).
+        By rank, the addresses of its (data heap, signal segment).
     copier
-        Moves the bytes and, as a rule, writes the signals. Closed with the transport.
+        Moves the bytes, and writes the signals if there is no ``store``. Closed with the transport.
     clock_ns
         The engine's clock, real or virtual.
     gigabytes_per_second
-        Bandwidth of this rank's NIC in 10^9 bytes per second; 0: not paced.
+        Bandwidth of this rank's NIC in 10^9 bytes per second; 0: unlimited.
     latency_us
         From the last byte's departure to its arrival.
     faults
-        How to misbehave.
+        How the network misbehaves; None: not at all.
     heap_bytes, signal_bytes
-        Sizes of every rank's segments; when given, a put outside them is refused with an error instead of corrupting memory.
+        Sizes of every rank's segments. If given, a put outside them is an error instead of corrupting memory.
     store
-        Writes the signals, with release; without it the copier does.
+        Writes the signals, with release; None: the copier does.
+
+    Raises
+    ------
+    ValueError
+        Bandwidth or latency is negative.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class EmulatedTransport(Transport):
         channel = self._channels.get(key)
         if channel is None:
             channel = self._channels[key] = deque()
-        channel.append(flight)  # a lost put too: what follows it on its channel must not become visible without it
+        channel.append(flight)  # also a lost put: nothing that follows it on its channel may become visible
         self._in_flight += 1
         if not lost:
             heapq.heappush(self._arrivals, (arrival, number, flight))
@@ -202,7 +207,7 @@ class EmulatedTransport(Transport):
 
     def next_event_ns(self) -> int | None:
         if self._ready:
-            return 0  # waiting for a copy, whose end nobody announces
+            return 0  # a copy runs, and nobody announces its end
         return min((math.ceil(events[0][0]) for events in (self._arrivals, self._acks) if events), default=None)
 
     def close(self) -> None:
@@ -217,11 +222,11 @@ class EmulatedTransport(Transport):
         self._copier.close()
 
     def _addresses(self, put: Put) -> tuple[int, int]:
-        """Where its bytes go and come from."""
+        """The addresses to which and from which the bytes of a put go."""
         return self._peers[put.dst_rank][0] + put.dst_offset, self._heap_address + put.src_offset
 
     def _complete(self, flight: _Flight) -> int:
-        """Its ticket."""
+        """End the record of a put; returns its ticket."""
         if flight.watched is not None:
             flight.watched.ended()
         return flight.put.ticket
@@ -245,7 +250,7 @@ class EmulatedTransport(Transport):
             )
 
     def _finish(self, flight: _Flight) -> bool:
-        """Write the signal, if the data is there."""
+        """Write the signal if the data has landed; returns whether it has."""
         put = flight.put
         if put.bytes and not self._copier.done(flight.token):
             return False
@@ -283,7 +288,7 @@ class EmulatedTransport(Transport):
 
 
 def create(wiring: Wiring) -> EmulatedTransport:
-    """For the registry: bandwidth and latency from the environment."""
+    """The transport, with bandwidth and latency from the environment."""
     return EmulatedTransport(
         wiring.rank,
         wiring.heap_address,

@@ -1,4 +1,4 @@
-"""A transport that completes everything and moves nothing: the engine's own cost, and the smallest example of a transport."""
+"""A transport that completes every put and moves nothing. It shows the engine's own cost, and is the smallest example of a transport."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class NullTransport(Transport):
 
 
 def create(wiring: Wiring) -> NullTransport:
-    """For the registry; looks at nothing."""
+    """The transport, as ``TRANSPORTS`` wants it; ``wiring`` is not used."""
     return NullTransport()

@@ -1,9 +1,9 @@
 """RDMA over reliable connections (InfiniBand, RoCE): writes carry the bytes of puts, then an atomic, then fenced writes raise the flags.
 
-Why this keeps the contract: the responder executes an atomic only after the writes that were posted before it on its queue pair, and a
-fenced write begins only when that atomic has been answered. So no flag overtakes bytes, whatever the network does to packets. A put stays
-on the queue pair of its channel. The atomic adds nothing, to a word that is there for this; flags get their values, not differences:
-between two calls of a program a flag may be raised by others too, because plans share the flags.
+This keeps the contract: the responder executes an atomic only after the writes that were posted before it on its queue pair, and a fenced
+write begins only when that atomic has been answered. So no flag overtakes bytes, whatever the network does to packets. A put stays on the
+queue pair of its channel. The atomic adds 0 to a word that serves nothing else. Flags are written, not added to: plans share the flags, and
+another rank may raise a flag between two calls of this one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["RcTransport", "create", "loopback"]
 
 SEND_DEPTH = 256  # work requests of a queue pair
 RECEIVE_DEPTH = 512  # mode imm: receives of a queue pair
-_NUDGE_NS = 10_000_000  # without a completion, until doorbells are rung again
-_NUMBERS = (1 << 38) - 1  # of puts, in the number of a work request
+_NUDGE_NS = 10_000_000  # time without a completion after which doorbells are rung again
+_NUMBERS = (1 << 38) - 1  # mask of a put's number inside a work request's
 _WORD = 8
-_SCRATCH = 2  # words: the peers' atomics, answers of this rank's
-_DATA, _SIGNAL, _BARRIER = range(3)  # low bits of a work request's number
-_RNR_SECONDS = {22: 0.02048, 24: 0.04096, 26: 0.08192, 28: 0.16384}  # ibv codes of a pause between tries
+_SCRATCH = 2  # words: one for the peers' atomics, one for the answers to this rank's
+_DATA, _SIGNAL, _BARRIER = range(3)  # kinds of work requests: the low bits of their numbers
+_RNR_SECONDS = {22: 0.02048, 24: 0.04096, 26: 0.08192, 28: 0.16384}  # ibv code -> pause between tries
 
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    """A put that was accepted: its number on its queue pair, and the most work requests it takes."""
+    """A put that was accepted, with its number on its queue pair and the most work requests that it takes."""
 
     put: Put
     number: int
@@ -50,47 +50,54 @@ class _Pending:
 class _Connection:
     """One queue pair to one peer."""
 
-    __slots__ = ("accepted", "index", "pair", "peer", "place", "posted", "psn", "retired", "room", "waiting")
+    __slots__ = ("accepted", "index", "pair", "peer", "position", "posted", "psn", "retired", "room", "waiting")
 
-    def __init__(self, pair: verbs.QueuePair, peer: int, index: int, place: int, room: int) -> None:
-        self.pair, self.peer, self.index, self.room = pair, peer, index, room
-        self.place = place  # among all connections
+    def __init__(self, pair: verbs.QueuePair, peer: int, index: int, position: int, room: int) -> None:
+        self.pair, self.peer, self.index, self.room = pair, peer, index, room  # index: among the peer's; room: free work requests
+        self.position = position  # among all connections
         self.psn = secrets.randbits(24)
         self.waiting: list[_Pending] = []  # accepted since the last flush
         self.posted: deque[tuple[int, int, int]] = deque()  # (number, ticket, work requests), oldest first
-        self.accepted = self.retired = 0  # puts so far
+        self.accepted = self.retired = 0  # numbers of puts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """A peer's memory."""
+    """A peer's memory: addresses and keys of its segments, and of its word for atomics."""
 
     heap: int
     heap_key: int
     signals: int
     signal_key: int
-    barrier: int  # a word for atomics
+    barrier: int
     barrier_key: int
 
 
 class RcTransport(rdma.RdmaTransport):
-    """Puts by RDMA writes. Open it, exchange ``card`` with all ranks, ``connect``.
+    """Puts by RDMA writes. Further parameters: ``RdmaTransport``.
 
     Parameters
     ----------
-    nic
-        The opened port. Closed with the transport.
-    rank, peers
-        This rank, and all ranks of other nodes.
-    heap, signals
-        This rank's segments, registered with ``nic``. Closed with the transport.
+    signals
+        This rank's signal segment, registered with ``nic``. Closed with the transport.
     signal
-        ``"atomic"``: an atomic, then a fenced write. ``"write"``: a plain write, which may overtake its bytes where routing is adaptive.
-        ``"imm"``: a message whose receiver raises the flag; needs ``signal_address`` and ``store``.
+        How flags are raised. ``"atomic"``: by an atomic, then a fenced write. ``"write"``: by a plain write, which may overtake its bytes
+        where routing is adaptive. ``"imm"``: by the receiver of a message; needs ``signal_address`` and ``store``.
     queue_pairs
-        Per peer; channel c uses number c modulo this.
+        Queue pairs per peer. Channel c uses number c modulo this.
     retry
-        How long the card tries.
+        How long the card tries again.
+    signal_address, store
+        Address of the signal segment in this process, and ``store(address, value)``, which writes a 64-bit word with release.
+    send_depth
+        Work requests of a queue pair, if the card can do that many.
+
+    Raises
+    ------
+    ArgumentError
+        ``signal`` is ``"imm"`` without ``signal_address`` or ``store``.
+    TransportError
+        The card refused something.
     """
 
     def __init__(
@@ -116,13 +123,13 @@ class RcTransport(rdma.RdmaTransport):
         self._count = queue_pairs
         self._retry = retry or verbs.RetryPolicy()
         self._signal_address, self._store = signal_address, store
-        self._extra = 2 if signal == "atomic" else 1  # work requests of a put besides its writes
+        self._extra = 2 if signal == "atomic" else 1  # work requests of a put in addition to its writes
         self._targets: dict[int, _Target] = {}
         self._flags: dict[tuple[int, int], tuple[_Connection, int]] = {}  # (peer, offset) -> queue pair and number of its last put
         self._dirty: list[_Connection] = []
         limits, total = nic.limits, len(peers) * queue_pairs
         self._depth = min(send_depth, limits.max_send)
-        # What arrives must find room in the completion queue, however late it is polled.
+        # All receives fit the completion queue, however late it is polled.
         self._receives = min(RECEIVE_DEPTH, limits.max_receive, limits.max_completions // max(total, 1)) if signal == "imm" else 0
         with self._opening():
             if signal == "imm" and (store is None or not signal_address):
@@ -132,23 +139,23 @@ class RcTransport(rdma.RdmaTransport):
             access = verbs.Access.local_write | (verbs.Access.remote_atomic if limits.atomics else 0)
             self._scratch_region = nic.register(ctypes.addressof(self._scratch), ctypes.sizeof(self._scratch), access)
             self._undo.callback(self._scratch_region.close)
-            # Room for everything that can be under way, so that it can overrun in no case; a card with shorter queues gets what it can do.
+            # Every work request has room in the completion queue, which never overruns. On cards with shorter queues `post` refuses more.
             self._sends = self._queue(total * self._depth)
             self._arrivals = self._queue(total * self._receives) if self._receives else self._sends
             self._completions_left = self._sends.capacity
             self._moved_ns = 0  # when something was posted, completed or nudged last
-            places = itertools.product(peers, range(queue_pairs))
-            self._connections = [self._open(peer, index, place) for place, (peer, index) in enumerate(places)]
+            ends = itertools.product(peers, range(queue_pairs))
+            self._connections = [self._open(peer, index, position) for position, (peer, index) in enumerate(ends)]
         self._by_peer = {peer: self._connections[i * queue_pairs : (i + 1) * queue_pairs] for i, peer in enumerate(peers)}
 
-    def _open(self, peer: int, index: int, place: int) -> _Connection:
+    def _open(self, peer: int, index: int, position: int) -> _Connection:
         pair = self._nic.rc_pair(self._sends, self._arrivals, max_send=self._depth, max_receive=max(self._receives, 1))
         self._own(pair, peer)
-        return _Connection(pair, peer, index, place, self._depth)
+        return _Connection(pair, peer, index, position, self._depth)
 
     # ---- connecting
     @property
-    def card(self) -> bytes:
+    def address(self) -> bytes:
         port = self._nic.port
         return json.dumps(
             {
@@ -166,17 +173,17 @@ class RcTransport(rdma.RdmaTransport):
             }
         ).encode()
 
-    def _connect(self, peer: int, card: dict[str, Any]) -> None:
-        port, theirs = self._nic.port, card["pairs"].get(str(self._rank), ())
-        self._agree(peer, "MKERNEL_RC_SIGNAL", self.signal, card["signal"], "set it alike on all ranks")
-        self._agree(peer, "the link layer", port.infiniband, card["infiniband"], "choose cards of one network with MKERNEL_NIC")
+    def _connect(self, peer: int, address: dict[str, Any]) -> None:
+        port, theirs = self._nic.port, address["pairs"].get(str(self._rank), ())
+        self._agree(peer, "MKERNEL_RC_SIGNAL", self.signal, address["signal"], "set it alike on all ranks")
+        self._agree(peer, "the link layer", port.infiniband, address["infiniband"], "choose cards of one network with MKERNEL_NIC")
         self._agree(peer, "MKERNEL_RC_QUEUE_PAIRS", self._count, len(theirs), "set it alike on all ranks")
-        heap, _, heap_key = card["heap"]
-        self._targets[peer] = _Target(heap, heap_key, *card["signals"], *card["barrier"])
+        heap, _, heap_key = address["heap"]
+        self._targets[peer] = _Target(heap, heap_key, *address["signals"], *address["barrier"])
         for connection, (number, psn) in zip(self._by_peer[peer], theirs, strict=True):
-            remote = verbs.Remote(card["gid"], card["lid"], number, psn)
-            connection.pair.connect(remote, min(port.mtu, card["mtu"]), connection.psn, self._retry)
-            for slot in range(self._receives):  # not in RESET; and nobody sends before all ranks are connected
+            remote = verbs.Remote(address["gid"], address["lid"], number, psn)
+            connection.pair.connect(remote, min(port.mtu, address["mtu"]), connection.psn, self._retry)
+            for slot in range(self._receives):  # a queue pair in RESET takes none; nobody sends before all ranks are connected
                 self._receive(connection, slot)
 
     # ---- the transport
@@ -204,12 +211,12 @@ class RcTransport(rdma.RdmaTransport):
         return True
 
     def _check(self, put: Put) -> tuple[_Connection, int]:
-        """The queue pair of a put, and how many writes carry its bytes."""
+        """The queue pair of a put, and the number of writes that carry its bytes."""
         self._check_addresses(put)
         return self._by_peer[put.dst_rank][put.channel % self._count], -(-put.bytes // self._max_message)
 
     def flush(self) -> None:
-        """Build the work requests of everything accepted: only now is it known which is the last, and asks for a completion."""
+        """Build and post the work requests of all accepted puts. The last put of each queue pair asks for a completion."""
         self._moved_ns = time.monotonic_ns()
         for connection in self._dirty:
             waiting, connection.waiting = connection.waiting, []
@@ -228,13 +235,13 @@ class RcTransport(rdma.RdmaTransport):
                 self._tell(connection, pending, signaled=pending is last)
         if self.signal == "atomic":
             self._order(connection, last)
-            # Of several values of one flag only the last: these writes have no order among themselves.
+            # Only the last value of each flag is written: fenced writes have no order among themselves.
             newest = {pending.put.signal_offset: pending for pending in waiting}
             for pending in sorted(newest.values(), key=_number):
                 self._raise(connection, pending, signaled=pending is last, fenced=True)
 
     def _name(self, connection: _Connection, pending: _Pending, kind: int) -> int:
-        """The number of a work request, from which its put can be told."""
+        """The number of a work request. It tells queue pair, put and kind."""
         return connection.peer << 48 | connection.index << 40 | (pending.number & _NUMBERS) << 2 | kind
 
     def _write(self, connection: _Connection, pending: _Pending) -> None:
@@ -248,7 +255,7 @@ class RcTransport(rdma.RdmaTransport):
             source, destination, left = source + size, destination + size, left - size
 
     def _order(self, connection: _Connection, pending: _Pending) -> None:
-        """Everything before this is in memory before anything fenced behind it begins."""
+        """Post the atomic: what is before it is in memory before a fenced write after it begins."""
         target, scratch = self._targets[connection.peer], self._scratch_region
         name = self._name(connection, pending, _BARRIER)
         answer = scratch.address + _WORD
@@ -261,8 +268,8 @@ class RcTransport(rdma.RdmaTransport):
         connection.pair.write_inline(name, put.signal_value, remote, target.signal_key, signaled=signaled, fenced=fenced)
 
     def _tell(self, connection: _Connection, pending: _Pending, *, signaled: bool) -> None:
-        slot = _SCRATCH + len(self._connections) * self._receives + connection.place * self._depth + pending.number % self._depth
-        self._scratch[slot] = pending.put.signal_value  # free again: at most `depth` puts are under way
+        slot = _SCRATCH + len(self._connections) * self._receives + connection.position * self._depth + pending.number % self._depth
+        self._scratch[slot] = pending.put.signal_value  # the slot is free: at most `depth` puts are under way
         scratch, flag = self._scratch_region, pending.put.signal_offset // _WORD
         name = self._name(connection, pending, _SIGNAL)
         connection.pair.send(name, scratch.address + _WORD * slot, _WORD, scratch.lkey, signaled=signaled, imm=flag)
@@ -281,10 +288,10 @@ class RcTransport(rdma.RdmaTransport):
         return tickets
 
     def _nudge(self) -> None:
-        """Rings doorbells again where nothing completes: rxe needs it, cards do nothing then.
+        """Ring doorbells again if nothing completes. Only rxe needs it; real cards then do nothing.
 
-        rxe decides that a fenced request must wait, and only then notes that it does. If what is before it completes in between,
-        nobody tells the request, which waits until the next doorbell (Linux 6.1, drivers/infiniband/sw/rxe: rxe_req.c, rxe_comp.c).
+        rxe first decides that a fenced request must wait, and then notes that it waits. If the requests before it complete in between, the
+        request is forgotten until the next doorbell (Linux 6.1, drivers/infiniband/sw/rxe: rxe_req.c, rxe_comp.c).
         """
         now = time.monotonic_ns()
         if now - self._moved_ns < _NUDGE_NS:
@@ -298,7 +305,7 @@ class RcTransport(rdma.RdmaTransport):
                     raise self._refused("post", error, connection.pair) from error
 
     def _retire(self, wr_id: int, tickets: list[int]) -> None:
-        """A completion of a queue pair is one of everything posted to it before."""
+        """Note that a work request, and with it all that were posted before it on its queue pair, has completed."""
         connection = self._by_peer[wr_id >> 48][wr_id >> 40 & 0xFF]
         number, posted = wr_id >> 2 & _NUMBERS, connection.posted
         while posted:
@@ -312,21 +319,21 @@ class RcTransport(rdma.RdmaTransport):
             self._completions_left += requests
             self._outstanding -= 1
 
-    # ---- mode imm: the receiver's part
+    # ---- signal imm: the receiver's part
     def _receive(self, connection: _Connection, slot: int) -> None:
-        word = _SCRATCH + connection.place * self._receives + slot
+        word = _SCRATCH + connection.position * self._receives + slot
         scratch = self._scratch_region
-        connection.pair.receive(connection.place << 32 | slot, scratch.address + _WORD * word, _WORD, scratch.lkey)
+        connection.pair.receive(connection.position << 32 | slot, scratch.address + _WORD * word, _WORD, scratch.lkey)
 
     def _raise_flag(self, completion: verbs.Completion) -> None:
-        """What the sender wrote before its message is in memory: raise its flag, and make room for the next message."""
-        place, slot = completion.wr_id >> 32, completion.wr_id & 0xFFFFFFFF
-        connection = self._connections[place]
+        """Raise the flag of a message, before which its sender's writes are in memory, and post its receive again."""
+        position, slot = completion.wr_id >> 32, completion.wr_id & 0xFFFFFFFF
+        connection = self._connections[position]
         offset = _WORD * (completion.imm or 0)
         if completion.imm is None or completion.size != _WORD or not self._is_flag(offset):
             raise self._error(connection.peer, "receive", "bad message", f"{completion.size} bytes for flag {completion.imm}")
         assert self._store is not None
-        self._store(self._signal_address + offset, self._scratch[_SCRATCH + place * self._receives + slot])
+        self._store(self._signal_address + offset, self._scratch[_SCRATCH + position * self._receives + slot])
         try:
             self._receive(connection, slot)
         except verbs.VerbsError as error:
@@ -341,9 +348,9 @@ def _number(pending: _Pending) -> int:
 
 
 def retry_policy(timeout: float) -> verbs.RetryPolicy:
-    """The longest retries that end in half of ``timeout`` seconds: the card gives up before the kernels do, and says why.
+    """The longest retries that end within half of ``timeout`` seconds, so that the card gives up, and says why, before the kernels do.
 
-    A card may wait up to four times the time it was told. A receiver without receives (mode imm) has up to a second.
+    A card may wait up to four times the time that it was told. A receiver without posted receives (``signal="imm"``) has up to a second.
     """
     exponent = 1
     while exponent < 20 and 4 * 7 * 4.096e-6 * 2 ** (exponent + 1) <= timeout / 2:
@@ -353,7 +360,17 @@ def retry_policy(timeout: float) -> verbs.RetryPolicy:
 
 
 def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: int, kind: type[RcTransport] | None = None) -> RcTransport:
-    """Register this rank's memory and open the queue pairs; not connected."""
+    """Register this rank's memory and open the queue pairs. The transport is not connected. ``nic`` is closed if this fails.
+
+    ``signal`` is ``"auto"`` or as in ``RcTransport``, ``kind`` a subclass of that.
+
+    Raises
+    ------
+    ArgumentError
+        The card cannot raise flags in that way.
+    TransportError
+        The card refused something.
+    """
     limits = nic.limits
     if signal == "auto":
         if not limits.atomics and wiring.signal_dmabuf >= 0:
@@ -385,13 +402,19 @@ def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: 
 
 
 def create(wiring: Wiring) -> RcTransport:
-    """For the registry: opens the card, exchanges addresses with all ranks, connects. Collective."""
+    """Open the card, exchange addresses with all ranks, and connect. Collective. Raises as ``rdma.join`` and ``open_transport`` do."""
     options: dict[str, Any] = {"signal": env.RC_SIGNAL.get(), "queue_pairs": env.RC_QUEUE_PAIRS.get()}
     return rdma.join(wiring, functools.partial(open_transport, **options))
 
 
 def loopback(card: Card, timeout: float = 5.0, open_card: Callable[[Card, int], verbs.Nic] = rdma.open_card) -> str:
-    """One put from a port to itself; returns how its flag was raised. Raises TransportError."""
+    """Send one put from a port to itself, and wait for it; returns how its flag was raised (``"atomic"`` ...).
+
+    Raises
+    ------
+    TransportError
+        The card cannot be opened, or the put did not arrive unharmed within ``timeout`` seconds.
+    """
     size = mmap.PAGESIZE
     memories = [mmap.mmap(-1, 2 * size) for _ in range(2)]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
@@ -413,9 +436,9 @@ def loopback(card: Card, timeout: float = 5.0, open_card: Callable[[Card, int], 
             end = open_transport(open_card(card, rank), wiring, signal=env.RC_SIGNAL.get(), queue_pairs=1)
             undo.callback(end.close)
             ends.append(end)
-        cards = [end.card for end in ends]
+        exchanged = [end.address for end in ends]
         for end in ends:
-            end.connect(cards)
+            end.connect(exchanged)
         memories[0][:size] = secrets.token_bytes(size)
         ends[0].post(Put(0, 0, 1, 0, 0, size, 0, 1))
         ends[0].flush()

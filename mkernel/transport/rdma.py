@@ -1,4 +1,4 @@
-"""What transports over RDMA share: opening a card, registering memory, connecting, naming what failed, closing."""
+"""What transports over RDMA share: opening a card, registering memory, connecting, errors that name their cause, closing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from typing import Any, TypeVar
 from mkernel.errors import TransportError
 from mkernel.transport import Card, Wiring, verbs
 from mkernel.transport.base import Put, Transport
+from mkernel.transport.verbs import pyverbs
 
 __all__ = ["EXPLAIN_SECONDS", "RdmaTransport", "join", "open_card", "register"]
 
-EVENT_POLLS = 64  # polls between two looks for asynchronous events
-EXPLAIN_SECONDS = 1.0  # how long to look for what put a queue pair in error, when all that is known is that it is
-_EXPLAIN_PAUSE = 0.002
+EVENT_POLLS = 64  # polls from one look for asynchronous events to the next
+EXPLAIN_SECONDS = 1.0  # how long to look for the cause of a queue pair's error
+_EXPLAIN_PAUSE = 0.002  # seconds between two looks
 _POLL = 64  # completions a poll takes at most
 _WORD = 8
 
 
 class RdmaTransport(Transport):
-    """One rank's queue pairs on one port. Open it, exchange ``card`` with all ranks, ``connect``.
+    """One rank's queue pairs on one port. Open it, exchange ``address`` with all ranks, then ``connect``.
 
-    A subclass opens everything inside ``with self._opening()``, and hands what must be closed to ``_undo``, queue pairs to ``_own``.
+    A subclass opens everything inside ``with self._opening()``. It hands queue pairs to ``_own``, and all else that must be closed to
+    ``_undo``.
 
     Parameters
     ----------
@@ -40,7 +42,7 @@ class RdmaTransport(Transport):
     """
 
     _sends: verbs.CompletionQueue
-    _arrivals: verbs.CompletionQueue  # of receives; may be the same
+    _arrivals: verbs.CompletionQueue  # for receives; may be the same queue
 
     def __init__(self, nic: verbs.Nic, rank: int, peers: Sequence[int], heap: verbs.Region, signal_bytes: int) -> None:
         self._nic, self._rank, self._heap, self._signal_bytes = nic, rank, heap, signal_bytes
@@ -48,7 +50,7 @@ class RdmaTransport(Transport):
         self._reachable: set[int] = set()
         self._peer_of: dict[int, int] = {}  # number of a queue pair -> rank at its other end
         self._max_message = nic.limits.max_message
-        self._outstanding = 0  # puts
+        self._outstanding = 0  # puts accepted and not completed
         self._polls = 0
         self._closed = False
         self._undo = contextlib.ExitStack()
@@ -58,7 +60,7 @@ class RdmaTransport(Transport):
     # ---- opening and closing
     @contextlib.contextmanager
     def _opening(self) -> Iterator[None]:
-        """What fails inside is named, and closes what has been opened so far."""
+        """Turn errors inside into TransportError, and close what has been opened so far."""
         try:
             with _naming(_where(self._rank, self._nic.port)):
                 yield
@@ -79,7 +81,7 @@ class RdmaTransport(Transport):
 
     @staticmethod
     def _fail(pair: verbs.QueuePair) -> None:
-        """To the error state before anything is freed: from then on the card leaves memory alone."""
+        """Move a queue pair to the error state, so that the card leaves memory alone before any is freed."""
         with contextlib.suppress(verbs.VerbsError):  # e.g. the device is gone
             pair.fail()
 
@@ -91,24 +93,27 @@ class RdmaTransport(Transport):
     # ---- connecting
     @property
     @abc.abstractmethod
-    def card(self) -> bytes:
-        """What the other ranks must know to connect to this one: JSON, with ``heap``, (address, bytes, key), and ``signal_bytes``."""
+    def address(self) -> bytes:
+        """What other ranks must know to connect to this one: JSON.
+
+        At least ``heap``, which is (address, bytes, key), and ``signal_bytes``.
+        """
 
     @abc.abstractmethod
-    def _connect(self, peer: int, card: dict[str, Any]) -> None:
-        """To one rank, whose heap is as large as this one's. May raise VerbsError."""
+    def _connect(self, peer: int, address: dict[str, Any]) -> None:
+        """Connect to one rank, whose heap is as large as this one's. May raise VerbsError."""
 
-    def connect(self, cards: Sequence[bytes]) -> None:
-        """Connect to all peers; ``cards`` of every rank, by rank."""
+    def connect(self, addresses: Sequence[bytes]) -> None:
+        """Connect to all peers. ``addresses`` has the ``address`` of every rank, by rank. Raises TransportError."""
         with _naming(_where(self._rank, self._nic.port)):
             for peer in self._ranks:
-                card = json.loads(cards[peer])
+                address = json.loads(addresses[peer])
                 for what, mine, theirs in (
-                    ("heap_bytes", self._heap.size, card["heap"][1]),
-                    ("bytes of signals", self._signal_bytes, card["signal_bytes"]),
+                    ("heap_bytes", self._heap.size, address["heap"][1]),
+                    ("bytes of signals", self._signal_bytes, address["signal_bytes"]),
                 ):
                     self._agree(peer, what, mine, theirs, "pass the same heap_bytes everywhere")
-                self._connect(peer, card)
+                self._connect(peer, address)
                 self._reachable.add(peer)
 
     def _agree(self, peer: int, what: str, mine: object, theirs: object, remedy: str) -> None:
@@ -117,7 +122,7 @@ class RdmaTransport(Transport):
 
     # ---- the transport
     def _check_addresses(self, put: Put) -> None:
-        """That the peer is there, and all bytes inside the segments."""
+        """Raise TransportError unless the peer is connected and all bytes lie inside the segments."""
         rank = put.dst_rank
         if rank not in self._reachable:
             raise self._error(rank, "put_signal", "unreachable", f"no connection: only to {sorted(self._reachable)}")
@@ -140,7 +145,7 @@ class RdmaTransport(Transport):
             raise self._refused("post", error, pair) from error
 
     def _polled(self) -> bool:
-        """Called at every poll. True now and then: it has looked for asynchronous events."""
+        """Count a poll. Every ``EVENT_POLLS`` polls, look for asynchronous events and return True."""
         self._polls += 1
         if self._polls % EVENT_POLLS:
             return False
@@ -148,7 +153,7 @@ class RdmaTransport(Transport):
         return True
 
     def _completions(self, queue: verbs.CompletionQueue) -> Sequence[verbs.Completion]:
-        """At most ``_POLL``, all of them good."""
+        """The next completions of a queue, at most ``_POLL``. Raises TransportError if one of them is an error."""
         found = self._take(queue)
         for completion in found:
             if completion.status:
@@ -177,10 +182,10 @@ class RdmaTransport(Transport):
 
     @abc.abstractmethod
     def _operation(self, wr_id: int) -> str:
-        """What a work request of the send queues was."""
+        """The name of the operation that a work request of a send queue was."""
 
     def _failure(self, queue: verbs.CompletionQueue, failed: Sequence[verbs.Completion]) -> TransportError:
-        """The first cause. Raises what an asynchronous event says, if that is the cause."""
+        """The error that names the first cause. If an asynchronous event is the cause, its error is raised instead."""
         first = next((completion for completion in failed if completion.status != verbs.FLUSHED), None)
         if first is None:
             queue, first = self._explain(queue, failed[0])
@@ -191,9 +196,10 @@ class RdmaTransport(Transport):
         return self._error(self._peer_of.get(first.qp), op, name, meaning, remedy, queue_pair=first.qp)
 
     def _explain(self, queue: verbs.CompletionQueue, flushed: verbs.Completion) -> tuple[verbs.CompletionQueue, verbs.Completion]:
-        """What was flushed because its queue pair had failed says nothing itself; what does may come a moment later.
+        """The completion that says why a queue pair failed, with its queue; ``flushed`` itself if none does.
 
-        Waits for it, at most ``EXPLAIN_SECONDS``: the transport has failed, nothing can be late any more. Completions are lost here.
+        A flushed request says nothing of the cause, and the completion that does may come a moment later. This waits for it, at most
+        ``EXPLAIN_SECONDS``, and drops all others: the transport has failed.
         """
         end = time.monotonic() + EXPLAIN_SECONDS
         while True:
@@ -207,7 +213,7 @@ class RdmaTransport(Transport):
             time.sleep(_EXPLAIN_PAUSE)
 
     def _refused(self, op: str, error: verbs.VerbsError, pair: verbs.QueuePair | None = None) -> TransportError:
-        """A call that failed."""
+        """The error for a call that failed."""
         number = None if pair is None else pair.number
         return self._error(None if number is None else self._peer_of[number], op, error.status, str(error), queue_pair=number)
 
@@ -226,7 +232,7 @@ def _where(rank: int, port: verbs.Port, queue_pair: int | None = None) -> str:
 
 @contextlib.contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Calls that fail while setting up become a TransportError."""
+    """Turn VerbsError into TransportError, with the remedy for its errno."""
     try:
         yield
     except verbs.VerbsError as error:
@@ -235,17 +241,20 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def open_card(card: Card, rank: int) -> verbs.Nic:
-    """Open a port; what fails becomes a TransportError."""
+    """Open the port of a card. Raises TransportError if pyverbs is missing, or the port cannot be opened."""
     try:
         with _naming(f"rank {rank}"):
-            return verbs.open_nic(card.device, card.port, card.gid_index)
+            return pyverbs.open_nic(card.device, card.port, card.gid_index)
     except ImportError as error:
         remedy = "install pyverbs: docs/transports.md"
         raise TransportError(f"rank {rank}: {error} ({remedy})", op="import pyverbs", status="ImportError", remedy=remedy) from error
 
 
 def register(nic: verbs.Nic, rank: int, *segments: tuple[int, int, int]) -> list[verbs.Region]:
-    """Register segments, (address, dma-buf descriptor or -1, bytes), so that peers may write to them. Closes ``nic`` when it fails."""
+    """Register segments so that peers may write to them; returns their regions in the same order.
+
+    A segment is (address, descriptor of its dma-buf or -1, bytes). ``nic`` is closed if this fails. Raises TransportError.
+    """
     access = verbs.Access.local_write | verbs.Access.remote_write
     regions: list[verbs.Region] = []
     with contextlib.ExitStack() as undo, _naming(_where(rank, nic.port)):
@@ -262,14 +271,22 @@ _T = TypeVar("_T", bound=RdmaTransport)
 
 
 def join(wiring: Wiring, open: Callable[[verbs.Nic, Wiring], _T]) -> _T:
-    """Open the card and, by ``open``, a transport on it, exchange addresses with all ranks, connect. Collective."""
+    """Open the card, and a transport on it by ``open``; exchange addresses with all ranks; connect. Collective.
+
+    Raises
+    ------
+    ValueError
+        ``wiring`` has no card or no exchange.
+    TransportError
+        The card, or the connection to a rank, could not be opened.
+    """
     card, exchange = wiring.card, wiring.exchange
     if card is None or exchange is None:
         raise ValueError("RDMA needs a card and an exchange")
     transport = open(open_card(card, wiring.rank), wiring)
     try:
-        transport.connect(exchange(transport.card))
-        exchange(b"")  # nobody sends to a rank that is not connected yet
+        transport.connect(exchange(transport.address))
+        exchange(b"")  # a barrier: nobody sends to a rank that is not connected yet
     except BaseException:
         transport.close()
         raise

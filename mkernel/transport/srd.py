@@ -1,16 +1,17 @@
-"""RDMA over SRD queue pairs (AWS EFA): reliable, exactly once, in no order. The receiver counts, and raises the signals itself.
+"""RDMA over SRD queue pairs (AWS EFA): reliable, exactly once, in no order. The receiver counts messages and raises the signals.
 
-A put travels as RDMA writes with an immediate (channel, sequence) that carry its bytes, and one SEND that announces it: sequence, number of
-writes, signal. The receiver's engine counts what has come for each sequence, and stores a signal once its put is whole and all earlier puts
-of its channel have been released. Nothing on the wire is assumed to keep order, the announcement included.
+A put travels as RDMA writes with an immediate (channel, sequence), which carry its bytes, and one SEND, which announces its sequence, its
+number of writes and its signal. The receiver's engine counts the messages of each sequence. It stores a signal once its put is whole and
+all earlier puts of its channel have been released. No message is assumed to keep its order, announcements included.
 
-Both kinds of message consume a receive of the peer. The sender spends credits for them; the receiver returns credits, and says how many
-puts it has released, in every announcement that goes the other way, and in updates of their own when there is nothing to announce.
+Both kinds of message consume a receive of the peer. The sender spends a credit for each. The receiver returns credits, and says how many
+puts it has released, in every announcement that goes the other way; if there is nothing to announce, in an update, a message of its own.
 
-- Puts to one peer that are not known to be released stay below ``WINDOW``, below half of the sequence space: sequences may wrap.
-- An update needs no credit; ``SPARE`` receives are kept for them. At most one update is not known to be delivered, so they arrive in the
-  order of sending, and only that one can be overtaken by the numbers it carries. Each raises the credits by a quarter of them all, or the
-  releases by a quarter of the window, and the peer cannot use more than it has seen: 4 + 4 + 1 can be waiting at most.
+- At most ``WINDOW`` puts to one peer are not known to be released. That is below half of the sequence space, so that sequences may wrap.
+- An update needs no credit; ``SPARE`` receives are kept for updates. At most one update is not known to be delivered, so that updates
+  arrive in the order of sending, and only that one can be overtaken by the numbers that it carries. Each update raises the credits by a
+  quarter of all credits, or the releases by a quarter of the window, and the peer uses only what it has seen: so at most 4 + 4 + 1 updates
+  wait in receives.
 """
 
 from __future__ import annotations
@@ -35,33 +36,35 @@ CHANNELS = 1 << (32 - SEQUENCE_BITS)
 WINDOW = SEQUENCES // 8
 SPARE = 9  # receives for updates
 
-UPDATE = 0xFFFFFFFF  # in place of a number of writes: no put, only the counts
+UPDATE = 0xFFFFFFFF  # stands for the number of writes in an update, which announces no put
 DEPTH = 256  # work requests of a queue pair
-CREDITS = 512  # receives of a queue pair for messages of the peer
-BACKLOG = 64  # puts to one peer that wait for credits, before `post` refuses
+CREDITS = 512  # receives of a queue pair for writes and announcements of the peer
+BACKLOG = 64  # the most puts to one peer that wait for credits: `post` refuses any more
 
-# What a SEND carries: channel, sequence, writes (or UPDATE), signal offset, signal value, then two cumulative counts, of which the greatest
-# ever seen is true: messages that the receiver of this has been allowed to send, and its puts that have been released.
+# A SEND carries channel, sequence, writes (or UPDATE), signal offset, signal value, and two running counts for its receiver: the messages
+# that it may have sent in all, and its puts that have been released. SENDs may overtake each other, so the greatest count seen holds.
 _MESSAGE = struct.Struct("<HHIQQQQ")
-_SLOT = 64  # bytes, holds one
+_SLOT = 64  # bytes of memory for one SEND
 
 
 class ProtocolError(Exception):
-    """The peer sent what it may not send: a bug, or another version of mkernel."""
+    """The peer broke the protocol: a bug, or another version of mkernel."""
 
 
 def imm(channel: int, sequence: int) -> int:
-    """The immediate of a put's writes."""
+    """The immediate of the writes of a put: 32 bits."""
     return channel << SEQUENCE_BITS | sequence
 
 
 class Outgoing:
-    """The sender's half of one direction between two ranks: numbers puts, and stays inside what the peer allows.
+    """The sender's half of one direction between two ranks: numbers puts, and counts what the peer allows.
 
     Parameters
     ----------
     credits
         Receives that the peer had posted for messages when the connection was made.
+    window
+        The most puts that are not known to be released.
     """
 
     __slots__ = ("_begun", "_granted", "_next", "_released", "_sent", "_window")
@@ -74,7 +77,7 @@ class Outgoing:
 
     @property
     def room(self) -> int:
-        """Messages that may be sent now."""
+        """How many messages may be sent now."""
         return self._granted - self._sent
 
     @property
@@ -83,18 +86,18 @@ class Outgoing:
         return self._begun - self._released < self._window
 
     def begin(self, channel: int) -> int:
-        """The sequence of a new put, which must be ``open`` to it."""
+        """Begin a put; returns its sequence. Call it only while ``open``."""
         sequence = self._next.get(channel, 0)
         self._next[channel] = (sequence + 1) % SEQUENCES
         self._begun += 1
         return sequence
 
     def spend(self) -> None:
-        """A message goes out."""
+        """Count a message that is sent."""
         self._sent += 1
 
     def update(self, granted: int, released: int) -> None:
-        """What the peer last said, or said earlier."""
+        """Take over the counts of a message of the peer, which may be older than those already known. Raises ProtocolError."""
         if released > self._begun or granted < 0:
             raise ProtocolError(f"released {released} puts of {self._begun}")
         if granted > self._granted:
@@ -108,18 +111,20 @@ class _Channel:
 
     def __init__(self) -> None:
         self.next = 0  # sequence of the next put to be released
-        self.waiting: dict[int, list[int]] = {}  # sequence -> [writes come, writes to come or -1, signal offset, signal value]
+        self.waiting: dict[int, list[int]] = {}  # sequence -> [writes received, writes announced or -1, signal offset, signal value]
 
 
 class Incoming:
-    """The receiver's half: counts messages, and releases signals in the order of their channels.
+    """The receiver's half: counts messages, and releases the signals of each channel in order.
 
     Parameters
     ----------
     release
         ``release(signal_offset, signal_value)`` makes a signal visible.
     credits
-        Receives posted for messages; those for updates come on top.
+        Receives posted for messages, without those for updates.
+    window
+        The most puts that the peer may have begun and not seen released.
     """
 
     __slots__ = ("_channels", "_consumed", "_credits", "_release", "_released", "_told_granted", "_told_released", "_window")
@@ -134,17 +139,17 @@ class Incoming:
 
     @property
     def due(self) -> bool:
-        """Whether the peer should be told of credits and releases now, if need be by an update."""
+        """Whether the peer must be told of credits and releases now, by an update if nothing else is sent."""
         more = self._credits + self._consumed - self._told_granted
         return 4 * more >= self._credits or 4 * (self._released - self._told_released) >= self._window
 
     def tell(self) -> tuple[int, int]:
-        """(granted, released), about to be sent."""
+        """The counts (granted, released) for a message that is sent now."""
         self._told_granted, self._told_released = self._credits + self._consumed, self._released
         return self._told_granted, self._told_released
 
     def write(self, imm: int) -> None:
-        """The bytes of a write have come, and its receive is posted again."""
+        """Count a write whose bytes have come and whose receive is posted again. Raises ProtocolError."""
         self._consumed += 1
         channel, sequence = imm >> SEQUENCE_BITS, imm & (SEQUENCES - 1)
         state, put = self._put(channel, sequence)
@@ -155,7 +160,7 @@ class Incoming:
             raise ProtocolError(f"channel {channel}, sequence {sequence}: more than {put[1]} writes")
 
     def announce(self, channel: int, sequence: int, writes: int, signal_offset: int, signal_value: int) -> None:
-        """An announcement has come, and its receive is posted again."""
+        """Take an announcement that has come and whose receive is posted again. Raises ProtocolError."""
         self._consumed += 1
         state, put = self._put(channel, sequence)
         if put[1] >= 0:
@@ -187,57 +192,56 @@ class Incoming:
 
 
 class _Job:
-    """A put under way: first its writes are posted, then its announcement; it is complete when all of them are."""
+    """A put under way: its writes are posted, then its announcement. It is complete when all of these are."""
 
     __slots__ = ("offset", "pending", "put", "sequence")
 
     def __init__(self, put: Put) -> None:
         self.put = put
-        self.sequence = -1  # not begun
+        self.sequence = -1  # -1: not begun
         self.offset = 0  # bytes posted
-        self.pending = 1  # posted and not completed; the announcement counts from the beginning
+        self.pending = 1  # messages that are not completed; the announcement counts before it is posted
 
 
 class _Peer:
-    """One queue pair, and all that is known of the rank it talks to."""
+    """One peer, and the queue pair to it."""
 
     __slots__ = (
-        "backlog", "credits", "destination", "free", "heap", "heap_key", "incoming", "jobs", "outgoing", "pair", "place", "rank", "touched",
-        "updating",
+        "backlog", "credits", "destination", "free", "heap", "heap_key", "incoming", "jobs", "outgoing", "pair", "position", "rank",
+        "touched", "updating",
     )  # fmt: skip
 
     def __init__(
-        self, rank: int, place: int, pair: verbs.QueuePair, depth: int, credits: int, release: Callable[[int, int], object]
+        self, rank: int, position: int, pair: verbs.QueuePair, depth: int, credits: int, release: Callable[[int, int], object]
     ) -> None:
-        self.rank, self.place, self.pair, self.credits = rank, place, pair, credits
+        self.rank, self.position, self.pair, self.credits = rank, position, pair, credits  # position: among the peers
         self.incoming = Incoming(release, credits)
-        self.outgoing: Outgoing | None = None  # not connected
+        self.outgoing: Outgoing | None = None  # None: not connected
         self.destination: verbs.Destination | None = None
         self.heap = self.heap_key = 0
         self.backlog: deque[_Job] = deque()
-        self.free = list(range(depth - 1))  # work requests of the send queue; one more is the update's
+        self.free = list(range(depth - 1))  # work requests of the send queue; the last one is for updates
         self.jobs: list[_Job | None] = [None] * depth  # by work request
-        self.updating = False
-        self.touched = False  # something is to be handed to the card
+        self.updating = False  # an update is not known to be delivered
+        self.touched = False  # the next flush looks at this peer
 
 
 class SrdTransport(rdma.RdmaTransport):
-    """Puts by counted datagrams. Open it, exchange ``card`` with all ranks, ``connect``.
+    """Puts by counted datagrams. Further parameters: ``RdmaTransport``.
 
     Parameters
     ----------
-    nic
-        The opened port. Closed with the transport.
-    rank, peers
-        This rank, and all ranks of other nodes.
-    heap
-        This rank's data heap, registered with ``nic``. Closed with the transport.
-    signal_address, signal_bytes
-        This rank's signal segment, in host memory.
+    signal_address
+        Address of this rank's signal segment, in host memory.
     store
         ``store(address, value)`` writes a 64-bit word with release.
     depth, credits
-        Work requests and message receives of each queue pair; a device with shorter queues gets what it can do.
+        Work requests and message receives of each queue pair, if the card can do that many.
+
+    Raises
+    ------
+    TransportError
+        The card refused something, or its queues are too short for so many peers.
     """
 
     def __init__(
@@ -266,20 +270,19 @@ class SrdTransport(rdma.RdmaTransport):
         self._depth = min(depth, limits.max_send, limits.max_completions // count)
         receives = min(credits + SPARE, limits.max_receive, limits.max_completions // count)
         if self._depth < 2 or receives < SPARE + 4:
-            text = f"{limits.max_completions} entries of a completion queue do not do for {count} peers"
+            text = f"{limits.max_completions} entries of a completion queue are too few for {count} peers"
             raise self._error(None, "open", "too small", text, "fewer ranks per card")
         self._receives = receives
         self._slots = (ctypes.c_char * (_SLOT * count * (self._depth + receives)))()
-        self._slots_view = memoryview(self._slots).cast("B")
         address = ctypes.addressof(self._slots)
         self._slots_region = self._nic.register(address, len(self._slots), verbs.Access.local_write)
         self._undo.callback(self._slots_region.close)
         self._sends = self._queue(count * self._depth)
         self._arrivals = self._queue(count * receives)
         self._peers: list[_Peer] = []
-        for place, rank in enumerate(peers):
+        for position, rank in enumerate(peers):
             pair = self._nic.srd_pair(self._sends, self._arrivals, max_send=self._depth, max_receive=receives, qkey=self._qkey)
-            peer = _Peer(rank, place, pair, self._depth, receives - SPARE, self._release)
+            peer = _Peer(rank, position, pair, self._depth, receives - SPARE, self._release)
             self._own(pair, rank)
             self._peers.append(peer)
             for slot in range(receives):
@@ -288,7 +291,7 @@ class SrdTransport(rdma.RdmaTransport):
 
     # ---- connecting
     @property
-    def card(self) -> bytes:
+    def address(self) -> bytes:
         return json.dumps(
             {
                 "gid": self._nic.port.gid,
@@ -299,13 +302,13 @@ class SrdTransport(rdma.RdmaTransport):
             }
         ).encode()
 
-    def _connect(self, peer: int, card: dict[str, Any]) -> None:
+    def _connect(self, peer: int, address: dict[str, Any]) -> None:
         state = self._by_rank[peer]
-        number, credits = card["pairs"][str(self._rank)]
-        state.destination = self._nic.destination(card["gid"], number, card["qkey"])
+        number, credits = address["pairs"][str(self._rank)]
+        state.destination = self._nic.destination(address["gid"], number, address["qkey"])
         self._undo.callback(state.destination.close)
-        self._undo.callback(self._fail, state.pair)  # nothing may be on its way to a destination that is closed
-        state.heap, _, state.heap_key = card["heap"]
+        self._undo.callback(self._fail, state.pair)  # before its destination is closed, to which nothing may be on its way
+        state.heap, _, state.heap_key = address["heap"]
         state.outgoing = Outgoing(credits)
 
     # ---- the transport
@@ -327,7 +330,7 @@ class SrdTransport(rdma.RdmaTransport):
             self._touched.append(peer)
 
     def flush(self) -> None:
-        """Post what credits and send queues allow, one doorbell per peer."""
+        """Post as much as credits and send queues allow, with one doorbell per peer."""
         for peer in self._touched:
             peer.touched = False
             self._pump(peer)
@@ -359,7 +362,7 @@ class SrdTransport(rdma.RdmaTransport):
                 size = min(put.bytes - job.offset, step)
                 source, target = heap.address + put.src_offset + job.offset, peer.heap + put.dst_offset + job.offset
                 number = imm(put.channel, job.sequence)
-                wr_id = peer.place * self._depth + slot
+                wr_id = peer.position * self._depth + slot
                 pair.write(wr_id, source, size, heap.lkey, target, peer.heap_key, signaled=True, imm=number, to=peer.destination)
                 job.offset += size
                 job.pending += 1
@@ -367,11 +370,11 @@ class SrdTransport(rdma.RdmaTransport):
             backlog.popleft()
 
     def _send(self, peer: _Peer, slot: int, channel: int, sequence: int, writes: int, signal_offset: int, signal_value: int) -> None:
-        wr_id = peer.place * self._depth + slot
-        place = wr_id * _SLOT
-        _MESSAGE.pack_into(self._slots, place, channel, sequence, writes, signal_offset, signal_value, *peer.incoming.tell())
+        wr_id = peer.position * self._depth + slot
+        offset = wr_id * _SLOT
+        _MESSAGE.pack_into(self._slots, offset, channel, sequence, writes, signal_offset, signal_value, *peer.incoming.tell())
         region = self._slots_region
-        peer.pair.send(wr_id, region.address + place, _MESSAGE.size, region.lkey, signaled=True, to=peer.destination)
+        peer.pair.send(wr_id, region.address + offset, _MESSAGE.size, region.lkey, signaled=True, to=peer.destination)
 
     def poll(self) -> list[int]:
         self._polled()
@@ -380,8 +383,8 @@ class SrdTransport(rdma.RdmaTransport):
         done: list[int] = []
         depth = self._depth
         for completion in self._completions(self._sends):
-            place, slot = divmod(completion.wr_id, depth)
-            peer = self._peers[place]
+            position, slot = divmod(completion.wr_id, depth)
+            peer = self._peers[position]
             if peer.backlog:
                 self._touch(peer)
             if slot == depth - 1:
@@ -402,13 +405,13 @@ class SrdTransport(rdma.RdmaTransport):
 
     # ---- the receiver's part
     def _receive(self, peer: _Peer, slot: int) -> None:
-        place = len(self._slots) - _SLOT * (1 + peer.place * self._receives + slot)
+        offset = len(self._slots) - _SLOT * (1 + peer.position * self._receives + slot)
         region = self._slots_region
-        peer.pair.receive(peer.place * self._receives + slot, region.address + place, _SLOT, region.lkey)
+        peer.pair.receive(peer.position * self._receives + slot, region.address + offset, _SLOT, region.lkey)
 
     def _arrived(self, completion: verbs.Completion) -> None:
-        place, slot = divmod(completion.wr_id, self._receives)
-        peer = self._peers[place]
+        position, slot = divmod(completion.wr_id, self._receives)
+        peer = self._peers[position]
         try:
             if completion.imm is None:
                 self._read(peer, len(self._slots) - _SLOT * (1 + completion.wr_id), completion.size)
@@ -423,11 +426,11 @@ class SrdTransport(rdma.RdmaTransport):
         if peer.backlog or peer.incoming.due:
             self._touch(peer)
 
-    def _read(self, peer: _Peer, place: int, size: int) -> None:
-        """A message that lies in the receives' memory."""
+    def _read(self, peer: _Peer, offset: int, size: int) -> None:
+        """Take the message at ``offset`` of the slots. Raises ProtocolError."""
         if size != _MESSAGE.size:
             raise ProtocolError(f"a message of {size} bytes")
-        channel, sequence, writes, signal_offset, signal_value, granted, released = _MESSAGE.unpack_from(self._slots, place)
+        channel, sequence, writes, signal_offset, signal_value, granted, released = _MESSAGE.unpack_from(self._slots, offset)
         if peer.outgoing is None:
             raise ProtocolError("a message before the connection")
         peer.outgoing.update(granted, released)
@@ -435,7 +438,7 @@ class SrdTransport(rdma.RdmaTransport):
             peer.incoming.announce(channel, sequence, writes, signal_offset, signal_value)
 
     def _release(self, signal_offset: int, signal_value: int) -> None:
-        """The card has written every byte of this put before it completed the receives: raise the flag."""
+        """Raise the flag of a put, all bytes of which the card has written before it completed the receives."""
         if not self._is_flag(signal_offset):
             raise ProtocolError(self._no_flag(signal_offset))
         self._store(self._signal_address + signal_offset, signal_value)
@@ -445,7 +448,13 @@ class SrdTransport(rdma.RdmaTransport):
 
 
 def open_transport(nic: verbs.Nic, wiring: Wiring) -> SrdTransport:
-    """Register this rank's memory and open the queue pairs; not connected. Closes ``nic`` when it fails."""
+    """Register this rank's memory and open the queue pairs. The transport is not connected. ``nic`` is closed if this fails.
+
+    Raises
+    ------
+    TransportError
+        The card has no SRD queue pairs or no RDMA writes, or it refused something.
+    """
     limits = nic.limits
     problem = remedy = ""
     if not limits.srd:
@@ -463,5 +472,5 @@ def open_transport(nic: verbs.Nic, wiring: Wiring) -> SrdTransport:
 
 
 def create(wiring: Wiring) -> SrdTransport:
-    """For the registry: opens the card, exchanges addresses with all ranks, connects. Collective."""
+    """Open the card, exchange addresses with all ranks, and connect. Collective. Raises as ``rdma.join`` and ``open_transport`` do."""
     return rdma.join(wiring, open_transport)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mkernel.bench import command
-from mkernel.bench.cases import OPS
+from mkernel.bench.cases import ops
 from mkernel.bench.stats import milliseconds, quantile, slowest, tera
 from mkernel.errors import ArgumentError
-from mkernel.plan.reduce import PARTIALS, make_plan
-from mkernel.plan.topology import Topology
+from mkernel.planner.reduce import PARTIALS, make_plan
+from mkernel.planner.topology import Topology
 
 
 def test_quantiles_interpolate_and_ignore_order() -> None:
@@ -48,7 +48,7 @@ def test_units() -> None:
 
 @pytest.mark.parametrize(("size", "link_ms"), [("2048", 0.019), ("4096", 0.077), ("8192", 0.310), ("16384", 1.24), ("32768", 4.96)])
 def test_allgather_gemm_link_time_on_four_ranks(size: str, link_ms: float) -> None:
-    case = OPS["allgather_gemm"].case(size, Topology(4, 4), "bfloat16")
+    case = ops()["allgather_gemm"].case(size, Topology(4, 4), "bfloat16")
     assert case.network_bytes == 0
     assert milliseconds(case.link_bytes, 325.0) == pytest.approx(link_ms, rel=0.03)
     assert case.shape == {"M": int(size), "N": int(size) // 4, "K": int(size)}
@@ -57,7 +57,7 @@ def test_allgather_gemm_link_time_on_four_ranks(size: str, link_ms: float) -> No
 
 @pytest.mark.parametrize(("size", "network_ms"), [("8192", 0.67), ("16384", 2.68), ("32768", 10.7)])
 def test_allgather_gemm_network_time_on_two_nodes_of_two(size: str, network_ms: float) -> None:
-    case = OPS["allgather_gemm"].case(size, Topology(4, 2), "bfloat16")
+    case = ops()["allgather_gemm"].case(size, Topology(4, 2), "bfloat16")
     assert milliseconds(case.network_bytes, 50.0) == pytest.approx(network_ms, rel=0.01)
     shard = int(size) ** 2 // 4 * 2
     assert (case.link_bytes, case.network_bytes) == (2 * shard, shard)
@@ -65,14 +65,14 @@ def test_allgather_gemm_network_time_on_two_nodes_of_two(size: str, network_ms: 
 
 def test_every_shard_but_ones_own_arrives_once() -> None:
     for topology in (Topology(1, 1), Topology(2, 2), Topology(4, 2), Topology(8, 2), Topology(6, 3)):
-        case = OPS["allgather_gemm"].case(str(768 * topology.size), topology, "float16")
+        case = ops()["allgather_gemm"].case(str(768 * topology.size), topology, "float16")
         assert case.link_bytes + case.network_bytes == (topology.size - 1) * 768 * (768 * topology.size) * 2
 
 
 @pytest.mark.parametrize(("size", "link_ms"), [("2048", 0.019), ("4096", 0.077), ("8192", 0.310), ("16384", 1.24), ("32768", 4.96)])
 def test_link_time_of_the_reductions_on_four_ranks(size: str, link_ms: float) -> None:
     for op, times in (("gemm_reduce_scatter", 1), ("gemm_allreduce", 2)):
-        case = OPS[op].case(size, Topology(4, 4), "bfloat16")
+        case = ops()[op].case(size, Topology(4, 4), "bfloat16")
         assert case.network_bytes == 0
         assert milliseconds(case.link_bytes, 325.0) == pytest.approx(times * link_ms, rel=0.03)
         assert case.shape == {"M": int(size), "N": int(size), "K": int(size)}
@@ -83,13 +83,13 @@ def test_link_time_of_the_reductions_on_four_ranks(size: str, link_ms: float) ->
 def test_network_time_of_the_reductions_on_two_nodes_of_two(size: str, network_ms: float) -> None:
     shard = int(size) ** 2 // 4 * 2
     for op, times in (("gemm_reduce_scatter", 1), ("gemm_allreduce", 2)):
-        case = OPS[op].case(size, Topology(4, 2), "bfloat16")
+        case = ops()[op].case(size, Topology(4, 2), "bfloat16")
         assert milliseconds(case.network_bytes, 50.0) == pytest.approx(times * network_ms, rel=0.01)
         assert (case.link_bytes, case.network_bytes) == (times * 2 * shard, times * shard)
 
 
 def test_small_shapes_are_a_table_of_their_own() -> None:
-    op = OPS["gemm_allreduce"]
+    op = ops()["gemm_allreduce"]
     assert set(op.sizes) == set(op.groups["large"]) | set(op.groups["small"])
     options = command._parser().parse_args(["gemm_allreduce", "--world", "1x4", "--shapes", "small"])
     assert command.Asked.of(options).sizes == tuple(f"{m}x8192x8192" for m in (1, 8, 32, 128, 256))
@@ -117,30 +117,30 @@ def test_the_heap_holds_what_the_plan_needs() -> None:
     for op, size in (("gemm_reduce_scatter", "8192"), ("gemm_allreduce", "8192"), ("gemm_allreduce", "256x8192x8192")):
         for topology in (Topology(4, 4), Topology(4, 2), Topology(4, 1)):
             for partials in PARTIALS:
-                case: Any = OPS[op].case(size, topology, "bfloat16", partials=partials)
+                case: Any = ops()[op].case(size, topology, "bfloat16", partials=partials)
                 for sms in (4, 114, 132, 148):
-                    assert case.heap_bytes >= make_plan(case.problem, sms).workspace_bytes
+                    assert case.heap_bytes >= make_plan(case.problem, case.rows, sms).workspace_bytes
 
 
 def test_bad_shapes_say_what_they_must_be() -> None:
     for size in ("x", "10", "4096x100x4096", "0", "8x8", "-8"):
         with pytest.raises(ArgumentError, match="--shapes"):
-            OPS["allgather_gemm"].case(size, Topology(4, 4), "bfloat16")
+            ops()["allgather_gemm"].case(size, Topology(4, 4), "bfloat16")
     for size in ("x", "40", "4096x100x4096", "8x8x40", "0", "8x8", "-32", "0x8x32"):
         for op in ("gemm_reduce_scatter", "gemm_allreduce"):
             with pytest.raises(ArgumentError, match="--shapes"):
-                OPS[op].case(size, Topology(4, 4), "bfloat16")
+                ops()[op].case(size, Topology(4, 4), "bfloat16")
     with pytest.raises(ArgumentError, match="multiple of 4"):
-        OPS["gemm_reduce_scatter"].case("1x8x32", Topology(4, 4), "bfloat16")
-    assert OPS["gemm_allreduce"].case("1x8x32", Topology(4, 4), "bfloat16").shape == {"M": 1, "N": 8, "K": 32}
+        ops()["gemm_reduce_scatter"].case("1x8x32", Topology(4, 4), "bfloat16")
+    assert ops()["gemm_allreduce"].case("1x8x32", Topology(4, 4), "bfloat16").shape == {"M": 1, "N": 8, "K": 32}
     with pytest.raises(ArgumentError, match="MxNxK"):
-        OPS["gemm"].case("8192", Topology(1, 1), "bfloat16")
+        ops()["gemm"].case("8192", Topology(1, 1), "bfloat16")
     with pytest.raises(ArgumentError, match="world of one"):
-        OPS["gemm"].case("8192x8192x8192", Topology(4, 4), "bfloat16")
+        ops()["gemm"].case("8192x8192x8192", Topology(4, 4), "bfloat16")
 
 
 def test_default_shapes_of_every_op_are_valid() -> None:
-    for op in OPS.values():
+    for op in ops().values():
         topology = Topology(1, 1) if op.name == "gemm" else Topology(4, 4)
         for size in op.sizes:
             case = op.case(size, topology, "bfloat16")

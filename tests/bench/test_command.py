@@ -10,25 +10,20 @@ from pathlib import Path
 import pytest
 
 from mkernel.bench import command, main
-from mkernel.bench import launcher as started
-from mkernel.bench.lab import LONGEST_REST_MS, REST_MS
 from mkernel.bench.report import FUSED, SOLO, Report
+from mkernel.bench.timing import COOLDOWN_MS, LONGEST_COOLDOWN_MS
 from mkernel.errors import ArgumentError
-from mkernel.plan.topology import Topology
+from mkernel.planner.topology import Topology
+from mkernel.runtime.ranks import choice, rendezvous
+from mkernel.tools import launcher
 
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
 
 
-@pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*started._MARKS, *started._SIZES):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize("rest", ["-1", "nan", str(LONGEST_REST_MS + 1)])
-def test_a_rest_that_makes_no_sense(rest: str) -> None:
-    with pytest.raises(ArgumentError, match="--rest"):
-        main(["gemm", "--allow-cpu", f"--rest={rest}"])
+@pytest.mark.parametrize("cooldown", ["-1", "nan", str(LONGEST_COOLDOWN_MS + 1)])
+def test_a_cooldown_that_makes_no_sense(cooldown: str) -> None:
+    with pytest.raises(ArgumentError, match="--cooldown"):
+        main(["gemm", "--allow-cpu", f"--cooldown={cooldown}"])
 
 
 def test_only_columns_that_exist_can_be_left_out() -> None:
@@ -62,11 +57,10 @@ def test_a_rank_that_no_parent_has_started_asks_too(tmp_path: Path, monkeypatch:
 
 
 @needs_a_compiler
+@pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
-def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_on_two_processes(op: str, tmp_path: Path) -> None:
     """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
-    for name in (*started._MARKS, *started._SIZES):
-        monkeypatch.delenv(name, raising=False)
     out = tmp_path / "report.json"
     arguments = [op, "--allow-cpu", "--world", "1x2", "--shapes", "130x72x80", "--samples", "2", "--launcher", "processes"]
     arguments += [] if op == "allgather_gemm" else ["--partials", "float32"]
@@ -77,7 +71,7 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path, monkeypatch: pyte
     (row,) = report.rows
     assert report.correct
     assert report.op == op
-    assert report.settings["rest_ms"] == REST_MS
+    assert report.settings["cooldown_ms"] == COOLDOWN_MS
     assert report.settings["options"] == ({} if op == "allgather_gemm" else {"partials": "float32"})
     assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
     assert report.command.endswith("--timeout 240")
@@ -100,21 +94,39 @@ def test_world_and_split_are_parsed() -> None:
             command.parse_split(text)
 
 
+@pytest.mark.usefixtures("no_launcher")
 def test_without_a_gpu_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*started._MARKS, *started._SIZES):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command, "_gpus", lambda: 0)
     with pytest.raises(ArgumentError, match="speeds of target cpu mean nothing"):
         main(["allgather_gemm"])
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_under_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not started.under_launcher()
-    assert started.launched_size() == 0
-    monkeypatch.setenv("PMI_SIZE", "4")
-    assert started.under_launcher()
-    assert started.launched_size() == 4
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, 0),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        ({"MKERNEL_RENDEZVOUS": "127.0.0.1:9", "MKERNEL_RANK": "2", "MKERNEL_SIZE": "3"}, 3),
+        ({"MKERNEL_RENDEZVOUS": "127.0.0.1:9", "MKERNEL_RANK": "2", "MKERNEL_SIZE": "3", "PMI_RANK": "1", "PMI_SIZE": "4"}, 3),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, 2),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "9", "TORCHELASTIC_RUN_ID": "none"}, 1),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]"}, 2),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"}, 0),  # a shell
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}, 0),  # a shell
+    ],
+)
+def test_commands_and_worlds_agree_on_who_is_a_rank(variables: dict[str, str], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.is_rank() == (size > 0)
+    assert launcher.launched_size() == size
+    chosen: list[str] = []
+    monkeypatch.setattr(choice, "_mpi", lambda comm: chosen.append("mpi"))
+    monkeypatch.setattr(rendezvous, "from_environment", lambda: chosen.append("rendezvous"))
+    choice.choose()
+    assert bool(chosen) == (size > 1 or "OMPI_COMM_WORLD_SIZE" in variables)
 
 
 def test_the_recorded_command_names_no_path() -> None:

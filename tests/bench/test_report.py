@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from mkernel.bench.report import ALONE, FUSED, SOLO, Report, Row, render
 from mkernel.bench.stats import Measurement, slowest
+
+DOCS = Path(__file__).parents[2] / "docs"
+SAVED = sorted(path.name for path in (DOCS / "benchmarks").iterdir())
 
 
 def _measurement(*medians: float, unit: str = "ms") -> Measurement:
@@ -71,6 +76,27 @@ def test_json_round_trip_keeps_every_sample() -> None:
     assert summary["efficiency"]["isolated"] == pytest.approx(0.325 / 0.40)
     assert summary["host"][FUSED]["median"] == pytest.approx(22.0)
     assert not report.correct
+
+
+def test_samples_of_a_rank_are_one_line() -> None:
+    text = _report(_row()).to_json()
+    samples = _measurement(0.36).samples[0]
+    assert f"{list(samples)}," in [line.strip() for line in text.splitlines()]
+    flat = re.sub(r"\s+", "", text)
+    assert flat == re.sub(r"\s+", "", json.dumps(json.loads(text), indent=1)), "nothing but blanks differs"
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_results_can_be_read_and_are_as_the_writer_leaves_them(name: str) -> None:
+    text = (DOCS / "benchmarks" / name).read_text()
+    assert Report.from_json(text).correct
+    long = [line for line in text.splitlines() if re.fullmatch(r"\s*[-\d.e]+,?", line)]
+    assert not long, "a number on a line of its own"
+
+
+def test_every_saved_result_is_cited() -> None:
+    assert SAVED
+    assert set(re.findall(r"`([\w-]+\d\.json)`", (DOCS / "benchmarks.md").read_text())) == set(SAVED)
 
 
 def test_json_of_another_schema_is_refused() -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import mkernel
-from mkernel.bench.lab import CpuLab, CudaLab
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ENGINE, FUSED, MODES, TUNED, Report, render
+from mkernel.bench.timing import CpuTiming, CudaTiming
 from mkernel.bench.worker import measure
 from mkernel.errors import ArgumentError
-from mkernel.plan.topology import Topology
+from mkernel.planner.topology import Topology
 from tests.bench.stand_in import World, settings, stand_in
 
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
@@ -41,19 +41,19 @@ def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("rest_ms", "last_ms", "seconds"),
+    ("cooldown_ms", "last_ms", "seconds"),
     [(30.0, 0.0, 0.03), (30.0, 5.0, 0.03), (30.0, 22.0, 0.088), (30.0, 500.0, 0.3), (0.0, 500.0, None)],
     ids=["first", "short", "long", "very long", "none"],
 )
-def test_gpus_rest_before_a_sample(monkeypatch: pytest.MonkeyPatch, rest_ms: float, last_ms: float, seconds: float | None) -> None:
+def test_gpus_rest_before_a_sample(monkeypatch: pytest.MonkeyPatch, cooldown_ms: float, last_ms: float, seconds: float | None) -> None:
     """Four times as long as the sample before took: what works a fifth of the time does not reach its power limit."""
     slept: list[float] = []
-    monkeypatch.setattr("mkernel.bench.lab.time.sleep", slept.append)
-    lab = object.__new__(CudaLab)
-    lab.rest_ms, lab._last_ms, lab._exposed = rest_ms, last_ms, False
-    lab._rest()
+    monkeypatch.setattr("mkernel.bench.timing.time.sleep", slept.append)
+    timing = object.__new__(CudaTiming)
+    timing.cooldown_ms, timing._last_ms, timing._exposed = cooldown_ms, last_ms, False
+    timing._cool_down()
     assert slept == ([] if seconds is None else [pytest.approx(seconds)])
-    assert ("rest" in lab._method("events")) == (rest_ms > 0)
+    assert ("rest" in timing._method("events")) == (cooldown_ms > 0)
 
 
 @needs_a_compiler
@@ -65,7 +65,7 @@ def test_tuned_and_untuned_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, f
     def measured(world: Any, calls: list[list[Any]], samples: int, queue: Any) -> list[list[float]]:
         return [[1.0 if some[0].keywords["split"].intra_comm == fastest else 2.0] for some in calls]
 
-    class _Lab(CpuLab):
+    class _Timing(CpuTiming):
         tunes = True
 
         def isolated(self, calls: Any, samples: int) -> Any:
@@ -75,8 +75,8 @@ def test_tuned_and_untuned_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, f
             splits.append({bound.executable.plan.split.intra_comm for bound in self.world.bound_calls.values()})
             return result
 
-    monkeypatch.setattr("mkernel.ops.tuning._measure", measured)
-    monkeypatch.setattr("mkernel.bench.worker.open_lab", _Lab)
+    monkeypatch.setattr("mkernel.ops.split_search._measure", measured)
+    monkeypatch.setattr("mkernel.bench.worker.open_timing", _Timing)
 
     def go(world: Any) -> Report:
         world.tuned["somebody's problem"] = mkernel.Split(intra_comm=1)

@@ -14,7 +14,7 @@ import numpy as np
 from mkernel import abi
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
-from mkernel.runtime.cpu import Cohort, CpuDevice, CpuKernel
+from mkernel.runtime.cpu.backend import CpuBackend, CpuKernel, ThreadRanks
 
 KERNELS = Path(__file__).parent / "kernels"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -57,16 +57,16 @@ def aligned(shape: int | tuple[int, ...], dtype: Any, fill: Any = 0) -> np.ndarr
     return array
 
 
-def map_of(device: CpuDevice, array: np.ndarray[Any, Any], box: tuple[int, int]) -> abi.TensorMap:
-    """Of a row-major matrix; ``box`` is (columns, rows)."""
+def map_of(device: CpuBackend, array: np.ndarray[Any, Any], box: tuple[int, int]) -> abi.TensorMap:
+    """The map of a row-major matrix; ``box`` is (columns, rows)."""
     rows, columns = array.shape
     pitch = array.strides[0]
     name = array.dtype.name
     return abi.TensorMap.from_buffer_copy(device.tensor_map(array.ctypes.data, name, (columns, rows, 1), (pitch, rows * pitch), (*box, 1)))
 
 
-def together(cohort: Cohort, ranks: int, function: Callable[[int], object]) -> list[BaseException | None]:
-    """``function(rank)`` in one thread per rank of the cohort; what each raised."""
+def together(thread_ranks: ThreadRanks, ranks: int, function: Callable[[int], object]) -> list[BaseException | None]:
+    """``function(rank)`` in one thread per rank of the thread ranks; what each raised."""
     errors: list[BaseException | None] = [None] * ranks
 
     def run(rank: int) -> None:
@@ -75,7 +75,7 @@ def together(cohort: Cohort, ranks: int, function: Callable[[int], object]) -> l
         except BaseException as error:
             errors[rank] = error
         finally:
-            cohort.finish(rank)
+            thread_ranks.finish(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""CpuDevice: memory, arrays, compiling, and ranks that are processes."""
+"""CpuBackend: memory, arrays, compiling, and ranks that are processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError, CompileError, Error
 from mkernel.jit import cpu as compiler
 from mkernel.jit.spec import KernelSpec
-from mkernel.runtime.cpu import CpuDevice, CpuKernel
+from mkernel.runtime.cpu.backend import CpuBackend, CpuKernel
 from tests.cpu_target.harness import KERNELS, Faults, Nans, Ping, aligned, load
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 # ---- memory and arrays
 def test_memory() -> None:
-    device = CpuDevice()
+    device = CpuBackend()
     address = device.allocate(1000)
     assert address % 256 == 0
     assert device.read(address, 1000) == bytes(1000)
@@ -48,7 +48,7 @@ def test_a_device_that_is_dropped_leaves_no_mappings() -> None:
 
     def launch() -> int:
         wrong = aligned(1, np.uint32)
-        CpuDevice().launch(kernel, 0, 1, bytes(Nans(wrong.ctypes.data)))
+        CpuBackend().launch(kernel, 0, 1, bytes(Nans(wrong.ctypes.data)))
         return len(Path("/proc/self/maps").read_text().splitlines())
 
     kernel = load("nans", Nans, threads=64, kFloat16=0)
@@ -61,7 +61,7 @@ def test_wrap_keeps_its_owner() -> None:
     class Owner:
         pass
 
-    device, owner = CpuDevice(), Owner()
+    device, owner = CpuBackend(), Owner()
     memory = aligned(64, np.uint8, 1)
     array = device.wrap(memory.ctypes.data, (4, 8), "bfloat16", owner)
     assert array.dtype == ml_dtypes.bfloat16
@@ -78,7 +78,7 @@ def test_wrap_keeps_its_owner() -> None:
 
 
 def test_empty_is_aligned() -> None:
-    device = CpuDevice()
+    device = CpuBackend()
     for shape in ((3, 8), (0, 8), (1, 1000)):
         array = device.empty(shape, "float16")
         assert array.shape == shape
@@ -104,7 +104,7 @@ class ByInterface:
 
 
 def test_view() -> None:
-    device = CpuDevice()
+    device = CpuBackend()
     for dtype in (ml_dtypes.bfloat16, np.float16, np.float32, np.int32, np.int64):
         array = aligned((6, 10), dtype)[::2, 2:]
         view = device.view(array)
@@ -121,7 +121,7 @@ def test_view_refuses() -> None:
         def __dlpack_device__(self) -> Any:
             return (2, 0)
 
-    device = CpuDevice()
+    device = CpuBackend()
     for value, text in (
         ([1, 2], "is no array"),
         (3.0, "is no array"),
@@ -135,7 +135,7 @@ def test_view_refuses() -> None:
 
 
 def test_tensor_map_rules() -> None:
-    device = CpuDevice()
+    device = CpuBackend()
     good: dict[str, Any] = {"address": 4096, "dtype": "bfloat16", "shape": (64, 8, 1), "strides": (128, 1024), "box": (64, 8, 1)}
     assert len(device.tensor_map(**good)) == 128
     for change in ({"address": 4104}, {"strides": (120, 1024)}, {"box": (32, 8, 1)}, {"box": (64, 257, 1)}, {"shape": (64, -1, 1)}):
@@ -144,7 +144,7 @@ def test_tensor_map_rules() -> None:
 
 
 def test_streams() -> None:
-    device = CpuDevice()
+    device = CpuBackend()
     assert device.stream(None) == device.stream(None)
     assert not device.capturing(device.stream(None))
     with pytest.raises(ArgumentError, match="no streams"):
@@ -153,7 +153,7 @@ def test_streams() -> None:
 
 # ---- launches
 def test_launch_rules() -> None:
-    device = CpuDevice(sm_count=2)
+    device = CpuBackend(sm_count=2)
     kernel = load("faults", Faults, threads=128, shared=17408, kFault=0)
     small = CpuKernel(kernel.spec, compiler.compile(kernel.spec, include=(KERNELS,)), device.sm_count)
     assert small.max_ctas() == 2
@@ -163,7 +163,7 @@ def test_launch_rules() -> None:
     with pytest.raises(ArgumentError, match="parameters"):
         device.launch(small, 0, 1, bytes(63))
     with env.override(MKERNEL_CPU_SMS=7):
-        assert CpuDevice().sm_count == 7
+        assert CpuBackend().sm_count == 7
     too_much = KernelSpec("faults", (("kFault", 0),), 128, 228 * 1024, 64)
     with pytest.raises(Error, match="cannot launch"):
         device.launch(CpuKernel(too_much, compiler.compile(too_much, include=(KERNELS,)), 2), 0, 1, bytes(64))
@@ -179,7 +179,7 @@ def test_launch_releases_the_gil() -> None:
     """Another thread ends the kernel's wait."""
     kernel = load("ping", Ping, threads=32)
     flags, result = aligned((2, 8), np.uint64), aligned(2, np.uint64)
-    device = CpuDevice()
+    device = CpuBackend()
 
     def answer() -> None:
         for value in range(1, 21):
@@ -199,7 +199,7 @@ def test_deadline_in_real_time() -> None:
     kernel = load("ping", Ping, threads=32)
     flags, result = aligned((2, 8), np.uint64), aligned(2, np.uint64)
     begin = time.monotonic()
-    CpuDevice().launch(kernel, 0, 1, bytes(Ping(flags[0].ctypes.data, flags[1].ctypes.data, 1, 20, 3 * 10**8, result.ctypes.data, 0, 1)))
+    CpuBackend().launch(kernel, 0, 1, bytes(Ping(flags[0].ctypes.data, flags[1].ctypes.data, 1, 20, 3 * 10**8, result.ctypes.data, 0, 1)))
     assert time.monotonic() - begin >= 0.3
     assert result[0] == 0
 
@@ -207,12 +207,12 @@ def test_deadline_in_real_time() -> None:
 def test_ctrl_c_ends_a_launch() -> None:
     script = """
 import _thread, signal, threading, numpy as np
-from mkernel.runtime.cpu import CpuDevice
+from mkernel.runtime.cpu.backend import CpuBackend
 from tests.cpu_target.harness import Ping, aligned, load
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 kernel = load("ping", Ping, threads=32)
 flags, result = aligned((2, 8), np.uint64), aligned(2, np.uint64)
-device = CpuDevice()
+device = CpuBackend()
 threading.Timer(0.3, _thread.interrupt_main).start()
 try:
     device.launch(kernel, 0, 1, bytes(Ping(flags[0].ctypes.data, flags[1].ctypes.data, 1, 20, 10**12, result.ctypes.data, 0, 1)))
@@ -227,11 +227,11 @@ except KeyboardInterrupt:
 PROCESS = """
 import ctypes, sys, numpy as np
 from mkernel.memory.memfd import MemfdSegment, import_fd
-from mkernel.runtime.cpu import CpuDevice
+from mkernel.runtime.cpu.backend import CpuBackend
 from tests.cpu_target.harness import Ping, aligned, load
 rank, fd, rounds = map(int, sys.argv[1:])
 kernel = load("ping", Ping, threads=32)
-device = CpuDevice(rank)
+device = CpuBackend(rank)
 base = device.import_segment(fd, 65536)
 result = aligned(2, np.uint64)
 parameters = Ping(base + 64 * rank, base + 64 * (1 - rank), 1, rounds, 60 * 10**9, result.ctypes.data, 0, 1)
@@ -261,9 +261,9 @@ def test_portable_switch() -> None:
 from mkernel.jit import cpu
 import sys
 cpu._CORE_FLAGS = ("-O1", *sys.argv[1:])
-from mkernel.runtime.cpu import CpuDevice
+from mkernel.runtime.cpu.backend import CpuBackend
 from tests.cpu_target.test_kernels import run_fault
-device = CpuDevice(seed=5)
+device = CpuBackend(seed=5)
 print(run_fault(0, 0, device).tobytes().hex(), device.trace)
 """
     outputs = set()

@@ -15,7 +15,7 @@ import pytest
 from mkernel import abi
 from mkernel.errors import Error
 from mkernel.jit.headers import kernels_src
-from mkernel.runtime.cpu import CpuDevice
+from mkernel.runtime.cpu.backend import CpuBackend
 from tests.cpu_target.harness import BFLOAT16, Box, Faults, GemmTile, Nans, Numbers, Primitives, Relay, aligned, load, map_of
 
 SEEDS = range(8)
@@ -41,7 +41,7 @@ def test_the_two_ptx_headers_have_the_same_names() -> None:
 def test_primitives(seed: int) -> None:
     kernel = load("primitives", Primitives, threads=64)
     out, words, flags = aligned((2, 448), np.uint32, 0xFFFFFFFF), aligned(4, np.uint32), aligned(4, np.uint64)
-    CpuDevice(seed=seed).launch(kernel, 0, 2, bytes(Primitives(out.ctypes.data, words.ctypes.data, flags.ctypes.data)))
+    CpuBackend(seed=seed).launch(kernel, 0, 2, bytes(Primitives(out.ctypes.data, words.ctypes.data, flags.ctypes.data)))
     t = np.arange(64)
     lane, warp = t % 32, t // 32
     for cta in range(2):
@@ -68,7 +68,7 @@ def test_primitives(seed: int) -> None:
 def test_numbers(dtype: str) -> None:
     """Every 16-bit number there is, through unpack, 16 bytes of shared memory and pack."""
     kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(np.float16)
-    device = CpuDevice()
+    device = CpuBackend()
     kernel = load("numbers", Numbers, threads=64, kFloat16=int(dtype == "float16"))
     everything = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).reshape(-1, 128)
     floats = np.random.default_rng(2).integers(0, 1 << 32, (len(everything), 64), dtype=np.uint32)
@@ -90,7 +90,7 @@ def test_every_nan_becomes_the_same_one(dtype: str) -> None:
     """As PTX has it: hence no two numbers rounded have all bits set, which is what packets build on."""
     wrong = aligned(1, np.uint32)
     kernel = load("nans", Nans, threads=64, kFloat16=int(dtype == "float16"))
-    CpuDevice().launch(kernel, 0, 1, bytes(Nans(wrong.ctypes.data)))
+    CpuBackend().launch(kernel, 0, 1, bytes(Nans(wrong.ctypes.data)))
     assert wrong[0] == 0
 
 
@@ -116,7 +116,7 @@ def test_gemm_tile(block_n: int, a_columns: int, b_rows: int, dtype: str, shape:
         m = -(-m // 8) * 8  # rows of 16-byte multiples
     kind = BFLOAT16 if dtype == "bfloat16" else np.dtype(np.float16)
     a, b = rng.standard_normal((m, k)).astype(kind), rng.standard_normal((k, n)).astype(kind)
-    device = CpuDevice(seed=int(rng.integers(2**32)))
+    device = CpuBackend(seed=int(rng.integers(2**32)))
     stored_a = aligned((k, m) if a_columns else (m, k), kind)
     stored_b = aligned((k, n) if b_rows else (n, k), kind)
     stored_a[...], stored_b[...] = (a.T if a_columns else a), (b if b_rows else b.T)
@@ -146,7 +146,7 @@ def test_float_rounding() -> None:
     a[...] = np.eye(64) * 0.75
     b, c = aligned((64, 64), np.float16), aligned((64, 64), np.float16, np.nan)
     b[...] = np.where(np.isfinite(values), values, 1)
-    device = CpuDevice()
+    device = CpuBackend()
     parameters = GemmTile(map_of(device, a, (64, 64)), map_of(device, b, (64, 64)), map_of(device, c, (64, 64)), 1, 1)
     kernel = load("gemm_tile", GemmTile, threads=160, shared=3 * 128 * 128 + 64 * 128 + 1024, kBlockN=64, kAColumns=0, kBRows=1, kFloat16=1)
     device.launch(kernel, 0, 1, bytes(parameters))
@@ -163,7 +163,7 @@ def test_a_box_in_shared_memory(start: tuple[int, int, int], swizzled: bool, rng
     source = aligned((planes, rows, columns), np.uint16)
     source[...] = rng.integers(1, 1 << 16, source.shape)
     out = aligned((box[2] * box[1], 8, 8), np.uint16)
-    device = CpuDevice()
+    device = CpuBackend()
     encoded = device.tensor_map(source.ctypes.data, "float16", (columns, rows, planes), source.strides[1::-1], box, swizzled)
     kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes)
     device.launch(kernel, 0, 1, bytes(Box(abi.TensorMap.from_buffer_copy(encoded), out.ctypes.data, *start)))
@@ -185,7 +185,7 @@ def relay(fault: int, seed: int, rng: np.random.Generator) -> bool:
     source[:] = rng.integers(0, 256, source.size)
     flag = aligned(1, np.uint64)
     parameters = Relay(source.ctypes.data, middle.ctypes.data, out.ctypes.data, flag.ctypes.data, pieces, 7)
-    CpuDevice(seed=seed).launch(kernel, 0, 2, bytes(parameters))
+    CpuBackend(seed=seed).launch(kernel, 0, 2, bytes(parameters))
     return bool((out == source).all())
 
 
@@ -241,11 +241,11 @@ FAULTS: dict[int, str] = {
 }
 
 
-def run_fault(fault: int, seed: int, device: CpuDevice | None = None) -> np.ndarray[Any, Any]:
+def run_fault(fault: int, seed: int, device: CpuBackend | None = None) -> np.ndarray[Any, Any]:
     kernel = load("faults", Faults, threads=128, shared=16384 + 1024, kFault=fault)
     source, out, flag = aligned(4096, np.uint8), aligned(4096, np.uint8), aligned(2, np.uint64)
     parameters = Faults(source.ctypes.data, out.ctypes.data, flag.ctypes.data)
-    (device or CpuDevice(seed=seed)).launch(kernel, 0, 1, bytes(parameters))
+    (device or CpuBackend(seed=seed)).launch(kernel, 0, 1, bytes(parameters))
     return out
 
 
@@ -260,7 +260,7 @@ def test_no_fault(seed: int) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[re.sub(r"\W+", " ", text)[:40] for text in FAULTS.values()])
 def test_fault_is_found(fault: int) -> None:
-    device = CpuDevice(seed=1)
+    device = CpuBackend(seed=1)
     for _ in range(10):
         with pytest.raises(Error, match=FAULTS[fault]):
             run_fault(fault, 0, device)
@@ -290,7 +290,7 @@ def test_crash_is_explained(fault: int, handler: bool) -> None:
 # ---- determinism
 def test_same_seed_same_interleaving() -> None:
     def trace(seed: int) -> tuple[int, bytes]:
-        device = CpuDevice(seed=seed)
+        device = CpuBackend(seed=seed)
         out, words, flags = aligned((2, 448), np.uint32), aligned(4, np.uint32), aligned(4, np.uint64)
         kernel = load("faults", Faults, threads=128, shared=16384 + 1024, kFault=0)
         source, target = aligned(4096, np.uint8), aligned(4096, np.uint8)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mkernel.errors import Error
-from mkernel.runtime.cpu import Cohort, CpuCopier, CpuDevice
+from mkernel.runtime.cpu.backend import CpuBackend, CpuCopier, ThreadRanks
 from tests.cpu_target.harness import Relay, aligned, load, together
 
 PIECES = 2000  # of 1 KiB: the kernel runs for several steps of the engine
@@ -20,28 +20,28 @@ READER, WRITER = "rank 0, CTA [01], thread 0", "rank 0, CTA [01], thread 0"
 
 
 class Memory:
-    def __init__(self, cohort: Cohort) -> None:
+    def __init__(self, thread_ranks: ThreadRanks) -> None:
         self.source, self.middle, self.out = (aligned(SIZE, np.uint8) for _ in range(3))
         self.other = aligned(SIZE, np.uint8)
         self.source[:] = np.random.default_rng(0).integers(0, 256, SIZE)
         self.flag = aligned(1, np.uint64)
         for name in ("source", "middle", "out", "other"):
-            cohort.name(getattr(self, name).ctypes.data, SIZE, f"test {name}")
+            thread_ranks.name(getattr(self, name).ctypes.data, SIZE, f"test {name}")
 
-    def relay(self, cohort: Cohort, rank: int = 0) -> None:
+    def relay(self, thread_ranks: ThreadRanks, rank: int = 0) -> None:
         """CTA 0 copies source to middle; then CTA 1 copies middle to out."""
         kernel = load("relay", Relay, threads=32, shared=4096, kFault=0)
         addresses = (array.ctypes.data for array in (self.source, self.middle, self.out, self.flag))
-        CpuDevice(rank, cohort).launch(kernel, 0, 2, bytes(Relay(*addresses, PIECES, 1)))
+        CpuBackend(rank, thread_ranks).launch(kernel, 0, 2, bytes(Relay(*addresses, PIECES, 1)))
 
 
 def run(seed: int, engine: Callable[[Memory, CpuCopier, int], Any]) -> tuple[str, bool]:
     """What the emulator says of the kernel beside ``engine(memory, copier, step)``, and whether the result is right."""
-    with Cohort(1, seed) as cohort:
-        memory, steps = Memory(cohort), iter(range(10**9))
-        copier = CpuDevice(0, cohort).copier()
-        cohort.add_engine(0, lambda: bool(engine(memory, copier, next(steps))) and False, lambda: None)
-        error = together(cohort, 1, lambda rank: memory.relay(cohort))[0]
+    with ThreadRanks(1, seed) as thread_ranks:
+        memory, steps = Memory(thread_ranks), iter(range(10**9))
+        copier = CpuBackend(0, thread_ranks).copier()
+        thread_ranks.add_engine(0, lambda: bool(engine(memory, copier, next(steps))) and False, lambda: None)
+        error = together(thread_ranks, 1, lambda rank: memory.relay(thread_ranks))[0]
         assert error is None or isinstance(error, Error), error
         return str(error or ""), bool((memory.out == memory.source).all())
 
@@ -120,20 +120,20 @@ def test_a_put_that_has_ended_is_no_race() -> None:
             put.landed()
             put.ended()
 
-    with Cohort(1, 0) as cohort:  # before the kernel begins
-        memory = Memory(cohort)
-        engine(memory, CpuDevice(0, cohort).copier(), 0)
-        assert together(cohort, 1, lambda rank: memory.relay(cohort)) == [None]
+    with ThreadRanks(1, 0) as thread_ranks:  # before the kernel begins
+        memory = Memory(thread_ranks)
+        engine(memory, CpuBackend(0, thread_ranks).copier(), 0)
+        assert together(thread_ranks, 1, lambda rank: memory.relay(thread_ranks)) == [None]
         assert (memory.out == memory.source).all()
 
 
 def test_a_store_over_bytes_that_another_kernel_reads() -> None:
     """Two ranks, without a word between them: one copies from where the other copies to."""
     for seed in range(12):
-        with Cohort(2, seed) as cohort:
-            reader, writer = Memory(cohort), Memory(cohort)
+        with ThreadRanks(2, seed) as thread_ranks:
+            reader, writer = Memory(thread_ranks), Memory(thread_ranks)
             writer.middle = reader.source
-            errors = together(cohort, 2, lambda rank, of=(reader, writer): of[rank].relay(cohort, rank))
+            errors = together(thread_ranks, 2, lambda rank, of=(reader, writer): of[rank].relay(thread_ranks, rank))
         text = "\n".join(str(error) for error in errors if error is not None)
         there = r"global memory at 0x\w+ \(test source \+0x\w+\), which"
         store = rf"rank 1, CTA 0, thread 0: race: bulk_store writes {there} bulk_load of rank 0, CTA 0, thread 0 is still reading"
@@ -146,17 +146,17 @@ def test_the_same_run_with_and_without_puts_that_disturb_nobody(seed: int) -> No
     """Watching changes no interleaving."""
 
     def trace(watched: bool) -> int:
-        with Cohort(1, seed) as cohort:
-            memory, begun = Memory(cohort), []
-            copier = CpuDevice(0, cohort).copier()
+        with ThreadRanks(1, seed) as thread_ranks:
+            memory, begun = Memory(thread_ranks), []
+            copier = CpuBackend(0, thread_ranks).copier()
 
             def step() -> bool:
                 if watched and not begun:
                     begun.append(copier.watch(memory.other.ctypes.data, memory.source.ctypes.data, SIZE, ENGINE))
                 return False
 
-            cohort.add_engine(0, step, lambda: None)
-            assert together(cohort, 1, lambda rank: memory.relay(cohort)) == [None]
-            return cohort.trace
+            thread_ranks.add_engine(0, step, lambda: None)
+            assert together(thread_ranks, 1, lambda rank: memory.relay(thread_ranks)) == [None]
+            return thread_ranks.trace
 
     assert trace(True) == trace(False)

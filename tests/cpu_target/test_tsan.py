@@ -18,14 +18,14 @@ SCRIPT = """
 import sys
 import numpy as np
 from mkernel.jit import cpu
-from mkernel.runtime.cpu import Cohort, CpuDevice
+from mkernel.runtime.cpu.backend import ThreadRanks, CpuBackend
 from tests.cpu_target.harness import Race, aligned, load
 assert cpu.sanitizing()
 kernel = load("race", Race, threads=64, kFault=int(sys.argv[1]))
 for seed in range(2):
-    with Cohort(1, seed) as cohort:
+    with ThreadRanks(1, seed) as thread_ranks:
         data, flag = aligned(256, np.uint32), aligned(1, np.uint64)
-        CpuDevice(0, cohort).launch(kernel, 0, 1, bytes(Race(data.ctypes.data, flag.ctypes.data)))
+        CpuBackend(0, thread_ranks).launch(kernel, 0, 1, bytes(Race(data.ctypes.data, flag.ctypes.data)))
 print("ended")
 """
 FAULTS = ["none", "barrier", "vote is no barrier", "relaxed flag", "mbarrier", "store not awaited", "stage reused"]

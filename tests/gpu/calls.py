@@ -10,7 +10,7 @@ import numpy as np
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.runtime.cuda import CudaDevice
+from mkernel.runtime.cuda.backend import CudaBackend
 
 __all__ = ["SECONDS", "THREADS", "Calls", "WaitParameters", "wait_spec"]
 
@@ -25,7 +25,7 @@ class WaitParameters(ctypes.Structure):
         ("value", ctypes.c_uint64),
         ("data", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
-        ("padding", ctypes.c_char * 48),
+        ("padding", ctypes.c_char * 32),
     ]
 
 
@@ -36,7 +36,7 @@ def wait_spec(wait: int) -> KernelSpec:
 class Calls:
     """Launches of wait_then_add on device memory; ``flag`` and ``data`` are in a segment, as in a world."""
 
-    def __init__(self, device: CudaDevice, wait: int, ctas: int = 4) -> None:
+    def __init__(self, device: CudaBackend, wait: int, ctas: int = 4) -> None:
         self.device, self.ctas = device, ctas
         self.segment = device.segment(1 << 20, 0, 1)
         self.flag, self.data = self.segment.address(), self.segment.address() + 4096

@@ -36,7 +36,7 @@ from typing import Any
 SQUARES = (2048, 4096, 8192, 16384)
 FEW_ROWS = tuple(f"{1 << i}x8192x8192" for i in range(9))
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
-REST_MS = 30.0
+COOLDOWN_MS = 30.0
 HOST_CALLS = 60
 MARK = "COMPARE "  # a line of a worker for its parent
 DEADLINE = 120.0  # seconds of one answer: a shape's kernels are compiled in it
@@ -61,7 +61,7 @@ def all_shapes() -> list[tuple[str, str]]:
 
 
 def chosen_shapes(wanted: Sequence[str]) -> list[tuple[str, str]]:
-    """Of all shapes those that are asked for; ``op:size`` may also be one that is not in the table."""
+    """The shapes that are asked for; ``op:size`` may also be one that is not in the table."""
     if not wanted:
         return all_shapes()
     chosen: list[tuple[str, str]] = []
@@ -87,14 +87,14 @@ def extents(op: str, size: str, ranks: int) -> tuple[int, int, int]:
 def worker() -> int:
     """Does what the lines of standard input say."""
     import mkernel as mk
-    from mkernel.bench.lab import open_lab
+    from mkernel.bench.timing import open_timing
 
     tree = Path(os.environ["COMPARE_TREE"]).resolve()
     if not Path(mk.__file__).resolve().is_relative_to(tree):
         raise SystemExit(f"mkernel comes from {mk.__file__}, not from {tree}")
     with mk.init(target=os.environ["COMPARE_TARGET"], heap_bytes=int(os.environ["COMPARE_HEAP"])) as world:
-        lab = open_lab(world, "bfloat16", REST_MS if world.target == "cuda" else 0.0)
-        measured = Measured(world, lab)
+        timing = open_timing(world, "bfloat16", COOLDOWN_MS if world.target == "cuda" else 0.0)
+        measured = Measured(world, timing)
         answer({"ready": world.size})
         for line in sys.stdin:
             command = json.loads(line)
@@ -102,7 +102,7 @@ def worker() -> int:
                 break
             answer(getattr(measured, command.pop("do"))(**command))
         measured.free()
-        lab.close()
+        timing.close()
     return 0
 
 
@@ -113,8 +113,8 @@ def answer(value: Any) -> None:
 class Measured:
     """One rank's part of every command; all ranks of a tree get the same ones."""
 
-    def __init__(self, world: Any, lab: Any) -> None:
-        self.world, self.lab, self.calls, self.results = world, lab, [], []
+    def __init__(self, world: Any, timing: Any) -> None:
+        self.world, self.timing, self.calls, self.results = world, timing, [], []
 
     def setup(self, op: str, size: str) -> dict[str, Any]:
         """Inputs, the plan, and a first call of everything; a checksum of the first result."""
@@ -123,18 +123,18 @@ class Measured:
         import mkernel as mk
 
         self.free()
-        lab, world = self.lab, self.world
+        timing, world = self.timing, self.world
         rows, n, k = extents(op, size, world.size)
         result_rows = {"allgather_gemm": rows * world.size, "gemm_reduce_scatter": rows // world.size, "gemm_allreduce": rows}[op]
-        count = lab.sets(2 * (rows * k + k * n + result_rows * n))
+        count = timing.sets(2 * (rows * k + k * n + result_rows * n))
         for i in range(count):
             seed = 1_000_003 * i + 2 * world.rank
-            a, b, c = lab.random((rows, k), seed), lab.random((k, n), seed + 1), lab.empty((result_rows, n))
-            lab.poison(c)
+            a, b, c = timing.random((rows, k), seed), timing.random((k, n), seed + 1), timing.empty((result_rows, n))
+            timing.poison(c)
             self.calls.append(functools.partial(getattr(mk, op), a, b, out=c, world=world))
             self.results.append(c)
-        lab.warm_up(self.calls)
-        bits = self.results[0].view(lab.xp.uint16)
+        timing.warm_up(self.calls)
+        bits = self.results[0].view(timing.xp.uint16)
         bits = bits.get() if hasattr(bits, "get") else bits
         nans = bool(((bits & 0x7F80) == 0x7F80).any())  # an element that nobody has written, or an infinity
         return {"crc": zlib.crc32(bits.tobytes()), "nans": nans, "sets": count}
@@ -142,25 +142,25 @@ class Measured:
     def sample(self, index: int) -> float:
         """Milliseconds of one call on this rank. The input sets take turns, so that none lies in a cache."""
         calls = self.calls
-        return float(self.lab.isolated([calls[index % len(calls)]], 1)[0][0])  # a list of times comes first, in any tree
+        return float(self.timing.isolated([calls[index % len(calls)]], 1)[0][0])  # a list of times comes first, in any tree
 
     def host(self, calls: int) -> float:
         """Microseconds that a cached call keeps the host, median."""
         times = []
         for _ in range(calls):
-            self.lab.synchronize()
+            self.timing.synchronize()
             begin = time.perf_counter_ns()
             self.calls[0]()
             times.append((time.perf_counter_ns() - begin) / 1e3)
-        self.lab.synchronize()
+        self.timing.synchronize()
         return statistics.median(times)
 
     def free(self) -> None:
-        self.lab.synchronize()
+        self.timing.synchronize()
         self.calls.clear()
         self.results.clear()
         if self.world.target == "cuda":
-            self.lab.xp.get_default_memory_pool().free_all_blocks()
+            self.timing.xp.get_default_memory_pool().free_all_blocks()
 
 
 # ---- the parent

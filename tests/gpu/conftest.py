@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from mkernel.runtime.cuda import CudaDevice
+    from mkernel.runtime.cuda.backend import CudaBackend
 
 
 @pytest.fixture
-def device() -> Iterator[CudaDevice]:
-    from mkernel.runtime.cuda import CudaDevice  # needs packages that machines without a GPU may lack
+def device() -> Iterator[CudaBackend]:
+    from mkernel.runtime.cuda.backend import CudaBackend  # needs packages that machines without a GPU may lack
 
-    device = CudaDevice(0)
+    device = CudaBackend(0)
     yield device
     device.synchronize()
     device.close()
@@ -25,7 +25,7 @@ def device() -> Iterator[CudaDevice]:
 
 @pytest.fixture
 def kernels_of_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mkernel.runtime import cuda
+    from mkernel.runtime.cuda import backend as cuda
 
     include = [Path(__file__).parent / "kernels"]
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=include))

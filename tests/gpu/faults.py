@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
-from mkernel.cli import launcher  # noqa: E402
 from mkernel.errors import AbortedError, Error, MismatchError, PeerLostError, TimeoutError  # noqa: A004, E402
-from mkernel.plan.topology import Topology  # noqa: E402
+from mkernel.planner.topology import Topology  # noqa: E402
+from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.exact import OPS, fused  # noqa: E402
 
 ROWS, N, K, OTHER_K = 200, 136, 64, 128  # all sums are small integers: results are exact

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 import mkernel as mk  # noqa: E402
+from mkernel.runtime.options import Options  # noqa: E402
 from mkernel.runtime.workers.calls import run_in_workers  # noqa: E402
-from mkernel.runtime.world import Options  # noqa: E402
 from tests.gpu.exact import OPS, fused  # noqa: E402
 
 ROWS, N, K = 64, 136, 256  # all sums are small integers: results are exact

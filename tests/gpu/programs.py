@@ -1,13 +1,12 @@
 """Random programs on GPUs: ``python tests/gpu/programs.py --ranks 4 --ranks-per-node 2 --steps 300 --seed N --seconds 120``.
 
-The programs of tests/programs, and what only GPUs have: torch's and CuPy's operands, two streams, ``stream=``, graphs of one to five calls
-that are replayed with other inputs, delays of ranks on the host and on streams. Nothing waits for the device within a program: inputs are
-written, results saved and buffers overwritten in stream order. Afterwards every element is compared with float64, and every all-reduce
-between ranks.
-
-A short table comes last. A failure prints its program; the same again: ``--seed`` as printed, ``--steps`` up to there. Ranks on fewer
-GPUs take turns with MKERNEL_SHARE_GPUS=1. ``--target cpu`` goes through the motions with NumPy and torch CPU tensors: without streams,
-with graphs that are made of plain calls.
+The programs of tests/programs, most of their calls with an M of their own, and what only GPUs have: torch's and CuPy's operands, two
+streams, ``stream=``, graphs of one to five calls that are replayed with other inputs, delays of ranks on the host and on streams. Some
+programs plan every call, others each problem once, with ``max_rows`` or without: then sizes are new in the call itself, also in a
+capture. Nothing waits for the device within a program: inputs are written, results saved and buffers overwritten in stream order.
+Afterwards every element is compared with float64, and every all-reduce between ranks. A short table comes last. A failure prints its
+program; the same again: ``--seed`` as printed, ``--steps`` up to there. Ranks on fewer GPUs take turns with MKERNEL_SHARE_GPUS=1.
+``--target cpu`` goes through the motions with NumPy and torch CPU tensors: without streams, with graphs that are made of plain calls.
 """
 
 from __future__ import annotations
@@ -33,15 +32,17 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # The checkout is on the path only from here on.
 from mkernel.bench.peers import gather  # noqa: E402
-from mkernel.cli import launcher  # noqa: E402
-from mkernel.cli.table import format_table  # noqa: E402
+from mkernel.tools import launcher  # noqa: E402
+from mkernel.tools.table import format_table  # noqa: E402
 from tests.gpu.machines import GpuMachine, Machine  # noqa: E402
-from tests.programs.calls import Array, Limits  # noqa: E402
+from tests.programs.calls import Array, Call, Limits, fits  # noqa: E402
 from tests.programs.memory import KINDS, NAN, pitch  # noqa: E402
 from tests.programs.program import SHARED_BITS, Program, Step, draw  # noqa: E402
 
 PROGRAM_STEPS = 20
 KERNELS = 6
+LARGEST_ARRAY = 16 << 20  # bytes, of a call with an M of its own: many lie on the heap at the same time
+PLANS = ("calls", "problems", "max_rows")  # what is planned before a program: every call, every problem once, that with max_rows
 LIBRARIES = ("cupy", "torch", "mixed")  # mixed: a of torch, b of CuPy
 BOTH = 2  # added to a step's stream: made on that one, called with stream= of the other one
 LONGEST_US = 2000  # that a rank is late
@@ -50,6 +51,29 @@ LIMITS = {"cuda": Limits(rows=8192, columns=4096, depth=8192, macs=2e11), "cpu":
 
 
 # ---- programs
+
+
+def resized(program: Program, limits: Limits, any_kernel: bool) -> Program:
+    """The program with another M in most of its calls. ``any_kernel``: also such as need a kernel that the program did not need."""
+    rng, shape, sms = random.Random(f"sizes {program.world} {program.seed}"), program.topology, program.sms
+    kernels = {step.call.kernel(shape, sms) for step in program.steps}
+
+    def other(call: Call) -> Call:
+        if rng.random() < 0.25:
+            return call
+        for new in (call.resized(rng, shape, limits) for _ in range(8)):
+            arrays = (*new.inputs(shape, 0).values(), new.result(shape, 0))
+            small = max(2 * array.rows * array.columns for array in arrays) <= LARGEST_ARRAY
+            if small and fits(new, shape, sms) and (any_kernel or new.kernel(shape, sms) in kernels):
+                return new
+        return call
+
+    return dataclasses.replace(program, steps=tuple(dataclasses.replace(step, call=other(step.call)) for step in program.steps))
+
+
+def plans(program: Program) -> str:
+    """Which of ``PLANS`` are made."""
+    return random.Random(f"plans {program.world} {program.seed}").choice(PLANS)
 
 
 def decorated(program: Program, libraries: Sequence[str]) -> Program:
@@ -152,9 +176,7 @@ class Rank:
 
     def run(self) -> None:
         """The whole program; returns when all of it is enqueued."""
-        for slot, step in self._slots():  # plans are agreed on; no call is captured or enqueued before all of them are there
-            prepared = self.make(slot, step)
-            step.call.plan(self.world, prepared.operands())
+        self._plan()  # no call is captured or enqueued before all plans are there
         self.world.barrier()
         for piece in pieces(self.program.steps):
             if piece[0].graph:
@@ -163,6 +185,21 @@ class Rank:
                 self._eager(piece[0])
             if piece[-1].barrier:
                 self.world.barrier()
+
+    def _plan(self) -> None:
+        """Agree on what is planned before the first call. Collective."""
+        how, problems = plans(self.program), {}
+        for slot, step in self._slots():
+            rows = step.call.inputs(self.program.topology, 0)["a"].rows
+            if how == "calls":
+                step.call.plan(self.world, self.make(slot, step).operands())
+            else:
+                of = repr(dataclasses.replace(step.call, rows=0))  # type: ignore[call-arg]
+                known = problems.setdefault(of, (slot, step, max(rows, 1)))
+                problems[of] = (*known[:2], max(known[2], rows))
+        for slot, step, rows in problems.values():
+            most = {"max_rows": rows} if how == "max_rows" else {}
+            step.call.plan(self.world, self.make(slot, step).operands(), **most)
 
     def _eager(self, step: Step) -> None:
         machine, own = self.machine, step.stream % BOTH
@@ -325,8 +362,9 @@ def rank_main(options: argparse.Namespace) -> int:
             seed = (options.seed << SHARED_BITS) + count
             # A family of kernels serves four programs; splits are drawn for a device with few SMs and fit a larger one.
             family = seed + (count // 4 << SHARED_BITS)
-            program = decorated(draw(world_name, family, number, KERNELS, LIMITS[world.target]), libraries)
-            with mock.patch("mkernel.plan.gemm._PUT_BYTES", (program.put_bytes, program.put_bytes)):
+            program = draw(world_name, family, number, KERNELS, LIMITS[world.target])
+            program = decorated(resized(program, LIMITS[world.target], world.target == "cuda"), libraries)
+            with mock.patch("mkernel.planner.gemm._PUT_BYTES", (program.put_bytes, program.put_bytes)):
                 rank = Rank(machine, program)
                 try:
                     rank.run()
@@ -337,7 +375,7 @@ def rank_main(options: argparse.Namespace) -> int:
             wrong = [f"rank {i}: {text}" for i, texts in enumerate(gather(world, found)) for text in texts]
             if wrong:
                 if world.rank == 0:
-                    print("WRONG " + "\n".join(wrong[:20]), str(program), sep="\n", flush=True)
+                    print("WRONG " + "\n".join(wrong[:20]), f"plans of {plans(program)}, {program}", sep="\n", flush=True)
                 raise AssertionError(wrong[0])
             steps, calls, worst, count = steps + number, calls + len(rank.saved), max(worst, error), count + 1
             if isinstance(machine, GpuMachine):

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
-from mkernel.cli import launcher  # noqa: E402
+from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.exact import OPS, fused  # noqa: E402
 
 SHAPES = ((256, 136, 72), (129, 128, 520), (1, 8, 8))  # rows of one rank, N, K: whole tiles, tails in every direction, one row

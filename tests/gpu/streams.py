@@ -32,11 +32,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
-from mkernel.bench.libraries import _meeting_point  # noqa: E402
+from mkernel.bench.baselines import _meeting_point  # noqa: E402
 from mkernel.bench.peers import gather  # noqa: E402
-from mkernel.cli import launcher  # noqa: E402
-from mkernel.cli.table import format_table  # noqa: E402
-from mkernel.runtime.streams import _Capture  # noqa: E402
+from mkernel.runtime.cuda.streams import _Capture  # noqa: E402
+from mkernel.tools import launcher  # noqa: E402
+from mkernel.tools.table import format_table  # noqa: E402
 
 ROWS, N, K = 256, 512, 512  # sums of K products of -1, 0 and 1 are exact in float16
 CYCLES_PER_MS = 1_900_000  # of torch.cuda._sleep, about

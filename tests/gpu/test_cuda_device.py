@@ -1,10 +1,11 @@
-"""runtime/cuda.py and memory/vmm.py on real GPUs: segments, arrays, launches, graphs, tensor maps, and copies beside spinning kernels."""
+"""runtime/cuda and memory/vmm.py on real GPUs: segments, arrays, launches, graphs, tensor maps, and copies beside spinning kernels."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import random
 import subprocess
 import sys
 import threading
@@ -19,8 +20,9 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.jit.spec import KernelSpec
 from mkernel.memory.driver import DriverError, driver
-from mkernel.runtime import cuda
-from mkernel.runtime.cuda import CudaDevice
+from mkernel.runtime.cuda import backend as cuda
+from mkernel.runtime.cuda.backend import CudaBackend
+from mkernel.runtime.cuda.gpus import available
 from tests.gpu.calls import SECONDS, THREADS, Calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_of_this_folder")]
@@ -33,20 +35,20 @@ class BoxParameters(ctypes.Structure):
         ("world", abi.World),
         ("from_", ctypes.c_int32 * 4),
         ("to", ctypes.c_int32 * 4),
-        ("padding", ctypes.c_char * 48),
+        ("padding", ctypes.c_char * 32),
         ("source", ctypes.c_ubyte * 128),  # not c_char: ctypes would copy up to the first zero byte only
         ("target", ctypes.c_ubyte * 128),
     ]
 
 
 def need_gpus(count: int) -> None:
-    if len(cuda.available()) < count:
+    if len(available()) < count:
         pytest.skip(f"needs {count} GPUs")
 
 
 # ---- the machine
 @pytest.mark.parametrize("float16", [0, 1])
-def test_every_nan_becomes_the_same_one(device: CudaDevice, monkeypatch: pytest.MonkeyPatch, float16: int) -> None:
+def test_every_nan_becomes_the_same_one(device: CudaBackend, monkeypatch: pytest.MonkeyPatch, float16: int) -> None:
     """The kernel of target cpu's test of the same name."""
     folder = ROOT / "tests" / "cpu_target" / "kernels"
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[folder]))
@@ -56,18 +58,18 @@ def test_every_nan_becomes_the_same_one(device: CudaDevice, monkeypatch: pytest.
 
 
 def test_available() -> None:
-    gpus = cuda.available()
+    gpus = available()
     assert [gpu.ordinal for gpu in gpus] == list(range(len(gpus)))
     assert len({gpu.uuid for gpu in gpus}) == len(gpus)
     assert all(gpu.ordinal not in gpu.peers and gpu.memory_bytes > 1 << 30 for gpu in gpus)
 
 
-def test_close_gives_everything_back(device: CudaDevice) -> None:
+def test_close_gives_everything_back(device: CudaBackend) -> None:
     import cupy
 
     device.allocate(1 << 20)
     before = cupy.cuda.runtime.memGetInfo()[0]
-    with_more = CudaDevice(0)
+    with_more = CudaBackend(0)
     with_more.allocate(256 << 20)
     with_more.allocate_host(1 << 20)
     with with_more.segment(512 << 20, 0, 1) as segment:
@@ -79,7 +81,7 @@ def test_close_gives_everything_back(device: CudaDevice) -> None:
 
 
 # ---- memory
-def test_segment_is_zeroed_and_shared_by_descriptor(device: CudaDevice) -> None:
+def test_segment_is_zeroed_and_shared_by_descriptor(device: CudaBackend) -> None:
     with device.segment(5 << 20, 0, 1) as segment:
         assert segment.size >= 5 << 20
         assert device.read(segment.address(), segment.size) == bytes(segment.size)
@@ -90,7 +92,7 @@ def test_segment_is_zeroed_and_shared_by_descriptor(device: CudaDevice) -> None:
 
 def test_peers_of_one_process() -> None:
     need_gpus(2)
-    devices = [CudaDevice(ordinal) for ordinal in range(2)]
+    devices = [CudaBackend(ordinal) for ordinal in range(2)]
     segments = [device.segment(4 << 20, rank, 2) for rank, device in enumerate(devices)]
     for segment in segments:
         segment.map_peers([other.fd for other in segments])
@@ -108,9 +110,9 @@ def test_peers_of_one_process() -> None:
 
 CHILD = """
 import sys
-from mkernel.runtime.cuda import CudaDevice
+from mkernel.runtime.cuda.backend import CudaBackend
 fd, size, ordinal = map(int, sys.argv[1:])
-device = CudaDevice(ordinal)
+device = CudaBackend(ordinal)
 with device.segment(size, 1, 2) as segment:
     segment.map_peers([fd, -1])
     assert device.read(segment.address(0), 4) == b"abcd"
@@ -121,7 +123,7 @@ device.close()
 
 
 @pytest.mark.parametrize("ordinal", [0, 1])
-def test_peers_of_two_processes(device: CudaDevice, ordinal: int) -> None:
+def test_peers_of_two_processes(device: CudaBackend, ordinal: int) -> None:
     need_gpus(ordinal + 1)
     with device.segment(2 << 20, 0, 1) as segment:
         device.wrap(segment.address(), (4,), "uint8", segment)[...] = device.xp.asarray(np.frombuffer(b"abcd", np.uint8))
@@ -132,7 +134,7 @@ def test_peers_of_two_processes(device: CudaDevice, ordinal: int) -> None:
 
 
 # ---- arrays
-def test_views(device: CudaDevice) -> None:
+def test_views(device: CudaBackend) -> None:
     import ml_dtypes
 
     xp = device.xp
@@ -169,14 +171,14 @@ class Interface:
         self.__cuda_array_interface__ = interface
 
 
-def test_arrays_of_the_host_are_refused(device: CudaDevice) -> None:
+def test_arrays_of_the_host_are_refused(device: CudaBackend) -> None:
     for array in (np.ones(4), [1, 2], 3.0, None):
         with pytest.raises(ArgumentError, match=r"cupy\.asarray"):
             device.view(array)
 
 
 @pytest.mark.parametrize("form", ["CuPy", "DLPack", "array interface"])
-def test_arrays_of_another_gpu_are_refused(device: CudaDevice, form: str) -> None:
+def test_arrays_of_another_gpu_are_refused(device: CudaBackend, form: str) -> None:
     need_gpus(2)
     with device.xp.cuda.Device(1):
         there = device.xp.ones(4, dtype=np.float16)
@@ -185,8 +187,8 @@ def test_arrays_of_another_gpu_are_refused(device: CudaDevice, form: str) -> Non
         device.view(array)
 
 
-def test_equal_keys_mean_equal_views(device: CudaDevice) -> None:
-    """Of CuPy's arrays and torch's tensors; whatever a view tells apart, a key does."""
+def test_equal_keys_mean_equal_views(device: CudaBackend) -> None:
+    """CuPy's arrays and torch's tensors have keys; whatever a view tells apart, a key does."""
     xp = device.xp
     memory = xp.zeros(64, dtype=np.uint16)
     half = memory.view(np.float16)
@@ -209,7 +211,7 @@ def test_equal_keys_mean_equal_views(device: CudaDevice) -> None:
 
 
 # ---- launches
-def test_a_launch_needs_no_current_context_and_leaves_none(device: CudaDevice) -> None:
+def test_a_launch_needs_no_current_context_and_leaves_none(device: CudaBackend) -> None:
     calls = Calls(device, wait=0)
     with contextlib.closing(device.copier()) as copier:
         calls.write(copier)
@@ -233,7 +235,7 @@ def test_a_launch_needs_no_current_context_and_leaves_none(device: CudaDevice) -
     calls.close()
 
 
-def test_launch_and_streams(device: CudaDevice) -> None:
+def test_launch_and_streams(device: CudaBackend) -> None:
     xp = device.xp
     calls = Calls(device, wait=0)
     with contextlib.closing(device.copier()) as copier:
@@ -250,7 +252,7 @@ def test_launch_and_streams(device: CudaDevice) -> None:
     calls.close()
 
 
-def test_a_grid_that_cannot_be_resident_is_refused(device: CudaDevice) -> None:
+def test_a_grid_that_cannot_be_resident_is_refused(device: CudaBackend) -> None:
     calls = Calls(device, wait=0)
     calls.out = device.allocate(4 * THREADS * (calls.kernel.max_ctas() + 1))
     parameters = calls.parameters()
@@ -262,7 +264,7 @@ def test_a_grid_that_cannot_be_resident_is_refused(device: CudaDevice) -> None:
     calls.close()
 
 
-def test_launching_is_cheap(device: CudaDevice) -> None:
+def test_launching_is_cheap(device: CudaBackend) -> None:
     calls = Calls(device, wait=0)
     stream = device.stream(None)
     parameters = calls.parameters()
@@ -278,7 +280,7 @@ def test_launching_is_cheap(device: CudaDevice) -> None:
     calls.close()
 
 
-def test_milliseconds(device: CudaDevice) -> None:
+def test_milliseconds(device: CudaBackend) -> None:
     """Only the timed calls count, and all of them; the stream is idle afterwards."""
     xp = device.xp
     program = 'extern "C" __global__ void spin(long long ns) { long long t, b; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(b)); '
@@ -294,7 +296,7 @@ def test_milliseconds(device: CudaDevice) -> None:
     assert stream.done
 
 
-def test_graphs(device: CudaDevice) -> None:
+def test_graphs(device: CudaBackend) -> None:
     xp = device.xp
     calls = Calls(device, wait=0)
     stream = xp.cuda.Stream(non_blocking=True)
@@ -314,7 +316,7 @@ def test_graphs(device: CudaDevice) -> None:
 
 
 # ---- beside a kernel that spins
-def test_copies_and_signals_run_beside_a_spinning_kernel(device: CudaDevice) -> None:
+def test_copies_and_signals_run_beside_a_spinning_kernel(device: CudaBackend) -> None:
     calls = Calls(device, wait=1)
     with contextlib.closing(device.copier()) as copier:
         for value in range(1, 21):
@@ -327,7 +329,7 @@ def test_copies_and_signals_run_beside_a_spinning_kernel(device: CudaDevice) -> 
 
 
 @pytest.mark.parametrize("how", ["free", "load", "get"])
-def test_copies_go_on_while_the_program_waits_for_the_kernel(device: CudaDevice, how: str) -> None:
+def test_copies_go_on_while_the_program_waits_for_the_kernel(device: CudaBackend, how: str) -> None:
     """The driver waits for kernels with the context locked in some calls: the copier must not need that lock."""
     calls = Calls(device, wait=1)
     xp, began = device.xp, threading.Event()
@@ -358,7 +360,7 @@ def test_copies_go_on_while_the_program_waits_for_the_kernel(device: CudaDevice,
     calls.close()
 
 
-def test_an_engine_works_while_a_graph_is_captured(device: CudaDevice) -> None:
+def test_an_engine_works_while_a_graph_is_captured(device: CudaBackend) -> None:
     """Even in the strictest mode, where the driver refuses most calls of all threads."""
     xp = device.xp
     calls = Calls(device, wait=0)
@@ -387,7 +389,7 @@ def test_an_engine_works_while_a_graph_is_captured(device: CudaDevice) -> None:
     calls.close()
 
 
-def test_many_signals_in_order(device: CudaDevice) -> None:
+def test_many_signals_in_order(device: CudaBackend) -> None:
     with device.segment(1 << 20, 0, 1) as segment, contextlib.closing(device.copier()) as copier:
         for value in range(1, 5001):
             copier.signal(segment.address() + 8 * (value % 3), value)
@@ -395,7 +397,7 @@ def test_many_signals_in_order(device: CudaDevice) -> None:
         assert np.frombuffer(device.read(segment.address(), 24), np.uint64).tolist() == [4998, 4999, 5000]
 
 
-def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> None:
+def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaBackend) -> None:
     """A thread launches far more than the queue holds behind a kernel that waits; the signal still comes through."""
     calls = Calls(device, wait=1)
     owner = device.xp.cuda.Stream(non_blocking=True)  # CuPy destroys a stream that nobody holds
@@ -424,7 +426,7 @@ def test_a_full_launch_queue_does_not_stop_the_copier(device: CudaDevice) -> Non
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("start", [(0, 0, 0), (64, 8, 1), (128, 24, 2), (64, 28, 1)])
 @pytest.mark.parametrize("swizzled", [True, False])
-def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int], swizzled: bool) -> None:
+def test_tensor_maps(device: CudaBackend, dtype: str, start: tuple[int, int, int], swizzled: bool) -> None:
     """A box from a strided tensor to another, whose ends it crosses: zeros come in, nothing goes out."""
     rows, columns, box = 30, 136, (64, 8, 1)
     source = np.arange(3 * rows * 160, dtype=np.uint16).reshape(3, rows, 160)
@@ -448,7 +450,35 @@ def test_tensor_maps(device: CudaDevice, dtype: str, start: tuple[int, int, int]
     assert (c.get() == expected).all()
 
 
-def test_what_no_tensor_map_describes(device: CudaDevice) -> None:
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tensor_maps_are_those_of_the_bindings(device: CudaBackend, dtype: str, swizzled: bool) -> None:
+    """Byte for byte, whatever the sizes."""
+    bindings, draw, address = driver(), random.Random(7), device.allocate(1 << 16)
+    kinds, modes = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == "bfloat16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    for _ in range(50):
+        shape = (draw.randint(1, 1 << 16), draw.randint(2, 1 << 20), draw.randint(2, 64))
+        step = -(-shape[0] * 2 // 16) * 16 + 16 * draw.randint(0, 4)
+        strides, box = (step, step * shape[1]), (64, draw.randint(1, 256), 1)
+        status, expected = bindings.cuTensorMapEncodeTiled(
+            kind,
+            3,
+            address,
+            [bindings.cuuint64_t(extent) for extent in shape],
+            [bindings.cuuint64_t(stride) for stride in strides],
+            [bindings.cuuint32_t(extent) for extent in box],
+            [bindings.cuuint32_t(1)] * 3,
+            bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            modes.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else modes.CU_TENSOR_MAP_SWIZZLE_NONE,
+            bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        assert int(status) == 0, (shape, strides, box)
+        assert device.tensor_map(address, dtype, shape, strides, box, swizzled) == ctypes.string_at(expected.getPtr(), 128)
+
+
+def test_what_no_tensor_map_describes(device: CudaBackend) -> None:
     box, address = (64, 8, 1), device.allocate(1 << 16)
     for changes in ({"address": address + 8}, {"strides": (24, 4096)}, {"dtype": "float32"}, {"box": (32, 8, 1)}):
         arguments = {"address": address, "dtype": "float16", "shape": (64, 8, 2), "strides": (128, 1024), "box": box} | changes

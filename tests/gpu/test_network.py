@@ -18,8 +18,9 @@ import pytest
 import mkernel as mk
 from mkernel import abi, env
 from mkernel.errors import Error
-from mkernel.runtime import cuda
-from mkernel.runtime.cuda import CudaDevice
+from mkernel.runtime.cuda import backend as cuda
+from mkernel.runtime.cuda.backend import CudaBackend
+from mkernel.runtime.cuda.gpus import available
 from tests.gpu.calls import THREADS, WaitParameters, wait_spec
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +37,7 @@ def copy(copier: Any, target: int, source: int, size: int) -> None:
         assert time.monotonic() < deadline
 
 
-def test_shared_host_memory(device: CudaDevice) -> None:
+def test_shared_host_memory(device: CudaBackend) -> None:
     """What the GPU writes another mapping of the descriptor sees, and the other way round."""
     memory = device.allocate_host(SIZE, shared=True)
     assert memory.fd >= 0
@@ -57,7 +58,7 @@ def test_shared_host_memory(device: CudaDevice) -> None:
 
 def test_shared_memory_goes_with_the_device() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    device = CudaDevice(0)
+    device = CudaBackend(0)
     memory = device.allocate_host(SIZE, shared=True)
     memory.view.release()
     device.close()
@@ -66,7 +67,7 @@ def test_shared_memory_goes_with_the_device() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 8  # the driver keeps some of its own
 
 
-def test_memory_by_dmabuf(device: CudaDevice) -> None:
+def test_memory_by_dmabuf(device: CudaBackend) -> None:
     """A descriptor, once; or an error that says what this GPU or its driver lacks."""
     segment = device.segment(1 << 20, 0, 1)
     try:
@@ -81,17 +82,17 @@ def test_memory_by_dmabuf(device: CudaDevice) -> None:
         os.fstat(fd)
 
 
-def test_place_on_the_bus(device: CudaDevice) -> None:
+def test_place_on_the_bus(device: CudaBackend) -> None:
     assert re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", device.pci_address)
 
 
 def test_engines_are_processes() -> None:
-    if len(cuda.available()) < 2:
+    if len(available()) < 2:
         pytest.skip("needs 2 GPUs")
 
     def use(world: Any) -> tuple[bool, int]:
         world.barrier()
-        return world._ring_memory.fd >= 0, world.num_nodes
+        return world._ring.fd >= 0, world.num_nodes
 
     assert mk.launch(use, ranks=2, ranks_per_node=1, transport="null", target="cuda", heap_bytes=1 << 24) == [(True, 2)] * 2
 
@@ -107,7 +108,7 @@ os._exit(0)
 """
 
 
-def test_a_flag_that_another_process_raises(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_that_another_process_raises(device: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel spins on this rank's part of a segment in host memory, then writes to the peer's part, which the host sees."""
     kernels = Path(__file__).parent / "kernels"
     monkeypatch.setattr(cuda.compiler, "compile", functools.partial(cuda.compiler.compile, include=[kernels]))
@@ -138,7 +139,7 @@ def test_a_flag_that_another_process_raises(device: CudaDevice, monkeypatch: pyt
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
 def test_calls_whose_flags_lie_in_host_memory(op: str) -> None:
     """The same bits as with flags in GPU memory."""
-    if len(cuda.available()) < 2:
+    if len(available()) < 2:
         pytest.skip("needs 2 GPUs")
 
     def use(world: Any) -> tuple[bool, list[bytes]]:
@@ -158,7 +159,7 @@ def test_calls_whose_flags_lie_in_host_memory(op: str) -> None:
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_results_are_read_at_once(ranks_per_node: int) -> None:
     """On the legacy stream: each rank copies a result to the host while its peer has yet to call."""
-    if len(cuda.available()) < 2:
+    if len(available()) < 2:
         pytest.skip("needs 2 GPUs")
 
     def use(world: Any) -> float:

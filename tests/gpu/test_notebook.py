@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel.runtime import cuda
+from mkernel.runtime.cuda.gpus import available
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("notebook.py")
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (2, 1), (4, 4), (4, 2)])
 def test_cells(ranks: int, per_node: int) -> None:
-    if len(cuda.available()) < ranks:
+    if len(available()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     command = [sys.executable, str(SCRIPT), "--ranks", str(ranks), "--ranks-per-node", str(per_node)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -32,7 +32,7 @@ def test_cells(ranks: int, per_node: int) -> None:
 
 
 def test_ranks_are_processes_with_a_gpu_each() -> None:
-    if len(cuda.available()) < 2:
+    if len(available()) < 2:
         pytest.skip("needs 2 GPUs")
 
     def use(world: Any, given: Any) -> tuple[int, int, bool, Any]:
@@ -58,7 +58,7 @@ def test_ranks_are_processes_with_a_gpu_each() -> None:
 
 def test_tensors_of_torch_come_back_as_cpu_tensors() -> None:
     torch = pytest.importorskip("torch")
-    if len(cuda.available()) < 2:
+    if len(available()) < 2:
         pytest.skip("needs 2 GPUs")
 
     def use(world: Any, given: Any) -> tuple[bool, Any]:

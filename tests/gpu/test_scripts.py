@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,19 @@ def test_programs(ranks_per_node: str, tmp_path: Path, monkeypatch: pytest.Monke
     done = subprocess.run([sys.executable, *script, "--seconds", "60"], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_specialize(ranks: int | str, tmp_path: Path) -> None:
+    """Every op and variant once; the times mean nothing."""
+    shapes = ["allgather_gemm:130x144x128", "gemm_reduce_scatter:7x72x64", "gemm_allreduce:5x72x64"]
+    start = ["--launcher", "mpi" if ranks == "mpirun" else "processes", "--ranks", "2" if ranks == "mpirun" else str(ranks)]
+    out = tmp_path / "found.json"
+    script = [sys.executable, str(HERE / "specialize.py"), *start, "--target", "cpu", "--heap", "64", "--samples", "2"]
+    done = subprocess.run([*script, "--out", str(out), "--shapes", *shapes], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["found"]
+    assert [f"{f['op']}:{f['size']}" for f in found] == [shape for shape in shapes for _ in range(5)]
+    assert {f["variant"] for f in found} == {"all", "none", "no n", "no k", "no split"}
+    assert all(f["same_bits"] and len(f["samples"]) == 2 for f in found)
+    assert done.stdout.count(" same") == 15, done.stdout

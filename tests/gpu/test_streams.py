@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mkernel.runtime.cuda import CudaDevice, available
+from mkernel.runtime.cuda.backend import CudaBackend
+from mkernel.runtime.cuda.gpus import available
 from tests.gpu.calls import SECONDS, Calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_of_this_folder")]
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_of_this_folder")
 class Pair:
     """Launches that wait for a flag, and launches that do not."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaBackend) -> None:
         self.device, self.xp = device, device.xp
         self.waiting, self.quick = Calls(device, wait=1), Calls(device, wait=0)
         self.copier = device.copier()
@@ -52,7 +53,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(device: CudaDevice) -> Iterator[Pair]:
+def pair(device: CudaBackend) -> Iterator[Pair]:
     with contextlib.closing(Pair(device)) as pair:
         yield pair
 
@@ -164,7 +165,7 @@ def test_synchronize_waits_for_nobody_else(pair: Pair) -> None:
     """Also after a capture. The other launches stand for another world's, with a device object of their own."""
     s = pair.stream()
     graph = pair.graph(pair.quick, s)
-    other = CudaDevice(pair.device.ordinal)
+    other = CudaBackend(pair.device.ordinal)
     waiting = Calls(other, wait=1)
     stream = pair.stream()
     waiting.launch(stream.ptr)

@@ -26,7 +26,7 @@ from mkernel.jit.spec import KernelSpec
 
 KERNELS = Path(__file__).parent / "kernels"
 RIGHT, WRONG = 42, 13  # what the kernel asked for answers, and what somebody else's does
-PLAIN = KernelSpec("plain", (("kValue", 3), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=128)
+PLAIN = KernelSpec("plain", (("kValue", 3), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=192)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ class Cuda:
         from mkernel.jit import cuda
 
         self._cuda = cuda
-        other = KernelSpec("plain", (("kValue", 4), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=128)
+        other = KernelSpec("plain", (("kValue", 4), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=192)
         cuda.compile(other, include=[KERNELS])
         self.wrong = self._file(other).read_bytes()
         self.expected = cuda._Job(PLAIN, [KERNELS]).nvrtc()

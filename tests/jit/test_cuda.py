@@ -19,13 +19,13 @@ from mkernel.jit import cuda, headers
 from mkernel.jit.spec import KernelSpec
 
 KERNELS = Path(__file__).parent / "kernels"
-PLAIN = KernelSpec("plain", (("kValue", 3), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=128)
+PLAIN = KernelSpec("plain", (("kValue", 3), ("kSpill", 0)), threads=128, shared_bytes=0, parameter_bytes=192)
 EVERY_PTX = KernelSpec(
     "every_ptx",
     (("kLanes", 32), ("kWidth", 256), ("kFloat16", 0), ("kTransposed", 0)),
     threads=384,
     shared_bytes=70_000,
-    parameter_bytes=256,
+    parameter_bytes=320,
 )
 
 COMPILE = """
@@ -35,7 +35,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 from mkernel.jit import cuda
 from mkernel.jit.spec import KernelSpec
 constants = (("kValue", int(sys.argv[2])), ("kSpill", 0))
-cubin = cuda.compile(KernelSpec("plain", constants, threads=128, shared_bytes=0, parameter_bytes=128), include=[Path(sys.argv[1])])
+cubin = cuda.compile(KernelSpec("plain", constants, threads=128, shared_bytes=0, parameter_bytes=192), include=[Path(sys.argv[1])])
 print(cuda.resources(cubin))
 """
 
@@ -117,8 +117,8 @@ def test_broken_source_gives_log_and_path(tmp_path: Path) -> None:
 
 
 def test_parameters_of_another_size_are_refused() -> None:
-    with pytest.raises(CompileError, match="128 bytes of parameters, its plan says 192"):
-        cuda.compile(dataclasses.replace(PLAIN, parameter_bytes=192), include=[KERNELS])
+    with pytest.raises(CompileError, match="192 bytes of parameters, its plan says 256"):
+        cuda.compile(dataclasses.replace(PLAIN, parameter_bytes=256), include=[KERNELS])
 
 
 def test_a_kernel_that_is_not_there() -> None:
@@ -134,7 +134,7 @@ def test_key_changes_with_every_input(tmp_path: Path, monkeypatch: pytest.Monkey
         lambda: key(dataclasses.replace(PLAIN, constants=(("kValue", 4), ("kSpill", 0)))),
         lambda: key(dataclasses.replace(PLAIN, threads=256)),
         lambda: key(dataclasses.replace(PLAIN, shared_bytes=16)),
-        lambda: key(dataclasses.replace(PLAIN, parameter_bytes=256)),
+        lambda: key(dataclasses.replace(PLAIN, parameter_bytes=320)),
         lambda: key(EVERY_PTX),
     ]
     keys = {original, *(change() for change in changes)}

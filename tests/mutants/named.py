@@ -12,38 +12,57 @@ def _named(name: str, path: str, old: str, new: str) -> Mutation:
     return Mutation(f"mkernel/{path}", 0, 0, old, new, name)
 
 
-_IN_CHECK, _IN_TIMED = "        self._poison()\n        for call", "            self._poison()\n            taken"
-_SAID_ONCE = "                self._surfaced = True\n                raise"
+_POISON = "self._poison()"
+_IN_CHECK, _IN_TIMED = f"        {_POISON}\n        for call", f"            {_POISON}\n            taken"
+_SURFACED = "                self.failures.surfaced = True\n"
+_SAID_ONCE = f"{_SURFACED}                raise"
+_BEFORE_READING = "            world.wait_for_kernels()\n            self._record_to(None)"
+_STAGED = "            area.offset, area.bytes = offset, size"
+_RESERVED = "world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)"
+_REPORTED = "self.header.problem, self.header.rows, self.header.schedule = problem, rows, schedule"
 
 NAMED = (
-    _named("a bound call is always valid", "ops/call.py", "return self.executable.placement == self.placement", "return True"),
     _named("bound calls without end", "ops/call.py", "if len(bound) >= _MAX_BOUND:", "if False:"),
     _named("the best of the ranks", "bench/worker.py", "return max(float(text)", "return min(float(text)"),
-    _named(
-        "the first check without poison", "bench/worker.py", "        self._poison()\n        for call", "        pass\n        for call"
-    ),
-    _named(
-        "measurements without poison",
-        "bench/worker.py",
-        "            self._poison()\n            taken",
-        "            pass\n            taken",
-    ),
+    _named("the first check without poison", "bench/worker.py", _IN_CHECK, _IN_CHECK.replace(_POISON, "pass")),
+    _named("measurements without poison", "bench/worker.py", _IN_TIMED, _IN_TIMED.replace(_POISON, "pass")),
     _named("measurements unchecked", "bench/worker.py", "if name in ours:", "if False:"),
-    _named("options of ranks may differ", "runtime/assemble.py", "    require_equal(cards)", "    pass"),
-    _named("no watchdog", "runtime/world.py", "self._watchdog.start()", "pass"),
-    _named("zeros that are not", "runtime/world.py", "if zero and size:", "if False:"),
-    _named("modules loaded beside a kernel", "runtime/world.py", "self._synchronize()  # modules", "pass  # modules"),
+    _named("options of ranks may differ", "runtime/init.py", "    require_equal(infos)", "    pass"),
+    _named("no watchdog", "runtime/failure_watch.py", "self._watchdog.start()", "pass"),
+    _named("zeros that are not", "runtime/heap_arrays.py", "if zero and size:", "if False:"),
+    _named("modules loaded beside a kernel", "runtime/prepared.py", "world.wait_for_kernels()  # modules", "pass  # modules"),
     _named("history not kept", "runtime/world.py", "self._history[call & (_HISTORY - 1)] = executable", "pass"),
-    _named(
-        "a launch that fails is silent",
-        "runtime/world.py",
-        "                self._surfaced = True\n                raise",
-        "                raise",
-    ),
-    _named("MPI goes on", "runtime/mpi.py", "MPI.COMM_WORLD.Abort(code)", "pass"),
-    _named("byte_offset ignored", "runtime/dlpack.py", "(tensor.data or 0) + tensor.byte_offset", "(tensor.data or 0)"),
-    _named("no keepalive", "runtime/addresses.py", "connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)", "pass"),
+    _named("a launch that fails is silent", "runtime/world.py", _SAID_ONCE, _SAID_ONCE.replace(_SURFACED, "")),
+    _named("a trace is read while kernels write it", "runtime/recorder.py", _BEFORE_READING, "            self._record_to(None)"),
+    _named("worlds of other sizes are let in", "runtime/ranks/handshake.py", "if size != self._own.size:", "if False:"),
+    _named("MPI goes on", "runtime/ranks/mpi.py", "MPI.COMM_WORLD.Abort(code)", "pass"),
+    _named("byte_offset ignored", "runtime/arrays/dlpack.py", "(tensor.data or 0) + tensor.byte_offset", "(tensor.data or 0)"),
+    _named("no keepalive", "runtime/ranks/addresses.py", "connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)", "pass"),
     _named("worlds of other processes", "runtime/ending.py", "        world.disown()", "        pass"),
+    _named(
+        "whoever is told of anything is waited for", "runtime/cpu/rank_states.py", '== "waiting" and self._over[rank]():', '== "waiting":'
+    ),
     _named("a compilation at a time", "jit/cache.py", "fcntl.flock(file, fcntl.LOCK_EX)", "pass"),
     _named("calls are not given back", "runtime/world.py", "            self._calls = call\n            raise", "            raise"),
+    _named("a report is raised again", "runtime/call_errors.py", "self._block.reported = 0", "pass"),
+    _named("calls stay skipped", "runtime/call_errors.py", "world.backend.write(control, _EPOCH.pack(said.epoch))", "pass"),
+    _named("positions go on after an error", "runtime/call_errors.py", "self._base = (errors", "_ = (errors"),
+    _named("a rank waits in a collective for one that raises", "runtime/world.py", "if self.problems.reports:", "if False:"),
+    _named("rows left out of the check", "runtime/prepared.py", " + second * rows", ""),
+    _named("schedule left out of the check", "runtime/prepared.py", " + third * schedule", ""),
+    _named("the workspace is not reserved", "runtime/prepared.py", _RESERVED, "pass"),
+    _named("an old staging area is freed", "runtime/prepared.py", _STAGED, f"            area.bytes and heap.free(area.offset)\n{_STAGED}"),
+    _named(
+        "reports without problem and rows", "runtime/prepared.py", _REPORTED, _REPORTED.replace("= problem, rows, schedule", "= 0, 0, 0")
+    ),
+    _named("splits that reports do not know", "ops/schedule.py", "world.schedules[schedule] = choice.split", "pass"),
+    _named("tuned for one number of rows", "ops/schedule.py", "numbers = span(rows)", "numbers = range(rows, rows + 1)"),
+    _named("a plan of any rows", "ops/prepared_plan.py", "if self.max_rows is not None and rows > self.max_rows:", "if False:"),
+    _named("a kernel for exact rows", "planner/reduce.py", "_plan_of_class(problem, class_of(rows),", "_plan_of_class(problem, rows,"),
+    _named(
+        "no rows are in a class of their own",
+        "planner/row_classes.py",
+        "return max(1, -(-rows // step)) * step",
+        "return -(-rows // step) * step",
+    ),
 )

@@ -3,6 +3,8 @@
 Mutations are drawn by a seed from all that ``generate.py`` finds in the packages below; those of ``named.py`` come on top: each was once
 seen to survive. Every mutation is made in a copy of the tree, where the tests of its module run until the first failure. A run that takes
 far longer than without a mutation counts as noticed.
+
+Verdicts are kept in ``--results``: what has been judged is not judged again, unless the mutated file has changed since.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import hashlib
+import json
 import os
 import queue
 import shutil
@@ -17,9 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -54,6 +60,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at once (%(default)s)")
     parser.add_argument("--named-only", action="store_true", help="none is drawn")
     parser.add_argument("--deselect", action="append", default=[], metavar="TEST", help="a test that fails without any mutation")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="where verdicts are kept, and looked up")
     parser.add_argument("--list", action="store_true", help="show the mutations and the tests, run nothing")
     options = parser.parse_args()
     chosen = choose(options.packages, 0 if options.named_only else options.drawn, options.seed)
@@ -62,7 +69,7 @@ def main() -> int:
             print(f"{mutation}\n    {' '.join(checks_of(mutation.path))}")
         return 0
     began = time.monotonic()
-    verdicts = run_all(chosen, options.jobs, options.deselect)
+    verdicts = run_all(chosen, options.jobs, options.deselect, Results(options.results))
     return report(verdicts, time.monotonic() - began)
 
 
@@ -87,38 +94,80 @@ def report(verdicts: Sequence[Verdict], seconds: float) -> int:
     return 0 if share >= ENOUGH and not stale else 1
 
 
-def run_all(chosen: Sequence[Mutation], jobs: int, deselected: Sequence[str] = ()) -> list[Verdict]:
+class Results:
+    """Verdicts of this run and of earlier ones: a line of JSON each in a file, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                self._known[entry["key"]] = entry
+
+    def find(self, mutation: Mutation, root: Path = ROOT) -> Verdict | None:
+        entry = self._known.get(self._key(mutation, root))
+        return None if entry is None else Verdict(mutation, entry["outcome"], entry["seconds"])
+
+    def keep(self, verdict: Verdict, root: Path = ROOT) -> None:
+        entry = {"key": self._key(verdict.mutation, root), "outcome": verdict.outcome, "seconds": round(verdict.seconds, 1)}
+        if self._path is not None:
+            with self._lock, self._path.open("a") as file:
+                file.write(json.dumps(entry | {"mutation": str(verdict.mutation)}) + "\n")
+
+    @staticmethod
+    def _key(mutation: Mutation, root: Path) -> str:
+        """Changed tests are not seen: begin another file after changing them."""
+        text = repr((mutation, checks_of(mutation.path))).encode() + (root / mutation.path).read_bytes()
+        return hashlib.sha256(text).hexdigest()
+
+
+def run_all(chosen: Sequence[Mutation], jobs: int, deselected: Sequence[str], results: Results) -> list[Verdict]:
     """The verdict on each, in the order given; a line of each as soon as it is known."""
-    with tempfile.TemporaryDirectory(prefix="mkernel-mutants-") as name:
+    verdicts = {mutation: known for mutation in chosen if (known := results.find(mutation)) is not None}
+    todo = [mutation for mutation in chosen if mutation not in verdicts]
+    if verdicts:
+        print(f"{len(verdicts)} of {len(chosen)} have been judged before", flush=True)
+    jobs = max(1, min(jobs, len(todo)))
+    with tempfile.TemporaryDirectory(prefix="mkernel-mutants-") as name, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         trees: queue.Queue[Path] = queue.Queue()
-        for job in range(min(jobs, max(len(chosen), 1))):
-            trees.put(copy_tree(Path(name, str(job))))
-        cache = Path(name, "cache")
+        for tree in pool.map(copy_tree, (Path(name, str(job)) for job in range(jobs))):
+            trees.put(tree)
 
-        def tested(tree: Path, tests: tuple[str, ...], limit: float) -> bool | None:
-            return run_tests(tree, tests, limit, cache, deselected)
-
-        limits = _limits(chosen, trees.queue[0], tested)
-
-        def one(mutation: Mutation) -> Verdict:
-            tree, tests = trees.get(), checks_of(mutation.path)
+        def in_a_tree(tests: tuple[str, ...], limit: float, mutation: Mutation | None = None) -> Verdict | bool | None:
+            tree = trees.get()
             try:
-                verdict = judge(mutation, tree, lambda: tested(tree, tests, limits[tests]))
+                if mutation is None:
+                    return run_tests(tree, tests, limit, Path(name, "cache"), deselected)
+                return judge(mutation, tree, lambda: run_tests(tree, tests, limit, Path(name, "cache"), deselected))
             finally:
                 trees.put(tree)
-            print(f"{verdict.outcome:16} {verdict.seconds:5.0f} s  {mutation}", flush=True)
-            return verdict
 
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, chosen))
+        limits = _limits(todo, pool, in_a_tree)
+
+        def one(mutation: Mutation) -> None:
+            tests = checks_of(mutation.path)
+            verdict = in_a_tree(tests, limits[tests], mutation)
+            assert isinstance(verdict, Verdict)
+            results.keep(verdict)
+            verdicts[mutation] = verdict
+            print(f"{verdict.outcome:16} {verdict.seconds:5.0f} s  {mutation}", flush=True)
+
+        # The longest first: nobody waits for a single one at the end.
+        list(pool.map(one, sorted(todo, key=lambda mutation: -limits[checks_of(mutation.path)])))
+    return [verdicts[mutation] for mutation in chosen]
 
 
 def copy_tree(folder: Path) -> Path:
-    """What git knows of this tree, or would know."""
+    """What git knows of this tree, or would know; without git all but what is made."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for path in filter(None, listed.split("\0")):
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        made = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "build", "dist", "shared", "*.egg-info")
+        shutil.copytree(ROOT, folder, ignore=made, symlinks=True)
+        return folder
+    for path in filter(None, listed.stdout.split("\0")):
         if (ROOT / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / path, folder / path)
@@ -143,25 +192,27 @@ def judge(mutation: Mutation, tree: Path, tests_pass: Callable[[], bool | None])
 
 
 def _by_text(mutation: Mutation, source: str) -> str:
-    """Of a named mutation, which has no line: its text must be there once."""
+    """The source with a named mutation, which has no line: its text must be there once."""
     if source.count(mutation.old) != 1:
         raise LookupError(mutation)
     return source.replace(mutation.old, mutation.new)
 
 
 def _limits(
-    chosen: Sequence[Mutation], tree: Path, tested: Callable[[Path, tuple[str, ...], float], bool | None]
+    chosen: Sequence[Mutation], pool: concurrent.futures.Executor, tested: Callable[[tuple[str, ...], float], object]
 ) -> dict[tuple[str, ...], float]:
-    """Seconds that the tests of each module may take with a mutation: four times what they take without, and a minute."""
-    limits = {}
-    for tests in dict.fromkeys(checks_of(mutation.path) for mutation in chosen):
+    """Seconds that the tests of each module may take with a mutation: three times what they take without, as busy, and half a minute."""
+
+    def limit(tests: tuple[str, ...]) -> float:
         began = time.monotonic()
-        if not tested(tree, tests, 1800.0):
+        if not tested(tests, 1800.0):
             raise SystemExit(f"without any mutation these tests fail: {' '.join(tests)}")
         took = time.monotonic() - began
         print(f"{took:.0f} s without a mutation: {' '.join(tests)}", flush=True)
-        limits[tests] = 4 * took + 60
-    return limits
+        return 3 * took + 30
+
+    groups = list(dict.fromkeys(checks_of(mutation.path) for mutation in chosen))
+    return dict(zip(groups, pool.map(limit, groups), strict=True))
 
 
 def run_tests(tree: Path, tests: Sequence[str], limit: float, cache: Path, deselected: Sequence[str]) -> bool | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 import statistics
@@ -19,10 +18,10 @@ pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mk
 from mkernel.bench.puts import PutsPlan
 from mkernel.jit import cuda
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.plan.gemm import GemmTile
-from mkernel.plan.split import Split
-from mkernel.plan.topology import Topology
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.planner.gemm import GemmTile
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
 _SECONDS = 1.5  # of processor time for one compilation: 0.9 measured on an idle machine, more where neighbours share the core
@@ -39,19 +38,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch.undo()
 
 
+MODES = ("all", "none")  # of specialize
+
+
 def plan_of(
-    world: str, block_n: int, dtype: str, row_major: bool, cut: str, k: int = 8192, split: Split | None = None
+    world: str, block_n: int, dtype: str, row_major: bool, specialize: str = "all", k: int = 8192, split: Split | None = None
 ) -> AllGatherGemmPlan:
-    """``cut``: nothing, the last tiles, or K as well (in the same proportions as the planner would)."""
     nodes, per_node = map(int, world.split("x"))
-    problem = AllGatherGemmProblem(Topology(nodes * per_node, per_node), 1024, 4 * block_n + 64, k, dtype, row_major)
-    plan = make_plan(problem, _SMS, split, GemmTile.deepest(block_n))
-    parts = 1 if nodes > 1 else 4
-    return dataclasses.replace(plan, slices=1 if cut == "nothing" else 2, parts=parts if cut == "K" else 1)
-
-
-def possible(world: str, block_n: int, cut: str, **other: object) -> bool:
-    return (cut == "nothing" or block_n in (128, 256)) and (cut != "K" or world == "1x4")
+    problem = AllGatherGemmProblem(Topology(nodes * per_node, per_node), 4 * block_n + 64, k, dtype, row_major)
+    return make_plan(problem, 1024, _SMS, split, GemmTile.deepest(block_n), specialize)
 
 
 def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
@@ -77,14 +72,13 @@ def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
     world=("1x1", "1x4", "2x2", "4x1", "4x8"),
     row_major=(True, False),
     dtype=("bfloat16", "float16"),
-    cut=("nothing", "tiles", "K"),
-    valid=possible,
+    specialize=MODES,
 )
-def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: int, row_major: bool, dtype: str, cut: str) -> None:
-    plan = plan_of(world, block_n, dtype, row_major, cut)
+def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: int, row_major: bool, dtype: str, specialize: str) -> None:
+    plan = plan_of(world, block_n, dtype, row_major, specialize)
     instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
-    widths = {block_n} if cut == "nothing" else {block_n, block_n // 2}
+    widths = {block_n, block_n // 2} if block_n % 128 == 0 else {block_n}  # and of the halves of a tile
     kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{n}x16.F32{kind}" for n in widths}
     assert {"UTMALDG", "UTMASTG"} <= operations, "TMA"
@@ -93,11 +87,11 @@ def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: i
     assert not {name for name in instructions if "MULTIMEM" in name or name.startswith(("LDGMC", "MULTIMEM"))}, "NVLink multicast"
 
 
-@pytest.mark.cases(
-    block_n=(64, 128, 192, 256), row_major=(True, False), cut=("nothing", "tiles", "K"), valid=lambda **p: possible("1x4", **p)
-)
-def test_allgather_gemm_without_communication_ctas(caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, cut: str) -> None:
-    plan = plan_of("1x4", block_n, "bfloat16", row_major, cut, split=Split(intra_comm=0))
+@pytest.mark.cases(block_n=(64, 128, 192, 256), row_major=(True, False), specialize=MODES)
+def test_allgather_gemm_without_communication_ctas(
+    caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, specialize: str
+) -> None:
+    plan = plan_of("1x4", block_n, "bfloat16", row_major, specialize, split=Split(intra_comm=0))
     instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
     assert "UBLKCP" not in operations, "nothing is copied in bulk"
@@ -112,7 +106,39 @@ def test_the_kernel_that_only_sends(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("world", ["1x4", "2x2"])
 def test_no_multicast_in_ptx(world: str) -> None:
-    assert "multimem" not in cuda.compile_ptx(plan_of(world, 128, "bfloat16", True, "nothing").spec)
+    assert "multimem" not in cuda.compile_ptx(plan_of(world, 128, "bfloat16", True).spec)
+
+
+_LOOP = re.compile(r"^(\.L_x_\d+):$|^\s+/\*[0-9a-f]+\*/\s+((?:@!?U?P\w+\s+)?[A-Z][^;]*);", re.MULTILINE)
+
+
+def loops(sass: str, holds: str) -> list[list[str]]:
+    """The innermost loops of a kernel that hold an instruction of this name, each as its instructions in order."""
+    lines, labels, found = [], {}, []
+    for match in _LOOP.finditer(sass):
+        if match[1]:
+            labels[match[1]] = len(lines)
+            continue
+        lines.append(match[2])
+        back = re.search(r"\bBRA(?:\.\w+)* .*`\((\.L_x_\d+)\)", match[2])
+        if back and back[1] in labels:
+            found.append((labels[back[1]], len(lines)))
+    inner = [loop for loop in found if not any(loop != other and loop[0] <= other[0] and other[1] <= loop[1] for other in found)]
+    bodies = [lines[begin:end] for begin, end in inner]
+    return [body for body in bodies if any(re.search(rf"\b{holds}\b", line) for line in body)]
+
+
+@pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x4", "2x2"), row_major=(True, False))
+def test_the_main_loop_has_hardly_more_to_do_where_less_is_compiled_in(block_n: int, world: str, row_major: bool) -> None:
+    """It multiplies, waits and reports; what comes with the call is worked out before it. Measured: 92 to 98 instructions, 3 more."""
+    found = []
+    for specialize in MODES:
+        sass = cuda.disassemble(cuda.compile(plan_of(world, block_n, "bfloat16", row_major, specialize).spec))
+        assert sass is not None
+        found.append(sorted(len(loop) for loop in loops(sass, "HGMMA")))
+    print(found)
+    assert len(found[0]) == (2 if block_n % 128 == 0 else 1), "one for each width"
+    assert all(some <= constant + 5 for constant, some in zip(*found, strict=True))
 
 
 _FRESH_K = itertools.count(1024, 8)  # nothing is compiled twice
@@ -126,7 +152,7 @@ def cost(spec: KernelSpec) -> float:
 
 
 def cost_of_allgather_gemm() -> float:
-    return cost(plan_of("1x4", 256, "bfloat16", True, "tiles", next(_FRESH_K)).spec)
+    return cost(plan_of("1x4", 256, "bfloat16", True, "all", next(_FRESH_K)).spec)
 
 
 def relative_cost(spec_of: Callable[[int], KernelSpec]) -> float:
@@ -146,7 +172,7 @@ _AGAIN = """
 import sys
 from tests.nvrtc.test_kernels import plan_of
 from mkernel.jit import cuda
-print(cuda.resources(cuda.compile(plan_of("1x2", 64, "float16", False, "nothing").spec)))
+print(cuda.resources(cuda.compile(plan_of("1x2", 64, "float16", False).spec)))
 """
 
 
@@ -160,7 +186,7 @@ def test_a_second_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert refused.returncode != 0
     assert "MKERNEL_NO_COMPILE" in refused.stderr
     monkeypatch.delenv("MKERNEL_NO_COMPILE")
-    used = cuda.resources(cuda.compile(plan_of("1x2", 64, "float16", False, "nothing").spec))
+    used = cuda.resources(cuda.compile(plan_of("1x2", 64, "float16", False).spec))
     monkeypatch.setenv("MKERNEL_NO_COMPILE", "1")
     second = again()
     assert second.stdout == f"{used}\n", second.stderr

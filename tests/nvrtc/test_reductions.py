@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
 
 from mkernel.jit import cuda
-from mkernel.plan.gemm import GemmTile
-from mkernel.plan.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
-from mkernel.plan.topology import Topology
+from mkernel.planner.gemm import GemmTile
+from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.topology import Topology
 from tests.nvrtc.test_kernels import (
     _SMS,
+    MODES,
     _own_cache,  # noqa: F401 - a fixture for every test here
     compiled,
     relative_cost,
@@ -20,20 +21,22 @@ from tests.nvrtc.test_kernels import (
 HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")
 
 
-def plan_of(how: str, world: str, block_n: int, dtype: str, row_major: bool, partials: str, k: int = 2048) -> ReducePlan:
+def plan_of(
+    how: str, world: str, block_n: int, dtype: str, row_major: bool, partials: str, k: int = 2048, specialize: str = "all"
+) -> ReducePlan:
     nodes, per_node = map(int, world.split("x"))
     op, algorithm = (REDUCE_SCATTER, "two_shot") if how == REDUCE_SCATTER else (ALLREDUCE, how)
-    problem = ReduceProblem(op, Topology(nodes * per_node, per_node), 1024, 4 * block_n + 64, k, dtype, row_major, partials, algorithm)
+    problem = ReduceProblem(op, Topology(nodes * per_node, per_node), 4 * block_n + 64, k, dtype, row_major, partials, algorithm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mkernel.plan.reduce.fits_packets", lambda plan: False)
-        return make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+        patch.setattr("mkernel.planner.reduce.fits_packets", lambda plan: False)
+        return make_plan(problem, 1024, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
 
 
 def packets_of(
-    algorithm: str, size: int, block_n: int, rows: int, dtype: str = "bfloat16", row_major: bool = True, k: int = 2048
+    algorithm: str, size: int, block_n: int, dtype: str = "bfloat16", row_major: bool = True, k: int = 2048, specialize: str = "all"
 ) -> ReducePlan:
-    problem = ReduceProblem(ALLREDUCE, Topology(size, size), rows, 4 * block_n + 64, k, dtype, row_major, "output", algorithm)
-    plan = make_plan(problem, _SMS, None, GemmTile.deepest(block_n))
+    problem = ReduceProblem(ALLREDUCE, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm)
+    plan = make_plan(problem, 1000, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
     assert plan.packets
     return plan
 
@@ -45,9 +48,12 @@ def packets_of(
     row_major=(True, False),
     dtype=("bfloat16", "float16"),
     partials=("output", "float32"),
+    specialize=MODES,
 )
-def test_kernel(caplog: pytest.LogCaptureFixture, how: str, world: str, block_n: int, row_major: bool, dtype: str, partials: str) -> None:
-    instructions = compiled(caplog, plan_of(how, world, block_n, dtype, row_major, partials).spec)
+def test_kernel(
+    caplog: pytest.LogCaptureFixture, how: str, world: str, block_n: int, row_major: bool, dtype: str, partials: str, specialize: str
+) -> None:
+    instructions = compiled(caplog, plan_of(how, world, block_n, dtype, row_major, partials, specialize=specialize).spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
@@ -61,21 +67,24 @@ def test_kernel(caplog: pytest.LogCaptureFixture, how: str, world: str, block_n:
 @pytest.mark.parametrize("world", ["1x2", "1x4", "2x2"])
 @pytest.mark.parametrize("block_n", [64, 128, 192, 256])
 @pytest.mark.parametrize("how", HOWS)
-def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, how: str, block_n: int, world: str) -> None:
+@pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])
+def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, specialize: str, how: str, block_n: int, world: str) -> None:
     """Every one of them: ptxas decides by the details of what stands around the loop."""
-    compiled(caplog, plan_of(how, world, block_n, "bfloat16", True, "output").spec)
+    compiled(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize).spec)
 
 
 @pytest.mark.cases(
     algorithm=ALGORITHMS,
     size=tuple(range(2, 9)),
     block_n=(64, 128),
-    rows=(16, 1000),
     row_major=(True, False),
     dtype=("bfloat16", "float16"),
+    specialize=MODES,
 )
-def test_packets(caplog: pytest.LogCaptureFixture, algorithm: str, size: int, block_n: int, rows: int, row_major: bool, dtype: str) -> None:
-    instructions = compiled(caplog, packets_of(algorithm, size, block_n, rows, dtype, row_major).spec)
+def test_packets(
+    caplog: pytest.LogCaptureFixture, algorithm: str, size: int, block_n: int, row_major: bool, dtype: str, specialize: str
+) -> None:
+    instructions = compiled(caplog, packets_of(algorithm, size, block_n, dtype, row_major, specialize=specialize).spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
@@ -91,7 +100,7 @@ def test_packets(caplog: pytest.LogCaptureFixture, algorithm: str, size: int, bl
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in range(2, 8)] + [8])
 def test_all_packets_of_a_row_fit_into_registers(caplog: pytest.LogCaptureFixture, size: int) -> None:
-    compiled(caplog, packets_of("one_shot", size, 128, 1000).spec)
+    compiled(caplog, packets_of("one_shot", size, 128).spec)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -110,4 +119,4 @@ def test_compiling_is_quick(how: str, most: float) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_compiling_packets_is_quick(algorithm: str) -> None:
     """0.9 measured for one_shot."""
-    assert relative_cost(lambda k: packets_of(algorithm, 8, 128, 1000, k=k).spec) <= 1.2
+    assert relative_cost(lambda k: packets_of(algorithm, 8, 128, k=k).spec) <= 1.2

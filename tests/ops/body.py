@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 import mkernel as mk
 from mkernel import env
-from mkernel.cli.check import worst_over_bound
-from mkernel.plan.reduce import choose_algorithm
-from mkernel.plan.topology import Topology
-from tests.reference import roundings, worst_sum_over_bound
+from mkernel.planner.reduce import ReduceProblem, make_plan
+from mkernel.planner.topology import Topology
+from mkernel.tools.check import node_sums, worst_product, worst_sum
 
 ROWS = (0, 1, 7, 64, 129, 300)  # M / W (M of an all-reduce): nothing, less than a tile, a chunk's edge, several tiles
 SHAPES = ((64, 256), (136, 264), (8, 8), (200, 72), (72, 520), (4096, 8))  # (K, N); of the last, K travels in parts
@@ -25,6 +24,7 @@ WORLDS = ("1x1", "1x2", "1x4", "2x2", "4x1")  # nodes x ranks per node
 SPLITS = ("default", "narrow", "wide")
 CALLS = 8  # of one run
 _DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_SMS = 132  # how many there are does not change what is rounded
 _PADDING = 8  # elements between rows of a strided array
 
 
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the call."""
+        """Keyword arguments of the call."""
         partials = {"partials": self.partials} if self.reduces else {}
         return partials | ({"algorithm": self.algorithm} if self.op == "gemm_allreduce" else {})
 
@@ -218,25 +218,18 @@ class Result:
         a = np.concatenate([self._a(rank) for rank in range(self.topology.size)])
         b = self._b(self.rank)
         wrong = ~(np.abs(self.c.astype(np.float64) - a.astype(np.float64) @ b.astype(np.float64)) <= 0.1)
-        return worst_over_bound(self.c, a, b, self.case.dtype), np.argwhere(wrong)
+        return worst_product(np, self.c, a, b), np.argwhere(wrong)
 
     def _of_sum(self) -> tuple[float, NDArray[Any]]:
         """The same."""
-        case, ranks = self.case, range(self.topology.size)
-        mine = slice(self.rank * self.rows, (self.rank + 1) * self.rows) if case.op == "gemm_reduce_scatter" else slice(None)
-        operands = [(self._a(rank)[mine].astype(np.float64), self._b(rank).astype(np.float64)) for rank in ranks]
-        products, magnitude = [a @ b for a, b in operands], sum(np.abs(a) @ np.abs(b) for a, b in operands)
-        # As many float32 additions as there are terms, and the partial tiles.
-        accumulated = (len(ranks) * (case.k + 1) + self.topology.num_nodes) * 2.0**-24 * magnitude
-        algorithm = self.algorithm if case.op == "gemm_allreduce" else None
-        values = self.c.astype(np.float64)
-        allowed = roundings(case.op, self.topology, self.rank, case.partials, algorithm)
-        worst = worst_sum_over_bound(np, values, products, accumulated, case.dtype, **allowed)
-        return worst, np.argwhere(~(np.abs(values - sum(products)) <= 0.2))
-
-    @property
-    def algorithm(self) -> str:
-        return self.case.algorithm or choose_algorithm(self.topology, self.rows, self.case.n)
+        case = self.case
+        if not self.rows:
+            return 0.0, np.argwhere(self.c)
+        problem = ReduceProblem(case.op, self.topology, case.n, case.k, case.dtype, case.row_major, case.partials, case.algorithm)
+        nodes = node_sums(make_plan(problem, self.rows, _SMS), self.rank, lambda rank: (self._a(rank), self._b(rank)))
+        products = [(p.a.astype(np.float64), p.b.astype(np.float64)) for node in nodes for p in node.products]
+        far = np.abs(self.c.astype(np.float64) - sum(a @ b for a, b in products))
+        return worst_sum(np, self.c, nodes), np.argwhere(~(far <= 0.2))
 
     def _a(self, rank: int) -> NDArray[Any]:
         return _operand_a(self.seed, self.number, rank, self.case.rows_of_a(self.rows, self.topology.size), self.case)

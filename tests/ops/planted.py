@@ -31,6 +31,8 @@ WORKLOADS = {
     "short": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
     "slow": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), _SLOW_US),
     "warps": (Case("bfloat16", 256, 264, split="warps"), 3, (300, 129), 20.0),  # no communication CTAs
+    "warps parts": (Case("bfloat16", 4096, 8, split="warps"), 2, (129, 7), 20.0),
+    "halves": (Case("bfloat16", 200, 256, row_major=False, split="mover"), 2, (129, 400), 20.0),  # of the last tiles
     "warps short": (Case("bfloat16", 64, 8, split="warps"), 12, (7, 130), 20.0),
     # The same for the reductions.
     "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),

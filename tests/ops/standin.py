@@ -31,9 +31,9 @@ class _Meeting:
         with self.lock:
             self.members[wiring.rank] = self.open(self.fabric.nic(wiring.rank, srd=self.srd), wiring)
             if len(self.members) == self.size:  # before any rank launches: init ends with all of them
-                cards = [self.members[rank].card for rank in range(self.size)]
+                addresses = [self.members[rank].address for rank in range(self.size)]
                 for member in self.members.values():
-                    member.connect(cards)
+                    member.connect(addresses)
             return self.members[wiring.rank]
 
 

@@ -12,8 +12,8 @@ from covering import pairwise
 import mkernel as mk
 from mkernel import env
 from mkernel.abi import TraceKind
-from mkernel.cli.check import worst_over_bound
-from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.tools.check import worst_product
 from mkernel.transport import emulated
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 from tests.ops.body import split as split_of
@@ -35,10 +35,10 @@ _AXES: dict[str, Any] = {"world": WORLDS, "shape": SHAPES, "split": ("mover", *S
 
 
 def plans_of(p: dict[str, Any]) -> list[AllGatherGemmPlan]:
-    """Of one combination of the axes."""
+    """The plans of one combination of the axes."""
     case, shape = Case(p["dtype"], *p["shape"], p["row_major"], p["split"]), topology(p["world"])
-    problems = (AllGatherGemmProblem(shape, rows, case.n, case.k, case.dtype, case.row_major) for rows in rows_of(case.k))
-    return [make_plan(problem, env.CPU_SMS.get(), split_of(case.split, shape)) for problem in problems]
+    problem = AllGatherGemmProblem(shape, case.n, case.k, case.dtype, case.row_major)
+    return [make_plan(problem, rows, env.CPU_SMS.get(), split_of(case.split, shape)) for rows in rows_of(case.k)]
 
 
 def test_the_cases_reach_all_of_the_kernel() -> None:
@@ -76,8 +76,8 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[bytes
     results = back_to_back(world, case, seed, delay, (7, 129))
     assert problems(results) == []
     world.barrier()  # all kernels have ended
-    cohort = world.backend.cohort
-    return [result.c.tobytes() for result in results], cohort.trace, cohort.turns
+    thread_ranks = world.backend.thread_ranks
+    return [result.c.tobytes() for result in results], thread_ranks.trace, thread_ranks.turns
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world:
 @pytest.mark.parametrize("world", [world for world in WORLDS if world != "1x1"])
 def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str) -> None:
     """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
-    monkeypatch.setattr("mkernel.runtime.cpu._IMPATIENT_SECONDS", 0.005)  # else the scheduler lets nobody go ahead
+    monkeypatch.setattr("mkernel.runtime.cpu.thread_ranks._IMPATIENT_SECONDS", 0.005)  # else the scheduler lets nobody go ahead
     case = Case("float16", 200, 72)
     seed = request.config.getoption("--seed")
     for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.05, (0, 7, 129), seed=seed)):
@@ -165,14 +165,14 @@ def _planned(world: Any) -> list[str]:
     a, b = (random(shape, "float16", rng) for shape in ((40, 64), (64, 96)))
     plan = mk.plan("allgather_gemm", a, b, world=world)
     assert plan.can_run()
-    assert plan.split.total <= world.backend.sm_count
+    assert plan.split().total <= world.backend.sm_count
     assert plan.workspace_bytes == (world.size * a.nbytes if world.size > 1 else 0)
     out = aligned((40 * world.size, 96), "float16")
     assert plan.run(a, b, out=out) is out
-    results = [out, plan.run(a, b), mk.allgather_gemm(_Lent(a), _Lent(b)), mk.allgather_gemm(a, np.asfortranarray(b), split=plan.split)]
+    results = [out, plan.run(a, b), mk.allgather_gemm(_Lent(a), _Lent(b)), mk.allgather_gemm(a, np.asfortranarray(b), split=plan.split())]
     whole = np.concatenate([random((40, 64), "float16", np.random.default_rng(rank)) for rank in range(world.size)])
     assert all(result.tobytes() == out.tobytes() for result in results)
-    assert worst_over_bound(out, whole, b, "float16") <= 1.0
+    assert worst_product(np, out, whole, b) <= 1.0
     return plan.describe().splitlines()
 
 

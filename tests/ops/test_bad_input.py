@@ -13,7 +13,7 @@ from _pytest.mark import ParameterSet
 
 import mkernel as mk
 from mkernel.errors import ArgumentError, Error, MismatchError
-from mkernel.plan.reduce import ALGORITHMS
+from mkernel.planner.reduce import ALGORITHMS
 from tests.ops.body import aligned, random, roles, topology
 
 ROWS, K, N = 24, 64, 72

@@ -35,6 +35,10 @@ def _seed(request: pytest.FixtureRequest) -> int:
     return seed
 
 
+def _anybody(seed: int, world: str) -> int:
+    return int(np.random.default_rng(seed).integers(topology(world).size))
+
+
 def _late(world: Any, how: str, seed: int, who: int, seconds: float) -> list[str]:
     rank = Rank(world, CASES[how], seed, (ROWS,))
     results = [rank.call(0, ROWS, use_of(0, CASES[how]))]
@@ -72,8 +76,8 @@ def _never(world: Any, how: str, seed: int, who: int) -> str:
 @pytest.mark.parametrize("how", CASES)
 @pytest.mark.parametrize("world", ["2x2", "4x1"])
 def test_a_rank_that_never_comes_is_named(request: pytest.FixtureRequest, world: str, how: str) -> None:
-    seed, size = _seed(request), topology(world).size
-    who = int(np.random.default_rng(seed).integers(size))
+    seed = _seed(request)
+    who = _anybody(seed, world)
     for message in run(_never, world, how, seed, who, seed=seed):
         assert f"waited {ENTRY_TIMEOUT:.1f} s for rank {who}, which never entered call 2" in message
 
@@ -131,6 +135,6 @@ def _another_plan(world: Any, how: str, seed: int, who: int) -> str:
 @pytest.mark.parametrize("how", CASES)
 @pytest.mark.parametrize("world", ["2x2", "4x1"])
 def test_another_plan_on_a_rank_of_any_node_is_a_mismatch_everywhere(request: pytest.FixtureRequest, world: str, how: str) -> None:
-    seed, size = _seed(request), topology(world).size
-    who = int(np.random.default_rng(seed).integers(size))
-    assert run(_another_plan, world, how, seed, who, seed=seed) == ["MismatchError"] * size, who
+    seed = _seed(request)
+    who = _anybody(seed, world)
+    assert run(_another_plan, world, how, seed, who, seed=seed) == ["MismatchError"] * topology(world).size, who

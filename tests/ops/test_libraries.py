@@ -10,7 +10,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
-from tests.runtime.gpu_model import Tensor, Torch
+from tests.runtime.gpu_libraries import Tensor, Torch
 
 ROWS, N, K = 24, 40, 64
 

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,22 +15,24 @@ import pytest
 from mkernel import abi
 from mkernel.jit import cpu
 from mkernel.jit.spec import KernelSpec
-from mkernel.plan.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.plan.gemm import GemmTile
-from mkernel.plan.split import Split
-from mkernel.plan.topology import Topology
-from mkernel.runtime.cpu import _library
+from mkernel.ops.allgather_gemm import Parameters
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.planner.gemm import BLOCK_K, GemmTile
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
+from mkernel.runtime.cpu.scheduler import scheduler_library
 
 _KERNELS = Path(__file__).parent / "kernels"
 
 
 def mirror(spec: KernelSpec) -> ctypes.CDLL:
-    _library()  # kernels find the scheduler's functions there
+    scheduler_library()  # kernels find the scheduler's functions there
     library = ctypes.CDLL(str(cpu.compile(dataclasses.replace(spec, name="mirror"), include=[_KERNELS])))
     library.mirror_plane_offset.restype = library.mirror_flag_offset.restype = ctypes.c_uint64
     return library
 
 
+@pytest.mark.parametrize("specialize", ["all", "none"])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "n", "k", "block_n", "group_m", "split"),
     [
@@ -44,17 +47,19 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
         (4, 8, 264, 4096, 128, 16, Split(4, 4, 2, 0)),
     ],
 )
-def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split) -> None:
+def test_kernel_and_plan_agree(
+    nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str
+) -> None:
     topology = Topology(nodes * per_node, per_node)
 
     def plan_of(rows: int) -> AllGatherGemmPlan:
-        problem = AllGatherGemmProblem(topology, rows, n, k, "bfloat16", False)
-        return dataclasses.replace(make_plan(problem, split.total, split, GemmTile.deepest(block_n)), group_m=group_m)
+        problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
+        return dataclasses.replace(make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize), group_m=group_m)
 
     for rows in (0, 1, 129, 300, 1000):
         plan = plan_of(rows)
         library = mirror(plan.spec)
-        shape = (ctypes.c_uint32 * 4)(rows, plan.whole_tiles, plan.group_m, plan.part_blocks)
+        shape = ctypes.byref(Parameters(fields=plan.fields, **plan.arguments))
         assert library.mirror_num_chunks(shape) == plan.chunks
         for source in range(topology.size):
             assert library.mirror_plane_offset(shape, source) == source * plan.plane_bytes
@@ -63,12 +68,29 @@ def test_kernel_and_plan_agree(nodes: int, per_node: int, n: int, k: int, block_
         assert plan.flag_words == topology.size * plan.chunks
         for block, part in itertools.product(range(plan.blocks), range(plan.parts)):
             assert library.mirror_chunk_index(shape, block, part) == plan.chunk_index(block, part)
+        if plan.parts > 1 and rows:
+            check_pieces(plan, library, shape)
         for rank in range(topology.size):
             tiles = list(plan.tiles(rank))
             assert library.mirror_num_tiles(rank, shape) == len(tiles)
             words = np.full((len(tiles), 4), -1, np.int32)
             library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
             assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n, t.slice) for t in tiles]
-    roles = collections.Counter(library.mirror_role(cta) for cta in range(split.total))
+    roles = collections.Counter(library.mirror_role(shape, cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
     assert roles == collections.Counter({role: number for role, number in expected.items() if number})
+
+
+def check_pieces(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> None:
+    """The boxes of a chunk, one after the other, cover its rows of its part, in the order in which they lie in the gather buffer."""
+    box_rows, box_units = plan.piece_box
+    units = plan.problem.k // plan.parts // BLOCK_K
+    for block, part in itertools.product(range(plan.blocks), range(plan.parts)):
+        rows = min(plan.chunk_rows, plan.rows - block * plan.chunk_rows)
+        words = np.full((rows * units, 2), -1, np.int32)
+        count = library.mirror_pieces(shape, plan.chunk_index(block, part), words.ctypes.data_as(ctypes.c_void_p))
+        first = block * plan.chunk_rows
+        expected = [
+            (row, unit) for row in range(first, first + rows, box_rows) for unit in range(part * units, (part + 1) * units, box_units)
+        ]
+        assert [tuple(word) for word in words[:count].tolist()] == expected

@@ -14,17 +14,14 @@ import pytest
 
 from mkernel import abi
 from mkernel.jit import cpu
-from mkernel.plan.gemm import BLOCK_M, GemmTile
-from mkernel.plan.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
-from mkernel.plan.split import Split
-from mkernel.plan.topology import Topology
-from mkernel.runtime.cpu import _library
+from mkernel.ops.reduce import Parameters
+from mkernel.planner.gemm import GemmTile
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
+from mkernel.runtime.cpu.scheduler import scheduler_library
 
 _KERNELS = Path(__file__).parent / "kernels"
-
-
-class Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("rows", "tiles", "group_tiles", "group_m")] + [("offsets", ctypes.c_uint64 * 4)]
 
 
 class Place(ctypes.Structure):
@@ -35,11 +32,12 @@ class Mirror:
     """The functions of one kernel, for one plan."""
 
     def __init__(self, plan: ReducePlan) -> None:
-        _library()  # kernels find the scheduler's functions there
+        scheduler_library()  # kernels find the scheduler's functions there
         spec = dataclasses.replace(plan.spec, name=f"mirror_{plan.spec.name}")
         self.library = ctypes.CDLL(str(cpu.compile(spec, include=[_KERNELS])))
         self.plan = plan
-        self.shape = Shape(plan.problem.rows, plan.tiles, plan.group_tiles, plan.group_m, tuple(plan.offsets.values()))
+        offsets = {f"{area}_offset": offset for area, offset in plan.offsets.items()}
+        self.shape = Parameters(fields=plan.fields, **plan.arguments, **offsets)
 
     def tiles(self, rank: int) -> list[tuple[int, ...]]:
         """Owner, number, row, column, whether it is a sum, whether it exists."""
@@ -64,7 +62,7 @@ class Mirror:
 
 @dataclasses.dataclass
 class Memory:
-    """Of one rank: which flag says what, and which bytes hold what."""
+    """What one rank has: which flag says what, and which bytes hold what."""
 
     flags: dict[int, Any] = dataclasses.field(default_factory=dict)
     regions: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
@@ -93,25 +91,24 @@ _CASES = [
     (1, 4, 72, 128, 2, 2, 1, (3, 0, 0), True),
     (2, 2, 520, 192, 3, 3, 2, (1, 1, 1), False),
     (2, 2, 264, 64, 3, 3, 2, (1, 1, 1), True),
-    (4, 1, 136, 64, 1, 5, 3, (2, 3, 2), False),
+    (4, 1, 136, 64, 1, 5, 2, (2, 3, 2), False),
     (3, 5, 1000, 256, 4, 4, 4, (2, 2, 3), False),
-    (4, 8, 264, 128, 16, 7, 3, (4, 2, 2), False),
+    (4, 8, 264, 128, 16, 7, 4, (4, 2, 2), False),
 ]
 
 
-def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str) -> ReducePlan:
+def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str, specialize: str) -> ReducePlan:
     nodes, per_node, n, block_n, group_m, group_tiles, chunk_tiles, (intra, send, reduce), interleaved = case
     topology = Topology(nodes * per_node, per_node)
     one_shot = algorithm == "one_shot"
     split = Split(3, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
     if split.intra_comm == 0 and op == ALLREDUCE and not one_shot and topology.size > 1:
         split = dataclasses.replace(split, intra_comm=1)
-    problem = ReduceProblem(op, topology, rows, n, 64, "bfloat16", False, partials, algorithm)
+    problem = ReduceProblem(op, topology, n, 64, "bfloat16", False, partials, algorithm)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mkernel.plan.reduce.fits_packets", lambda plan: False)  # those are for test_mirror_packets.py
-        plan = make_plan(problem, split.total, split, GemmTile.deepest(block_n), group_tiles)
-    # One kernel for all rows.
-    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, load_rows=BLOCK_M, interleaved=interleaved)
+        patch.setattr("mkernel.planner.reduce.fits_packets", lambda plan: False)  # those are for test_mirror_packets.py
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), group_tiles, specialize)
+    return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
 
 each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}x{case[1]}{' in turn' if case[-1] else ''}")
@@ -119,7 +116,7 @@ each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}
 
 def check_roles(mirror: Mirror) -> None:
     split = mirror.plan.split
-    roles = collections.Counter(abi.Role(mirror.library.mirror_role(cta)) for cta in range(split.total))
+    roles = collections.Counter(abi.Role(mirror.library.mirror_role(ctypes.byref(mirror.shape), cta)) for cta in range(split.total))
     assert roles == +collections.Counter({role: getattr(split, role.name) for role in abi.Role})
 
 
@@ -134,9 +131,10 @@ def check_order(mirror: Mirror, rank: int) -> None:
 @each_case
 @pytest.mark.parametrize("op", [REDUCE_SCATTER, ALLREDUCE])
 @pytest.mark.parametrize("partials", ["output", "float32"])
-def test_tiles_with_owners(case: tuple[Any, ...], op: str, partials: str) -> None:
+@pytest.mark.parametrize("specialize", ["all", "none"])
+def test_tiles_with_owners(case: tuple[Any, ...], op: str, partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300, 1000):
-        plan = plan_of(case, op, "two_shot", rows, partials)
+        plan = plan_of(case, op, "two_shot", rows, partials, specialize)
         mirror, ranks = Mirror(plan), range(plan.problem.topology.size)
         for rank in ranks:
             check_order(mirror, rank)
@@ -246,9 +244,10 @@ def check_added(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
 
 @each_case
 @pytest.mark.parametrize("partials", ["output", "float32"])
-def test_one_shot(case: tuple[Any, ...], partials: str) -> None:
+@pytest.mark.parametrize("specialize", ["all", "none"])
+def test_one_shot(case: tuple[Any, ...], partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300):
-        plan = plan_of(case, ALLREDUCE, "one_shot", rows, partials)
+        plan = plan_of(case, ALLREDUCE, "one_shot", rows, partials, specialize)
         mirror, topology = Mirror(plan), plan.problem.topology
         for rank in range(topology.size):
             check_order(mirror, rank)

@@ -11,8 +11,8 @@ from mkernel.errors import TransportError
 from mkernel.transport import rc, srd
 from tests.ops import standin
 from tests.ops.body import Case, back_to_back, problems, topology
+from tests.transport.rc_bugs import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
 from tests.transport.standin import MOODS
-from tests.transport.test_rc import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
 
 ROWS = (0, 7, 129, 300)
 CASES = [

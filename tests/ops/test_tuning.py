@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import mkernel as mk
 from mkernel.errors import ArgumentError, CompileError, MismatchError
 from mkernel.jit.cpu import core_library
-from mkernel.ops import tuning
-from mkernel.runtime import tuned
+from mkernel.ops import split_search as tuning
+from mkernel.ops.schedule import tuning_name
+from mkernel.runtime import tuning_cache as tuned
 
 # Small, with several chunks and tiles on every rank: a split changes who does what. The all-reduce is too large, or not for packets.
 OPS = [
@@ -66,22 +68,24 @@ def test_what_is_found_is_used_and_changes_no_bit(
         arrays, call = operands(world, a, b), getattr(mk, op)
         before = call(*arrays, **options)
         planned = mk.plan(op, *arrays, **options)
+        default = planned.split()
         result = mk.tune(op, *arrays, **options)
-        assert planned.split == result.usual
-        assert communicating(result.best) > communicating(result.usual)
+        assert default == result.default
+        assert communicating(result.best) > communicating(result.default)
         assert result.best.total == 6
-        assert {trial.split for trial in result.table} > {result.usual, result.best}
-        assert mk.plan(op, *arrays, **options).split == result.best
-        usual = mk.Split(intra_comm=result.usual.intra_comm)  # the other roles stay open
-        merged = mk.plan(op, *arrays, split=usual, **options).split
-        assert merged.intra_comm == result.usual.intra_comm
+        assert {trial.split for trial in result.table} > {result.default, result.best}
+        assert mk.plan(op, *arrays, **options).split() == result.best
+        some = mk.Split(intra_comm=result.default.intra_comm)  # the other roles stay open
+        merged = mk.plan(op, *arrays, split=some, **options).split()
+        assert merged.intra_comm == result.default.intra_comm
         assert merged.inter_send == result.best.inter_send
         after = call(*arrays, **options)
         assert world.bound_calls  # the call is known, and has the new split
         assert {bound.executable.plan.split for bound in world.bound_calls.values() if hasattr(bound, "executable")} == {result.best}
         assert before.tobytes() == after.tobytes()
         assert planned.run(*arrays).tobytes() == before.tobytes()
-        assert planned.split == result.usual, "a plan stays as it was made"
+        assert planned.split() == result.best, "a plan without a split follows"
+        assert mk.plan(op, *arrays, split=result.default, **options).split() == result.default
         return str(result), result.best
 
     results = launch(go, ranks=4, ranks_per_node=2)
@@ -96,22 +100,36 @@ def test_later_worlds_know(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
         arrays = operands(world, *shapes)
         if tune:
             mk.tune("allgather_gemm", *arrays, save=save)
-        return mk.plan("allgather_gemm", *arrays).split
+        return mk.plan("allgather_gemm", *arrays).split()
 
-    usual = launch(found, ranks=2)
+    default = launch(found, ranks=2)
     assert launch(functools.partial(found, tune=True), ranks=2) == [mk.Split(2, 2, 0, 0)] * 2
     assert list(folder.iterdir()) == [], "times of target cpu say nothing"
     launch(functools.partial(found, tune=True, save=True), ranks=2)
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o644
-    assert launch(found, ranks=2) == [mk.Split(2, 2, 0, 0)] * 2 != usual
+    assert launch(found, ranks=2) == [mk.Split(2, 2, 0, 0)] * 2 != default
     assert launch(found, ranks=4)[0] != mk.Split(2, 2, 0, 0), "a world of another shape"
     monkeypatch.setenv("MKERNEL_CPU_SMS", "5")
     assert launch(found, ranks=2)[0].total == 5, "another device"
     monkeypatch.delenv("MKERNEL_CPU_SMS")
     monkeypatch.setattr("mkernel.runtime.world.sources_digest", lambda: "another")
-    assert launch(found, ranks=2) == usual, "another device code"
+    assert launch(found, ranks=2) == default, "another device code"
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("op", "rows"), [("allgather_gemm", [81, 96]), ("gemm_reduce_scatter", [196, 256])])
+def test_a_file_says_which_rows_of_the_first_operand_it_is_for(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, op: str, rows: list[int]
+) -> None:
+    """The rows of a reduce-scatter are those of all ranks: each has 64 of the 256, of the class 49 to 64."""
+    times(monkeypatch, lambda split: 1.0 if split.inter_send == 2 else 2.0)
+    shapes = next((a, b) for name, a, b, _ in OPS if name == op)
+    launch(lambda world: mk.tune(op, *operands(world, *shapes), save=True), ranks=4, ranks_per_node=2)
+    (file,) = folder.iterdir()
+    entry = json.loads(file.read_text())
+    assert (entry["op"], entry["rows"]) == (op, rows)
+    assert entry["asked"]["topology"] == {"size": 4, "ranks_per_node": 2}
 
 
 def test_a_world_without_the_files_is_a_world(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +147,7 @@ def test_nothing_better_is_forgotten_again(monkeypatch: pytest.MonkeyPatch, fold
     def go(world: mk.World) -> mk.Split:
         arrays = operands(world, (96, 136), (136, 264))
         mk.tune("allgather_gemm", *arrays, save=True)
-        return mk.plan("allgather_gemm", *arrays).split
+        return mk.plan("allgather_gemm", *arrays).split()
 
     times(monkeypatch, lambda split: 1.0 if split.intra_comm == 2 else 2.0)
     assert launch(go, ranks=2) == [mk.Split(2, 2, 0, 0)] * 2
@@ -142,19 +160,20 @@ def test_nothing_better_is_forgotten_again(monkeypatch: pytest.MonkeyPatch, fold
 def test_a_tuned_split_that_does_not_fit_is_not_used() -> None:
     def go(world: mk.World) -> tuple[mk.Split, mk.Split]:
         arrays = operands(world, (96, 136), (136, 264))
-        usual = mk.plan("allgather_gemm", *arrays)
+        default = mk.plan("allgather_gemm", *arrays)
+        name, before = tuning_name(*default._instance), default.split()
         nowhere = mk.Split(intra_comm=1, inter_send=1)  # no other node to send to
-        world.set_tuned({repr(usual.executable.plan.problem): nowhere})
+        world.set_tuned({name: nowhere})
         mk.allgather_gemm(*arrays)
-        assert mk.plan("allgather_gemm", *arrays).split == usual.split
+        assert mk.plan("allgather_gemm", *arrays).split() == before
         with pytest.raises(ArgumentError, match="inter_send has nothing to do"):
             mk.plan("allgather_gemm", *arrays, split=nowhere)
-        world.set_tuned({repr(usual.executable.plan.problem): mk.Split(intra_comm=2)})
-        return mk.plan("allgather_gemm", *arrays, split=mk.Split(compute=3)).split, usual.split
+        world.set_tuned({name: mk.Split(intra_comm=2)})
+        return mk.plan("allgather_gemm", *arrays, split=mk.Split(compute=3)).split(), before
 
-    for split, usual in launch(go, ranks=2):
+    for split, default in launch(go, ranks=2):
         assert split.compute == 3
-        assert split != usual
+        assert split != default
 
 
 def test_a_tuned_split_of_another_kernel_is_not_used() -> None:
@@ -162,10 +181,11 @@ def test_a_tuned_split_of_another_kernel_is_not_used() -> None:
 
     def go(world: mk.World) -> None:
         arrays = operands(world, (200, 72), (72, 264))
-        usual = mk.plan("gemm_allreduce", *arrays, algorithm="two_shot")
-        assert usual.executable.plan.packets
-        world.set_tuned({repr(usual.executable.plan.problem): mk.Split(intra_comm=2)})
-        assert mk.plan("gemm_allreduce", *arrays, algorithm="two_shot").split == usual.split
+        default = mk.plan("gemm_allreduce", *arrays, algorithm="two_shot")
+        before = default.plan()
+        assert before.packets  # type: ignore[attr-defined]
+        world.set_tuned({tuning_name(*default._instance): mk.Split(intra_comm=2)})
+        assert default.plan() == before
 
     launch(go, ranks=4)
 
@@ -175,7 +195,7 @@ def test_tuning_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Monke
 
     def go(world: mk.World) -> None:
         a, b = operands(world, (96, 136), (136, 264))
-        tuned = {repr(mk.plan("allgather_gemm", a, b).executable.plan.problem): mk.Split(intra_comm=2)}
+        tuned = {tuning_name(*mk.plan("allgather_gemm", a, b)._instance): mk.Split(intra_comm=2)}
         world.set_tuned(tuned)
         c = mk.allgather_gemm(a, b)
         with pytest.raises(ArgumentError):
@@ -218,7 +238,7 @@ def test_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     times(monkeypatch, lambda split: pytest.fail("nothing to compare"))
     (result,) = launch(lambda world: mk.tune("allgather_gemm", *operands(world, (96, 136), (136, 264))), ranks=1)
     assert result.table == ()
-    assert result.best == result.usual
+    assert result.best == result.default
     assert result._repr_svg_().startswith("<svg")
 
 
@@ -252,7 +272,7 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_on_all_ranks(monkeypatch: 
         world.barrier()
         return "usable"
 
-    assert launch(go, ranks=2) == ["usable"] * 2
+    assert launch(go, ranks=2, specialize="all") == ["usable"] * 2
 
 
 def test_ranks_that_tune_different_things_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,3 +283,30 @@ def test_ranks_that_tune_different_things_disagree(monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(MismatchError):
         launch(go, ranks=2)
+
+
+def test_another_class_of_rows_keeps_its_own_choice(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What is found for calls of one class is used by all of them, and by no call of another class; in later worlds, too."""
+    times(monkeypatch, lambda split: 10.0 - communicating(split))
+    monkeypatch.setenv("MKERNEL_CPU_SMS", "6")
+    rows = (1, 64, 80, 81, 90, 96, 97, 112, 113, 256, 300)
+
+    def splits(world: mk.World, tune: int | None = None) -> list[mk.Split]:
+        a, b = operands(world, (300, 136), (136, 264))
+        if tune is not None:
+            result = mk.tune("allgather_gemm", a[:tune], b, save=True)
+            assert result.best != result.default
+        planned = mk.plan("allgather_gemm", a[:1], b)
+        assert [mk.plan("allgather_gemm", a[:number], b).split() for number in rows] == [planned.split(number) for number in rows]
+        return [planned.split(number) for number in rows]
+
+    (before,) = set(map(tuple, launch(splits, ranks=2)))
+    (tuned_once,) = set(map(tuple, launch(functools.partial(splits, tune=90), ranks=2)))
+    changed = [number for number, one, other in zip(rows, before, tuned_once, strict=True) if one != other]
+    assert changed == [81, 90, 96]
+    assert len({tuned_once[rows.index(number)] for number in changed}) == 1
+    (later,) = set(map(tuple, launch(splits, ranks=2)))
+    assert later == tuned_once
+    (tuned_twice,) = set(map(tuple, launch(functools.partial(splits, tune=112), ranks=2)))
+    assert [number for number, one, other in zip(rows, tuned_once, tuned_twice, strict=True) if one != other] == [97, 112]
+    assert len(list(folder.iterdir())) == 2

@@ -96,7 +96,7 @@ def _small_call(world: Any) -> None:
 
 
 def _large_operands(world: Any) -> tuple[Any, Any]:
-    """Of a call that is planned, so that it begins with its kernel."""
+    """Arguments of a call that is planned, so that it begins with its kernel."""
     operands = _operands(world, _LARGE)
     plan = mk.plan(_op(), *operands, world=world, **_options())
     assert HOW != "packets" or plan.workspace_bytes == 0
@@ -117,7 +117,7 @@ def _resources() -> dict[str, int]:
 
 def _inside(world: Any, action: Callable[[], None]) -> None:
     """Do something in the middle of this rank's next kernel: it has taken some tiles, and has more to take."""
-    control = abi.ControlBlock.from_address(world._template.control)
+    control = abi.ControlBlock.from_address(world.header.control)
 
     def wait() -> None:
         while control.tile_counter < _TILES:

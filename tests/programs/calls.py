@@ -14,16 +14,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import mkernel as mk
-from mkernel.bench.check import node_sums as node_sums_of
-from mkernel.bench.check import worst_product, worst_sum
-from mkernel.plan import allgather_gemm, reduce
-from mkernel.plan.split import SplitError
-from mkernel.plan.topology import Topology
+from mkernel.planner import allgather_gemm, reduce
+from mkernel.planner.split import SplitError
+from mkernel.planner.topology import Topology
+from mkernel.tools.check import node_sums as node_sums_of
+from mkernel.tools.check import worst_product, worst_sum
 from tests.ops.body import roles
 
 __all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits", "ReduceScatter", "fits", "log_uniform"]
 
 DTYPES = ("bfloat16", "float16")
+_H200_SMS = 132  # what is rounded on the way does not depend on their number
 _MACS_PER_ROW = 128  # a tile has so many rows, however few of them exist
 
 
@@ -60,16 +61,31 @@ class Call(abc.ABC):
     """One call of an op, but for where its arrays lie. Subclasses are frozen dataclasses, so that ``repr`` makes an equal one."""
 
     op: ClassVar[str]
+    mechanisms: ClassVar[tuple[str, ...]] = ("",)  # ways to do it that leave different things in memory
     same_on_all_ranks: ClassVar[bool] = False  # the result, bit for bit
 
     @classmethod
     @abc.abstractmethod
-    def draw(cls, rng: random.Random, world: Topology, limits: Limits) -> Self:
-        """Any legal call."""
+    def draw(cls, rng: random.Random, world: Topology, limits: Limits, mechanism: str) -> Self:
+        """Any legal call that is done in one of ``mechanisms``."""
+
+    @property
+    def mechanism(self) -> str:
+        """Which of ``mechanisms`` it is."""
+        return self.mechanisms[0]
 
     @abc.abstractmethod
     def resized(self, rng: random.Random, world: Topology, limits: Limits) -> Self:
         """The same with other sizes of those that a program changes between calls."""
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> int:
+        """The rows that a program changes between calls."""
+
+    @abc.abstractmethod
+    def sized(self, rows: int) -> Self:
+        """The same call of so many rows."""
 
     @abc.abstractmethod
     def kernel(self, world: Topology, sm_count: int) -> Hashable:
@@ -100,9 +116,10 @@ class Call(abc.ABC):
         """Call the op. ``where``: world, out, stream."""
         return getattr(mk, self.op)(*arrays, **self.options, **where)
 
-    def plan(self, world: Any, arrays: Sequence[Any], **where: Any) -> Any:
-        """Prepare the call: collective."""
-        return mk.plan(self.op, *arrays, world=world, **self.options, **where)
+    def plan(self, world: Any, arrays: Sequence[Any], most: int = 0, **where: Any) -> Any:
+        """Prepare the call, or all of it with up to ``most`` rows: collective."""
+        more = {"max_rows": self.sized(most).inputs(world.topology, world.rank)["a"].rows} if most else {}
+        return mk.plan(self.op, *arrays, world=world, **more, **self.options, **where)
 
 
 def log_uniform(rng: random.Random, least: int, most: int) -> int:
@@ -121,10 +138,10 @@ class Gemm(Call):
     split: mk.Split | None = None
 
     @classmethod
-    def draw(cls, rng: random.Random, world: Topology, limits: Limits) -> Self:
+    def draw(cls, rng: random.Random, world: Topology, limits: Limits, mechanism: str) -> Self:
         while True:
             n, k = (8 * log_uniform(rng, 1, most // 8) for most in (limits.columns, limits.depth))
-            more = cls._draw_options(rng)
+            more = cls._draw_options(rng, mechanism)
             call = cls(rows=1, n=n, k=k, dtype=rng.choice(DTYPES), transposed=rng.random() < 0.5, **more)
             if call._macs(world) <= limits.macs:
                 return dataclasses.replace(call, split=call._draw_split(rng, world)).resized(rng, world, limits)
@@ -137,8 +154,15 @@ class Gemm(Call):
             if call._macs(world) <= limits.macs:
                 return call
 
+    @property
+    def sizes(self) -> int:
+        return self.rows
+
+    def sized(self, rows: int) -> Self:
+        return dataclasses.replace(self, rows=rows)
+
     @classmethod
-    def _draw_options(cls, rng: random.Random) -> dict[str, Any]:
+    def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
         return {}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
@@ -156,7 +180,7 @@ class Gemm(Call):
         return float(world.size * tiles * _MACS_PER_ROW * (-(-self.n // 64) * 64) * self.k)
 
     def _all_rows(self, world: Topology) -> int:
-        """Of the product that each rank makes."""
+        """Rows of the product that each rank makes."""
         return self.rows * world.size
 
     @abc.abstractmethod
@@ -192,8 +216,8 @@ class AllGatherGemm(Gemm):
     op: ClassVar[str] = "allgather_gemm"
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
-        problem = allgather_gemm.AllGatherGemmProblem(world, self.rows, self.n, self.k, self.dtype, not self.transposed)
-        return allgather_gemm.make_plan(problem, sm_count, self.split)
+        problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)
+        return allgather_gemm.make_plan(problem, self.rows, sm_count, self.split)
 
     def _rows_of_a(self, world: Topology) -> int:
         return self.rows
@@ -212,7 +236,7 @@ class _Reduction(Gemm):
     partials: str = "output"
 
     @classmethod
-    def _draw_options(cls, rng: random.Random) -> dict[str, Any]:
+    def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
         return {"partials": rng.choice(("output", "output", "float32"))}
 
     @property
@@ -220,17 +244,17 @@ class _Reduction(Gemm):
         return super().options | {"partials": self.partials}
 
     def problem(self, world: Topology) -> reduce.ReduceProblem:
-        return reduce.ReduceProblem(self.op, world, self.rows, self.n, self.k, self.dtype, not self.transposed, self.partials)
+        return reduce.ReduceProblem(self.op, world, self.n, self.k, self.dtype, not self.transposed, self.partials)
 
     def _plan(self, world: Topology, sm_count: int) -> reduce.ReducePlan:
-        return reduce.make_plan(self.problem(world), sm_count, self.split)
+        return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split)
 
     def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
         def operands(source: int) -> tuple[Any, Any]:
             of = inputs(source)
             return of["a"], _contiguous(xp, of["b"])
 
-        return worst_sum(xp, result, node_sums_of(self.problem(world), rank, operands))
+        return worst_sum(xp, result, node_sums_of(reduce.make_plan(self.problem(world), self.rows, _H200_SMS), rank, operands))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,12 +265,17 @@ class ReduceScatter(_Reduction):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(_Reduction):
     op: ClassVar[str] = "gemm_allreduce"
+    mechanisms: ClassVar[tuple[str, ...]] = ("two_shot", "one_shot")
     same_on_all_ranks: ClassVar[bool] = True
     algorithm: str | None = None
 
     @classmethod
-    def _draw_options(cls, rng: random.Random) -> dict[str, Any]:
-        return super()._draw_options(rng) | {"algorithm": rng.choice((None, "one_shot", "two_shot", "two_shot"))}
+    def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
+        return super()._draw_options(rng, mechanism) | {"algorithm": rng.choice((None, mechanism, mechanism, mechanism))}
+
+    @property
+    def mechanism(self) -> str:
+        return self.algorithm or "two_shot"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -256,8 +285,7 @@ class AllReduce(_Reduction):
         return self.rows
 
     def problem(self, world: Topology) -> reduce.ReduceProblem:
-        algorithm = self.algorithm or reduce.choose_algorithm(world, self.rows, self.n)
-        return dataclasses.replace(super().problem(world), algorithm=algorithm)
+        return dataclasses.replace(super().problem(world), algorithm=self.algorithm)
 
 
 OPS: tuple[type[Call], ...] = (AllGatherGemm, ReduceScatter, AllReduce)

@@ -17,6 +17,7 @@ from mkernel.errors import ArgumentError, CompileError
 from mkernel.transport import emulated
 from tests.programs.memory import Memory, host_inputs, host_plane, spilled
 from tests.programs.program import Network, Program, Step
+from tests.virtual_time import sleep
 
 __all__ = ["Failure", "problem_of", "run", "script", "shorter"]
 
@@ -54,7 +55,7 @@ def run(program: Program, scheduler_seed: int, timeout: float = 5.0) -> Failure 
     with (
         env.override(MKERNEL_CPU_SMS=program.sms, MKERNEL_EMULATED_HOST_SIGNALS=int(network.host_signals)),
         mock.patch.object(emulated, "Faults", lambda: faults),
-        mock.patch("mkernel.plan.gemm._PUT_BYTES", (program.put_bytes, program.put_bytes)),
+        mock.patch("mkernel.planner.gemm._PUT_BYTES", (program.put_bytes, program.put_bytes)),
     ):
         shape = program.topology
         options = {"heap_bytes": _HEAP_BYTES, "timeout": timeout}
@@ -76,7 +77,9 @@ def _rank(world: Any, program: Program, at: list[int]) -> list[_Result]:
     memory = Memory(world, program, host_plane)
     if program.prepared:
         for step in program.steps:  # those that follow with the same plan find it
-            step.call.plan(world, list(memory.operands(step).values()))
+            if step.planned:
+                step.call.plan(world, list(memory.operands(step).values()), step.max_rows)
+    agreed = world.problems.collectives
     results = []
     for step in program.steps:
         at[world.rank] = step.number
@@ -86,14 +89,26 @@ def _rank(world: Any, program: Program, at: list[int]) -> list[_Result]:
         out = memory.out(step)
         for rank, cta, after, turns in step.late:
             if rank == world.rank:
-                world.backend.cohort.hold(rank, turns, after, None if cta < 0 else cta)
+                world.backend.thread_ranks.hold(rank, turns, after, None if cta < 0 else cta)
+        if step.asleep is not None and step.asleep[0] == world.rank:
+            sleep(world, step.asleep[1])
         c = step.call.run(list(operands.values()), world=world, out=out)
         assert out is None or c is out, "out is returned as given"
         results.append(_Result(np.array(c), spilled(out)))
         memory.operands(step)  # the call has ended: its inputs may be overwritten
         if step.barrier:
             world.barrier()
+    if program.prepared and _all_planned(program.steps):
+        assert world.problems.collectives == agreed, "a call of a size that was planned for has asked the other ranks"
     return results
+
+
+def _all_planned(steps: Sequence[Step]) -> bool:
+    """Whether each step has a plan, or another's plan covers it: not so in every shortened program."""
+    most: dict[object, int] = {}
+    for step in steps:
+        most[step.call.sized(1)] = max(most.get(step.call.sized(1), -1), step.max_rows or -1)
+    return all(step.planned or step.call.sizes <= most[step.call.sized(1)] for step in steps)
 
 
 def problem_of(program: Program, step: Step, results: Sequence[_Result]) -> str | None:
@@ -170,7 +185,7 @@ def _simpler(program: Program) -> Iterator[Program]:
         size //= 2
     if program.network != Network():
         yield dataclasses.replace(program, network=Network())
-    plain: list[dict[str, Any]] = [{"late": ()}, {"barrier": False}, {"padded": ()}, {"out": "none"}]
+    plain: list[dict[str, Any]] = [{"late": ()}, {"asleep": None}, {"barrier": False}, {"padded": ()}, {"out": "none"}]
     for change in plain:
         for i, step in enumerate(steps):
             simple = dataclasses.replace(step, **change)

@@ -11,14 +11,14 @@ import itertools
 import pytest
 
 import mkernel as mk
-from mkernel.plan.topology import Topology
+from mkernel.planner.topology import Topology
 from tests.programs import calls
 from tests.programs.calls import AllGatherGemm, AllReduce, Limits, ReduceScatter
-from tests.programs.program import SHARED_BITS, Network, Program, Step, draw
+from tests.programs.program import FOREVER, SHARED_BITS, Network, Program, Step, draw
 from tests.programs.run import Failure, run, script, shorter
 from tests.programs.search import WORLDS, fresh_seed
 
-FEW, KERNELS = 5, 4  # programs of a world in `make test`, and kernels that are compiled for them
+FEW, KERNELS = 4, 4  # programs of a world in `make test`, and kernels that are compiled for them
 SEQUENCES = 25  # with --full, of each of
 FAMILIES = 3  # families of kernels, and world
 
@@ -118,7 +118,7 @@ def test_seeds_that_differ_in_their_last_bits_share_their_kernels() -> None:
 
 def test_everything_is_drawn() -> None:
     """Over many seeds every op, algorithm, layout, place, partials, split, lateness and network occurs."""
-    programs = [draw(world, seed << SHARED_BITS) for world in WORLDS for seed in range(60)]
+    programs = [draw(world, seed << SHARED_BITS) for world in WORLDS for seed in range(40)]
     steps = [step for program in programs for step in program.steps]
     drawn = [step.call for step in steps]
     assert {type(call) for call in drawn} == set(calls.OPS)
@@ -129,15 +129,24 @@ def test_everything_is_drawn() -> None:
     assert {place for step in steps for place in step.places} == {"heap", "ordinary"}
     assert {step.out for step in steps} == {"none", "fresh", "reused", "heap"}
     assert {name for step in steps for name in step.padded} == {"a", "b", "out"}
-    assert {cta for step in steps for _, cta, _, _ in step.late} == {-1, 0, 1, 2}
+    assert {cta for step in steps for _, cta, _, _ in step.late} == set(range(-1, 8))
+    assert {len(step.late) for step in steps} == {0, 1, 2, 4, 6}
+    assert {turns >= FOREVER for step in steps for *_, turns in step.late} == {True, False}
+    assert {step.asleep is None for step in steps} == {True, False}
     assert {step.barrier for step in steps} == {program.prepared for program in programs} == {True, False}
     assert {program.network.host_signals for program in programs} == {True, False}
     assert all(program.network == Network() for program in programs if program.world == "1x4")
     assert any(one == next_ for program in programs for one, next_ in itertools.pairwise(drawn))
+    assert {step.max_rows > 0 for step in steps} == {step.planned for step in steps} == {True, False}
+    assert sum(not step.planned for step in steps) > len(steps) / 20, "calls of a size that no plan was made with"
+    again = [
+        one.call for program in programs for before, one in itertools.pairwise(program.steps) if one.call.sized(1) == before.call.sized(1)
+    ]
+    assert len({call.rows for call in again}) > len(again) / 4
 
 
 def test_workspaces_overlap_at_random_places() -> None:
-    """Of two calls that follow each other: as large as each other within a factor of two, now one larger and now the other."""
+    """Two calls that follow each other are as large as each other within a factor of two, now one larger and now the other."""
     ratios = []
     for seed in range(40):
         program = draw("2x2", seed << SHARED_BITS)

@@ -186,8 +186,7 @@ def test_injected_failure_reaches_the_caller_with_its_peer() -> None:
         for number in range(8):
             network.producers[0].issue(0, 2, 0, 0, 8, network.flag_offset(0), number + 1)
         with pytest.raises(TransportError) as caught:
-            while network.turn():
-                pass
+            network.settle()
         assert caught.value.peer == 2
         assert network.flag(2, 0) == 4, "no signal of the failed put or a later one"
 
@@ -199,8 +198,7 @@ def test_bandwidth_through_the_whole_engine(size: int) -> None:
         start = network.clock.now
         for number in range(count):
             assert network.producers[0].issue(0, 1, 0, 0, size, network.flag_offset(0), number + 1) is not None
-        while network.turn():
-            pass
+        network.settle()
         assert network.flag(1, 0) == count
         assert network.clock.now - start == pytest.approx(count * size / gigabytes_per_second + latency_us * 1e3, abs=2)
 

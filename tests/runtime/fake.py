@@ -1,4 +1,4 @@
-"""A device without kernels: memory is real (memfd), a "kernel" is a Python function that does what ``kernels_src/sync.cuh`` does."""
+"""A device without kernels: memory is real (memfd), a "kernel" is a Python function that does what ``kernels_src/comm/sync.cuh`` does."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from mkernel import abi
-from mkernel.errors import ArgumentError, CompileError
+from mkernel.errors import ArgumentError, CallError, CallReport, CompileError
 from mkernel.jit.spec import KernelSpec
 from mkernel.memory.memfd import MemfdSegment, SharedMemory, import_fd
-from mkernel.runtime.device import Device, HostMemory, Kernel, TensorView
+from mkernel.runtime.backend import Backend, HostMemory, Kernel, TensorView
 
-MASK = (1 << abi.DIGEST_BITS) - 1
+MASK = (1 << abi.CHECK_BITS) - 1
 
 
 class Parameters(ctypes.Structure):
-    _fields_ = [("world", abi.World), ("silent_rank", ctypes.c_uint64), ("delay_ns", ctypes.c_uint64)]
+    _fields_ = [("world", abi.World), ("silent_rank", ctypes.c_uint64), ("delay_ns", ctypes.c_uint64), ("code", ctypes.c_uint64)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,22 @@ class FakePlan:
     def spec(self) -> KernelSpec:
         return KernelSpec(self.name, (("kDigest", self.digest),), 128, 0, ctypes.sizeof(Parameters))
 
+    def flag_name(self, rank: int, index: int) -> str:
+        return f"flag {index}"
+
     def describe(self) -> str:
         return f"{self.op}(digest {self.digest:#x})\nsecond line"
+
+
+class RefusedError(CallError):
+    """What a ``RefusingPlan`` makes of a report."""
+
+
+class RefusingPlan(FakePlan):
+    """Its kernel reports ``Parameters.code``, unless that is 0."""
+
+    def call_error(self, report: CallReport) -> CallError:
+        return RefusedError(f"call {report.call} of {report.op}: code {report.code}", report)
 
 
 class FakeKernel(Kernel):
@@ -79,7 +93,7 @@ class GpuSegment(MemfdSegment):
         return self.fd
 
 
-class FakeDevice(Device):
+class FakeBackend(Backend):
     """``target="cuda"``: launches return at once and run on a worker thread, in order. ``"cpu"``: launches run to their end."""
 
     def __init__(self, target: str, device: int | str, rank: int) -> None:
@@ -120,6 +134,9 @@ class FakeDevice(Device):
 
     def clear(self, address: int, size: int) -> None:
         ctypes.memset(address, 0, size)
+
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
 
     def allocate_host(self, size: int, *, shared: bool = False) -> HostMemory:
         fd = -1
@@ -182,7 +199,7 @@ class FakeDevice(Device):
 
     def launch(self, kernel: Kernel, turn: Any, grid: int, parameters: Any) -> None:
         assert isinstance(kernel, FakeKernel)
-        if kernel.spec.name == "refused":
+        if kernel.spec.name == f"refused_on_{self.rank}":
             raise RuntimeError("the launch was refused")
         given = Parameters.from_buffer_copy(parameters)
         self.launches.append((kernel.spec.name, turn, grid, given))
@@ -213,25 +230,33 @@ def run_kernel(given: Parameters) -> None:
     if control.failed:
         return
     epoch = control.epoch + 1
+    if epoch & abi.HALTED:  # skipped
+        control.epoch = epoch
+        return
     time.sleep(given.delay_ns * 1e-9)
     offset = ((epoch & 1) * abi.MAX_RANKS) * 8
     if given.silent_rank != world.rank + 1:
         for peer in range(world.ranks_per_node):
-            _word(world.signal_base + peer * world.signal_stride + offset + 8 * world.rank).value = epoch << abi.DIGEST_BITS | world.digest
+            _word(world.signal_base + peer * world.signal_stride + offset + 8 * world.rank).value = epoch << abi.CHECK_BITS | world.check
     first = world.node * world.ranks_per_node
     for peer in range(first, first + world.ranks_per_node):
         if peer != world.rank and not _wait_entered(world, control, epoch, peer, offset):
             return
+    if given.code:  # refused
+        block = abi.HostBlock.from_address(world.host)
+        block.report = abi.CallReport(epoch, world.problem, world.rows, world.schedule, 0, (given.code, 8, 9))
+        block.reported = given.code
+        epoch |= abi.HALTED
     control.epoch = epoch
 
 
 def _wait_entered(world: Any, control: Any, epoch: int, peer: int, offset: int) -> bool:
     mine = world.signal_base + world.local_rank * world.signal_stride
-    flag, expected = _word(mine + offset + 8 * peer), epoch << abi.DIGEST_BITS | world.digest
+    flag, expected = _word(mine + offset + 8 * peer), epoch << abi.CHECK_BITS | world.check
     deadline = time.monotonic() + world.entry_timeout_ns * 1e-9
     while True:
         seen = flag.value
-        if seen >> abi.DIGEST_BITS >= epoch:
+        if seen >> abi.CHECK_BITS >= epoch:
             return seen == expected or _fail(world, control, abi.State.mismatch, epoch, peer, expected, seen)
         if abi.SignalHeader.from_address(mine).abort or abi.HostBlock.from_address(world.host).abort:
             return _fail(world, control, abi.State.aborted, epoch, peer, expected, seen)
@@ -246,6 +271,7 @@ def _fail(world: Any, control: Any, state: int, epoch: int, peer: int, expected:
     block.rank, block.role, block.cta = world.rank, abi.Role.compute, 3
     block.flag_kind, block.flag_index, block.peer = abi.FlagKind.entry, peer, peer
     block.epoch, block.expected, block.seen = epoch, expected, seen
+    block.problem, block.rows, block.schedule = world.problem, world.rows, world.schedule
     block.state = state
     for local in range(world.ranks_per_node):
         abi.SignalHeader.from_address(world.signal_base + local * world.signal_stride).abort = world.rank + 1

@@ -67,7 +67,7 @@ def uses(world: Any, a: Any, b: Any, plan: Any) -> dict[str, Callable[[], Any]]:
         "plan without a world": lambda: mk.plan("allgather_gemm", a, b),
         "run": lambda: plan.run(a, b),
         "tune": lambda: mk.tune("allgather_gemm", a, b, world=world),
-        "end of a trace": world.trace_end,
+        "end of a trace": world.recorder.end,
     }
     for op in ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"):
         found[op] = lambda op=op: getattr(mk, op)(a, b, world=world)
@@ -81,7 +81,7 @@ def _locked_by_another_thread(world: Any) -> Iterator[None]:
     busy, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with world._lock, world._failure_lock, world._heap._lock:
+        with world._lock, world.failures._lock, world.heap._lock:
             busy.set()
             release.wait()
 

@@ -1,4 +1,4 @@
-"""A model of a GPU's streams, events and graphs that knows what happens before what, with a CuPy and a torch on top that have no GPU.
+"""A model of a GPU's streams, events and graphs that knows what happens before what. CuPy and torch on it: gpu_libraries.py.
 
 Work is a node with a set of nodes that have happened before it, so that "ordered" is a question to the model and not a matter of luck.
 It is stricter than a GPU: the legacy stream waits for nobody, and what is not ordered is never ordered by accident.
@@ -6,30 +6,17 @@ It is stricter than a GPU: the legacy stream waits for nobody, and what is not o
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import itertools
-import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import ml_dtypes
-import numpy as np
-
-from mkernel.memory import driver as real_driver
-from mkernel.runtime import cuda, streams
-from mkernel.runtime.arrays import Libraries, TorchLibrary
-from mkernel.runtime.gpu_arrays import CupyLibrary, ForeignLibrary, GpuTorchLibrary
-from mkernel.runtime.streams import LaunchQueue, Turn
-from tests.runtime.fake import FakeDevice
 
 CONTEXT, ORDINAL = 7, 0
 LEGACY, PER_THREAD = 1, 2
 INVALID, NOT_READY, UNSUPPORTED, ISOLATION, IMPLICIT = 400, 600, 900, 905, 906
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 
 @dataclasses.dataclass
@@ -308,194 +295,3 @@ class Gpu:
 
 def _put(address: int, value: int) -> None:
     ctypes.c_uint64.from_address(address).value = value
-
-
-# ---- libraries
-
-
-class Current(threading.local):
-    """A library's current stream, per thread."""
-
-    stream = 0
-
-
-class CupyArray:
-    """As much of cupy.ndarray as mkernel touches."""
-
-    def __init__(self, host: Any, made_on: int = 0) -> None:
-        self.host, self.made_on = host, made_on
-        self.shape, self.strides, self.dtype = host.shape, host.strides, host.dtype
-        self.data = types.SimpleNamespace(ptr=host.ctypes.data, device_id=ORDINAL)
-
-    @property
-    def T(self) -> CupyArray:  # noqa: N802
-        return CupyArray(self.host.T, self.made_on)
-
-
-class Cupy:
-    """The module."""
-
-    ndarray = CupyArray
-    dtype = staticmethod(np.dtype)
-
-    def __init__(self) -> None:
-        self.now = now = Current()
-
-        class Stream:
-            null: Any
-            ptds: Any
-
-            def __init__(self, ptr: int) -> None:
-                self.ptr = ptr
-
-            @classmethod
-            def from_external(cls, owner: Any) -> Stream:
-                return cls(owner.__cuda_stream__()[1])
-
-            def __cuda_stream__(self) -> tuple[int, int]:
-                return 0, self.ptr
-
-            def __enter__(self) -> None:
-                self.then, now.stream = now.stream, self.ptr
-
-            def __exit__(self, *exc: object) -> None:
-                now.stream = self.then
-
-        Stream.null, Stream.ptds = Stream(0), Stream(PER_THREAD)
-        runtime = types.SimpleNamespace(
-            getDevice=lambda: ORDINAL, pointerGetAttributes=lambda address: types.SimpleNamespace(type=2, device=ORDINAL)
-        )
-        self.cuda = types.SimpleNamespace(get_current_stream=lambda ordinal=0: Stream(now.stream), Stream=Stream, runtime=runtime)
-
-    def empty(self, shape: Any, dtype: Any) -> CupyArray:
-        return CupyArray(_aligned(shape, dtype), self.now.stream)
-
-
-class Tensor:
-    """As much of torch.Tensor as mkernel touches."""
-
-    def __init__(self, torch: Torch, host: Any, made_on: int = 0) -> None:
-        self.torch, self.host, self.made_on = torch, host, made_on
-        self.shape, self.device, self.layout, self.requires_grad = host.shape, f"cuda:{ORDINAL}", torch.strided, False
-        self.dtype = next(name for name, kind in DTYPES.items() if kind == host.dtype)
-        self.recorded: list[int] = []
-
-    def data_ptr(self) -> int:
-        return int(self.host.ctypes.data)
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.host.itemsize for step in self.host.strides)
-
-    def element_size(self) -> int:
-        return int(self.host.itemsize)
-
-    def get_device(self) -> int:
-        return ORDINAL
-
-    def is_neg(self) -> bool:
-        return False
-
-    is_conj = is_neg
-
-    def record_stream(self, stream: Any) -> None:
-        self.recorded.append(stream.handle)
-
-    def t(self) -> Tensor:
-        return type(self)(self.torch, self.host.T, self.made_on)
-
-
-class Torch(types.ModuleType):
-    """The module."""
-
-    Tensor = Tensor  # type: ignore[misc]
-    bfloat16, float16, float32, float64, int32, int64 = "bfloat16", "float16", "float32", "float64", "int32", "int64"
-    strided = "strided"
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.now = now = Current()
-
-        @contextlib.contextmanager
-        def stream(new: Any) -> Iterator[None]:
-            then, now.stream = now.stream, new.handle
-            yield
-            now.stream = then
-
-        def handle(value: int, device: int = 0) -> Any:
-            return types.SimpleNamespace(handle=value)
-
-        self._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda ordinal: now.stream)
-        self.cuda = types.SimpleNamespace(stream=stream, ExternalStream=handle, default_stream=lambda ordinal: handle(0))
-
-    @staticmethod
-    def device(name: str) -> str:
-        return name
-
-    def empty(self, shape: Any, dtype: str, device: str) -> Tensor:
-        return Tensor(self, _aligned(shape, DTYPES[dtype]), self.now.stream)
-
-
-def _aligned(shape: Any, dtype: Any) -> Any:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
-class ModelDevice(FakeDevice):
-    """A device of target cuda with the real order of launches and the real libraries over the model; its kernels do nothing."""
-
-    gpu: Gpu  # set by ``model``
-    cupy: Cupy
-
-    def __init__(self, target: str, device: int | str, rank: int) -> None:
-        super().__init__(target, device, rank)
-        self.xp = self.cupy
-        self.queue = LaunchQueue(CONTEXT)
-        self.cupy_library = CupyLibrary(self, self.cupy, ORDINAL, self.queue)
-        self.libraries = Libraries(self, ForeignLibrary(self.cupy_library, self.queue, ORDINAL), [(CupyArray, self.cupy_library)])
-        self.launched: list[int] = []  # a number for each launch
-
-    torch_library: Callable[..., TorchLibrary] = lambda self, torch: GpuTorchLibrary(self, torch, ORDINAL, self.queue)
-    stream: Callable[..., int] = cuda.CudaDevice.stream
-
-    @property
-    def _cupy(self) -> CupyLibrary:
-        return self.cupy_library
-
-    def key(self, array: Any) -> Any:
-        return self.libraries[type(array)].key(array)
-
-    def view(self, array: Any) -> Any:
-        return self.libraries[type(array)].view(array)
-
-    def capturing(self, stream: int) -> bool:
-        return self.queue.capturing(stream)
-
-    def order(self, stream: int) -> Turn:
-        return self.queue.order(stream)
-
-    def launch(self, kernel: Any, turn: Any, grid: int, parameters: Any) -> None:
-        self.launched.append(self.gpu.work(turn[0], ("call", len(self.launched))))
-        self.queue.launched(turn)
-
-    def release(self) -> None:
-        self.queue.release()
-
-    def synchronize(self) -> None:
-        self.queue.synchronize()
-
-
-def model(monkeypatch: Any) -> tuple[Gpu, Cupy, Torch, type[ModelDevice]]:
-    """A GPU without a GPU: the driver's functions in mkernel's modules, CuPy and torch."""
-    gpu, cupy, torch = Gpu(), Cupy(), Torch()
-
-    @contextlib.contextmanager
-    def current(context: Any) -> Iterator[None]:
-        yield
-
-    for name, value in (("prompt", gpu.prompt), ("driver", lambda: gpu), ("current", current)):
-        monkeypatch.setattr(streams, name, value)
-    monkeypatch.setattr(real_driver, "driver", lambda: gpu)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    return gpu, cupy, torch, type("Device", (ModelDevice,), {"gpu": gpu, "cupy": cupy})

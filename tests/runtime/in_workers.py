@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mkernel.runtime.options import Options
 from mkernel.runtime.workers.calls import run_in_workers
-from mkernel.runtime.world import Options
 
 SECONDS = 60.0  # for what takes milliseconds
 

@@ -10,8 +10,11 @@ import pytest
 
 import mkernel as mk
 from mkernel.runtime.launch import run
-from mkernel.runtime.world import Options, World
-from tests.runtime.gpu_model import DTYPES, Gpu, model
+from mkernel.runtime.options import Options
+from mkernel.runtime.world import World
+from tests.runtime.gpu_libraries import DTYPES
+from tests.runtime.gpu_model import Gpu
+from tests.runtime.model_device import model
 
 M, N, K = 16, 16, 16
 
@@ -27,6 +30,10 @@ class Place:
         if library == "cupy":
             return self.cupy.empty(shape, DTYPES["float16"])
         return self.torch.empty(shape, "float16", "cuda:0")
+
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Operands a and b of CuPy, and an array for the result."""
+        return self.array("cupy"), self.array("cupy", (K, N)), self.array("cupy", (M, N))
 
     def use(self, library: str, stream: int) -> None:
         self.now[library].stream = stream
@@ -58,4 +65,4 @@ class Place:
 def on_model(monkeypatch: pytest.MonkeyPatch, fn: Callable[[Place], Any]) -> Any:
     gpu, cupy, torch, device = model(monkeypatch)
     options = Options(target="cuda", timeout=5.0, entry_timeout=20.0, heap_bytes=1 << 20)
-    return run(lambda world: fn(Place(world, gpu, cupy, torch)), 1, options, make_device=device)[0]
+    return run(lambda world: fn(Place(world, gpu, cupy, torch)), 1, options, make_backend=device)[0]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from mkernel.runtime import handshake
+from mkernel.runtime.ranks import handshake
 
 GREETING, ANSWER, PROOF = handshake._GREETING, handshake._ANSWER, handshake._PROOF
 PURPOSES = (b"rendezvous", b"control")

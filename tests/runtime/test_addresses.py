@@ -13,10 +13,11 @@ import pytest
 
 from mkernel import env
 from mkernel.errors import ArgumentError, Error
-from mkernel.runtime import addresses, wire
-from mkernel.runtime.bootstrap import Bootstrap, ThreadGroup
-from mkernel.runtime.rendezvous import Meeting, SocketBootstrap
-from mkernel.runtime.wire import SocketControl
+from mkernel.runtime.ranks import addresses
+from mkernel.runtime.ranks import socket_control as wire
+from mkernel.runtime.ranks.bootstrap import Bootstrap, ThreadGroup
+from mkernel.runtime.ranks.rendezvous import Meeting, SocketBootstrap
+from mkernel.runtime.ranks.socket_control import SocketControl
 from tests.runtime.processes import free_port
 
 SECRET = "of tests alone, 32 characters long"

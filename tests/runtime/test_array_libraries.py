@@ -13,7 +13,8 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
-from tests.runtime.gpu_model import DTYPES, LEGACY, CupyArray, Tensor
+from tests.runtime.gpu_libraries import DTYPES, CupyArray, Tensor
+from tests.runtime.gpu_model import LEGACY
 from tests.runtime.place import K, M, N, Place, on_model
 
 
@@ -86,8 +87,7 @@ def test_a_named_stream_owns_the_result(library: str, monkeypatch: pytest.Monkey
 def test_what_is_held_is_let_go_when_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     def use(place: Place) -> None:
         queue, gpu = place.world.backend.queue, place.gpu
-        place.world._stop_watchdog.set()  # which lets go, too
-        place.world._watchdog.join()
+        place.world.failures.stop()  # its watchdog lets go, too
         before = set(gpu.events)
         gpu.slow()
         place.call(stream=gpu.stream())

@@ -14,9 +14,10 @@ import pytest
 
 from mkernel import errors
 from mkernel.errors import AbortedError, ArgumentError, Error, PeerLostError
-from mkernel.runtime import bootstrap, rendezvous
-from mkernel.runtime.bootstrap import SingleBootstrap, ThreadGroup, choose
-from mkernel.runtime.rendezvous import Meeting, SocketBootstrap, read_environment
+from mkernel.runtime.ranks import bootstrap, rendezvous
+from mkernel.runtime.ranks.bootstrap import SingleBootstrap, ThreadGroup
+from mkernel.runtime.ranks.choice import choose
+from mkernel.runtime.ranks.rendezvous import Meeting, SocketBootstrap, read_environment
 from tests.runtime.processes import clean_environment, free_port, mpirun
 
 
@@ -168,7 +169,7 @@ def test_a_communicator_must_be_one() -> None:
 def test_launcher_with_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one sees when mpi4py was built against another MPI than mpirun's: N processes, each alone."""
     pytest.importorskip("mpi4py")
-    code = "from mkernel.runtime.bootstrap import choose\nchoose()"
+    code = "from mkernel.runtime.ranks.choice import choose\nchoose()"
     environment = clean_environment(OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="1")
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
@@ -176,7 +177,7 @@ def test_launcher_with_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sub_communicators_may_have_one_rank() -> None:
-    code = "from mpi4py import MPI\nfrom mkernel.runtime.bootstrap import choose\nassert choose(MPI.COMM_SELF).size == 1"
+    code = "from mpi4py import MPI\nfrom mkernel.runtime.ranks.choice import choose\nassert choose(MPI.COMM_SELF).size == 1"
     command = [mpirun(), "-n", "2", sys.executable, "-c", code]
     assert subprocess.run(command, env=clean_environment(), timeout=60, check=False).returncode == 0
 
@@ -184,8 +185,8 @@ def test_sub_communicators_may_have_one_rank() -> None:
 def test_launcher_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=1)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "mkernel.runtime.mpi", raising=False)
-    monkeypatch.delattr("mkernel.runtime.mpi", raising=False)  # as the package remembers it, if another test has imported it
+    monkeypatch.delitem(sys.modules, "mkernel.runtime.ranks.mpi", raising=False)
+    monkeypatch.delattr("mkernel.runtime.ranks.mpi", raising=False)  # as the package remembers it, if another test has imported it
     with pytest.raises(Error, match="mpi4py cannot be imported"):
         choose()
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from mkernel import errors
-from mkernel.runtime import wire
-from mkernel.runtime.bootstrap import ThreadGroup
-from mkernel.runtime.control import Collector, Control, Failed, LocalControl, LocalHub, Request
 from mkernel.runtime.failure import Failure, Kind
-from mkernel.runtime.wire import SocketControl
+from mkernel.runtime.ranks import socket_control as wire
+from mkernel.runtime.ranks.bootstrap import ThreadGroup
+from mkernel.runtime.ranks.control import Collector, Control, Failed, LocalControl, LocalHub, Request
+from mkernel.runtime.ranks.socket_control import SocketControl
 
 
 class Ears:

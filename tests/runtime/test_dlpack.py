@@ -1,4 +1,4 @@
-"""runtime/dlpack.py: what DLPack capsules hold, where it begins, and whether it may be written to."""
+"""runtime/arrays/dlpack.py: what DLPack capsules hold, where it begins, and whether it may be written to."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.dlpack import _DLTensor, capsule_view, host_view
-from mkernel.runtime.views import TensorView
+from mkernel.runtime.arrays.dlpack import _DLTensor, capsule_view, host_view
+from mkernel.runtime.arrays.views import TensorView
 
 
 class Capsules:

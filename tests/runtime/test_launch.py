@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel.runtime.cpu import Cohort
+from mkernel.runtime.cpu.backend import ThreadRanks
 from mkernel.runtime.world import World
 
 
@@ -38,9 +38,9 @@ def test_results_by_rank(ranks: int, per_node: int | None) -> None:
 
 def test_the_same_seed_gives_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
-    close = Cohort.close
+    close = ThreadRanks.close
 
-    def note(self: Cohort) -> None:
+    def note(self: ThreadRanks) -> None:
         if threading.current_thread() is threading.main_thread():
             traces.append(self.trace)
         close(self)
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_run(monkeypatch: pytest.MonkeyPatch) -> No
             if turn % 2:
                 world.empty(100, "uint8")
 
-    monkeypatch.setattr(Cohort, "close", note)
+    monkeypatch.setattr(ThreadRanks, "close", note)
     for seed in (1, 1, 1, 2):
         mk.launch(use, 4, 2, target="cpu", seed=seed, heap_bytes=1 << 22)
     assert traces[0] == traces[1] == traces[2] != traces[3]

@@ -10,17 +10,17 @@ import pytest
 import mkernel as mk
 from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.plan.split import Split
+from mkernel.planner.split import Split
 from mkernel.runtime.launch import run
-from mkernel.runtime.world import Options
-from tests.runtime.fake import FakeDevice
+from mkernel.runtime.options import Options
+from tests.runtime.fake import FakeBackend
 
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
 
 
 def _plans(world: Any, m: int = 512) -> list[int]:
     a, b = np.zeros((m, 64), np.float16), np.zeros((64, 256), np.float16)
-    return [mk.plan(op, a, b, world=world).split.total for op in OPS]
+    return [mk.plan(op, a, b, world=world).split().total for op in OPS]
 
 
 @pytest.mark.parametrize("per_node", [4, 2])
@@ -69,10 +69,26 @@ def test_the_device_is_seen_smaller() -> None:
     """Its plans, its traces, and what was tuned there are those of a smaller device."""
 
     def use(world: Any) -> tuple[int, int]:
-        return world.backend.sm_count, world.place.sms
+        return world.backend.sm_count, world.tuning_key.sms
 
     def launched(limit: int | None) -> Any:
-        return run(use, 2, Options(target="cuda", heap_bytes=1 << 20, max_sms=limit), make_device=FakeDevice)
+        return run(use, 2, Options(target="cuda", heap_bytes=1 << 20, max_sms=limit), make_backend=FakeBackend)
 
     assert launched(3) == [(3, 3)] * 2
     assert launched(5) == launched(None) == [(4, 4)] * 2
+
+
+@pytest.mark.parametrize("sms", [(7, 4, 6), (3, 9, 9)])
+def test_ranks_on_devices_of_different_sizes_plan_for_the_smallest(sms: tuple[int, ...]) -> None:
+    """Calls tell each other problem, rows and the split that was asked for: what follows from these must be the same on every rank."""
+
+    def make_backend(*arguments: Any) -> FakeBackend:
+        device = FakeBackend(*arguments)
+        device.sm_count = sms[arguments[-1]]
+        return device
+
+    def use(world: Any) -> int:
+        return world.backend.sm_count
+
+    assert run(use, 3, Options(target="cuda", heap_bytes=1 << 20), make_backend=make_backend) == [min(sms)] * 3
+    assert run(use, 3, Options(target="cuda", heap_bytes=1 << 20, max_sms=5), make_backend=make_backend) == [min(*sms, 5)] * 3

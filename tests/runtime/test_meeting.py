@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mkernel.runtime import addresses
+from mkernel.runtime.ranks import addresses
 from tests.runtime.processes import WORKER, clean_environment, free_port
 
 SIZE = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,22 @@ from typing import Any
 import pytest
 
 from mkernel.errors import ArgumentError, TransportError
+from mkernel.planner.topology import Topology
 from mkernel.runtime.failure import Failure, Kind
 from mkernel.runtime.launch import run
-from mkernel.runtime.placement import Card, choose_network
-from mkernel.runtime.world import Options, World
-from tests.runtime.fake import FakeDevice
+from mkernel.runtime.opening.engine import choose_transport
+from mkernel.runtime.opening.placement import RankInfo, choose_network
+from mkernel.runtime.options import Options
+from mkernel.runtime.world import World
+from tests.runtime.fake import FakeBackend
+from tests.runtime.worlds import until_failed
 
 DETAILS = {"peer": 3, "op": "write", "status": "IBV_WC_RETRY_EXC_ERR", "queue_pair": 77, "remedy": "look at it"}
 
 
 def ranks(use: Callable[[World], Any], count: int = 2, per_node: int = 1, transport: str = "null", target: str = "cpu") -> list[Any]:
     options = Options(target=target, heap_bytes=1 << 16, ranks_per_node=per_node, transport=transport, timeout=10.0, entry_timeout=10.0)
-    return run(use, count, options, make_device=FakeDevice)
+    return run(use, count, options, make_backend=FakeBackend)
 
 
 def engines() -> list[int]:
@@ -40,13 +43,6 @@ def engines() -> list[int]:
     return found
 
 
-def until_failed(world: World) -> None:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        world.check()
-        time.sleep(0.01)
-
-
 def test_engines_live_as_long_as_their_world() -> None:
     def use(world: World) -> int:
         world.barrier()
@@ -59,7 +55,7 @@ def test_engines_live_as_long_as_their_world() -> None:
 
 
 def test_one_node_has_no_engine() -> None:
-    assert ranks(lambda world: (engines(), world._ring_memory), 2, 2) == [([], None)] * 2
+    assert ranks(lambda world: (engines(), world._ring), 2, 2) == [([], None)] * 2
 
 
 def test_the_end_of_an_engine_ends_the_world() -> None:
@@ -88,7 +84,7 @@ def test_a_failure_of_the_network_is_told_in_full() -> None:
     def use(world: World) -> None:
         world.barrier()
         if world.rank == 0:
-            world.on_transport_error(TransportError("the peer is gone", **DETAILS))  # type: ignore[arg-type]
+            world.failures.on_transport_error(TransportError("the peer is gone", **DETAILS))  # type: ignore[arg-type]
         try:
             until_failed(world)
         except TransportError as error:
@@ -121,14 +117,14 @@ def test_a_network_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_auto_needs_a_network_that_all_ranks_have() -> None:
-    def cards(*networks: dict[str, str]) -> list[Card]:
-        return [Card(f"host{i}", {}, networks=dict(network)) for i, network in enumerate(networks)]
+    def infos(*networks: dict[str, str]) -> list[RankInfo]:
+        return [RankInfo(f"host{i}", {}, networks=dict(network)) for i, network in enumerate(networks)]
 
     both, only_rc, none = {"rc": "", "srd": ""}, {"rc": "", "srd": "no EFA device"}, {"rc": "no port is up", "srd": "no EFA device"}
-    assert choose_network(cards(both, both)) == "rc"
-    assert choose_network(cards(both, only_rc)) == "rc"
+    assert choose_network(infos(both, both)) == "rc"
+    assert choose_network(infos(both, only_rc)) == "rc"
     with pytest.raises(ArgumentError, match=r"rc: rank 1: no port is up; srd: rank 1: no EFA device.*doctor"):
-        choose_network(cards(both, none))
+        choose_network(infos(both, none))
 
 
 KINDS = [
@@ -149,7 +145,7 @@ def test_engines_get_the_memory_they_can_write(
 ) -> None:
     """Heap and flags: a descriptor to map, or one for the card only (none without a card)."""
     from mkernel.proxy import process
-    from mkernel.runtime import assemble
+    from mkernel.runtime.opening import infos
     from mkernel.transport import devices
 
     class Engine:
@@ -166,12 +162,12 @@ def test_engines_get_the_memory_they_can_write(
 
     def use(world: World) -> tuple[process.Layout, int, int]:
         engine = world._stop_engine.__self__  # type: ignore[union-attr]
-        return engine.layout, world._heap.segment.fd, world._signals.fd
+        return engine.layout, world.heap.segment.fd, world._signals.fd
 
     for name, value in switches.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process, "EngineProcess", Engine)
-    monkeypatch.setattr(assemble, "_networks_here", lambda: {"rc": "", "srd": ""})
+    monkeypatch.setattr(infos, "networks_here", lambda: {"rc": "", "srd": ""})
     monkeypatch.setattr(devices, "card_for", lambda *args: None)
     gpu = target == "cuda"
     for layout, heap, signals in ranks(use, 4, 2, transport, target):
@@ -183,10 +179,42 @@ def test_engines_get_the_memory_they_can_write(
 
 
 def test_virtual_time_knows_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mkernel.runtime import assemble
+    from mkernel.runtime.opening import infos
 
-    monkeypatch.setattr(assemble, "_networks_here", lambda: {"rc": "", "srd": ""})
+    monkeypatch.setattr(infos, "networks_here", lambda: {"rc": "", "srd": ""})
     import mkernel as mk
 
     with pytest.raises(ArgumentError, match="virtual time"):
         mk.launch(lambda world: None, ranks=2, ranks_per_node=1, target="cpu", transport="rc")
+
+
+@pytest.mark.parametrize(
+    ("name", "per_node", "hosts", "expected"),
+    [
+        ("auto", 4, "aaaa", ""),
+        ("emulated", 4, "aaaa", ""),
+        ("auto", 2, "aaaa", "emulated"),
+        ("null", 2, "aabb", "null"),
+        ("auto", 2, "aabb", "rc"),
+        ("auto", 2, "ccss", "srd"),
+        ("auto", 2, "aass", None),
+        ("auto", 2, "eeff", None),
+        ("emulated", 2, "aabb", None),
+        ("rc", 4, "eeee", ""),
+        ("rc", 2, "aaaa", "rc"),
+        ("rc", 2, "aass", None),
+        ("srd", 2, "ccss", "srd"),
+        ("pigeon", 4, "aaaa", None),
+    ],
+)
+def test_choice_of_transport(name: str, per_node: int, hosts: str, expected: str | None) -> None:
+    networks = {"a": "rc", "b": "rc srd", "c": "srd", "s": "srd"}  # what hosts have; e and f have none
+    infos = [
+        RankInfo(host, {}, networks={kind: "" if kind in networks.get(host, "").split() else "no device" for kind in ("rc", "srd")})
+        for host in hosts
+    ]
+    if expected is None:
+        with pytest.raises(ArgumentError, match="transport"):
+            choose_transport(name, Topology(4, per_node), infos)
+    else:
+        assert choose_transport(name, Topology(4, per_node), infos) == expected

@@ -14,22 +14,25 @@ import mkernel as mk
 from mkernel import env
 from mkernel.errors import ArgumentError, MismatchError
 from mkernel.jit import headers
-from mkernel.runtime import assemble, world
-from mkernel.runtime.bootstrap import ThreadGroup
-from mkernel.runtime.launch import _Launch
-from mkernel.runtime.placement import require_same_build
-from mkernel.runtime.world import Options
-from tests.runtime.fake import FakeDevice
+from mkernel.runtime.init import open_world
+from mkernel.runtime.launch import _Launch, launch
+from mkernel.runtime.opening.infos import sources
+from mkernel.runtime.opening.memory import HEAP_BYTES
+from mkernel.runtime.opening.placement import require_same_build
+from mkernel.runtime.options import DEFAULT_ENTRY_TIMEOUT, DEFAULT_TIMEOUT, Options
+from mkernel.runtime.ranks.bootstrap import ThreadGroup
+from tests.runtime.fake import FakeBackend
 
 ROOT = Path(__file__).parents[2]
 # Of every option: a text for its variable, what that means, and explicit values, the option's own default among them where it has one.
 VALUES: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "ranks_per_node": ("3", 3, (1, 2)),
     "transport": ("srd", "srd", ("rc", "emulated")),
-    "heap_bytes": ("1M", 1 << 20, (assemble.HEAP_BYTES["cpu"], 512)),
+    "heap_bytes": ("1M", 1 << 20, (HEAP_BYTES["cpu"], 512)),
     "max_sms": ("3", 3, (1, 132)),
-    "timeout": ("7", 7.0, (world.DEFAULT_TIMEOUT, 2.5)),
-    "entry_timeout": ("8", 8.0, (world.DEFAULT_ENTRY_TIMEOUT, 2.5)),
+    "specialize": ("n,k", "n,k", ("none", "split")),
+    "timeout": ("7", 7.0, (DEFAULT_TIMEOUT, 2.5)),
+    "entry_timeout": ("8", 8.0, (DEFAULT_ENTRY_TIMEOUT, 2.5)),
 }
 OPTIONS = {field.name: field.default for field in dataclasses.fields(Options)}
 
@@ -62,14 +65,14 @@ def test_bad_seconds(name: str, value: Any) -> None:
 
 def init_differently(options: list[Options], **patches: Any) -> list[BaseException]:
     """What each rank's ``init`` raises."""
-    together = _Launch(lambda w: None, len(options), options[0], (), None, FakeDevice)
-    assemble_one = assemble.assemble
+    together = _Launch(lambda w: None, len(options), options[0], (), None, FakeBackend)
+    open_one = open_world
 
     def one(bootstrap: Any, _: Options, **more: Any) -> Any:
-        return assemble_one(bootstrap, options[bootstrap.rank], **more)
+        return open_one(bootstrap, options[bootstrap.rank], **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mkernel.runtime.launch.assemble", one)
+        patch.setattr("mkernel.runtime.launch.open_world", one)
         with pytest.raises(Exception):  # noqa: B017 -- which one is what the caller looks at
             together.run()
     return [error for _, error in sorted(together.failures, key=lambda item: item[0])]
@@ -107,8 +110,42 @@ def test_builds() -> None:
 
 def test_a_rank_without_kernels_does_not_leave_the_others_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MKERNEL_KERNELS_SRC", str(tmp_path))
-    assert "no ptx.cuh there" in assemble._sources()
+    assert "no ptx.cuh there" in sources()
 
 
 def test_the_package_has_one_version() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == mk.__version__
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"timeout": 0}, "timeout"),
+        ({"entry_timeout": -1.0}, "entry_timeout"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"heap_bytes": 0}, "heap_bytes"),
+        ({"ranks_per_node": 2.0}, "ranks_per_node"),
+        ({"ranks_per_node": 2}, "ranks_per_node"),
+        ({"transport": "carrier pigeon"}, "transport"),
+        ({"transport": "rc", "ranks_per_node": 1}, "transport"),
+        ({"target": "tpu"}, "target"),
+        ({"colour": "red"}, "init_options"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        launch(lambda w: None, ranks=3, **{"target": "cpu", **options})
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0])
+def test_bad_rank_counts(count: Any) -> None:
+    with pytest.raises(ArgumentError):
+        launch(lambda w: None, ranks=count, target="cpu")
+
+
+def test_the_environment_completes_options() -> None:
+    with env.override(MKERNEL_TIMEOUT="3", MKERNEL_HEAP_BYTES="1M", MKERNEL_RANKS_PER_NODE="2"):
+        assert Options.resolve() == Options(timeout=3.0, heap_bytes=1 << 20, ranks_per_node=2)
+        assert Options.resolve(timeout=4.0, heap_bytes=5).timeout == 4.0, "arguments go first"
+    assert Options.resolve() == Options()

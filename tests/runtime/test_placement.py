@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.placement import Card, Gpu, choose_device, choose_signals, choose_target, choose_topology, require_equal
+from mkernel.runtime.opening.placement import Gpu, RankInfo, choose_device, choose_signals, choose_target, choose_topology, require_equal
 
 
 def gpus(count: int, capability: tuple[int, int] = (9, 0), host: str = "a", peers: bool = True) -> tuple[Gpu, ...]:
     return tuple(Gpu(i, f"{host}{i}", capability, tuple(p for p in range(count) if peers and p != i)) for i in range(count))
 
 
-def cards(hosts: str, seen: tuple[Gpu, ...] = ()) -> list[Card]:
-    return [Card(host, {}, seen) for host in hosts]
+def infos(hosts: str, seen: tuple[Gpu, ...] = ()) -> list[RankInfo]:
+    return [RankInfo(host, {}, seen) for host in hosts]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def cards(hosts: str, seen: tuple[Gpu, ...] = ()) -> list[Card]:
     [("a", None, (1, 1)), ("aaaa", None, (1, 4)), ("aaaa", 2, (2, 2)), ("aaaa", 1, (4, 1)), ("aabb", None, (2, 2)), ("aabb", 1, (4, 1))],
 )
 def test_topology(hosts: str, ranks_per_node: int | None, expected: tuple[int, int]) -> None:
-    topology = choose_topology(cards(hosts), ranks_per_node)
+    topology = choose_topology(infos(hosts), ranks_per_node)
     assert (topology.num_nodes, topology.ranks_per_node) == expected
 
 
@@ -33,41 +33,41 @@ def test_topology(hosts: str, ranks_per_node: int | None, expected: tuple[int, i
 )
 def test_topology_refuses(hosts: str, ranks_per_node: int | None, argument: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        choose_topology(cards(hosts), ranks_per_node)
+        choose_topology(infos(hosts), ranks_per_node)
     assert caught.value.argument == argument
 
 
 def test_auto_is_cpu_without_gpus() -> None:
-    assert choose_target(cards("aa"), "auto") == "cpu"
+    assert choose_target(infos("aa"), "auto") == "cpu"
     with pytest.raises(ArgumentError, match="no rank sees a GPU"):
-        choose_target(cards("aa"), "cuda")
+        choose_target(infos("aa"), "cuda")
 
 
 def test_auto_is_cuda_with_a_gpu_each() -> None:
-    assert choose_target(cards("aaaa", gpus(4)), "auto") == "cuda"
-    assert choose_target(cards("aa", gpus(4)), "auto") == "cuda"
-    assert choose_target(cards("aa", gpus(4)), "cpu") == "cpu"
+    assert choose_target(infos("aaaa", gpus(4)), "auto") == "cuda"
+    assert choose_target(infos("aa", gpus(4)), "auto") == "cuda"
+    assert choose_target(infos("aa", gpus(4)), "cpu") == "cpu"
 
 
 def test_nodes_need_no_peer_access_to_each_other() -> None:
-    two_hosts = [Card("a", {}, gpus(1, host="a")), Card("b", {}, gpus(1, host="b"))]
+    two_hosts = [RankInfo("a", {}, gpus(1, host="a")), RankInfo("b", {}, gpus(1, host="b"))]
     assert choose_target(two_hosts, "auto") == "cuda"
 
 
 @pytest.mark.parametrize(
     ("ranks", "rule"),
     [
-        (cards("aa", gpus(1)), "ranks 0 and 1 are on one GPU"),
-        (cards("aaa", gpus(2)), "number 2 of its host"),
-        (cards("aa", gpus(2, capability=(8, 0))), "compute capability 8.0"),
-        (cards("aa", gpus(2, capability=(10, 0))), "compute capability 10.0"),
-        (cards("aa", gpus(2, peers=False)), "no peer access"),
-        ([Card("a", {}, gpus(1)), Card("a", {})], "rank 1 sees no GPU"),
-        ([Card("a", {}, (Gpu(0, "x", (9, 0), ()),)), Card("a", {}, (Gpu(0, "y", (9, 0), ()),))], "does not see the GPU of rank 1"),
-        ([dataclasses.replace(card, gpu_problem="no driver") for card in cards("aa")], "no driver"),
+        (infos("aa", gpus(1)), "ranks 0 and 1 are on one GPU"),
+        (infos("aaa", gpus(2)), "number 2 of its host"),
+        (infos("aa", gpus(2, capability=(8, 0))), "compute capability 8.0"),
+        (infos("aa", gpus(2, capability=(10, 0))), "compute capability 10.0"),
+        (infos("aa", gpus(2, peers=False)), "no peer access"),
+        ([RankInfo("a", {}, gpus(1)), RankInfo("a", {})], "rank 1 sees no GPU"),
+        ([RankInfo("a", {}, (Gpu(0, "x", (9, 0), ()),)), RankInfo("a", {}, (Gpu(0, "y", (9, 0), ()),))], "does not see the GPU of rank 1"),
+        ([dataclasses.replace(info, gpu_problem="no driver") for info in infos("aa")], "no driver"),
     ],
 )
-def test_auto_never_falls_back_silently(ranks: list[Card], rule: str) -> None:
+def test_auto_never_falls_back_silently(ranks: list[RankInfo], rule: str) -> None:
     with pytest.raises(ArgumentError, match=rule) as caught:
         choose_target(ranks, "auto")
     assert "cpu" in caught.value.remedy
@@ -75,21 +75,21 @@ def test_auto_never_falls_back_silently(ranks: list[Card], rule: str) -> None:
 
 def test_unknown_target() -> None:
     with pytest.raises(ArgumentError, match="must be auto, cuda or cpu"):
-        choose_target(cards("a"), "tpu")
+        choose_target(infos("a"), "tpu")
 
 
 def test_device_order() -> None:
-    ranks = cards("aabb", gpus(2))
+    ranks = infos("aabb", gpus(2))
     assert [choose_device(ranks, rank).ordinal for rank in range(4)] == [0, 1, 0, 1]
-    chosen = [dataclasses.replace(card, preferred=3 - rank) for rank, card in enumerate(cards("aaaa", gpus(4)))]
+    chosen = [dataclasses.replace(info, preferred=3 - rank) for rank, info in enumerate(infos("aaaa", gpus(4)))]
     assert [choose_device(chosen, rank).ordinal for rank in range(3)] == [3, 2, 1], "a device made current is kept"
 
 
 def test_shared_gpus() -> None:
     """Only where asked for. Two nodes of two ranks on two GPUs: no two on one GPU are of one node, or of one rail."""
 
-    def sharing(hosts: str, count: int) -> list[Card]:
-        return [dataclasses.replace(card, shares=True) for card in cards(hosts, gpus(count))]
+    def sharing(hosts: str, count: int) -> list[RankInfo]:
+        return [dataclasses.replace(info, shares=True) for info in infos(hosts, gpus(count))]
 
     ranks = sharing("aaaa", 2)
     assert choose_target(ranks, "auto") == "cuda"
@@ -97,18 +97,18 @@ def test_shared_gpus() -> None:
     assert [choose_device(sharing("aaaaa", 4), rank).ordinal for rank in range(5)] == [0, 1, 2, 3, 1]
     assert choose_target(sharing("aaaa", 1), "cuda") == "cuda"
     with pytest.raises(ArgumentError, match="rank 1 shares GPUs, or rank 0 does"):
-        choose_target([*sharing("a", 2), *cards("a", gpus(2))][::-1], "cuda")
+        choose_target([*sharing("a", 2), *infos("a", gpus(2))][::-1], "cuda")
 
 
 def test_options_must_agree() -> None:
-    same = [Card("a", {"timeout": 1.0}), Card("a", {"timeout": 1.0})]
+    same = [RankInfo("a", {"timeout": 1.0}), RankInfo("a", {"timeout": 1.0})]
     require_equal(same)
     with pytest.raises(ArgumentError, match="rank 1 differs"):
-        require_equal([same[0], Card("a", {"timeout": 2.0})])
+        require_equal([same[0], RankInfo("a", {"timeout": 2.0})])
 
 
 def test_where_flags_lie_must_agree() -> None:
-    imm, atomic = Card("a", {}, host_signals=["rc", "srd"]), Card("a", {}, host_signals=["srd"])
+    imm, atomic = RankInfo("a", {}, host_signals=["rc", "srd"]), RankInfo("a", {}, host_signals=["srd"])
     assert choose_signals([imm, imm], "rc")
     assert not choose_signals([atomic, atomic], "rc")
     assert choose_signals([imm, atomic], "srd")
@@ -120,5 +120,5 @@ def test_where_flags_lie_must_agree() -> None:
 def test_cards_travel_as_json() -> None:
     import json
 
-    card = Card("a", {"heap_bytes": None}, gpus(2), "", 1, {"rc": ""}, ["srd"], True)
-    assert Card.from_json(json.loads(json.dumps(card.to_json()))) == card
+    info = RankInfo("a", {"heap_bytes": None}, gpus(2), "", 1, {"rc": ""}, ["srd"], True)
+    assert RankInfo.from_json(json.loads(json.dumps(info.to_json()))) == info

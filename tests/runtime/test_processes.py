@@ -27,7 +27,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 def leftovers() -> set[str]:
-    """Of this test run only: others may run beside it. Abstract sockets and memfds cannot outlive their processes."""
+    """What this test run has left behind; others may run beside it. Abstract sockets and memfds cannot outlive their processes."""
     left = {str(path) for path in Path("/dev/shm").iterdir() if "mkernel" in path.name}
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

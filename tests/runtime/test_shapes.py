@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from mkernel.errors import ArgumentError
+from mkernel.runtime.arrays.shapes import dtype_of, extents_of
 from mkernel.runtime.launch import run
-from mkernel.runtime.shapes import dtype_of, extents_of
-from mkernel.runtime.world import Options, World
-from tests.runtime.fake import FakeDevice
+from mkernel.runtime.options import Options
+from mkernel.runtime.world import World
+from tests.runtime.fake import FakeBackend
 
 _BAD_SHAPES: list[Any] = [
     *(2.7, 2.0, "12", b"12", "", None, True, (True, 2), (2, 2.0), (2, "3"), [[2]], {2, 3}, {2: 3}, 1j, -1, (2, -1), object(), int, (None,)),
@@ -139,4 +140,4 @@ def test_nobody_else_is_asked() -> None:
         return tuple(array.shape)
 
     options = Options(target="cpu", timeout=5.0, entry_timeout=20.0, heap_bytes=1 << 20)
-    assert run(use, 2, options, make_device=FakeDevice) == [(2, 3)] * 2
+    assert run(use, 2, options, make_backend=FakeBackend) == [(2, 3)] * 2

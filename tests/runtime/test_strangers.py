@@ -19,14 +19,14 @@ import pytest
 
 from mkernel import errors
 from mkernel.errors import ArgumentError, Error
-from mkernel.runtime import addresses, handshake
-from mkernel.runtime.assemble import assemble
-from mkernel.runtime.bootstrap import SingleBootstrap, ThreadGroup
-from mkernel.runtime.handshake import Caller, Door, knock
-from mkernel.runtime.rendezvous import Meeting, SocketBootstrap
-from mkernel.runtime.wire import SocketControl
-from mkernel.runtime.world import Options
-from tests.runtime.fake import FakeDevice
+from mkernel.runtime.init import open_world
+from mkernel.runtime.options import Options
+from mkernel.runtime.ranks import addresses, handshake
+from mkernel.runtime.ranks.bootstrap import SingleBootstrap, ThreadGroup
+from mkernel.runtime.ranks.handshake import Caller, Door, knock
+from mkernel.runtime.ranks.rendezvous import Meeting, SocketBootstrap
+from mkernel.runtime.ranks.socket_control import SocketControl
+from tests.runtime.fake import FakeBackend
 from tests.runtime.processes import free_port
 from tests.runtime.siege import Recorder, Siege
 
@@ -61,7 +61,7 @@ def make_world(port: int) -> list[list[int]]:
     def one(rank: int) -> list[int]:
         options = Options(target="cuda", heap_bytes=1 << 16, timeout=FOREVER, entry_timeout=FOREVER)
         with contextlib.closing(meet("one host", port, rank)) as bootstrap:
-            world = assemble(bootstrap, options, make_device=FakeDevice)
+            world = open_world(bootstrap, options, make_backend=FakeBackend)
         with world:
             return list(world.exchange("rank", world.rank))
 
@@ -338,7 +338,7 @@ def test_a_door_that_closes_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rank", [0, 2, 5])
 def test_a_rank_that_nobody_expects(rank: int) -> None:
-    """Of the right size and with the right secret; also a right one at the wrong socket."""
+    """A rank of the right size and with the right secret is not let in, nor one that is expected at another socket."""
     listener, own = at_door()
     other, _ = at_door()
     with listener, other, ThreadPoolExecutor(1) as pool:

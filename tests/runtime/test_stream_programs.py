@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mkernel.runtime import gpu_arrays
-from mkernel.runtime.arrays import Crossing
-from mkernel.runtime.streams import LaunchQueue
+from mkernel.runtime.arrays.libraries import Crossing
+from mkernel.runtime.cuda import libraries as gpu_arrays
+from mkernel.runtime.cuda.streams import LaunchQueue
 from tests.runtime.gpu_model import Gpu
 from tests.runtime.place import Place, on_model
 

@@ -16,15 +16,17 @@ import pytest
 from mkernel.errors import AbortedError, Error, TransportError
 from mkernel.proxy.engine import EngineThread
 from mkernel.proxy.process import EngineProcess
-from mkernel.runtime import wire
-from mkernel.runtime.bootstrap import ThreadGroup
-from mkernel.runtime.control import Failed
-from mkernel.runtime.cpu import Cohort
+from mkernel.runtime.cpu.backend import ThreadRanks
 from mkernel.runtime.failure import Failure, Kind
+from mkernel.runtime.failure_watch import FailureWatch
 from mkernel.runtime.launch import run
-from mkernel.runtime.wire import SocketControl
-from mkernel.runtime.world import Options, World
-from tests.runtime.fake import FakeDevice, FakePlan, Parameters
+from mkernel.runtime.options import Options
+from mkernel.runtime.ranks import socket_control as wire
+from mkernel.runtime.ranks.bootstrap import ThreadGroup
+from mkernel.runtime.ranks.control import Failed
+from mkernel.runtime.ranks.socket_control import SocketControl
+from mkernel.runtime.world import World
+from tests.runtime.fake import FakeBackend, FakePlan, Parameters
 
 LONG = 100.0  # seconds that nobody is expected to need
 ERRORS: list[BaseException] = [ZeroDivisionError("x"), MemoryError(), RecursionError("x"), OSError(9, "x")]
@@ -216,19 +218,19 @@ def test_an_engine_process_that_cannot_be_understood(message: bytes) -> None:
 
 def ranks(use: Any, count: int = 3, **options: Any) -> list[Any]:
     defaults = {"target": "cuda", "timeout": LONG, "entry_timeout": LONG, "heap_bytes": 1 << 20}
-    return run(use, count, Options(**{**defaults, **options}), make_device=FakeDevice)
+    return run(use, count, Options(**{**defaults, **options}), make_backend=FakeBackend)
 
 
 @pytest.mark.parametrize("error", EXCEPTIONS, ids=lambda error: type(error).__name__)
 def test_a_watchdog_that_fails(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = World._look
+    look = FailureWatch.look
 
-    def broken(self: World) -> None:
-        if self.rank == 1 and threading.current_thread().name == "mkernel-watchdog":
+    def broken(self: FailureWatch) -> None:
+        if self._world.rank == 1 and threading.current_thread().name == "mkernel-watchdog":
             raise error
         look(self)
 
-    monkeypatch.setattr(World, "_look", broken)
+    monkeypatch.setattr(FailureWatch, "look", broken)
 
     def use(w: World) -> str:
         with pytest.raises(AbortedError) as caught:
@@ -244,14 +246,14 @@ def test_a_watchdog_that_fails(error: BaseException, monkeypatch: pytest.MonkeyP
 def test_a_scheduler_that_fails(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Target cpu under mk.launch: all ranks' kernels and engines run on one thread."""
 
-    def broken(self: Cohort) -> None:
+    def broken(self: ThreadRanks) -> None:
         raise error
 
-    with Cohort(1, 1) as cohort:
-        monkeypatch.setattr(cohort, "_submit", lambda: broken(cohort))
+    with ThreadRanks(1, 1) as thread_ranks:
+        monkeypatch.setattr(thread_ranks, "_submit", lambda: broken(thread_ranks))
         for _ in range(2):
             with pytest.raises(Error, match=f"target cpu's scheduler failed: {type(error).__name__}"):
-                cohort.launch(0, None, 1, b"")  # type: ignore[arg-type]
+                thread_ranks.launch(0, None, 1, b"")  # type: ignore[arg-type]
 
 
 def test_a_world_goes_on_with_its_threads() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.plan.split import Split
-from mkernel.runtime import tuned
-from mkernel.runtime.tuned import Place
+from mkernel.planner.split import Split
+from mkernel.runtime import tuning_cache as tuned
+from mkernel.runtime.tuning_cache import TuningKey
 
-PLACE = Place("a GPU", 132, "", "kernels")
+PLACE = TuningKey("a GPU", 132, "", "kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_read_costs_a_warning(
     assert str(error) in caplog.text
 
 
-def test_what_is_no_better_than_the_usual_is_removed() -> None:
+def test_what_is_no_better_than_the_default_is_removed() -> None:
     tuned.save(PLACE, "problem", Split(None, 8))
     assert tuned.save(PLACE, "problem", None) is None
     assert tuned.load(PLACE) == {}

@@ -20,9 +20,10 @@ import pytest
 import mkernel as mk
 from mkernel import env
 from mkernel.errors import ArgumentError, Error
+from mkernel.runtime.options import Options
 from mkernel.runtime.workers import calls
 from mkernel.runtime.workers.calls import run_in_workers, shutdown
-from mkernel.runtime.world import Options, World
+from mkernel.runtime.world import World
 from tests.runtime.in_workers import SECONDS, alive, pids, run
 from tests.unit.test_errors import KINDS, example
 
@@ -398,7 +399,7 @@ def test_threads_take_turns() -> None:
 
 def test_launch_uses_processes_on_gpus_and_threads_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from mkernel.runtime import launch
-    from mkernel.runtime.placement import Gpu
+    from mkernel.runtime.opening.placement import Gpu
 
     made: list[tuple[Any, ...]] = []
     gpus = tuple(Gpu(n, f"gpu {n}", (9, 0), tuple({0, 1} - {n})) for n in range(2))

@@ -168,7 +168,7 @@ def test_mkernel_log_shows_records_once() -> None:
     program = """
         import logging
         from mkernel.runtime.workers.calls import run_in_workers
-        from mkernel.runtime.world import Options
+        from mkernel.runtime.options import Options
         for _ in range(2):
             options = Options.resolve(target="cpu", heap_bytes=1 << 20)
             run_in_workers(lambda world: logging.getLogger("mkernel").info("told by %d", world.rank), 2, options)

@@ -13,11 +13,12 @@ from mkernel import abi
 from mkernel.errors import AbortedError, CompileError
 from mkernel.errors import TimeoutError as WaitTimeoutError
 from mkernel.runtime.launch import run
-from mkernel.runtime.world import Options, World
-from tests.runtime.fake import FakeDevice, FakePlan, Parameters
+from mkernel.runtime.options import Options
+from mkernel.runtime.world import World
+from tests.runtime.fake import FakeBackend, FakePlan, Parameters
 
 
-class Slow(FakeDevice):
+class Slow(FakeBackend):
     """Launches run late. What touches memory does not wait for them by itself."""
 
     def __init__(self, *args: Any) -> None:
@@ -55,7 +56,7 @@ class Slow(FakeDevice):
 
 def ranks(use: Any, count: int = 2, device: Any = Slow, **options: Any) -> list[Any]:
     defaults = {"target": "cuda", "timeout": 5.0, "entry_timeout": 20.0, "heap_bytes": 1 << 20}
-    return run(use, count, Options(**{**defaults, **options}), make_device=device)
+    return run(use, count, Options(**{**defaults, **options}), make_backend=device)
 
 
 def call(world: World, plan: FakePlan, **parameters: int) -> None:
@@ -74,9 +75,9 @@ def test_nothing_is_loaded_beside_a_kernel() -> None:
 def test_a_trace_is_read_when_the_kernels_have_ended() -> None:
     def use(w: World) -> int:
         executable = w.executable("null", FakePlan)
-        w.trace_begin(16)
+        w.recorder.begin(16)
         w.launch(executable, Parameters())
-        return int(w.trace_end()[0, 0, 0]["begin"])
+        return int(w.recorder.end()[0, 0, 0]["begin"])
 
     assert ranks(use) == [7] * 2
 
@@ -92,7 +93,7 @@ def test_zeros_are_zero_where_something_else_was(target: str) -> None:
         assert after.ctypes.data == at, "the same memory, or the test shows nothing"
         return bool(after.any())
 
-    assert ranks(use, device=FakeDevice, target=target) == [False] * 2
+    assert ranks(use, device=FakeBackend, target=target) == [False] * 2
 
 
 def test_a_failure_is_noticed_without_a_call() -> None:
@@ -112,13 +113,13 @@ def test_a_failure_is_noticed_without_a_call() -> None:
             w.check()
         return kind, caught.type
 
-    assert ranks(use, device=FakeDevice, entry_timeout=0.3) == [("timeout", WaitTimeoutError)] * 2
+    assert ranks(use, device=FakeBackend, entry_timeout=0.3) == [("timeout", WaitTimeoutError)] * 2
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_failed_launch_is_raised_once(target: str) -> None:
     def use(w: World) -> None:
-        executable = w.executable("refused", lambda: FakePlan(name="refused" if w.rank == 1 else "enter"))
+        executable = w.executable("refused", lambda: FakePlan(name="refused_on_1"))
         if w.rank == 1:
             with pytest.raises(RuntimeError, match="was refused"):
                 w.launch(executable, Parameters())
@@ -127,7 +128,7 @@ def test_a_failed_launch_is_raised_once(target: str) -> None:
             with pytest.raises(AbortedError, match="rank 1 failed in null: RuntimeError"):
                 until_failed(w)
 
-    ranks(use, device=FakeDevice, target=target)
+    ranks(use, device=FakeBackend, target=target)
 
 
 def until_failed(world: World) -> None:
@@ -142,7 +143,7 @@ def until_failed(world: World) -> None:
 def test_what_fails_before_a_kernel_is_loaded_is_told_to_all(where: str, error: RuntimeError) -> None:
     """Also an error without a text."""
 
-    class Broken(FakeDevice):
+    class Broken(FakeBackend):
         def synchronize(self) -> None:
             if where == "synchronize" and self.rank == 1 and getattr(self, "broken", False):
                 raise error
@@ -163,5 +164,5 @@ def test_what_fails_before_a_kernel_is_loaded_is_told_to_all(where: str, error: 
     messages = ranks(use, 3, Broken, entry_timeout=20.0)
     assert messages[1] == str(error)
     for rank in (0, 2):
-        assert messages[rank].startswith("null could not be loaded on rank 1")
+        assert messages[rank].startswith("null(digest 0x1234) could not be loaded on rank 1")
         assert f"RuntimeError: {error}" in messages[rank]

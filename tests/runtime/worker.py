@@ -12,9 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mkernel.errors import Error
-from mkernel.runtime.assemble import join
-from mkernel.runtime.world import Options, World
-from tests.runtime.fake import FakeDevice, FakePlan, Parameters
+from mkernel.runtime.init import join
+from mkernel.runtime.options import Options
+from mkernel.runtime.world import World
+from tests.runtime.fake import FakeBackend, FakePlan, Parameters
 from tests.runtime.notes import await_notes, note, of_others
 
 NEVER = 600.0  # seconds; a deadline that no test lives to see
@@ -22,7 +23,7 @@ NEVER = 600.0  # seconds; a deadline that no test lives to see
 
 def open_world(**options: object) -> World:
     defaults = {"target": "cuda", "timeout": NEVER, "entry_timeout": NEVER, "heap_bytes": 1 << 20}
-    return join(None, Options.resolve(**{**defaults, **options}), FakeDevice)
+    return join(None, Options.resolve(**{**defaults, **options}), FakeBackend)
 
 
 def tell(**fields: object) -> None:
@@ -61,7 +62,7 @@ def ok() -> None:
         world.barrier()
         import numpy as np
 
-        segment, offset = world._heap.segment, world.heap_offset(array.ctypes.data, 48) or 0
+        segment, offset = world.heap.segment, world.heap_offset(array.ctypes.data, 48) or 0
         places = [segment.address(world.topology.local_rank(peer)) + offset for peer in peers]
         seen = [float(world.backend.wrap(place, (1,), "float32", None)[0]) for place in places]
         world.barrier()

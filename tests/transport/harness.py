@@ -127,6 +127,11 @@ class LocalNetwork(abc.ABC):
     def turn(self) -> bool:
         """Let a little happen. False: nothing will ever happen again."""
 
+    def settle(self) -> None:
+        """Let everything happen that still will."""
+        while self.turn():
+            pass
+
     def close(self) -> None:
         for engine in self.engines:
             engine.close()

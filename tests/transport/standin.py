@@ -2,28 +2,27 @@
 
 Bytes are read at the source, and land, piece by piece, when ``Fabric.step`` says so: out of order, split, any time before the operation
 completes. On RC queue pairs atomics and messages wait for the operations before them, fenced writes for the atomics before them, and other
-writes for nothing, where the network is ``adaptive``; sends complete in order. On SRD queue pairs nothing has an order. Queues are exactly
-as deep as was asked for, and overrunning one is an error.
+writes for nothing, where the network is ``adaptive``; sends complete in order. On SRD queue pairs nothing has an order. The cards are in
+standin_card.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import errno
 import itertools
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from mkernel.transport import Wiring, verbs
-from mkernel.transport.verbs import Access, Completion, Event, Limits, Port, Remote, RetryPolicy, VerbsError
+from mkernel.transport import Wiring
+from mkernel.transport.verbs import Access, Completion
 from tests.transport.harness import LocalNetwork
+from tests.transport.standin_card import CardPair, CardQueue, CardRegion, StandinNic, Work
 
 __all__ = ["MOODS", "Fabric", "Mood", "StandinNetwork", "StandinNic"]
 
-REM_ACCESS, REM_INV_REQ, RETRY, RNR, FLUSHED, LOC_PROT, LOC_LEN = 10, 9, 12, 13, verbs.FLUSHED, 4, 1
+REM_ACCESS, REM_INV_REQ, RETRY, RNR, LOC_PROT, LOC_LEN = 10, 9, 12, 13, 4, 1  # ibv_wc_status
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,284 +69,6 @@ MOODS = {
 }
 
 
-class _Region(verbs.Region):
-    def __init__(self, nic: StandinNic, address: int, base: int, size: int, access: int, key: int) -> None:
-        self.nic, self.base, self.access = nic, base, access  # base: where it really is
-        self.address, self.size, self.lkey, self.rkey = address, size, key, key ^ 0x5A5A
-
-    def at(self, address: int, size: int) -> int | None:
-        offset = address - self.address
-        return self.base + offset if offset >= 0 and offset + size <= self.size else None
-
-    def close(self) -> None:
-        fabric = self.nic.fabric
-        if fabric.local.pop(self.lkey, None) is not None:
-            del fabric.remote[self.rkey]
-            for pair in list(self.nic.pairs.values()):
-                assert pair.state in ("RESET", "ERR"), "memory is deregistered while a queue pair may still write to it"
-
-
-@dataclasses.dataclass(slots=True)
-class _Work:
-    """A posted operation on its way."""
-
-    kind: str  # write, inline, add, send
-    wr_id: int
-    local: int
-    size: int
-    lkey: int
-    remote: int
-    rkey: int
-    signaled: bool
-    imm: int | None = None
-    value: int = 0
-    fenced: bool = False
-    to: _Destination | None = None
-    pieces: list[tuple[int, int]] | None = None  # what has not landed yet; None: not begun
-    retries: int = 0
-    ended: bool = False
-    serial: int = 0
-
-
-class _Destination(verbs.Destination):
-    def __init__(self, nic: StandinNic, gid: str, qp: int, qkey: int) -> None:
-        self.nic, self.gid, self.qp, self.qkey = nic, gid, qp, qkey
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class _Queue(verbs.CompletionQueue):
-    def __init__(self, nic: StandinNic, capacity: int) -> None:
-        self.nic, self.capacity = nic, capacity
-        self.entries: deque[tuple[Completion, _Pair | None, int]] = deque()
-        self.late: list[tuple[int, Completion, _Pair | None, int]] = []  # steps until visible first
-        self.closed = False
-
-    def push(self, completion: Completion, *, ordered: bool, frees: tuple[_Pair | None, int] = (None, 0)) -> None:
-        """``frees``: whose send queue gets how many entries back when this is polled."""
-        if len(self.entries) + len(self.late) >= self.capacity:
-            self.nic.pending_events.append(Event(0))
-            return
-        mood = self.nic.fabric.mood
-        delay = self.nic.fabric.random.randrange(mood.late_completions + 1)
-        if ordered:
-            delay = max([delay, *(left for left, other, *_ in self.late if other.qp == completion.qp)])
-        self.late.append((delay, completion, *frees))
-
-    def tick(self) -> bool:
-        still = []
-        for left, *entry in self.late:
-            if left <= 0:
-                self.entries.append(tuple(entry))
-            else:
-                still.append((left - 1, *entry))
-        moved, self.late = bool(self.late), still
-        return moved
-
-    def poll(self, limit: int) -> Sequence[Completion]:
-        assert not self.closed
-        found = []
-        while self.entries and len(found) < limit:
-            completion, pair, count = self.entries.popleft()
-            if pair is not None:
-                pair.occupied -= count
-            found.append(completion)
-        return found
-
-    def close(self) -> None:
-        assert not any(pair.sends is self or pair.receives is self for pair in self.nic.pairs.values()), "a queue pair still uses this"
-        self.closed = True
-
-
-class _Pair(verbs.QueuePair):
-    def __init__(self, nic: StandinNic, kind: str, sends: _Queue, receives: _Queue, max_send: int, max_receive: int, qkey: int = 0) -> None:
-        limits = nic.limits
-        if max_send > limits.max_send or max_receive > limits.max_receive:
-            raise VerbsError(f"creating an {kind} queue pair", errno.EINVAL)
-        self.nic, self.kind, self.sends, self.receives, self.qkey = nic, kind, sends, receives, qkey
-        self.max_send, self.max_receive = max_send, max_receive
-        self.number = next(nic.fabric.numbers)
-        self.state = "RTS" if kind == "SRD" else "RESET"
-        self.remote: Remote | None = None
-        self.retry = RetryPolicy()
-        self.batch: list[_Work] = []
-        self.work: deque[_Work] = deque()  # posted, oldest first
-        self.occupied = 0  # entries of the send queue: given back when a completion (RC: of this or a later request) is polled
-        self.asleep = False  # until the next doorbell
-        self.unsignaled = 0  # ended since the last that has a completion
-        self.waiting: deque[tuple[int, int, int, int]] = deque()  # receives
-        nic.pairs[self.number] = self
-        nic.fabric.pairs[self.number] = self
-
-    def connect(self, remote: Remote, mtu: int, psn: int, retry: RetryPolicy) -> None:
-        assert self.kind == "RC"
-        assert self.state == "RESET"
-        assert mtu in verbs.MTU_BYTES
-        self.remote, self.retry, self.state = remote, retry, "RTS"
-
-    def _post(self, work: _Work) -> None:
-        assert (work.to is None) == (self.kind == "RC"), "a destination is for datagrams"
-        assert work.to is None or not work.to.closed
-        self.batch.append(work)
-
-    def write(
-        self,
-        wr_id: int,
-        local: int,
-        size: int,
-        lkey: int,
-        remote: int,
-        rkey: int,
-        *,
-        signaled: bool,
-        imm: int | None = None,
-        to: verbs.Destination | None = None,
-    ) -> None:
-        assert to is None or isinstance(to, _Destination)
-        self._post(_Work("write", wr_id, local, size, lkey, remote, rkey, signaled, imm, to=to))
-
-    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool, fenced: bool = False) -> None:
-        self._post(_Work("inline", wr_id, 0, 8, 0, remote, rkey, signaled, value=value, fenced=fenced))
-
-    def fetch_add(self, wr_id: int, local: int, lkey: int, remote: int, rkey: int, value: int, *, signaled: bool) -> None:
-        assert self.nic.limits.atomics
-        self._post(_Work("add", wr_id, local, 8, lkey, remote, rkey, signaled, value=value))
-
-    def send(
-        self,
-        wr_id: int,
-        local: int,
-        size: int,
-        lkey: int,
-        *,
-        signaled: bool,
-        imm: int | None = None,
-        to: verbs.Destination | None = None,
-    ) -> None:
-        assert to is None or isinstance(to, _Destination)
-        self._post(_Work("send", wr_id, local, size, lkey, 0, 0, signaled, imm, to=to))
-
-    def nudge(self) -> None:
-        assert not self.batch
-        self.asleep = False
-
-    def commit(self) -> None:
-        self.asleep = False
-        batch, self.batch = self.batch, []
-        if self.occupied + len(batch) > self.max_send:
-            raise VerbsError("posting to a queue pair", errno.ENOMEM)
-        self.occupied += len(batch)
-        for work in batch:
-            work.serial = next(self.nic.fabric.serials)
-            self.work.append(work)
-        if self.state == "ERR":
-            self.flush()
-
-    def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
-        if self.state == "RESET":
-            raise VerbsError("posting a receive", errno.EINVAL)
-        if len(self.waiting) >= self.max_receive:
-            raise VerbsError("posting a receive", errno.ENOMEM)
-        self.waiting.append((wr_id, local, size, lkey))
-
-    def flush(self) -> None:
-        """Everything posted ends with the status FLUSHED, also what asked for no completion."""
-        for work in self.work:
-            if not work.ended:
-                self.sends.push(Completion(work.wr_id, FLUSHED, self.number, False, 0, None, 0, 0), ordered=True)
-        for wr_id, *_ in self.waiting:
-            self.receives.push(Completion(wr_id, FLUSHED, self.number, False, 0, None, 0, 0), ordered=True)
-        self.work.clear()
-        self.waiting.clear()
-
-    def break_down(self, work: _Work, status: int) -> None:
-        """An operation failed; on RC that is the end of the queue pair."""
-        work.ended = True
-        frees = (None, 0) if self.kind == "RC" else (self, 1)
-        self.sends.push(Completion(work.wr_id, status, self.number, False, 0, None, 0, 0x81), ordered=self.kind == "RC", frees=frees)
-        if self.kind == "RC":
-            self.fail()
-        else:
-            self.work.remove(work)
-
-    def fail(self) -> None:
-        self.state = "ERR"
-        self.flush()
-
-    def close(self) -> None:
-        self.state = "RESET"
-        self.work.clear()
-        self.nic.pairs.pop(self.number, None)
-        self.nic.fabric.pairs.pop(self.number, None)
-
-
-class StandinNic(verbs.Nic):
-    """One card. ``gid`` tells it from the others."""
-
-    def __init__(self, fabric: Fabric, index: int, *, srd: bool = False) -> None:
-        self.fabric, self.index = fabric, index
-        mood = fabric.mood
-        self.port = Port(f"standin{index}", 1, 0, f"fe80:0000:0000:0000:0000:0000:0000:{index:04x}", 0, False, 3 + index % 3)
-        self.limits = Limits(
-            max_send=mood.max_send,
-            max_receive=mood.max_receive,
-            max_completions=mood.max_completions,
-            max_message=mood.max_message,
-            inline_bytes=0 if srd else 8,
-            atomics=mood.atomics and not srd,
-            atomics_in_flight=0 if srd else 16,
-            srd=srd,
-        )
-        self.pairs: dict[int, _Pair] = {}
-        self.pending_events: list[Event] = []
-        self.closed = False
-
-    def register(self, address: int, size: int, access: int) -> verbs.Region:
-        return self._region(address, address, size, access)
-
-    def register_dmabuf(self, fd: int, size: int, access: int) -> verbs.Region:
-        """``fd`` stands for memory: whatever the test gave ``Fabric.dmabufs`` for it."""
-        return self._region(0, self.fabric.dmabufs[fd], size, access)
-
-    def _region(self, address: int, base: int, size: int, access: int) -> _Region:
-        fabric = self.fabric
-        region = _Region(self, address, base, size, access, next(fabric.keys))
-        fabric.local[region.lkey] = fabric.remote[region.rkey] = region
-        return region
-
-    def completion_queue(self, capacity: int) -> verbs.CompletionQueue:
-        if not 0 < capacity <= self.limits.max_completions:
-            raise VerbsError("creating a completion queue", errno.EINVAL)
-        queue = _Queue(self, capacity)
-        self.fabric.queues.append(queue)
-        return queue
-
-    def rc_pair(self, sends: verbs.CompletionQueue, receives: verbs.CompletionQueue, *, max_send: int, max_receive: int) -> verbs.QueuePair:
-        assert isinstance(sends, _Queue)
-        assert isinstance(receives, _Queue)
-        return _Pair(self, "RC", sends, receives, max_send, max_receive)
-
-    def srd_pair(
-        self, sends: verbs.CompletionQueue, receives: verbs.CompletionQueue, *, max_send: int, max_receive: int, qkey: int
-    ) -> verbs.QueuePair:
-        assert isinstance(sends, _Queue)
-        assert isinstance(receives, _Queue)
-        return _Pair(self, "SRD", sends, receives, max_send, max_receive, qkey)
-
-    def destination(self, gid: str, qp: int, qkey: int) -> verbs.Destination:
-        return _Destination(self, gid, qp, qkey)
-
-    def events(self) -> list[Event]:
-        events, self.pending_events = self.pending_events, []
-        return events
-
-    def close(self) -> None:
-        assert not self.pairs, "the device is closed before its queue pairs"
-        self.closed = True
-
-
 class Fabric:
     """Joins the cards; ``step`` lets a little happen.
 
@@ -367,10 +88,10 @@ class Fabric:
         self.watcher: Callable[[], None] = lambda: None
         self.cut: set[int] = set()
         self.no_receives: set[int] = set()
-        self.pairs: dict[int, _Pair] = {}
-        self.queues: list[_Queue] = []
-        self.local: dict[int, _Region] = {}
-        self.remote: dict[int, _Region] = {}
+        self.pairs: dict[int, CardPair] = {}
+        self.queues: list[CardQueue] = []
+        self.local: dict[int, CardRegion] = {}
+        self.remote: dict[int, CardRegion] = {}
         self.dmabufs: dict[int, int] = {}
         self.numbers = itertools.count(0x100)
         self.keys = itertools.count(0x1000)
@@ -397,7 +118,7 @@ class Fabric:
         return self.busy
 
     # ---- one operation
-    def _advance(self, pair: _Pair) -> None:
+    def _advance(self, pair: CardPair) -> None:
         work = self._choose(pair)
         if work is None:
             return
@@ -425,13 +146,13 @@ class Fabric:
             return
         self._finish(pair, work, peer)
 
-    def _choose(self, pair: _Pair) -> _Work | None:
+    def _choose(self, pair: CardPair) -> Work | None:
         """Any operation that may move now."""
         if pair.kind == "SRD":
             return self.random.choice(list(itertools.islice(pair.work, 16)))
         if pair.asleep:
             return None
-        free: list[_Work] = []
+        free: list[Work] = []
         before = atomics = 0
         for work in itertools.islice(pair.work, 8):
             if work.ended:
@@ -444,7 +165,7 @@ class Fabric:
             atomics += work.kind == "add"
         return self.random.choice(free) if free else None
 
-    def _peer(self, pair: _Pair, work: _Work) -> _Pair | None:
+    def _peer(self, pair: CardPair, work: Work) -> CardPair | None:
         if pair.kind == "RC":
             found = self.pairs.get(pair.remote.qp) if pair.remote is not None else None
             if found is not None and (found.remote is None or found.remote.qp != pair.number):
@@ -456,7 +177,7 @@ class Fabric:
                 return None
         return found if found is not None and found.state == "RTS" else None
 
-    def _refusal(self, pair: _Pair, work: _Work, peer: _Pair) -> int:
+    def _refusal(self, pair: CardPair, work: Work, peer: CardPair) -> int:
         if work.size > self.mood.max_message:
             return LOC_LEN
         if work.kind != "inline" and work.size:
@@ -472,20 +193,20 @@ class Fabric:
             return REM_ACCESS
         return REM_INV_REQ if work.kind == "add" and work.remote % 8 else 0
 
-    def _split(self, work: _Work) -> list[tuple[int, int]]:
+    def _split(self, work: Work) -> list[tuple[int, int]]:
         if not work.size:
             return []
         cuts = {0, work.size} | {self.random.randrange(work.size) for _ in range(self.random.randrange(self.mood.pieces))}
         return list(itertools.pairwise(sorted(cuts)))
 
-    def _land(self, work: _Work, piece: tuple[int, int]) -> None:
+    def _land(self, work: Work, piece: tuple[int, int]) -> None:
         source, target = self.local[work.lkey].at(work.local, work.size), self.remote[work.rkey].at(work.remote, work.size)
         assert source is not None
         assert target is not None
         ctypes.memmove(target + piece[0], source + piece[0], piece[1] - piece[0])
         self.watcher()
 
-    def _finish(self, pair: _Pair, work: _Work, peer: _Pair) -> None:
+    def _finish(self, pair: CardPair, work: Work, peer: CardPair) -> None:
         if work.kind == "add":
             word, answer = self._word(work), self.local[work.lkey].at(work.local, 8)
             assert answer is not None
@@ -509,12 +230,12 @@ class Fabric:
                 frees, pair.unsignaled = (pair, pair.unsignaled), 0
                 pair.sends.push(Completion(first.wr_id, 0, pair.number, False, 0, None, 0, 0), ordered=True, frees=frees)
 
-    def _word(self, work: _Work) -> ctypes.c_uint64:
+    def _word(self, work: Work) -> ctypes.c_uint64:
         target = self.remote[work.rkey].at(work.remote, 8)
         assert target is not None
         return ctypes.c_uint64.from_address(target)
 
-    def _deliver(self, pair: _Pair, work: _Work, peer: _Pair) -> bool:
+    def _deliver(self, pair: CardPair, work: Work, peer: CardPair) -> bool:
         """Consume a receive of the peer."""
         if not peer.waiting:
             work.retries += 1
@@ -580,9 +301,9 @@ class StandinNetwork(LocalNetwork):
                 timeout=10.0,
             )
             self.transports.append(open(self.fabric.nic(rank, srd=srd), wiring))
-        cards = [transport.card for transport in self.transports]
+        addresses = [transport.address for transport in self.transports]
         for rank, transport in enumerate(self.transports):
-            transport.connect(cards)
+            transport.connect(addresses)
             self.start(rank, transport)
 
     def _store(self, address: int, value: int) -> None:

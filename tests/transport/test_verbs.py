@@ -1,8 +1,9 @@
-"""The verbs boundary against pyverbs in name only: where it is found, which errors it raises, that it is not needed elsewhere."""
+"""The verbs boundary without cards: which errors it raises, its numbers, and that pyverbs is needed nowhere else."""
 
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import pytest
 
 from mkernel.errors import TransportError
 from mkernel.transport import Card, rdma, verbs
+from mkernel.transport.verbs import pyverbs as boundary
 
 
 @pytest.fixture
@@ -31,16 +33,16 @@ def pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     errors.PyverbsError, errors.PyverbsRDMAError = PyverbsError, PyverbsRDMAError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pyverbs", package)
     monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", errors)
-    verbs._enums.cache_clear()
+    boundary._enums.cache_clear()
     yield package
-    verbs._enums.cache_clear()
+    boundary._enums.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["enums", "libibverbs_enums"])
 def test_both_names_of_the_enums(pyverbs: types.ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module = types.ModuleType(f"pyverbs.{name}")
     monkeypatch.setitem(sys.modules, f"pyverbs.{name}", module)
-    assert verbs._enums() is module
+    assert boundary._enums() is module
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_both_names_of_the_enums(pyverbs: types.ModuleType, monkeypatch: pytest.
 def test_errors_keep_their_number(pyverbs: types.ModuleType, code: int, status: str, expected: int) -> None:
     from pyverbs.pyverbs_error import PyverbsRDMAError
 
-    with pytest.raises(verbs.VerbsError) as caught, verbs._verb("opening x"):
+    with pytest.raises(verbs.VerbsError) as caught, boundary._verb("opening x"):
         raise PyverbsRDMAError("Failed to open", code)
     assert (caught.value.op, caught.value.code, caught.value.status) == ("opening x", expected, status)
     assert str(caught.value).startswith(f"opening x: {status}")
@@ -58,9 +60,9 @@ def test_errors_keep_their_number(pyverbs: types.ModuleType, code: int, status: 
 def test_errors_without_number_keep_their_text(pyverbs: types.ModuleType) -> None:
     from pyverbs.pyverbs_error import PyverbsError
 
-    with pytest.raises(verbs.VerbsError, match="no such device"), verbs._verb("opening x"):
+    with pytest.raises(verbs.VerbsError, match="no such device"), boundary._verb("opening x"):
         raise PyverbsError("no such device")
-    with pytest.raises(ZeroDivisionError), verbs._verb("opening x"):
+    with pytest.raises(ZeroDivisionError), boundary._verb("opening x"):
         raise ZeroDivisionError
 
 
@@ -71,7 +73,7 @@ def test_without_pyverbs_the_error_says_how_to_get_it(monkeypatch: pytest.Monkey
 
 
 def test_the_boundary_imports_nothing_of_pyverbs() -> None:
-    program = "import sys, mkernel.transport.rc, mkernel.transport.srd; sys.exit(any('pyverbs' in name for name in sys.modules))"
+    program = "import sys, mkernel.transport.rc, mkernel.transport.srd; sys.exit('pyverbs' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -87,3 +89,33 @@ def test_tables_are_complete() -> None:
         assert bool(remedy) == fatal
     assert verbs.STATUSES[verbs.FLUSHED][0] == "IBV_WC_WR_FLUSH_ERR"
     assert not hasattr(verbs.Access, "relaxed_ordering"), "a signal could overtake its data on the way to memory"
+
+
+def test_access_has_the_numbers_of_ibv_access_flags() -> None:
+    access = verbs.Access
+    assert (access.local_write, access.remote_write, access.remote_read, access.remote_atomic) == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("field", "least", "most"), [("timeout", 1, 31), ("retry_count", 0, 6), ("rnr_retry", 0, 6), ("rnr_timer", 1, 31)])
+def test_retries_are_bounded(field: str, least: int, most: int) -> None:
+    """7 would mean forever in the counts, 0 in the times."""
+    for good in (least, most):
+        assert getattr(verbs.RetryPolicy(**{field: good}), field) == good
+    for bad in (least - 1, most + 1):
+        with pytest.raises(ValueError, match="unbounded"):
+            verbs.RetryPolicy(**{field: bad})
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "told"),
+    [
+        (errno.ENOMEM, "", f"posting: ENOMEM ({os.strerror(errno.ENOMEM)})"),
+        (errno.ENOMEM, "the queue is full", "posting: ENOMEM (the queue is full)"),
+        (0, "no such device", "posting: no errno (no such device)"),
+        (0, "", "posting: no errno"),
+        (errno.EOPNOTSUPP, "unsupported", "posting: EOPNOTSUPP (unsupported)"),
+        (12345, "odd", "posting: errno 12345 (odd)"),
+    ],
+)
+def test_an_error_tells_all_that_is_known(code: int, text: str, told: str) -> None:
+    assert str(verbs.VerbsError("posting", code, text)) == told

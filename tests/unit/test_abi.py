@@ -23,7 +23,8 @@ CONSTANTS = {
     "kMaxRanks": abi.MAX_RANKS,
     "kRingSlots": abi.RING_SLOTS,
     "kSignalFlags": abi.SIGNAL_FLAGS,
-    "kDigestBits": abi.DIGEST_BITS,
+    "kCheckBits": abi.CHECK_BITS,
+    "kHalted": abi.HALTED,
     "kTraceLanes": abi.TRACE_LANES,
 }
 

@@ -10,16 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from mkernel import env
-from mkernel.cli import cache, doctor, launcher
-from mkernel.cli.check import UNIT_ROUNDOFF, worst_over_bound
+from mkernel.cli import cache, doctor
 from mkernel.cli.main import COMMANDS, main
-from mkernel.cli.table import format_table
 from mkernel.errors import Error
+from mkernel.tools import launcher
+from mkernel.tools.table import format_table
 
 
 # ---- dispatch
@@ -74,50 +72,14 @@ def test_table_without_rows() -> None:
     assert format_table(["op", "ms"], []).splitlines() == ["op  ms", "--  --"]
 
 
-# ---- the check that the demo trusts
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_correct_rounding_is_within_the_bound(dtype: str, rng: np.random.Generator) -> None:
-    a, b = _operand(rng, (64, 256), dtype), _operand(rng, (256, 48), dtype)
-    out = (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
-    assert 0.3 < worst_over_bound(out, a, b, dtype) <= 1  # not so loose that it accepts anything
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_wrong_results_are_outside(dtype: str, rng: np.random.Generator) -> None:
-    a, b = _operand(rng, (64, 256), dtype), _operand(rng, (256, 48), dtype)
-    a[3, 17] = 1
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-
-    def worst(values: np.ndarray) -> float:
-        return worst_over_bound(values.astype(a.dtype), a, b, dtype)
-
-    short = a.copy()
-    short[3, 17] = 0  # one product of one row left out
-    assert worst(short.astype(np.float64) @ b.astype(np.float64)) > 1
-    assert worst(np.roll(exact, 1, axis=0)) > 1
-    assert worst(exact * (1 + 4 * UNIT_ROUNDOFF[dtype])) > 1
-    exact[5, 7] = np.nan
-    assert worst(exact) == float("inf")
-
-
-def test_shape_must_match(rng: np.random.Generator) -> None:
-    a, b = _operand(rng, (8, 16), "float16"), _operand(rng, (16, 8), "float16")
-    with pytest.raises(ValueError, match="shape"):
-        worst_over_bound(np.zeros((8, 9), np.float16), a, b, "float16")
-
-
-def test_unit_roundoff_is_the_worst_rounding() -> None:
-    """A value half way between two neighbours of 1 is off by 2^-p relative to 1."""
-    for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)):
-        half_way = 1 + float(ml_dtypes.finfo(dtype).eps) / 2
-        assert abs(float(np.array(half_way).astype(dtype)) - half_way) == UNIT_ROUNDOFF[name]
-
-
-def _operand(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
 # ---- doctor
+@pytest.mark.mpi
+def test_doctor_starts_mpi4py() -> None:
+    pytest.importorskip("mpi4py")
+    (finding,) = [finding for finding in doctor.examine() if finding.subject == "mpi4py"]
+    assert finding.state == "ok", finding.detail
+
+
 def test_doctor_finds_this_machine_usable(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -270,7 +232,9 @@ def _alive(pid: int) -> bool:
 def test_ending_the_command_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
     """A closed terminal too."""
     inner = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
-    outer = "import sys; from mkernel.cli import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
+    outer = (
+        "import sys; from mkernel.tools import launcher; launcher.run(2, ['-c', sys.argv[2], sys.argv[1]], timeout=600, kind='processes')"
+    )
     process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path), inner])
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
@@ -283,7 +247,7 @@ def test_ending_the_command_ends_its_ranks(tmp_path: Path, number: signal.Signal
 
 
 def test_nohup_is_respected() -> None:
-    code = "import signal, sys; from mkernel.cli import launcher; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    code = "import signal, sys; from mkernel.tools import launcher; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
     code += "sys.exit(launcher.run(1, ['-c', 'import os, signal; os.kill(os.getppid(), signal.SIGHUP)'], timeout=60))"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
@@ -297,7 +261,7 @@ def test_ranks_do_not_inherit_a_launcher(tmp_path: Path, monkeypatch: pytest.Mon
     """The world of one that `bench` measures first is one, whoever started `bench`."""
     for name, value in _LAUNCHERS.items():
         monkeypatch.setenv(name, value)
-    code = "import os, pathlib, sys; from mkernel.runtime.bootstrap import choose; b = choose(); "
+    code = "import os, pathlib, sys; from mkernel.runtime.ranks.choice import choose; b = choose(); "
     code += "pathlib.Path(sys.argv[1], f'{b.rank} of {b.size} {os.environ.get(\"ADDED\")}').touch()"
     assert launcher.run(ranks, ["-c", code, str(tmp_path)], timeout=60, kind="processes", environment={"ADDED": "here"}) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{rank} of {ranks} here" for rank in range(ranks)]

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from mkernel.cli import demo, demo_rank, launcher
+from mkernel.bench.cases import ops
+from mkernel.cli import demo, demo_rank
 from mkernel.cli.main import main
-from mkernel.cli.output import require_writable
-from mkernel.ops.call import OPS
-from mkernel.plan.reduce import ALGORITHMS, choose_algorithm
-from mkernel.plan.topology import Topology
+from mkernel.ops.op import names
+from mkernel.planner.reduce import ALGORITHMS, choose_algorithm
+from mkernel.planner.topology import Topology
+from mkernel.tools import launcher
+from mkernel.tools.output import require_writable
 
 
 @pytest.mark.mpi
@@ -74,7 +76,7 @@ def test_example_of_tuning_draws(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "best" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"splits.svg", "usual.svg", "best.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"splits.svg", "default.svg", "best.svg"}
     for path in tmp_path.iterdir():
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
@@ -104,11 +106,13 @@ def test_the_example_of_a_tensor_parallel_block_sees_a_wrong_element() -> None:
 def test_every_op_is_shown_in_all_its_ways() -> None:
     for target in ("cpu", "cuda"):
         cases = demo_rank.cases(target, 4)
-        assert {(case.op, case.dtype) for case in cases} == set(itertools.product(OPS, ("bfloat16", "float16")))
-        reductions = {choose_algorithm(Topology(4, 2), case.m, case.n) for case in cases if case.op == "gemm_allreduce"}
+        assert {(case.op, case.dtype) for case in cases} == set(itertools.product(names(), ("bfloat16", "float16")))
+        sizes = [tuple(map(int, case.size.split("x"))) for case in cases if case.op == "gemm_allreduce"]
+        reductions = {choose_algorithm(Topology(4, 2), m, n) for m, n, _ in sizes}
         assert reductions == set(ALGORITHMS)
         for ranks in (1, 3, 8):
-            assert all(case.k % (8 * ranks) == 0 for case in demo_rank.cases(target, ranks) if case.op != "allgather_gemm")
+            for case in demo_rank.cases(target, ranks):  # each is a shape that the op takes
+                ops()[case.op].case(case.size, Topology(ranks, 1), case.dtype)
 
 
 def _reports(worst: float, cases: int | None = None, status: int = 0) -> Any:

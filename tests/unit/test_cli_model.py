@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from typing import Any
+
 import pytest
 
-from mkernel.bench import model
-from mkernel.bench.cases import OPS
+from mkernel.bench import classes, model
+from mkernel.bench.cases import ops
 from mkernel.errors import ArgumentError
-from mkernel.plan.topology import Topology
+from mkernel.ops.op import BUILT_IN
+from mkernel.planner.topology import Topology
 
 
-@pytest.mark.parametrize("op", list(OPS))
+@pytest.mark.parametrize("op", [*BUILT_IN, "gemm"])
 def test_every_default_shape_has_a_plan(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert model.main([op, "--world", "1x1" if op == "gemm" else "2x2"]) == 0
     printed = capsys.readouterr().out
     table = printed[printed.index("shape") :].splitlines()
-    assert [line.split()[0] for line in table[2 : 2 + len(OPS[op].sizes)]] == list(OPS[op].sizes)
-    assert printed.count("workspace") == len(OPS[op].sizes)
+    assert [line.split()[0] for line in table[2 : 2 + len(ops()[op].sizes)]] == list(ops()[op].sizes)
+    assert printed.count("workspace") == len(ops()[op].sizes)
 
 
 def test_the_parts_follow_from_rates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +30,7 @@ def test_the_parts_follow_from_rates(capsys: pytest.CaptureFixture[str]) -> None
     assert len(rows) == 2
     for label, *cells in rows:
         multiplying, memory, link, network, longest = map(float, cells)
-        case = OPS["allgather_gemm"].case(label, Topology(4, 4), "bfloat16")
+        case = ops()["allgather_gemm"].case(label, Topology(4, 4), "bfloat16")
         assert link == pytest.approx(case.link_bytes / 325e6, abs=1e-4)
         assert network == 0
         assert longest == max(multiplying, link) > memory > 0
@@ -48,3 +53,61 @@ def test_a_split_is_taken_or_refused(capsys: pytest.CaptureFixture[str]) -> None
         model.main(["allgather_gemm", "--world", "2x2", "--shapes", "8192", "--sms", "1"])
     with pytest.raises(ArgumentError, match="--sms"):
         model.main(["allgather_gemm", "--world", "2x2", "--shapes", "8192", "--sms", "0"])
+
+
+# ---- classes of rows
+def _runs(printed: str) -> list[tuple[int, int]]:
+    return [(int(first), int(last)) for first, last in re.findall(r"^(\d+) to (\d+) ", printed, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("op", [*BUILT_IN, "gemm"])
+@pytest.mark.parametrize("most", [1, 300, 20_000])
+def test_classes_cover_every_number_of_rows_once(op: str, most: int, capsys: pytest.CaptureFixture[str]) -> None:
+    world, size = ("1x1", 1) if op == "gemm" else ("1x4", 4)
+    assert model.main([op, "--world", world, "--shapes", "4096x1024x4096", "--max-rows", str(most)]) == 0
+    found = _runs(capsys.readouterr().out)
+    step = size if op == "gemm_reduce_scatter" else 1  # rows of the first operand, which a rank of a reduce-scatter has all of
+    assert found[0][0] == step
+    assert [first for first, _ in found[1:]] == [last + step for _, last in found[:-1]]
+    assert found[-1][1] >= most > found[-1][0] - step
+
+
+@pytest.mark.parametrize("world", [Topology(2, 2), Topology(4, 2), Topology(4, 4)])
+@pytest.mark.parametrize("op", ["allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
+def test_a_line_of_the_table_is_what_calls_of_these_rows_do(op: str, world: Topology) -> None:
+    case = ops()[op].case("4096x1024x4096", world, "bfloat16")
+    found = list(classes.runs(case, 8192, 132))
+    assert len(found) > 1
+    assert all(one.cells != other.cells for one, other in itertools.pairwise(found))
+    for run in found:
+        for rows in {run.first, (run.first + run.last) // 2, run.last}:
+            plan: Any = case.plan(132, rows=rows // case.operand_rows)
+            assert f"128x{plan.tile.block_n}" in run.cells
+            assert f"compute {plan.split.compute}" in run.cells[2]
+            assert plan.spec in run.specs
+            assert plan.workspace_bytes + plan.staging_bytes <= run.workspace_bytes
+    assert all(len(run.specs) == 1 for run in found), "a line is one kernel"
+
+
+def test_kernels_are_counted_with_and_without_what_is_compiled_in(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["allgather_gemm", "--world", "1x2", "--shapes", "8192x4096x2048", "--max-rows", "65536", "--specialize"]
+    model.main([*arguments, "all"])
+    specialized, dynamic = map(int, re.findall(r"(\d+) kernels?", capsys.readouterr().out))
+    model.main([*arguments, "none"])
+    (alone,) = map(int, re.findall(r"(\d+) kernels?", capsys.readouterr().out))
+    assert alone == dynamic < specialized, "two numbers of pushing CTAs are two kernels only where the split is compiled in"
+
+
+def test_shapes_that_differ_in_rows_alone_have_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    model.main(["gemm_allreduce", "--world", "1x4", "--shapes", "1x8192x8192,64x8192x8192,64x4096x8192", "--max-rows", "64"])
+    assert capsys.readouterr().out.count("rows of a") == 2
+
+
+def test_wrong_options_of_classes_are_refused() -> None:
+    arguments = ["allgather_gemm", "--world", "1x4", "--shapes", "8192"]
+    with pytest.raises(ArgumentError, match="--max-rows"):
+        model.main([*arguments, "--max-rows", "0"])
+    with pytest.raises(ArgumentError, match="--specialize"):
+        model.main([*arguments, "--max-rows", "8", "--specialize", "m"])
+    with pytest.raises(ArgumentError, match="inter_send has nothing to do"):
+        model.main([*arguments, "--max-rows", "8", "--split", "inter_send=8"])

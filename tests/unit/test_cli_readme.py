@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mkernel import env
 from mkernel.cli.main import COMMANDS
+from mkernel.proxy.spawn import without_launcher
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -41,6 +45,18 @@ def test_examples_are_python(block: str) -> None:
     ast.parse(block)
 
 
+def test_the_first_example_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"## Twenty lines that run.*?```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 20
+    (tmp_path / "first.py").write_text(block)
+    environment = without_launcher(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "first.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(512, 64)") == 2
+    assert "rank 1: " in done.stdout
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page: str) -> None:
     """A name may be the end of a path: ``control.py`` in the section on mkernel/runtime."""
@@ -54,7 +70,7 @@ def test_files_that_are_named_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_functions_of_the_kernels_that_are_named_exist(page: str) -> None:
     """Names like ``wait_ge`` or ``ControlBlock.failed`` in backticks occur somewhere in the sources."""
-    paths = [*(ROOT / "kernels_src").rglob("*"), *(ROOT / "mkernel").rglob("*.py")]
+    paths = [*(ROOT / "kernels_src").rglob("*"), *(ROOT / "mkernel").rglob("*.py"), *(ROOT / "tests" / "small_op").glob("*.*")]
     sources = "\n".join(path.read_text() for path in paths if path.is_file() and not path.name.startswith("."))
     named = set(re.findall(r"`(?:\w+(?:::|\.))?([a-z]+(?:_[a-z0-9]+)+)`", (ROOT / page).read_text()))
     words = set(re.findall(r"\w+", sources))

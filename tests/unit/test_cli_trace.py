@@ -22,14 +22,18 @@ START = 1_700_000_000_000_000_000  # a device clock, far from 0
 
 
 class FakeWorld:
-    """Hands out what a device would have written."""
+    """A world, and its recorder, that hands out what a device would have written."""
 
     rank = 2
+
+    @property
+    def recorder(self) -> FakeWorld:
+        return self
 
     def __init__(self, lanes: dict[tuple[int, int], list[tuple[TraceKind, int, int, int]]], ctas: int = 4, fails: bool = False) -> None:
         self.lanes, self.ctas, self.fails = lanes, ctas, fails
 
-    def trace_begin(self, capacity: int) -> None:
+    def begin(self, capacity: int) -> None:
         self.records = np.zeros((self.ctas, abi.TRACE_LANES, capacity), RECORD)
         for (cta, lane), intervals in self.lanes.items():
             kept = intervals[: capacity - 1]
@@ -37,7 +41,7 @@ class FakeWorld:
             for at, (kind, argument, begin, end) in enumerate(kept, 1):
                 self.records[cta, lane, at] = (kind, argument, START + begin, START + end)
 
-    def trace_end(self) -> Any:
+    def end(self) -> Any:
         if self.fails:
             raise AbortedError("gone")
         return self.records

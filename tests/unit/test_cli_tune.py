@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.bench import launcher as started
 from mkernel.bench import tune
 from mkernel.errors import ArgumentError
 
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="target cpu needs a C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*started._MARKS, *started._SIZES):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @needs_a_compiler

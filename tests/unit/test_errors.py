@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import mkernel
-from mkernel.errors import ArgumentError, Error, FailureRecord, TimeoutError  # noqa: A004
+from mkernel.errors import ArgumentError, CallReport, Error, FailureRecord, TimeoutError  # noqa: A004
 
 SAMPLES = {
     "str": "text",
     "int": 3,
     "int | None": 2,
     "object": (1, "two"),
+    "CallReport": CallReport("op", "op(8 rows)", 1, 2, 3, (4, 5, 6), 7),
     "FailureRecord | None": FailureRecord(1, 2, "compute", 3, "chunk flag 4", 5, 6, 7, 8),
 }
 

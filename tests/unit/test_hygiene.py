@@ -1,4 +1,7 @@
-"""What a test of mkernel must not do: decide by the clock whether something went well. A loaded machine is slow at everything."""
+"""What the tree must not have: files longer than a reader takes in, and tests that decide by the clock whether something went well.
+
+A loaded machine is slow at everything.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+FOLDERS = ("mkernel", "kernels_src", "tests", "examples")
+SOURCES = {".cpp", ".cu", ".cuh", ".h", ".hpp", ".py"}
+MOST_LINES = 500  # of one file
 _CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}  # not processor time
 _PROCESSOR = ("os.times()", "thread_time", "process_time")
 _MEANS = {"elapsed", "seconds", "took"}  # what elapsed time is called
 # These measure: deadlines of real hardware and of virtual machines, where nothing else runs.
-_MAY = {"gpu/test_cuda_device.py", "gpu/run_gpu.py", "gpu/notebook.py", "vm/test_worlds.py"}
+_MAY = {"gpu/test_cuda_device.py", "gpu/notebook.py", "vm/test_worlds.py"}
 
 
 def _is_elapsed(node: ast.AST) -> bool:
@@ -80,3 +87,22 @@ def test_nothing_must_be_quick(module: str) -> None:
 )
 def test_the_check_finds_what_it_is_for(text: str, found: bool) -> None:
     assert bool(list(upper_bounds(ast.parse(text)))) == found
+
+
+def too_long(root: Path) -> list[str]:
+    """The source files below ``root`` that have more than ``MOST_LINES`` lines, with their number of lines."""
+    files = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*")) if path.suffix in SOURCES)
+    lengths = ((path.relative_to(root), len(path.read_text().splitlines())) for path in files)
+    return [f"{path}: {lines} lines" for path, lines in lengths if lines > MOST_LINES]
+
+
+def test_no_file_is_too_long() -> None:
+    assert too_long(ROOT) == [], f"split by what a reader looks for: a file has at most {MOST_LINES} lines"
+
+
+@pytest.mark.parametrize(("lines", "found"), [(MOST_LINES, []), (MOST_LINES + 1, [f"{MOST_LINES + 1} lines"])])
+@pytest.mark.parametrize("name", ["mkernel/new/module.py", "kernels_src/new.cuh", "tests/new.py"])
+def test_the_check_sees_a_long_file(tmp_path: Path, name: str, lines: int, found: list[str]) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("#\n" * lines)
+    assert too_long(tmp_path) == [f"{name}: {text}" for text in found]

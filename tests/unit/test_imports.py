@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,24 +18,41 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A part may import parts of lower layers; those of one layer are ignorant of each other.
 LAYERS = (
-    ("errors", "abi", "version"),
+    ("errors", "abi", "typing", "version"),
     ("env",),
-    ("plan", "jit", "memory", "transport"),
+    ("planner", "jit", "memory", "transport"),
     ("proxy",),
     ("runtime",),
     ("ops",),
     ("",),  # mkernel itself
+    ("tools",),  # what the programs below share
+    ("bench",),
+    ("cli",),
+    ("__main__",),
 )
-PROGRAMS = {"bench", "cli", "__main__"}  # stand on top of everything, and may share their tools
-LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts} | dict.fromkeys(PROGRAMS, len(LAYERS))
-# What plan hands to jit: plain data that imports nothing of mkernel (tested below).
+LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+# The same inside the runtime, by folder or file: those of one floor are ignorant of each other.
+RUNTIME_FLOORS = (
+    ("arrays", "closing", "heap", "logs", "options", "pictures", "plan", "tuning_cache"),
+    ("backend", "failure", "trace"),
+    ("ranks", "cpu", "cuda"),  # how ranks hear each other; the two targets
+    ("call_errors", "ending", "heap_arrays", "parts", "prepared", "recorder"),
+    ("failure_watch", "opening"),
+    ("world",),
+    ("current",),
+    ("init",),
+    ("workers",),
+    ("launch",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(RUNTIME_FLOORS) for room in rooms}
+# What the planner hands to jit: plain data that imports nothing of mkernel (tested below).
 CONTRACTS = {"mkernel.jit.spec"}
 # Package -> the only files that may import it.
 HOMES = {
     "cloudpickle": {"runtime/workers/pickling.py"},
-    "mpi4py": {"runtime/mpi.py"},
-    "cuda": {"jit/cache.py", "jit/cuda.py", "memory/driver.py", "runtime/cuda.py", "cli/probes.py"},
-    "torch": {"bench/libraries.py"},
+    "mpi4py": {"runtime/ranks/mpi.py"},
+    "cuda": {"jit/cache.py", "jit/cuda.py", "memory/driver.py", "runtime/cuda/kernel.py", "cli/probes.py"},
+    "torch": {"bench/baselines.py"},
     "cutlass_library": set(),
 }
 
@@ -66,9 +85,51 @@ def upward(file: str, source: str) -> list[str]:
         if module.split(".")[0] != "mkernel" or module.rpartition(".")[0] in CONTRACTS or module in CONTRACTS:
             continue
         there = part(module)
-        if there != here and not {here, there} <= PROGRAMS and LAYER[there] >= LAYER[here]:
+        if there != here and LAYER[there] >= LAYER[here]:
             found.append(module)
     return found
+
+
+def upstairs(file: str, source: str) -> list[str]:
+    """Imports of a file of the runtime, by its path in there, that the floors forbid."""
+    here = Path(file).with_suffix("").parts[0]
+    package = ".".join(["mkernel", "runtime", *Path(file).parent.parts])
+    found = []
+    for module in imports(ast.parse(source), package):
+        if module.startswith("mkernel.runtime."):
+            there = module.split(".")[2]
+            if there != here and FLOOR[there] >= FLOOR[here]:
+                found.append(module)
+    return found
+
+
+def module_of(file: Path) -> str:
+    """``mkernel/runtime/world.py`` -> ``mkernel.runtime.world``; a package's ``__init__.py`` is the package."""
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+def circle(sources: dict[Path, str]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty if there are none.
+
+    All import statements count, inside functions and for types too; a registry that loads modules by their names has none.
+    """
+    modules = {module_of(file): file for file in sources}
+
+    def file_of(name: str) -> str:
+        """The module of ours that holds a name; empty where it is none of ours."""
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {}
+    for module, file in modules.items():
+        names = imports(ast.parse(sources[file]), ".".join(file.parent.parts))
+        graph[module] = {there for there in map(file_of, names) if there not in ("", module)}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def test_every_part_has_a_layer() -> None:
@@ -85,14 +146,18 @@ def test_imports_go_down(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("plan/gemm.py", "from mkernel.runtime.world import World"),
-        ("plan/gemm.py", "def f():\n    import mkernel.jit.cuda"),
+        ("planner/gemm.py", "from mkernel.runtime.world import World"),
+        ("planner/gemm.py", "def f():\n    import mkernel.jit.cuda"),
         ("memory/vmm.py", "from mkernel import transport"),
         ("memory/vmm.py", "from ..proxy import engine"),
         ("runtime/world.py", "if TYPE_CHECKING:\n    from mkernel.ops import allgather_gemm"),
         ("errors.py", "from mkernel import env"),
         ("ops/gemm.py", "from mkernel import Split"),
-        ("jit/cuda.py", "from ..plan.gemm import GemmTile"),
+        ("jit/cuda.py", "from ..planner.gemm import GemmTile"),
+        ("tools/launcher.py", "from mkernel.bench import stats"),
+        ("tools/check.py", "def f():\n    from mkernel.cli import main"),
+        ("bench/command.py", "from mkernel.cli.probes import PROBES"),
+        ("runtime/init.py", "from mkernel.tools import launcher"),
     ],
 )
 def test_the_check_sees(file: str, source: str) -> None:
@@ -102,20 +167,117 @@ def test_the_check_sees(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("plan/gemm.py", "from mkernel.jit.spec import KernelSpec"),
+        ("planner/gemm.py", "from mkernel.jit.spec import KernelSpec"),
         ("runtime/world.py", "from mkernel.runtime.heap import Heap\nfrom mkernel import abi, env"),
         ("__init__.py", "from mkernel.ops.allgather_gemm import allgather_gemm"),
         ("cli/main.py", "import mkernel as mk"),
+        ("cli/demo.py", "from mkernel.bench.stats import quantile\nfrom mkernel.tools import launcher"),
+        ("bench/report.py", "from mkernel.tools.table import format_table"),
     ],
 )
 def test_the_check_allows(file: str, source: str) -> None:
     assert upward(file, source) == []
 
 
+RUNTIME = sorted((PACKAGE / "runtime").rglob("*.py"))
+
+
+def test_every_room_of_the_runtime_has_a_floor() -> None:
+    rooms = {file.relative_to(PACKAGE / "runtime").with_suffix("").parts[0] for file in RUNTIME} - {"__init__"}
+    assert rooms == FLOOR.keys()
+
+
+@pytest.mark.parametrize("file", RUNTIME, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_inside_the_runtime_go_down(file: Path) -> None:
+    assert upstairs(str(file.relative_to(PACKAGE / "runtime")), file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("arrays/libraries.py", "if TYPE_CHECKING:\n    from mkernel.runtime.backend import Backend"),
+        ("cpu/backend.py", "from mkernel.runtime.cuda import streams"),
+        ("ranks/control.py", "def f():\n    from ..world import World"),
+        ("prepared.py", "from mkernel.runtime.world import World"),
+        ("prepared.py", "from mkernel.runtime import recorder"),
+    ],
+)
+def test_the_floors_are_seen(file: str, source: str) -> None:
+    assert upstairs(file, source)
+
+
+def test_no_circle_of_files() -> None:
+    assert circle({file.relative_to(ROOT): file.read_text() for file in FILES}) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("runtime/prepared.py", "from mkernel.runtime.world import World"),
+        ("runtime/prepared.py", "if TYPE_CHECKING:\n    from mkernel.runtime.world import World"),
+        ("runtime/failure.py", "def late():\n    from mkernel.runtime import init"),
+        ("runtime/ranks/bootstrap.py", "from .mpi import MpiBootstrap"),
+        ("env.py", "import mkernel.runtime.world as world"),
+        ("errors.py", "import mkernel"),
+    ],
+)
+def test_a_planted_circle_is_seen(file: str, line: str) -> None:
+    sources = {file.relative_to(ROOT): file.read_text() for file in FILES}
+    sources[Path("mkernel", file)] += f"\n{line}\n"
+    assert module_of(Path("mkernel", file)) in circle(sources)
+
+
 def test_contracts_import_nothing() -> None:
     for module in CONTRACTS:
         tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
         assert not [name for name in imports(tree, "mkernel.jit") if name.startswith("mkernel")]
+
+
+def unresolved(source: str) -> list[str]:
+    """Imports from mkernel that do not exist, in the programs that a module holds as strings, for ``python -c``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(piece.value) if isinstance(piece, ast.Constant) else "0" for piece in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        try:
+            names = [name for name in imports(ast.parse(text), "") if name.split(".")[0] == "mkernel"] if "import " in text else []
+        except SyntaxError:  # prose
+            continue
+        found += [name for name in names if not _exists(name)]
+    return found
+
+
+def _exists(name: str) -> bool:
+    """Whether a module, or a name of a module, is there."""
+    parent, _, last = name.rpartition(".")
+    try:
+        return not parent or importlib.util.find_spec(name) is not None or hasattr(importlib.import_module(parent), last)
+    except ModuleNotFoundError:
+        return bool(parent) and _exists(parent) and hasattr(importlib.import_module(parent), last)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_programs_in_strings_import_what_there_is(file: Path) -> None:
+    assert unresolved(file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "missing"),
+    [
+        ("import sys; from mkernel.runtime.ranks import mpi; mpi.library()", []),
+        ("import mkernel as mk; from mkernel.env import ALL", []),
+        ("from mkernel.runtime import mpi; mpi.library()", ["mkernel.runtime.mpi"]),
+        ("from mkernel.env import NOTHING", ["mkernel.env.NOTHING"]),
+        ("from mkernel.nowhere.at_all import x", ["mkernel.nowhere.at_all.x"]),
+        ("import what mkernel needs", []),
+    ],
+)
+def test_the_check_sees_programs(program: str, missing: list[str]) -> None:
+    assert unresolved(f"run([python, '-c', {program!r}])") == missing
 
 
 @pytest.mark.parametrize("package", HOMES)
@@ -131,8 +293,9 @@ def _users(package: str) -> set[str]:
 
 
 def test_pyverbs_stays_behind_its_boundary() -> None:
-    assert _users("pyverbs") == {"transport/verbs.py"}
-    assert [str(f) for f in FILES if 'import_module("pyverbs' in f.read_text() and f.name != "verbs.py"] == []
+    home = {"transport/verbs/pyverbs.py"}
+    assert _users("pyverbs") == home
+    assert {str(f.relative_to(PACKAGE)) for f in FILES if 'import_module("pyverbs' in f.read_text()} == home
 
 
 def test_one_file_manages_virtual_memory() -> None:
@@ -156,7 +319,7 @@ def test_no_nvlink_multicast_and_no_managed_memory() -> None:
 
 def test_kernels_use_atomics_on_their_own_memory_only() -> None:
     """Flags may lie in host memory, where a GPU's atomics need PCIe atomics."""
-    kernels = [file for file in (ROOT / "kernels_src").glob("*.cuh") if file.name != "ptx.cuh"]
+    kernels = [file for file in (ROOT / "kernels_src").rglob("*.cuh") if file.name != "ptx.cuh"]
     users = [line for file in kernels for line in file.read_text().splitlines() if "ptx::atomic_" in line or "compare_and_swap" in line]
     assert len(users) >= 4
     assert [line for line in users if "control" not in line.partition("ptx::")[2]] == []

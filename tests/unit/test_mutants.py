@@ -53,6 +53,14 @@ def test_what_is_mutated() -> None:
     assert found("arithmetic") == [("self.n - 1", "((self.n) + (1))")]
 
 
+def test_named_mutations_are_of_code_that_is_there() -> None:
+    """Each by its text, once in its file, and what it becomes is Python."""
+    for mutation in NAMED:
+        source = (ROOT / mutation.path).read_text()
+        compile(run._by_text(mutation, source), mutation.path, "exec")
+        assert checks_of(mutation.path)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_drawn_mutations_change_one_line_and_compile(package: str) -> None:
     for mutation in sample(ROOT, files_of(ROOT, package), 20, 3):
@@ -118,3 +126,29 @@ def test_four_of_five_are_enough(killed: int, of: int, status: int) -> None:
     mutation = Mutation("mkernel/ops/call.py", 1, 0, "a", "b", "x")
     verdicts = [run.Verdict(mutation, "killed" if i < killed else "survived", 0.0) for i in range(of)]
     assert run.report(verdicts, 1.0) == status
+
+
+def test_what_has_been_judged_is_not_judged_again_unless_the_file_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "mkernel/ops").mkdir(parents=True)
+    source = tmp_path / "mkernel/ops/x.py"
+    source.write_text("a = 1\n")
+    one, other = (Mutation("mkernel/ops/x.py", 1, 4, "1", new, "constant") for new in "23")
+    path = tmp_path / "results"
+    for results in (run.Results(None), run.Results(path)):
+        assert results.find(one, tmp_path) is None
+        results.keep(run.Verdict(one, "survived", 2.0), tmp_path)
+    assert run.Results(path).find(one, tmp_path) == run.Verdict(one, "survived", 2.0)
+    assert run.Results(path).find(other, tmp_path) is None
+    source.write_text("a = 1\nb = 2\n")
+    assert run.Results(path).find(one, tmp_path) is None
+
+
+def test_a_tree_is_copied_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    for name in ("mkernel/a.py", ".venv/b.py", "tests/c.py"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text("x = 1\n")
+    monkeypatch.setattr(run, "ROOT", root)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    copied = run.copy_tree(tmp_path / "copy")
+    assert sorted(str(path.relative_to(copied)) for path in copied.rglob("*.py")) == ["mkernel/a.py", "tests/c.py"]

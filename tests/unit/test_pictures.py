@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mkernel.abi import Role, TraceKind
-from mkernel.ops.tuning import Trial, TuneResult
-from mkernel.plan.split import Split
-from mkernel.runtime import barchart, bins, svg, timeline
+from mkernel.ops.split_search import Trial, TuneResult
+from mkernel.planner.split import Split
+from mkernel.runtime.pictures import barchart, bins, svg, timeline
 from mkernel.runtime.trace import _event_type
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vm.machines import Machines, unavailable
+from tests.vm.machines import Machines
+from tests.vm.sysroot import unavailable
 
 
 @pytest.fixture(scope="package")

@@ -1,10 +1,17 @@
-"""The ops that can be measured, one module each. A new op is one file here and one line below."""
+"""How the ops are measured: a bench op for each registered op that has one, and the GEMM of a world of one."""
 
 from __future__ import annotations
 
-from mkernel.bench.cases import allgather_gemm, gemm, gemm_allreduce, gemm_reduce_scatter
+import importlib
+
+from mkernel.bench.cases import gemm
 from mkernel.bench.cases.base import Case, LocalGemm, Op
+from mkernel.ops.op import find, names
 
-__all__ = ["OPS", "Case", "LocalGemm", "Op"]
+__all__ = ["Case", "LocalGemm", "Op", "ops"]
 
-OPS: dict[str, Op] = {op.name: op for op in (allgather_gemm.OP, gemm_reduce_scatter.OP, gemm_allreduce.OP, gemm.OP)}
+
+def ops() -> dict[str, Op]:
+    """Bench ops by name."""
+    modules = [importlib.import_module(op.bench) for op in map(find, names()) if op.bench]
+    return {op.name: op for op in (*(module.OP for module in modules), gemm.OP)}

@@ -6,16 +6,16 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.bench.cases.base import Case, LocalGemm, Op
-from mkernel.bench.check import worst_product
+from mkernel.bench.cases.base import Case, LocalGemm, Op, up
 from mkernel.errors import ArgumentError
-from mkernel.plan.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.tools.check import worst_product
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call, Lab
-    from mkernel.plan.split import Split
-    from mkernel.plan.topology import Topology
-    from mkernel.runtime.world import Plan
+    from mkernel.bench.timing import Call, Timing
+    from mkernel.planner.split import Split
+    from mkernel.planner.topology import Topology
+    from mkernel.runtime.plan import Plan
 
 __all__ = ["OP", "AllgatherGemm"]
 
@@ -27,7 +27,7 @@ class AllgatherGemm(Case):
     def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str) -> None:
         self.label, self.shape = label, {"M": m, "N": n, "K": k}
         self.m, self.n, self.k, self.rows = m, n, k, m // topology.size
-        self.problem = AllGatherGemmProblem(topology, self.rows, n, k, dtype, True)
+        self.problem = AllGatherGemmProblem(topology, n, k, dtype, True)
         shard = self.rows * k * _ITEM
         self.solo = LocalGemm(m, n, k)
         self.flops = self.solo.flops
@@ -35,34 +35,36 @@ class AllgatherGemm(Case):
         self.network_bytes = (topology.num_nodes - 1) * shard
         self.link_bytes = (topology.size - topology.num_nodes) * shard
         self.heap_bytes = m * k * _ITEM + _SLACK
+        self.operand_rows = 1
+        self.title = f"{OP.name}: b ({k}, {n}), {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
 
-    def plan(self, sm_count: int, split: Split | None = None) -> Plan:
-        return make_plan(self.problem, sm_count, split)
+    def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
+        return make_plan(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
 
-    def setup(self, lab: Lab, seed: int) -> None:
-        rank, size = lab.world.rank, lab.world.size
-        self._lab, self._seed = lab, seed
-        count = lab.sets(_ITEM * (self.rows * self.k + self.k * self.n + self.m * self.n))
-        self._a = [lab.random((self.rows, self.k), self._a_seed(i, rank)) for i in range(count)]
-        self._b = [lab.random((self.k, self.n), seed + 1_000_003 * i + size + rank) for i in range(count)]
-        self._c = [lab.empty((self.m, self.n)) for _ in range(count)]
+    def setup(self, timing: Timing, seed: int) -> None:
+        rank, size = timing.world.rank, timing.world.size
+        self._timing, self._seed = timing, seed
+        count = timing.sets(_ITEM * (self.rows * self.k + self.k * self.n + self.m * self.n))
+        self._a = [timing.random((self.rows, self.k), self._a_seed(i, rank)) for i in range(count)]
+        self._b = [timing.random((self.k, self.n), seed + 1_000_003 * i + size + rank) for i in range(count)]
+        self._c = [timing.empty((self.m, self.n)) for _ in range(count)]
         for c in self._c:
-            lab.poison(c)
-        lab.synchronize()
+            timing.poison(c)
+        timing.synchronize()
 
     def _a_seed(self, index: int, rank: int) -> int:
         return self._seed + 1_000_003 * index + rank
 
     def gathered(self, index: int) -> Any:
         """All of A of one set, written again here from the seeds: no communication is trusted for the reference."""
-        shards = [self._lab.random((self.rows, self.k), self._a_seed(index, rank)) for rank in range(self._lab.world.size)]
-        bits = self._lab.xp.concatenate([shard.view(self._lab.xp.uint16) for shard in shards])
-        return bits.view(self._lab.numpy_dtype)
+        shards = [self._timing.random((self.rows, self.k), self._a_seed(index, rank)) for rank in range(self._timing.world.size)]
+        bits = self._timing.xp.concatenate([shard.view(self._timing.xp.uint16) for shard in shards])
+        return bits.view(self._timing.numpy_dtype)
 
     def fused(self, split: Any = None) -> list[Call]:
         import mkernel as mk
 
-        call = functools.partial(mk.allgather_gemm, world=self._lab.world, split=split)
+        call = functools.partial(mk.allgather_gemm, world=self._timing.world, split=split)
         return [functools.partial(call, a, b, out=c) for a, b, c in zip(self._a, self._b, self._c, strict=True)]
 
     def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -72,15 +74,15 @@ class AllgatherGemm(Case):
         return self._c
 
     def worst(self, index: int) -> float:
-        return worst_product(self._lab.xp, self._c[index], self.gathered(index), self._b[index])
+        return worst_product(self._timing.xp, self._c[index], self.gathered(index), self._b[index])
 
-    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
-        calls: dict[str, Sequence[Call]] = libraries.allgather_gemm(self._a, self._b, self._c)
+    def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
+        calls: dict[str, Sequence[Call]] = baselines.allgather_gemm(self._a, self._b, self._c)
         return calls
 
-    def alone(self, libraries: Any) -> Sequence[Call]:
-        count = min(len(self._a), self._lab.sets(_ITEM * (self.m * self.k + self.k * self.n + self.m * self.n)))
-        calls: Sequence[Call] = libraries.matmul([(self.gathered(i), self._b[i], self._c[i]) for i in range(count)])
+    def alone(self, baselines: Any) -> Sequence[Call]:
+        count = min(len(self._a), self._timing.sets(_ITEM * (self.m * self.k + self.k * self.n + self.m * self.n)))
+        calls: Sequence[Call] = baselines.matmul([(self.gathered(i), self._b[i], self._c[i]) for i in range(count)])
         return calls
 
 
@@ -88,6 +90,10 @@ class _Op(Op):
     name = "allgather_gemm"
     title = "M = K = S, N = S/W per rank"
     sizes = ("2048", "4096", "8192", "16384", "32768")
+
+    def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
+        sizes = ((512, 512, 512), (200, 288, 136)) if target == "cpu" else ((4096, 4096, 4096), (1000, 1048, 1032))
+        return [f"{up(m, ranks)}x{up(n, 8 * ranks) // ranks}x{k}" for m, n, k in sizes]
 
     def case(self, size: str, topology: Topology, dtype: str, **options: str) -> AllgatherGemm:
         """``S``, or ``MxNxK`` with N the columns of one rank."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call, Lab
-    from mkernel.plan.split import Split
-    from mkernel.plan.topology import Topology
-    from mkernel.runtime.world import Plan
+    from mkernel.bench.timing import Call, Timing
+    from mkernel.planner.split import Split
+    from mkernel.planner.topology import Topology
+    from mkernel.runtime.plan import Plan
 
-__all__ = ["Case", "LocalGemm", "Op"]
+__all__ = ["Case", "LocalGemm", "Op", "up"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +38,20 @@ class Case(abc.ABC):
     link_bytes: int  # into one GPU over NVLink
     network_bytes: int  # into one GPU over its network card
     heap_bytes: int  # symmetric heap the op needs
+    title: str  # op, dims but for the rows, dtype, world
+    operand_rows: int  # rows of the first operand per row that its plan counts
     solo: LocalGemm | None  # the local compute as a GEMM in a world of one; None: it is none
 
     @abc.abstractmethod
-    def plan(self, sm_count: int, split: Split | None = None) -> Plan:
-        """What mkernel does on a device with so many SMs. Raises SplitError."""
+    def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
+        """What mkernel does on a device with so many SMs. Raises SplitError.
+
+        ``rows``: as plans count them, in place of the case's; ``specialize``: what is compiled in, as ``mk.plan`` takes it (None: as the
+        environment says).
+        """
 
     @abc.abstractmethod
-    def setup(self, lab: Lab, seed: int) -> None:
+    def setup(self, timing: Timing, seed: int) -> None:
         """Make enough input sets that those not in use are larger than L2, poison the outputs."""
 
     @abc.abstractmethod
@@ -65,12 +71,17 @@ class Case(abc.ABC):
         """Largest error of set ``index``'s output over its bound: right if <= 1."""
 
     @abc.abstractmethod
-    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
+    def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
         """Contestants by name, writing to the same outputs. Those that a library lacks are left to it to report."""
 
     @abc.abstractmethod
-    def alone(self, libraries: Any) -> Sequence[Call]:
+    def alone(self, baselines: Any) -> Sequence[Call]:
         """The local compute by the vendor's library, all inputs already there."""
+
+
+def up(extent: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-extent // unit) * unit
 
 
 class Op(abc.ABC):
@@ -81,6 +92,10 @@ class Op(abc.ABC):
     sizes: tuple[str, ...]  # default shapes, as written after --shapes
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # names that --shapes takes for several
     options: tuple[str, ...] = ()  # keyword arguments of the op that the command line offers
+
+    def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
+        """Shapes that ``mkernel demo`` shows and checks, as ``case`` takes them, for any number of ranks; one that no tile divides too."""
+        return ()
 
     @abc.abstractmethod
     def case(self, size: str, topology: Topology, dtype: str, **options: str) -> Case:

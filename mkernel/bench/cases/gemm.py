@@ -10,14 +10,14 @@ from mkernel.bench.cases.base import Op
 from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call
-    from mkernel.plan.topology import Topology
+    from mkernel.bench.timing import Call
+    from mkernel.planner.topology import Topology
 
 __all__ = ["OP"]
 
 
 class _Gemm(AllgatherGemm):
-    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
+    def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
         return {}  # compute alone is the contestant
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mkernel.bench.cases.base import Op
+from mkernel.bench.cases.base import Op, up
 from mkernel.bench.cases.reduce import ReduceCase, parse_size
-from mkernel.plan.reduce import ALLREDUCE, ReduceProblem, choose_algorithm
+from mkernel.planner.reduce import ALLREDUCE, ReduceProblem
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call
-    from mkernel.plan.topology import Topology
+    from mkernel.bench.timing import Call
+    from mkernel.planner.topology import Topology
 
 __all__ = ["OP"]
 
@@ -31,8 +31,8 @@ class _GemmAllreduce(ReduceCase):
 
         return self._calls(mk.gemm_allreduce, split)
 
-    def baselines(self, libraries: Any) -> dict[str, Sequence[Call]]:
-        calls: dict[str, Sequence[Call]] = libraries.gemm_allreduce(*self._sets(self._c))
+    def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
+        calls: dict[str, Sequence[Call]] = baselines.gemm_allreduce(*self._sets(self._c))
         return calls
 
 
@@ -43,11 +43,17 @@ class _Op(Op):
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {"large": _LARGE, "small": _SMALL}
     options = ("partials", "algorithm")
 
+    def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
+        # The second has few rows, which go in one step.
+        sizes = ((256, 1408, 512), (7, 288, 136)) if target == "cpu" else ((4096, 4096, 4096), (7, 1048, 1032))
+        return [f"{m}x{n}x{up(k, 8 * ranks)}" for m, n, k in sizes]
+
     def case(self, size: str, topology: Topology, dtype: str, **options: str) -> _GemmAllreduce:
         """``S``, or ``MxNxK`` with K of all ranks."""
         m, n, k = parse_size(size, topology)
-        algorithm = options.get("algorithm") or choose_algorithm(topology, m, n)
-        problem = ReduceProblem(ALLREDUCE, topology, m, n, k // topology.size, dtype, True, options.get("partials", "output"), algorithm)
+        problem = ReduceProblem(
+            ALLREDUCE, topology, n, k // topology.size, dtype, True, options.get("partials", "output"), options.get("algorithm")
+        )
         return _GemmAllreduce(size.lower(), m, k, problem, options)
 
 

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.base import Case, LocalGemm
-from mkernel.bench.check import node_sums, worst_sum
 from mkernel.errors import ArgumentError
-from mkernel.plan.reduce import ReduceProblem, make_plan
-from mkernel.plan.topology import Topology
+from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.topology import Topology
+from mkernel.tools.check import node_sums, worst_sum
 
 if TYPE_CHECKING:
-    from mkernel.bench.lab import Call, Lab
-    from mkernel.plan.split import Split
-    from mkernel.runtime.world import Plan
+    from mkernel.bench.timing import Call, Timing
+    from mkernel.planner.split import Split
 
 __all__ = ["ITEM", "ReduceCase", "parse_size"]
 
@@ -25,9 +24,10 @@ _SMS = 132
 
 
 class ReduceCase(Case):
-    """``problem`` is what every rank asks for; ``m`` rows and K = ``whole_k`` are the whole problem's."""
+    """``problem`` is what every rank asks for, ``rows`` those of a rank's result; ``m`` rows and K = ``whole_k`` are of all ranks."""
 
     def __init__(self, label: str, m: int, whole_k: int, problem: ReduceProblem, options: dict[str, str]) -> None:
+        self.rows = m // problem.topology.size if problem.op == REDUCE_SCATTER else m
         self.label, self.shape = label, {"M": m, "N": problem.n, "K": whole_k}
         self.m, self.n, self.k = m, problem.n, problem.k
         self.problem, self.options = problem, options
@@ -39,26 +39,29 @@ class ReduceCase(Case):
         self.link_bytes = topology.num_nodes * (topology.ranks_per_node - 1) * shard
         self.network_bytes = (topology.num_nodes - 1) * shard
         self.heap_bytes = self.plan(_SMS).workspace_bytes + _SLACK
+        self.operand_rows = topology.size if problem.op == REDUCE_SCATTER else 1
+        world = f"{topology.num_nodes}x{topology.ranks_per_node}"
+        self.title = f"{problem.op}: b ({problem.k}, {problem.n}), {problem.dtype}, partials {problem.partials}, {world} ranks"
 
-    def plan(self, sm_count: int, split: Split | None = None) -> Plan:
-        return make_plan(self.problem, sm_count, split)
+    def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> ReducePlan:
+        return make_plan(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
 
-    def setup(self, lab: Lab, seed: int) -> None:
-        self._lab, self._seed = lab, seed
-        count = lab.sets(ITEM * (self.m * self.k + self.k * self.n + self.problem.rows * self.n))
-        self._inputs = [self._operands(i, lab.world.rank) for i in range(count)]
-        self._c = [lab.empty((self.problem.rows, self.n)) for _ in range(count)]
+    def setup(self, timing: Timing, seed: int) -> None:
+        self._timing, self._seed = timing, seed
+        count = timing.sets(ITEM * (self.m * self.k + self.k * self.n + self.rows * self.n))
+        self._inputs = [self._operands(i, timing.world.rank) for i in range(count)]
+        self._c = [timing.empty((self.rows, self.n)) for _ in range(count)]
         for c in self._c:
-            lab.poison(c)
-        lab.synchronize()
+            timing.poison(c)
+        timing.synchronize()
 
     def _operands(self, index: int, rank: int) -> tuple[Any, Any]:
         """A and B of one rank in one set: written again from the seeds for the reference, which trusts no communication."""
-        lab, seed = self._lab, self._seed + 1_000_003 * index + 2 * rank
-        return lab.random((self.m, self.k), seed), lab.random((self.k, self.n), seed + 1)
+        timing, seed = self._timing, self._seed + 1_000_003 * index + 2 * rank
+        return timing.random((self.m, self.k), seed), timing.random((self.k, self.n), seed + 1)
 
     def _calls(self, op: Callable[..., Any], split: Any) -> list[Call]:
-        call = functools.partial(op, world=self._lab.world, split=split, **self.options)
+        call = functools.partial(op, world=self._timing.world, split=split, **self.options)
         return [functools.partial(call, a, b, out=c) for (a, b), c in zip(self._inputs, self._c, strict=True)]
 
     def first_call(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -68,18 +71,18 @@ class ReduceCase(Case):
         return self._c
 
     def worst(self, index: int) -> float:
-        nodes = node_sums(self.problem, self._lab.world.rank, lambda rank: self._operands(index, rank))
-        return worst_sum(self._lab.xp, self._c[index], nodes)
+        nodes = node_sums(self.plan(_SMS), self._timing.world.rank, lambda rank: self._operands(index, rank))
+        return worst_sum(self._timing.xp, self._c[index], nodes)
 
     def _sets(self, outputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Inputs and outputs as the libraries take them: lists of a, of b, of c."""
         a, b = (list(operands) for operands in zip(*self._inputs, strict=True))
         return a[: len(outputs)], b[: len(outputs)], list(outputs)
 
-    def alone(self, libraries: Any) -> Sequence[Call]:
-        count = min(len(self._c), self._lab.sets(ITEM * (self.m * self.k + self.k * self.n + self.m * self.n)))
-        products = [self._lab.empty((self.m, self.n)) for _ in range(count)]
-        calls: Sequence[Call] = libraries.matmul(list(zip(*self._sets(products), strict=True)))
+    def alone(self, baselines: Any) -> Sequence[Call]:
+        count = min(len(self._c), self._timing.sets(ITEM * (self.m * self.k + self.k * self.n + self.m * self.n)))
+        products = [self._timing.empty((self.m, self.n)) for _ in range(count)]
+        calls: Sequence[Call] = baselines.matmul(list(zip(*self._sets(products), strict=True)))
         return calls
 
 

@@ -17,21 +17,21 @@ from mkernel import env
 from mkernel.errors import AbortedError, Error, PeerLostError
 from mkernel.proxy.spawn import scrubbed_environment
 from mkernel.runtime import logs
+from mkernel.runtime.options import Options
 from mkernel.runtime.workers import relay
 from mkernel.runtime.workers.messages import Order, Report
 from mkernel.runtime.workers.pickling import dump_call, load_error, load_result
 from mkernel.runtime.workers.pool import Call, Pool
 from mkernel.runtime.workers.serve import in_worker
-from mkernel.runtime.world import Options
 
 __all__ = ["run_in_workers", "shutdown"]
 
-_EXIT_SECONDS = 15.0  # more than the pool gives its processes
+_EXIT_SECONDS = 15.0  # longer than the pool gives its processes to end
 _RESTART_PREFIXES = ("MKERNEL_", "CUDA_")  # variables that a process reads once, or that its world was made with
-_FREE_NAMES = {"MKERNEL_IDLE_LIMIT", "MKERNEL_LOG"}  # the caller's own business
+_FREE_NAMES = {"MKERNEL_IDLE_LIMIT", "MKERNEL_LOG"}  # variables of the caller alone
 
 _turn = threading.Lock()  # one call at a time
-_turn_owner = 0  # the thread that has it
+_turn_owner = 0  # the thread whose call it is
 _pool: Pool | None = None
 _installed = False
 
@@ -51,7 +51,7 @@ def run_in_workers(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Any]:
-    """``fn(world, *args)`` for every rank, each in a process of its own, which stays for the next call; the results, by rank.
+    """Call ``fn(world, *args)`` for every rank, in processes that stay for the next call. Returns the results, by rank.
 
     Calls of several threads take turns. ``clock`` is what a new pool measures its idle limit with (tests).
 
@@ -97,6 +97,13 @@ def shutdown() -> None:
     """End the worker processes that ``mk.launch`` keeps on GPUs, and free their memory; the next ``mk.launch`` starts new ones.
 
     Does nothing where there are none. Blocks until they have ended, at most some seconds; a call that another thread is in ends first.
+
+    Examples
+    --------
+    >>> import mkernel as mk
+    >>> mk.launch(lambda world: world.size, ranks=2)
+    [2, 2]
+    >>> mk.shutdown()  # frees the GPUs, where there are any
     """
     if in_worker():
         return
@@ -142,7 +149,7 @@ def _end_pool() -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's, as its ranks may see it."""
+    """The caller's environment, as its ranks may see it."""
     kept = scrubbed_environment(os.environ, gpus=True)
     del kept["PYTHONPATH"]  # sys.path travels by itself
     if "PYTHONPATH" in os.environ:
@@ -181,7 +188,7 @@ def _follow(pool: Pool, orders: Callable[[int], list[Order]], idle_limit: float)
 
 
 def _abandon(pool: Pool, call: Call, reason: str) -> None:
-    """Ctrl-C: take the ranks along. A second one does not wait for them."""
+    """Interrupt the ranks after Ctrl-C. A second Ctrl-C does not wait for them."""
     pool.interrupt(call, reason)
     try:
         while not (call.finished.is_set() and call.shows.empty()):
@@ -211,7 +218,7 @@ def _exception(what: Report | BaseException) -> BaseException:
 
 
 def _explain(failures: list[tuple[int, BaseException]]) -> BaseException:
-    """The first failure that is not only an echo of another rank's, the others as its notes."""
+    """The first failure that is not only the echo of another rank's failure, with the others as its notes."""
     dead = {rank for rank, error in failures if isinstance(error, PeerLostError) and error.__cause__ is None}
 
     def echo(rank: int, error: BaseException) -> bool:
@@ -241,7 +248,7 @@ def _at_exit(pid: int) -> None:
 
 
 def _in_child() -> None:
-    """A forked child has neither the thread nor the processes."""
+    """Forget the pool in a forked child, which has neither its thread nor its processes."""
     global _pool, _turn, _turn_owner
     if _pool is not None:
         _pool.forget()

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from mkernel.runtime.world import Options
+from mkernel.runtime.options import Options
 
 __all__ = ["Inbox", "Kind", "Order", "Report", "Stop", "frame"]
 
@@ -17,7 +17,7 @@ _HEAD = struct.Struct("!BQ")  # kind, bytes that follow
 
 
 class Kind(enum.IntEnum):
-    """Of a frame; its body is a pickle of what stands here: plain data, so that reading it never runs, imports or lacks anybody's code."""
+    """The kinds of frames, each with the plain data that its body pickles. Reading a frame runs no code of a user."""
 
     # to a worker
     order = 1  # Order
@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
     # from a worker
     gather = 10  # (call, this rank's bytes): a collective of its bootstrap
     report = 11  # Report
-    log = 12  # what a logging.LogRecord consists of
+    log = 12  # the fields of a logging.LogRecord
     warning = 13  # (message and category pickled, text, file name, line)
 
 
@@ -54,7 +54,7 @@ class Report:
 
     call: int
     usable: bool  # the world is still open and well
-    result: bytes | None = None  # set: the call succeeded here
+    result: bytes | None = None  # the result, if the call succeeded on this rank
     error: bytes = b""  # the exception
     summary: str = ""  # its type and text
     traceback: str = ""
@@ -63,7 +63,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stop:
-    """Leave a call: its world is given up at once. With ``raises`` the function is interrupted too."""
+    """Tells a worker to leave a call: its world is given up at once. With ``raises`` the function is interrupted too."""
 
     call: int
     reason: str
@@ -78,7 +78,7 @@ def frame(kind: Kind, body: Any) -> bytes:
 
 
 class Inbox:
-    """Turns what arrives into messages."""
+    """Turns the bytes that arrive into messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()

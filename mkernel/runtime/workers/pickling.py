@@ -29,12 +29,12 @@ __all__ = [
     "to_host",
 ]
 
-_DEPTH = 12  # how far the search for what cannot be pickled descends
+_DEPTH = 12  # levels that the search for an object that cannot be pickled descends
 _REMEDY = "mk.launch on GPUs copies functions, what they refer to, and results between processes: make and use such objects inside one"
 
 
 def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """A function and its arguments. Raises ArgumentError that names what cannot be pickled, Error without cloudpickle."""
+    """A function and its arguments as bytes. Raises ArgumentError that names what cannot be pickled, Error without cloudpickle."""
     _pickler()
     try:
         return _dump((fn, args), _place_on_device)
@@ -47,7 +47,7 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def load_call(data: bytes, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``dump_call`` was given. Raises ArgumentError."""
+    """The function and the arguments that ``dump_call`` was given. Raises ArgumentError."""
     try:
         fn, args = pickle.loads(data)
     except Exception as error:
@@ -57,7 +57,7 @@ def load_call(data: bytes, rank: int) -> tuple[Callable[..., Any], tuple[Any, ..
 
 
 def dump_result(result: Any, rank: int) -> bytes:
-    """What a rank returned, arrays of devices as arrays in host memory. Raises ArgumentError that names what cannot be pickled."""
+    """A rank's result as bytes, with device arrays copied to host memory. Raises ArgumentError that names what cannot be pickled."""
     try:
         return _dump(result, to_host)
     except Exception as error:
@@ -66,7 +66,7 @@ def dump_result(result: Any, rank: int) -> bytes:
 
 
 def load_result(data: bytes, rank: int) -> Any:
-    """What ``dump_result`` was given. Raises ArgumentError."""
+    """The result that ``dump_result`` was given. Raises ArgumentError."""
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -75,10 +75,10 @@ def load_result(data: bytes, rank: int) -> Any:
 
 
 def dump_error(error: BaseException) -> bytes:
-    """An exception without its frames; empty where it cannot travel (``load_error`` makes another of its text)."""
+    """An exception, without its frames, as bytes; empty if it cannot be pickled (``load_error`` then makes another from its text)."""
     try:
         data = _dump(error.with_traceback(None), to_host)
-        pickle.loads(data)  # an __init__ with arguments of its own is found out here
+        pickle.loads(data)  # loading finds out whether __init__ has arguments of its own
     except Exception:
         return b""
     return data
@@ -94,7 +94,7 @@ def load_error(data: bytes, summary: str) -> BaseException:
 
 
 def dump_warning(message: Any, category: type[Warning]) -> bytes:
-    """A warning; empty where it cannot travel."""
+    """A warning as bytes; empty if it cannot be pickled."""
     try:
         return _dump((message, category), to_host)
     except Exception:
@@ -125,7 +125,7 @@ def to_host(value: Any) -> Any:
 
 
 def _place_on_device(value: Any) -> Any:
-    """An argument that is a tensor of torch on some GPU is sent by its values, and placed on the GPU of the rank."""
+    """Pickle a torch tensor on a GPU by its values; it is unpickled on the GPU of the rank."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.is_cuda:
         return _Placed(value.detach().cpu())
@@ -133,7 +133,7 @@ def _place_on_device(value: Any) -> Any:
 
 
 class _Placed:
-    """A tensor that becomes one of the current GPU where it is unpickled."""
+    """A pickle of a tensor that is unpickled on the current GPU."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -182,7 +182,7 @@ def _dump(value: Any, replace: Callable[[Any], Any]) -> bytes:
 
 
 def _culprit(value: Any, name: str, replace: Callable[[Any], Any], depth: int = 0) -> str:
-    """Where in ``value`` the first thing lies that cannot be pickled, and its type; empty if all of it can."""
+    """The place in ``value``, and the type, of the first object that cannot be pickled; empty if all can be."""
     try:
         _dump(value, replace)
     except Exception:

@@ -24,10 +24,10 @@ __all__ = ["Call", "Pool"]
 
 _log = logging.getLogger("mkernel")
 
-_LEAVE_SECONDS = 5.0  # after a failure the other ranks' functions may go on for so long, then they are interrupted
-_KILL_SECONDS = 10.0  # from the interrupt to the end of the process
+_LEAVE_SECONDS = 5.0  # how long the other ranks' functions may go on after a failure before they are interrupted
+_KILL_SECONDS = 10.0  # from the interrupt until the process is killed
 _END_SECONDS = 10.0  # for closing the world together and leaving the interpreter
-_TICK_SECONDS = 1.0  # a process that ended while a child of its own holds its socket is noticed so soon
+_TICK_SECONDS = 1.0  # how soon the end of a process is noticed whose child still holds its socket
 _BACKLOG = 1 << 24  # characters that wait to be printed, before workers have to wait
 
 
@@ -51,10 +51,10 @@ class Call:
         self.finished = threading.Event()
         self.results: dict[int, bytes] = {}
         self.failures: list[tuple[int, Report | BaseException]] = []
-        self.error: BaseException | None = None  # of the pool itself: a process could not be started
+        self.error: BaseException | None = None  # the pool's own failure: a process could not be started
         self.text_put = self.text_shown = 0  # characters in ``shows`` so far: counted by the pool's thread, and by the caller's
-        # the pool's thread alone
-        self.parts: dict[int, bytes] = {}  # of the bootstrap's present collective
+        # used by the pool's thread alone
+        self.parts: dict[int, bytes] = {}  # contributions to the bootstrap's present collective
         self.stop: Stop | None = None
         self.interrupt_at = self.kill_at = float("inf")
         self.fresh_processes = 0
@@ -92,7 +92,7 @@ class Pool(threading.Thread):
         self._world_open = False
         self._lock = threading.Lock()
         self._requests: list[Callable[[], None]] = []
-        self._ending = False  # no call is taken any more
+        self._ending = False  # no more calls are taken
         self._end_at = float("inf")
         self._idle_limit, self._idle_since = float("inf"), clock()
         self._warnings = relay.WarningLog()
@@ -111,11 +111,11 @@ class Pool(threading.Thread):
         return call
 
     def interrupt(self, call: Call, reason: str, raises: str = "KeyboardInterrupt") -> None:
-        """Give a call up; it is ``finished`` soon, because a process that does not leave is killed."""
+        """Give a call up. It is ``finished`` soon, because a process that does not leave is killed."""
         self._request(lambda: self._interrupt(call, reason, raises))
 
     def kill(self, call: Call) -> None:
-        """The same at once."""
+        """Give a call up without waiting: its processes are killed."""
         self._request(lambda: self._kill_busy(call))
 
     def end(self) -> None:
@@ -123,13 +123,13 @@ class Pool(threading.Thread):
         self._request(self._begin_end)
 
     def wake(self) -> None:
-        """Look again, now."""
+        """Make the pool's thread look again, now."""
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
     def forget(self) -> None:
-        """In a forked child: drop what is the parent's."""
+        """Drop what is the parent's, in a forked child."""
         for worker in self._workers:
             if worker is not None:
                 worker.forget()
@@ -154,7 +154,7 @@ class Pool(threading.Thread):
                 self._requests = []
                 os.close(self._wake)
                 self._wake = -1
-            for request in late:  # a call that came too late is told so
+            for request in late:  # a call that came too late learns that it was not taken
                 request()
 
     def _turn(self) -> None:
@@ -177,7 +177,7 @@ class Pool(threading.Thread):
             for fd, events in worker.files(listen=listen):
                 poll.register(fd, events)
                 owners[fd] = worker
-        for fd, _ in poll.poll(self._patience() * 1000):
+        for fd, _ in poll.poll(self._poll_seconds() * 1000):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
             elif fd in owners:
@@ -185,7 +185,7 @@ class Pool(threading.Thread):
         for worker in self._living():
             worker.write()
 
-    def _patience(self) -> float:
+    def _poll_seconds(self) -> float:
         """Seconds to sleep at most."""
         if self._requests:
             return 0.0
@@ -243,7 +243,7 @@ class Pool(threading.Thread):
         call.shows.put(print_it)
 
     def _print_rest(self, worker: WorkerProcess, *, last: bool) -> None:
-        """Print what a rank has left in its pipes; a ``last`` line without an end too, which would run into another rank's."""
+        """Print what a rank has left in its pipes, also an unfinished ``last`` line: else it would run into another rank's."""
         for lines in worker.lines:
             if lines.fd >= 0:
                 self._show_text(lines.name, lines.drain())
@@ -291,7 +291,7 @@ class Pool(threading.Thread):
             worker.write()
 
     def _end_of_rank(self, worker: WorkerProcess, what: Report | BaseException) -> None:
-        """A rank has reported, or its process has ended."""
+        """Note that a rank has reported, or that its process has ended."""
         call = self._call
         worker.busy = False
         if call is None:
@@ -306,8 +306,8 @@ class Pool(threading.Thread):
         if not any(member.busy for member in self._living()):
             self._over(call)
 
-    def _stop_call(self, call: Call, stop: Stop, patience: float) -> None:
-        """Tell the ranks that a call is given up, the first time for a reason, later to be harder."""
+    def _stop_call(self, call: Call, stop: Stop, seconds: float) -> None:
+        """Tell the ranks that a call is given up: first with the reason, later with an interrupt."""
         if call.stop is not None and not stop.raises:
             return
         call.stop = stop
@@ -317,7 +317,7 @@ class Pool(threading.Thread):
         if stop.raises:
             call.interrupt_at, call.kill_at = float("inf"), self._clock() + _KILL_SECONDS
         else:
-            call.interrupt_at = self._clock() + patience
+            call.interrupt_at = self._clock() + seconds
 
     def _interrupt(self, call: Call, reason: str, raises: str) -> None:
         if self._call is call and not call.finished.is_set():
@@ -334,7 +334,7 @@ class Pool(threading.Thread):
 
     def _over(self, call: Call) -> None:
         if call.unopened and not call.retried and call.fresh_processes < self.size and (call.stop is None or call.stop.origin >= 0):
-            # What an earlier call left in these processes may be why: a GPU's context that failed, memory that could not be freed.
+            # An earlier call may have left these processes unfit: with a failed GPU context, or memory that could not be freed.
             call.retried = True
             call.failures.clear()
             call.parts.clear()
@@ -357,7 +357,7 @@ class Pool(threading.Thread):
         call.shows.put(None)
 
     def _bury(self, worker: WorkerProcess, why: BaseException | None = None) -> None:
-        """A process has ended, or shall: its place is free, and what it said at last counts."""
+        """Free the place of a process that has ended, or shall; its last messages still count."""
         if self._workers[worker.rank] is not worker:
             return
         self._workers[worker.rank] = None
@@ -404,7 +404,7 @@ class Pool(threading.Thread):
             worker.write()
 
     def _give_up(self, error: BaseException) -> None:
-        """Kill everything, and let the caller know."""
+        """Kill all processes, and let the caller know."""
         with self._lock:
             self._ending = True
         workers, self._workers = self._living(), [None] * self.size

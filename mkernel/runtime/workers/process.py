@@ -18,7 +18,7 @@ from mkernel.runtime.workers.relay import Lines
 
 __all__ = ["WorkerProcess"]
 
-_END_SECONDS = 5.0  # from the end of its socket to the end of the process
+_END_SECONDS = 5.0  # how long a process may live after its socket has ended
 
 
 class WorkerProcess:
@@ -91,7 +91,7 @@ class WorkerProcess:
         except BlockingIOError:
             self._outbox.appendleft(part)
         except OSError:
-            self._outbox.clear()  # it has gone: reading says so
+            self._outbox.clear()  # the process has gone, which reading will report
 
     def read(self) -> Iterator[tuple[Kind, Any]]:
         """The messages that have come."""
@@ -117,7 +117,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """End the process, and those that it has started in its session."""
         self._gone = True
-        if self._process.poll() is None:  # else the number may be another's by now
+        if self._process.poll() is None:  # else the number may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -133,7 +133,7 @@ class WorkerProcess:
         return how_it_ended(code)
 
     def forget(self) -> None:
-        """Close this process's ends without a word: in a forked child, and after ``reap``."""
+        """Close this process's ends silently: in a forked child, and after ``reap``."""
         self._gone = True
         self._socket.close()
         for lines in self.lines:

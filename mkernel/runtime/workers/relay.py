@@ -19,13 +19,13 @@ from mkernel.runtime.workers.pickling import dump_warning, load_warning
 __all__ = ["Lines", "WarningLog", "capture", "dump_filters", "flush", "load_filters", "show_log", "write"]
 
 _LOGGER = "mkernel"
-_LONGEST_LINE = 1 << 16  # characters; what goes on without an end is printed in pieces
-_PIECES = 64  # of 64 KiB, more than a pipe holds: a process that goes on printing must not hold up the end of a call
+_LONGEST_LINE = 1 << 16  # characters; a longer line is printed in pieces
+_PIECES = 64  # reads of 64 KiB, more than a pipe holds: a process that goes on printing must not delay the end of a call
 
 
 # ---- in a worker
 def capture(send: Callable[[Kind, Any], None]) -> None:
-    """From now on send the records of the logger ``mkernel`` and warnings; what is printed goes into the process's pipes line by line."""
+    """Begin to send log records of ``mkernel`` and warnings to the caller; what is printed goes into the pipes line by line."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     logger = logging.getLogger(_LOGGER)
@@ -61,7 +61,7 @@ class _LogRelay(logging.Handler):
 
 
 def flush() -> None:
-    """Everything printed so far is in the pipes afterwards, what C code printed too."""
+    """Flush everything printed so far into the pipes, also what C code printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -97,7 +97,7 @@ def show_log(fields: dict[str, Any]) -> None:
 
 
 class WarningLog:
-    """Warns in the caller as the workers did; a warning that all ranks give is shown once."""
+    """Give the workers' warnings in the caller; a warning that all ranks give is shown once."""
 
     def __init__(self) -> None:
         self._registry: dict[Any, int] = {}
@@ -108,7 +108,7 @@ class WarningLog:
 
 
 def write(name: str, text: str) -> None:
-    """Print on the caller's ``sys.stdout`` or ``sys.stderr`` of this moment: a notebook cell's, or one that a test captures."""
+    """Print on the caller's present ``sys.stdout`` or ``sys.stderr``, such as a notebook cell's."""
     stream = getattr(sys, name)
     if stream is not None:
         stream.write(text)
@@ -134,7 +134,7 @@ class Lines:
         os.set_blocking(fd, False)
 
     def read(self) -> str:
-        """What has come, up to the last end of a line (or a carriage return: progress bars); does not block."""
+        """Text that has come, up to the last end of a line or carriage return (of a progress bar). Does not block."""
         self._take()
         return self._whole_lines()
 

@@ -19,10 +19,10 @@ from typing import Any
 from mkernel.errors import AbortedError, ArgumentError, Error
 from mkernel.proxy.spawn import die_with
 from mkernel.runtime import current
-from mkernel.runtime.assemble import assemble
-from mkernel.runtime.bootstrap import Bootstrap
 from mkernel.runtime.failure import Failure
 from mkernel.runtime.failure import Kind as FailureKind
+from mkernel.runtime.init import open_world
+from mkernel.runtime.ranks.bootstrap import Bootstrap
 from mkernel.runtime.workers import relay
 from mkernel.runtime.workers.messages import Inbox, Kind, Order, Report, Stop, frame
 from mkernel.runtime.workers.pickling import dump_error, dump_result, load_call
@@ -39,7 +39,7 @@ def in_worker() -> bool:
 
 
 def serve(fd: int, parent: int) -> int:
-    """Run the calls that come from the other end of a socket, until it is told to end or the caller has gone. Returns the exit code."""
+    """Run the calls that come through a socket until the caller ends them or has gone. Returns the exit code."""
     global _in_worker
     _in_worker = True
     connection = socket.socket(fileno=fd)
@@ -84,8 +84,8 @@ class _Worker:
         self._world: World | None = None
         self._stream: Any = None  # CuPy's current one when the world was opened
         self._bootstrap: _Bootstrap | None = None
-        self._stop: Stop | None = None  # the last that has come
-        self._call = 0  # that runs, or ran last
+        self._stop: Stop | None = None  # the last call that has come
+        self._call = 0  # the call that runs, or ran last
         self._interruptible = False
         self._whole, self._postponed = 0, False
         self._main = threading.get_ident()
@@ -111,7 +111,7 @@ class _Worker:
             relay.flush()
             self.send(Kind.report, report)
             del order, report
-            gc.collect()  # arrays of the heap that lie in circles
+            gc.collect()  # free arrays of the heap that are in reference cycles
         self._end_world()
 
     # ---- what the caller says (the reader's thread)
@@ -148,7 +148,7 @@ class _Worker:
             signal.pthread_kill(self._main, signal.SIGINT)  # wakes system calls too
 
     def _interrupt(self, number: int = 0, frame: FrameType | None = None) -> None:
-        """SIGINT: in the main thread, between two of its instructions."""
+        """Handle SIGINT, which comes in the main thread between two instructions."""
         self._postponed = self._whole > 0 and self._interruptible
         if self._postponed or not self._interruptible:
             return
@@ -204,14 +204,14 @@ class _Worker:
             raise _reason(stop)
         if self._world is not None:
             self._world.check()
-            if self._stream is not None:  # as the function before may have left it otherwise
+            if self._stream is not None:  # because the function before may have changed it
                 self._world.xp.cuda.Device(self._world.device).use()
                 self._stream.use()
             return self._world
         assert self._bootstrap is not None
         gc.unfreeze()
         gc.collect()  # what is left of the world before
-        world = assemble(self._bootstrap, order.options)
+        world = open_world(self._bootstrap, order.options)
         gc.freeze()  # collecting after each call looks at that call's objects only: with CuPy loaded there are 10^5 others
         self._stream = world.xp.cuda.get_current_stream() if world.target == "cuda" else None
         with self._lock:
@@ -223,7 +223,7 @@ class _Worker:
         return world
 
     def _become(self, order: Order) -> None:
-        """Take over what the caller has changed in its process since the last call, and back what the last function may have."""
+        """Take over what the caller has changed in its process since the last call, and undo what the last function changed."""
         signal.signal(signal.SIGINT, self._interrupt)
         if os.environ != order.environment:
             os.environ.clear()
@@ -235,7 +235,7 @@ class _Worker:
         logging.getLogger("mkernel").setLevel(order.log_level)
 
     def _rest(self, world: World) -> None:
-        """End a call as closing the world would: all kernels have ended, on all ranks, and all ranks have ended alike."""
+        """End a call as closing the world would: all kernels of all ranks have ended, and none has failed."""
         world.synchronize()
         if world.target == "cuda":
             world.xp.cuda.Device(world.device).synchronize()  # results may be under way on any stream

@@ -36,6 +36,7 @@ MK_DEVICE void words(char* smem, ptx::Words* packets) {
   v.word[2] = ptx::bits(sum + low + high + ptx::from_bits(v.word[3]));
   ptx::store_packet(packets + 1, v);
   ptx::store_global(packets + 2, ptx::load_input(packets + 3));
+  ptx::store_global(packets + 4, ptx::load_global(packets + 5));
 }
 
 MK_DEVICE void collective(char* smem) {

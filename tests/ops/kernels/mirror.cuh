@@ -3,29 +3,14 @@
 #include "allgather_gemm.cuh"
 #include "mirror_world.cuh"
 
-namespace mirror {
-struct Shape {  // what a plan decides at run time
-  uint32_t rows, whole_tiles, group_m, part_blocks;
-};
-inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
-  mkernel::Parameters p{};
-  p.world = world_of(rank);
-  p.rows = shape.rows;
-  p.whole_tiles = shape.whole_tiles;
-  p.group_m = shape.group_m;
-  p.part_blocks = shape.part_blocks;
-  return p;
-}
-}  // namespace mirror
-
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   return mkernel::Tiles(p).num_tiles();
 }
 
 // Four words per tile: source rank, row of tiles in its shard, column of tiles, slice.
-MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
     const mkernel::TileCoordinate c = tiles.coordinate(tile);
@@ -33,21 +18,34 @@ MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* o
   }
 }
 
-MKC_API uint32_t mirror_num_chunks(const mirror::Shape* shape) { return mkernel::num_chunks(mirror::parameters(0, *shape)); }
+MKC_API uint32_t mirror_num_chunks(const void* shape) { return mkernel::num_chunks(mirror::parameters(0, shape)); }
 
 // Bytes from the start of the workspace, and of the flags.
-MKC_API uint64_t mirror_plane_offset(const mirror::Shape* shape, uint32_t source) {
-  return mkernel::plane_offset(mirror::parameters(0, *shape), source);
+MKC_API uint64_t mirror_plane_offset(const void* shape, uint32_t source) {
+  return mkernel::plane_offset(mirror::parameters(0, shape), source);
 }
-MKC_API uint64_t mirror_flag_offset(const mirror::Shape* shape, uint32_t source, uint32_t chunk) {
-  const mkernel::Parameters p = mirror::parameters(0, *shape);
+MKC_API uint64_t mirror_flag_offset(const void* shape, uint32_t source, uint32_t chunk) {
+  const mkernel::Parameters p = mirror::parameters(0, shape);
   return mkernel::flag_offset(p, mkernel::flag_index(p, source, chunk));
 }
 
 // The number of a chunk; all ones if the way back leads elsewhere.
-MKC_API uint32_t mirror_chunk_index(const mirror::Shape* shape, uint32_t block, uint32_t part) {
-  const mkernel::Parameters p = mirror::parameters(0, *shape);
+MKC_API uint32_t mirror_chunk_index(const void* shape, uint32_t block, uint32_t part) {
+  const mkernel::Parameters p = mirror::parameters(0, shape);
   const uint32_t index = mkernel::chunk_index(p, block, part);
   const mkernel::Chunk back = mkernel::chunk_at(p, index);
   return back.block == block && back.part == part ? index : 0xffffffffu;
+}
+
+// Where a copy of a chunk of this rank's shard, piece by piece as CopyRing goes through it, reads: row and unit of the part map's box. Returns how
+// many pieces.
+MKC_API uint32_t mirror_pieces(const void* shape, uint32_t chunk, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(0, shape);
+  const mkernel::ShardPieces chunks{p};
+  mkernel::Copied item = mkernel::own_copy(p, chunk, 0);
+  uint32_t count = 0;
+  for (uint32_t offset = 0; offset < item.bytes; offset += chunks.piece_bytes(), chunks.next_piece(item), ++count) {
+    *out++ = item.row, *out++ = item.unit;
+  }
+  return count;
 }

@@ -3,18 +3,18 @@
 #include "mirror_reduce.cuh"
 
 // The number of the i-th sum of an inter_reduce CTA; all ones: there are no more.
-MKC_API uint32_t mirror_assigned(uint32_t rank, const mirror::Shape* shape, uint32_t cta, uint32_t i) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
-  return mkernel::Tiles(p, cta, Config::kInterReduce).assigned(i);
+MKC_API uint32_t mirror_assigned(uint32_t rank, const void* shape, uint32_t cta, uint32_t i) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
+  return mkernel::Tiles(p, cta, mkernel::num_inter_reduce(p)).assigned(i);
 }
-MKC_API void mirror_tile(uint32_t rank, const mirror::Shape* shape, uint32_t tile, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API void mirror_tile(uint32_t rank, const void* shape, uint32_t tile, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   mirror::write_tile(mkernel::Tiles(p), tile, out);
 }
 
 // Where a partial tile or sum goes.
-MKC_API void mirror_sent(uint32_t rank, const mirror::Shape* shape, uint32_t tile, mirror::Place* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API void mirror_sent(uint32_t rank, const void* shape, uint32_t tile, mirror::Place* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
   const uint32_t distance = mkernel::node_distance(p.world, c.plane);
@@ -26,8 +26,8 @@ MKC_API void mirror_sent(uint32_t rank, const mirror::Shape* shape, uint32_t til
 }
 
 // What a part of a tile adds, in order; the rank is who raises the flag. Returns how many.
-MKC_API uint32_t mirror_addends(uint32_t rank, const mirror::Shape* shape, uint32_t tile, uint32_t part, mirror::Place* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API uint32_t mirror_addends(uint32_t rank, const void* shape, uint32_t tile, uint32_t part, mirror::Place* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
   const mkernel::Tiles::AddendFlags flags{tiles, c};
@@ -43,8 +43,8 @@ uint32_t put(const Sent& sent, uint32_t rank, uint32_t distance, uint32_t first,
   out[1] = mirror::Place{sent.dst(distance, first), rank % Config::kRanksPerNode, sent.peer_flag(distance, first)};
   return sent.count(distance, first);
 }
-MKC_API uint32_t mirror_put_sums(uint32_t rank, const mirror::Shape* shape, uint32_t distance, uint32_t first, mirror::Place* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API uint32_t mirror_put_sums(uint32_t rank, const void* shape, uint32_t distance, uint32_t first, mirror::Place* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   return put(mkernel::SumsToSend<mkernel::Tiles>{tiles}, rank, distance, first, out);
 }

@@ -2,32 +2,13 @@
 // the kernel.
 #pragma once
 #include "mirror_world.cuh"
-#include "reduce.cuh"
+#include "reduce/owned_tiles.cuh"
 
 namespace mirror {
-constexpr uint64_t kHeap = uint64_t(1) << 40;  // where heaps seem to be: only differences are looked at
-struct Shape {                                 // what a plan decides at run time
-  uint32_t rows, tiles, group_tiles, group_m;
-  uint64_t offsets[4];  // of the areas, in the order of Parameters
-};
 struct Place {  // of a tile on its way: on which rank of the node, which flag tells of it
   uint64_t offset;
   uint32_t local_rank, flag;
 };
-inline mkernel::Parameters parameters(uint32_t rank, const Shape& shape) {
-  mkernel::Parameters p{};
-  p.world = world_of(rank);
-  p.world.heap_base = kHeap;
-  p.partial_offset = shape.offsets[0];
-  p.sum_offset = shape.offsets[1];
-  p.arrived_offset = shape.offsets[2];
-  p.result_offset = shape.offsets[3];
-  p.rows = shape.rows;
-  p.tiles = shape.tiles;
-  p.group_tiles = shape.group_tiles;
-  p.group_m = shape.group_m;
-  return p;
-}
 inline uint64_t in_heap(const char* address) { return reinterpret_cast<uint64_t>(address) - kHeap; }
 
 // Six words per tile: owner, number among its tiles, row and column, whether it is a sum, whether it exists.
@@ -38,12 +19,12 @@ void write_tile(const Tiles& tiles, uint32_t tile, uint32_t* out) {
 }
 }  // namespace mirror
 
-MKC_API uint32_t mirror_num_tiles(uint32_t rank, const mirror::Shape* shape) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   return mkernel::Tiles(p).num_tiles();
 }
-MKC_API void mirror_tiles(uint32_t rank, const mirror::Shape* shape, uint32_t* out) {
-  const mkernel::Parameters p = mirror::parameters(rank, *shape);
+MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
 }

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from mkernel.transport import verbs
 from mkernel.transport.devices import choose_gid, find
+from mkernel.transport.verbs import pyverbs
 
 QKEY = 0x1234
 GRH = 40  # bytes in front of a datagram on a UD queue pair
@@ -24,9 +25,9 @@ def main() -> None:
     (port,) = find()
     gid = choose_gid(port)
     assert gid is not None
-    nic = verbs.open_nic(port.device, port.port, gid.index)
+    nic = pyverbs.open_nic(port.device, port.port, gid.index)
     told: dict[str, Any] = {"port": [nic.port.device, nic.port.mtu, nic.port.infiniband], "gid": str(gid.address.ipv4_mapped)}
-    told["features"], told["version"] = verbs.features(), verbs.version()
+    told["features"], told["version"] = pyverbs.features(), pyverbs.version()
     told["events"] = [event.kind for event in nic.events()]
     queue = nic.completion_queue(16)
     file = os.memfd_create("not-a-dma-buf")
@@ -34,7 +35,7 @@ def main() -> None:
     told["refused"] = {
         "srd": refusal(lambda: nic.srd_pair(queue, queue, max_send=4, max_receive=4, qkey=QKEY)),
         "dmabuf": refusal(lambda: nic.register_dmabuf(file, 4096, verbs.Access.local_write | verbs.Access.remote_write)),
-        "device": refusal(lambda: verbs.open_nic("mlx5_9", 1, 0)),
+        "device": refusal(lambda: pyverbs.open_nic("mlx5_9", 1, 0)),
     }
     told["datagram"] = datagram(nic, queue)
     queue.close()
@@ -67,7 +68,7 @@ def datagram(nic: verbs.Nic, queue: verbs.CompletionQueue) -> dict[str, Any]:
         state = QPAttr(port_num=1)
         state.qkey = QKEY
         pair.to_rts(state)
-        ends.append(verbs._PyverbsQueuePair(nic, pair))
+        ends.append(pyverbs._PyverbsQueuePair(nic, pair))
     memory = (ctypes.c_char * 256)()
     region = nic.register(ctypes.addressof(memory), len(memory), verbs.Access.local_write)
     there = nic.destination(nic.port.gid, ends[1].number, QKEY)

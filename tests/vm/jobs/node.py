@@ -25,14 +25,14 @@ from tests.transport.harness import Producer
 
 MACHINE, MACHINES = int(os.environ["TEST_MACHINE"]), int(os.environ["TEST_MACHINES"])
 PORT = 5001
-PATIENCE = 60.0  # seconds, with the other machines
+DEADLINE = 60.0  # seconds, with the other machines
 SIGNAL_BYTES = 1 << 16
 TIMEOUT = 60.0  # of the cards' retries too: no test here is about them, and machines may stand still for seconds
 QUIET = 40.0  # seconds without any change after which nothing more is expected: longer than the retries
 
 
 def counters() -> dict[str, int]:
-    """Of the software card, those that are not 0: what it did where nothing goes on."""
+    """Counters of the software card that are not 0: what it did where nothing goes on."""
     found = {
         path.name: int(path.read_text())
         for path in Path("/sys/class/infiniband").glob("*/ports/1/hw_counters/*")
@@ -47,14 +47,14 @@ class Wires:
     def __init__(self) -> None:
         if MACHINE == 0:
             with socket.create_server(("10.77.0.1", PORT)) as server:
-                server.settimeout(PATIENCE)
+                server.settimeout(DEADLINE)
                 found = {}
                 while len(found) < MACHINES - 1:
                     wire = server.accept()[0]
                     found[int.from_bytes(wire.recv(1), "little")] = wire
             self.all = [found[machine] for machine in sorted(found)]
         else:
-            end = time.monotonic() + PATIENCE
+            end = time.monotonic() + DEADLINE
             while True:
                 try:
                     wire = socket.create_connection(("10.77.0.1", PORT), 2)
@@ -66,7 +66,7 @@ class Wires:
             wire.sendall(bytes([MACHINE]))
             self.all = [wire]
         for wire in self.all:
-            wire.settimeout(PATIENCE)
+            wire.settimeout(DEADLINE)
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def exchange(self, mine: bytes) -> list[bytes]:
@@ -225,7 +225,7 @@ def serve(node: Node, wire: socket.socket) -> None:
         except BlockingIOError:
             continue
         finally:
-            wire.settimeout(PATIENCE)
+            wire.settimeout(DEADLINE)
         request = receive(wire)
         if request[0] == "end":
             return

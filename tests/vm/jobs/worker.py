@@ -25,13 +25,13 @@ SMALL = Case("float16", 72, 136)  # of the worlds that fail
 HEAP = 16 << 20
 TIMEOUT = 10.0  # of the worlds that fail
 GOOD = 3  # calls that go well before
-PATIENCE = 90.0  # seconds until something must have broken
+DEADLINE = 90.0  # seconds until something must have broken
 LONGEST_DELAY = 0.01  # seconds before a call
 JOB = Path(os.environ.get("TEST_JOB", ""))  # what the host sees
 
 
 def cases() -> dict[str, list[Case]]:
-    """Of every fused operation that there is."""
+    """Calls of every fused operation that there is."""
     found = {"allgather_gemm": [Case(*shape) for shape in SHAPES]}
     if hasattr(mk, "gemm_reduce_scatter"):
         found["gemm_reduce_scatter"] = [Case(*shape, op="gemm_reduce_scatter") for shape in SHAPES]
@@ -91,7 +91,7 @@ def _call(rank: int) -> None:
 
 def _until_it_fails(world: Any) -> dict[str, Any]:
     """Call after call. What came of it, and the seconds between the last good call and the error."""
-    well, good, end = time.monotonic(), 0, time.monotonic() + PATIENCE
+    well, good, end = time.monotonic(), 0, time.monotonic() + DEADLINE
     while time.monotonic() < end:
         try:
             _call(world.rank)
@@ -130,7 +130,7 @@ def link_down() -> None:
     world.close()
     if rank == 1:
         _link("up")
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + DEADLINE
     while not _has_address() and time.monotonic() < end:
         time.sleep(0.1)
     host, _, port = os.environ["MKERNEL_RENDEZVOUS"].rpartition(":")

@@ -1,0 +1,56 @@
+// A CTA that moves data between the ranks of a node before it computes: thread 0 copies, warp 2 enters for all and one thread of it waits for
+// what comes from others, warp 1 raises flags.
+#pragma once
+#include "comm/copy.cuh"
+#include "comm/mailbox.cuh"
+#include "comm/world.cuh"
+
+namespace mkernel {
+
+template <class Gemm>  // Gemm: what the CTA needs once it computes
+struct CopyingStorage {
+  union {
+    Gemm gemm;
+    CopyPieces pieces;
+  };
+  CopyBarriers copy_barriers;  // not shared with anything: barriers must not be overwritten
+  EntryGate entries;
+  Mailbox arrived, announce;  // items for thread 0, flags for warp 1
+};
+
+// All threads of the CTA. One thread each: copy(entered, receiver, announce) copies, takes items from the receiver and posts flags to raise;
+// wait(entered, arrived, announce) posts items that have come. Who posts flags is kAnnouncer. Both return early where the call fails.
+enum class Announcer { kCopy, kWait };
+template <Announcer By, class Parameters, class Storage, class Copy, class Wait>
+MK_DEVICE void intra_comm(const Call& call, const Parameters& p, Storage& storage, const Copy& copy, const Wait& wait) {
+  if (ptx::thread_index() == 0) {
+    storage.entries.init();
+    storage.arrived.init();
+    storage.announce.init();  // ends with the fence for all of them
+  }
+  ptx::sync_cta();
+  const uint32_t warp = ptx::warp_index();
+  Mailbox::Position arrival, announcement;
+  if (warp == 0) {
+    if (ptx::lane_index() == 0) {
+      Receiver receiver(storage.arrived);
+      const MaybeEntered entered = storage.entries.pass_to_store(call);
+      if (entered) copy(*entered, receiver, announcement);
+      receiver.drain();
+      if (By == Announcer::kCopy) storage.announce.end(announcement);
+    }
+  } else if (warp == 1) {
+    const MaybeEntered entered = storage.entries.pass(call);
+    storage.announce.serve([&](uint32_t flag) { raise_flag(*entered, p, flag, 1); });  // only one that has entered posts
+  } else if (warp == 2) {
+    const MaybeEntered entered = storage.entries.open(call);
+    if (ptx::lane_index() == 0) {
+      if (entered) wait(*entered, arrival, announcement);
+      storage.arrived.end(arrival);
+      if (By == Announcer::kWait) storage.announce.end(announcement);
+    }
+  }
+  ptx::sync_cta();
+}
+
+}  // namespace mkernel

@@ -1,0 +1,367 @@
+// allgather_gemm: C (M, N) = allgather(A) (M, K) * B (K, N). Included by the generated source after `struct Config`.
+//
+// intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
+// nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard. On one node the
+// chunks may also be pushed by a warp of each computing CTA (kIntraComm 0), so that no CTA does anything else.
+#pragma once
+#include "comm/intra_comm.cuh"
+#include "comm/ring.cuh"
+#include "tile/gemm.cuh"
+
+namespace mkernel {
+
+// ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
+// kNumNodes, kRanksPerNode, kSlices, kHasParts; kSharedBytes, kParameterBytes
+using Shape = GemmShape<Config>;
+using Storage = CopyingStorage<GemmStorage<Config>>;
+constexpr bool kWarpsPush = Config::kIntraComm == 0 && kR > 1;
+static_assert(!kWarpsPush || kNodes == 1, "what comes from other nodes is forwarded by intra_comm");
+constexpr uint32_t kUnitBytes = kSwizzleBytes;      // of a row of the part map's box
+constexpr bool kHasParts = Config::kHasParts != 0;  // K is such that it may travel in parts: all that copies has more to do
+static_assert(!kHasParts || (kNodes == 1 && kR > 1), "puts are contiguous in a, and on one rank nothing travels");
+constexpr uint32_t kMaxPartShift = kHasParts ? 2 : 0;
+
+// ---- arguments
+struct alignas(64) Parameters {
+  abi::World world;
+  abi::Fields fields;
+  uint64_t a;               // this rank's shard (rows, K), contiguous
+  uint64_t gather_offset;   // data heap: (world size, parts, rows, K / parts); the own plane is not used
+  uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
+  uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
+  uint32_t rows;            // M / W
+  uint32_t whole_tiles;     // tiles 0 .. whole_tiles-1 are whole, the others are sliced
+  uint32_t group_m;         // tile rows that share columns of B
+  uint32_t part_blocks;     // blocks of a chunk's rows whose first parts travel before their second parts
+  uint32_t chunk_shift;     // a chunk has 1 << chunk_shift rows
+  uint32_t part_shift;      // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
+  uint32_t piece_rows;      // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
+  uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
+  uint32_t load_rows;       // of a tile of A
+  uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
+  uint32_t reserved[6];     // the maps are 64-byte aligned
+  abi::TensorMap a_map;     // (rows, K)
+  abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
+  abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
+  abi::TensorMap b_map;
+  abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
+  abi::TensorMap c_map;        // (world size, rows, N)
+};
+
+static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
+
+// ---- where things are
+// A chunk is 1 << chunk_shift rows (a block) of one part of K. Chunks travel, and are numbered, in groups of part_blocks blocks: the first part of
+// all blocks of a group, then the second ... so that the tiles of a group can begin before their last part has come.
+struct Chunk {
+  uint32_t block, part;
+};
+MK_DEVICE uint32_t part_shift(const Parameters& p) { return kHasParts ? p.part_shift : 0; }
+MK_DEVICE bool has_parts(const Parameters& p) { return kHasParts && p.part_shift != 0; }
+MK_DEVICE uint64_t row_bytes(const Parameters& p) { return uint64_t(extent_k(p)) * 2; }
+MK_DEVICE uint32_t part_k(const Parameters& p) { return extent_k(p) >> part_shift(p); }
+MK_DEVICE uint32_t part_bytes(const Parameters& p) { return part_k(p) * 2; }  // of one row
+MK_DEVICE uint32_t chunk_rows(const Parameters& p) { return 1u << p.chunk_shift; }
+MK_DEVICE uint32_t num_blocks(const Parameters& p) { return (p.rows + chunk_rows(p) - 1) >> p.chunk_shift; }
+MK_DEVICE uint32_t num_chunks(const Parameters& p) { return num_blocks(p) << part_shift(p); }
+MK_DEVICE uint32_t blocks_of_group(const Parameters& p, uint32_t first) {
+  const uint32_t left = num_blocks(p) - first;
+  return left < p.part_blocks ? left : p.part_blocks;
+}
+MK_DEVICE uint32_t chunk_index(const Parameters& p, uint32_t block, uint32_t part) {
+  if (!has_parts(p)) return block;
+  const uint32_t first = block / p.part_blocks * p.part_blocks;
+  return (first << part_shift(p)) + part * blocks_of_group(p, first) + (block - first);
+}
+MK_DEVICE Chunk chunk_at(const Parameters& p, uint32_t index) {
+  if (!has_parts(p)) return Chunk{index, 0};
+  const uint32_t first = index / (p.part_blocks << part_shift(p)) * p.part_blocks;
+  const uint32_t in_group = index - (first << part_shift(p)), blocks = blocks_of_group(p, first);
+  return Chunk{first + in_group % blocks, in_group / blocks};
+}
+MK_DEVICE uint32_t chunk_bytes(const Parameters& p, const Chunk& chunk) {
+  const uint32_t left = p.rows - (chunk.block << p.chunk_shift);
+  return (left < chunk_rows(p) ? left : chunk_rows(p)) * part_bytes(p);
+}
+MK_DEVICE uint64_t chunk_offset(const Parameters& p, const Chunk& chunk) {  // in a plane of the gather buffer, where chunks are contiguous
+  return (uint64_t(chunk.part) * p.rows + (uint64_t(chunk.block) << p.chunk_shift)) * part_bytes(p);
+}
+MK_DEVICE const char* own_chunk(const Parameters& p,
+                                const Chunk& chunk) {  // in this rank's shard, where the parts of a row lie side by side
+  return reinterpret_cast<const char*>(p.a) + (uint64_t(chunk.block) << p.chunk_shift) * row_bytes(p) + chunk.part * part_bytes(p);
+}
+MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * row_bytes(p); }
+MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
+MK_DEVICE bool wait_chunk(const Entered& entered, const Parameters& p, uint32_t source, uint32_t chunk) {
+  const abi::World& world = p.world;
+  const uint32_t local = source % kR;  // its rail peer in this node forwards what comes from another node
+  const uint32_t writer = source / kR == world.node || local == world.local_rank ? source : node_mate(world, local);
+  return wait_flag(entered, p, flag_index(p, source, chunk), writer);
+}
+
+struct ChunkFlags {  // one part of one source, from block `first` on
+  const Parameters& p;
+  uint32_t source, first, part;
+  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_chunk(entered, p, source, chunk_index(p, first + i, part)); }
+};
+
+// What a lane of a warp reads of a chunk of this rank's shard, as copy_by_warp asks for it: the rows of a part do not follow each other. No division.
+struct OwnRows {
+  const char* at;
+  uint32_t inside, run;  // of the bytes that follow each other, where it is, and how many they are
+  uint64_t gap;          // from one run's end to the next
+  MK_DEVICE ptx::Words operator()() {
+    const ptx::Words words = ptx::load_input(at);
+    at += kWarpStride, inside += kWarpStride;
+    if (inside >= run) at += gap, inside -= run;  // once: a run is no shorter than the stride, or there is one
+    return words;
+  }
+};
+MK_DEVICE OwnRows own_rows(const Parameters& p, const Chunk& chunk) {
+  const uint32_t begin = ptx::lane_index() * kWarpUnit, run = has_parts(p) ? part_bytes(p) : 0xffffffffu;
+  return OwnRows{own_chunk(p, chunk) + begin, begin, run, row_bytes(p) - part_bytes(p)};
+}
+
+// ---- without CTAs for intra_comm: a warp of every CTA pushes chunks of this rank's shard, beside the tiles of its CTA
+MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
+  const MaybeEntered entered = enter(call);
+  if (!entered) return;
+  const abi::World& world = p.world;
+  Trace trace(world, 2);
+#pragma unroll 1
+  for (uint32_t index = ptx::cta_index(); index < num_chunks(p); index += ptx::cta_count()) {
+    const Chunk chunk = chunk_at(p, index);
+    const uint64_t begin = trace.now(), to = plane_offset(p, world.rank) + chunk_offset(p, chunk);
+    OwnRows rows = own_rows(p, chunk);
+    copy_by_warp(chunk_bytes(p, chunk), rows, [&](uint32_t offset, const ptx::Words& words) {
+#pragma unroll
+      for (uint32_t i = 1; i < kR; ++i) ptx::store_global(shared_heap(*entered, local_peer(world, i)) + to + offset, words);
+    });
+    raise_flag(*entered, p, flag_index(p, world.rank, index), 1);
+    if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, index), begin);
+  }
+}
+
+// ---- tile -> coordinate: tiles of the own shard come first, then those of the node's other ranks, then those of the other nodes. Inside each of
+// these classes the shards advance together, because their chunks arrive together, in groups of group_m tile rows that share columns of B.
+// Example: rank 1 of 4 ranks on 2 nodes (0 1 | 2 3), shards of 2 tile rows, B of one tile column, group_m at least 4. Written source:row,
+// tiles 0 to 7 are 1:0 1:1 (own), 0:0 0:1 (node), 3:0 2:0 3:1 2:1 (other nodes; the own rail, rank 3, first).
+struct Tiles : BasicOp<Config, Parameters> {
+  using BasicOp::BasicOp;
+
+  MK_DEVICE uint32_t num_tiles() const {
+    const uint32_t tiles = tile_rows() * kWorldSize * tiles_n();
+    return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
+  }
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+    uint32_t slice = 0;
+    if (Config::kSlices > 1 && tile >= p.whole_tiles) {  // the last tiles are numbered by slices
+      slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
+      tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
+    }
+    const uint32_t per_shard = tile_rows() * tiles_n();
+    uint32_t shards = 1, nearest = 0;  // of the tile's class: how many shards, and the nearest one's distance from this rank (source)
+    if (tile >= per_shard * kR) {
+      tile -= per_shard * kR, shards = kWorldSize - kR, nearest = kR;
+    } else if (tile >= per_shard) {
+      tile -= per_shard, shards = kR - 1, nearest = 1;
+    }
+    const RasterPosition at =
+        raster(tile, tile_rows() * shards, tiles_n(), p.group_m);  // of all the class's rows: row i of each shard in turn
+    return TileCoordinate{source(nearest + at.row % shards), at.row / shards, at.column, slice, 0, false};
+  }
+  // The rank at a distance: 0 is this one, then come the node's others from the next on, then the other nodes from the next on, own rail first.
+  MK_DEVICE uint32_t source(uint32_t distance) const { return rank_at(p.world, distance / kR, distance % kR); }
+
+  // ---- for the GEMM
+  static constexpr uint32_t kParts = 1 << kMaxPartShift;
+  MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1u << part_shift(p); }
+  MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return steps_k() >> part_shift(p); }
+  MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
+  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
+  MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
+    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
+    const uint32_t first = begin >> p.chunk_shift;
+    return wait_all(entered, ChunkFlags{p, c.plane, first, part}, ((end - 1) >> p.chunk_shift) - first + 1);
+  }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : (c.plane << part_shift(p)) + part; }
+  MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * part_k(p) : 0; }
+  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate& c) const {
+    return Config::kSlices > 1 && !Config::kBRowMajor && c.slice != 0 ? &p.b_slice_map : &p.b_map;
+  }
+  MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
+    store_result(entered, c, panel, warpgroup, smem, c.plane);
+  }
+  static constexpr bool kMoves = kWarpsPush;
+  MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }
+};
+
+// ---- intra_comm: chunks to the node's other ranks. Thread 0 copies and tells warp 1 which flags to raise, warp 2 waits for what is to be forwarded.
+// Items: the chunks of this rank's shard, then those that the rail peers have put here.
+MK_DEVICE uint32_t pushed_source(const Parameters& p, uint32_t item) {
+  if (item < num_chunks(p)) return p.world.rank;
+  return rail_peer(p.world, 1 + (item - num_chunks(p)) % kOtherNodes);
+}
+MK_DEVICE uint32_t pushed_chunk(const Parameters& p, uint32_t item) {
+  return item < num_chunks(p) ? item : (item - num_chunks(p)) / kOtherNodes;
+}
+// A chunk to be copied to the same place in one or several heaps.
+struct Copied {
+  uint32_t bytes, flag;
+  uint32_t row, unit;  // of this rank's shard, with parts: where the part map's box of a piece begins,
+  uint32_t unit_end;   // and where the row of the part ends
+  const char* from;    // else: its source, contiguous
+  uint64_t to;         // in a heap
+  bool is_own;
+};
+MK_DEVICE Copied own_copy(const Parameters& p, uint32_t index, uint64_t plane) {
+  const Chunk chunk = chunk_at(p, index);
+  const uint32_t row = chunk.block << p.chunk_shift, units = part_bytes(p) / kUnitBytes, unit = chunk.part * units;
+  const uint32_t bytes = chunk_bytes(p, chunk), flag = flag_index(p, p.world.rank, index);
+  return Copied{bytes, flag, row, unit, unit + units, own_chunk(p, chunk), plane + chunk_offset(p, chunk), true};
+}
+// What all have in common that CopyRing copies here. With parts the rows of a piece of this rank's shard do not follow each other, and one TMA load
+// gathers them: a bulk load for each was half as slow again (docs/speed_log.md).
+struct ShardPieces {
+  using Item = Copied;
+  const Parameters& p;
+  MK_DEVICE uint32_t piece_bytes() const { return has_parts(p) ? p.piece_rows * p.piece_units * kUnitBytes : kPieceBytes; }
+  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return has_parts(p) ? piece_bytes() : bytes; }
+  // The piece at offset. What a box has beyond the chunk is loaded, too, and not stored.
+  MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
+    if (has_parts(p)) {
+      ptx::tma_load_3d(smem, &p.part_map, bar, 0, c.unit, c.row);
+    } else {
+      ptx::bulk_load(smem, c.from + offset, bytes, bar);
+    }
+  }
+  MK_DEVICE void next_piece(Copied& c) const {  // a division for each piece would halve the rate
+    if constexpr (kHasParts) {
+      c.unit += p.piece_units;
+      if (c.unit == c.unit_end) c.unit -= part_bytes(p) / kUnitBytes, c.row += p.piece_rows;
+    }
+  }
+};
+
+struct PushedChunks : ShardPieces {
+  Entered entered;
+  uint32_t begin;
+  Receiver& arrived;
+  Mailbox& flags;
+  Mailbox::Position& at;
+  Trace& trace;
+  uint64_t since;
+
+  MK_DEVICE uint32_t first() const { return begin; }
+  MK_DEVICE uint32_t next(uint32_t index) const { return index + num_intra_comm(p); }
+  MK_DEVICE uint32_t end() const { return num_chunks(p) * kNodes; }
+  MK_DEVICE Copied item(uint32_t index) const {
+    if (kNodes == 1 || index < num_chunks(p)) return own_copy(p, index, plane_offset(p, p.world.rank));
+    const uint32_t source = pushed_source(p, index), number = pushed_chunk(p, index);
+    const Chunk chunk = chunk_at(p, number);
+    const uint64_t offset = plane_offset(p, source) + chunk_offset(p, chunk);  // in the heap of every rank of the node
+    return Copied{chunk_bytes(p, chunk), flag_index(p, source, number), 0, 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false};
+  }
+  MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(); }
+  MK_DEVICE bool wait(const Copied&) { return arrived.wait(); }  // own chunks are ready
+  MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
+#pragma unroll
+    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
+  }
+  MK_DEVICE void announce(const Copied& c) {
+    flags.post(entered, at, c.flag);
+    trace.record(c.is_own ? abi::kTraceSend : abi::kTraceForward, c.flag, since);
+    since = trace.now();
+  }
+};
+
+// Posts what the rail peers have put here for this CTA to forward. One thread.
+MK_DEVICE void wait_for_chunks(const Entered& entered, const Parameters& p, Mailbox& arrived, Mailbox::Position& at, uint32_t index) {
+  uint32_t item = index;
+  while (item < num_chunks(p)) item += num_intra_comm(p);
+#pragma unroll 1
+  for (; item < num_chunks(p) * kNodes; item += num_intra_comm(p)) {
+    if (!wait_chunk(entered, p, pushed_source(p, item), pushed_chunk(p, item))) return;
+    ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies
+    arrived.post(entered, at, item);
+  }
+}
+
+MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
+  const auto copy = [&](const Entered& entered, Receiver& arrived, Mailbox::Position& at) {
+    Trace trace(p.world, 2);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    PushedChunks chunks{{p}, entered, index, arrived, storage.announce, at, trace, trace.now()};
+    ring.copy(chunks);
+  };
+  const auto wait = [&](const Entered& entered, Mailbox::Position& at, Mailbox::Position&) {
+    if constexpr (kNodes > 1) wait_for_chunks(entered, p, storage.arrived, at, index);
+  };
+  intra_comm<Announcer::kCopy>(call, p, storage, copy, wait);
+}
+
+// ---- inter_send: this rank's chunks to its rail peers (one thread)
+struct StagedChunk : ShardPieces {  // a copy of one chunk into the staging area, where the network can read it
+  uint32_t chunk;
+  MK_DEVICE uint32_t first() const { return chunk; }
+  MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
+  MK_DEVICE uint32_t end() const { return chunk + 1; }
+  MK_DEVICE Copied item(uint32_t index) const { return own_copy(p, index, p.send_offset); }
+  MK_DEVICE bool ready(const Copied&) const { return true; }
+  MK_DEVICE bool wait(const Copied&) const { return true; }
+  MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
+    ptx::bulk_store(staging_area(p.world, c.to + offset), smem, bytes);
+  }
+  MK_DEVICE void announce(const Copied&) const {}
+};
+
+struct ShardToSend {
+  const Parameters& p;
+  CopyRing& ring;
+  uint32_t chunk, staged = kStop;  // the one that is staged already
+  MK_DEVICE uint32_t end() const { return num_chunks(p); }
+  MK_DEVICE void stage(uint32_t next) {
+    if (p.stage_send == 0 || next >= end() || next == staged) return;
+    StagedChunk copied{{p}, next};
+    ring.copy(copied);
+    staged = next;
+  }
+  MK_DEVICE bool prepare(const Entered&, uint32_t next) {
+    stage(next);
+    chunk = next;
+    return true;
+  }
+  MK_DEVICE uint32_t puts() const { return kNodes - 1; }
+  MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {
+    const Chunk at = chunk_at(p, chunk);
+    const uint64_t offset = chunk_offset(p, at), src = p.send_offset + offset, dst = plane_offset(p, p.world.rank) + offset;
+    const uint32_t peer = rail_peer(p.world, 1 + i), flag = flag_index(p, p.world.rank, chunk);
+    return Put{channel, peer, src, dst, chunk_bytes(p, at), flag_offset(p, flag), call.epoch};
+  }
+};
+
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {  // one thread
+  if constexpr (kNodes > 1) {
+    Trace trace(p.world, 2);
+    CopyRing ring(storage.pieces, storage.copy_barriers);
+    ShardToSend chunks{p, ring, 0};
+    chunks.stage(index);  // while the others enter
+    if (const MaybeEntered entered = enter_alone(call)) put_chunks(*entered, chunks, 1 + index, index, num_inter_send(p), trace);
+  }
+}
+
+// ---- the role switch
+MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
+  Storage& storage = shared_storage<Storage>();
+  const uint32_t cta = ptx::cta_index();
+  const abi::Role role = role_of(p, cta);
+  const Call call = begin_call(p.world, role);
+  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - first_inter_send(p));
+  if constexpr (Config::kIntraComm > 0) {
+    if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
+  }
+  compute_role(call, Tiles(p), storage.gemm);
+}
+
+}  // namespace mkernel

@@ -1,0 +1,146 @@
+// What gemm_reduce_scatter and gemm_allreduce share. Every tile of the sum has an owner: the other ranks send it their partial tiles, it adds
+// them to its own product in a fixed order and rounds once.
+//
+// Inside a node a partial tile goes by bulk stores straight into the owner's heap. For an owner on another node it goes to this node's rank on
+// the owner's rail, whose inter_reduce adds up the node's partial tiles; inter_send puts that sum, so that a tile crosses the network once per
+// node. A tile that is sent waits for nothing, a sum for tiles that are sent, an owned tile for both: nothing waits in a circle.
+#pragma once
+#include "reduce/layout.cuh"
+#include "tile/gemm.cuh"
+
+namespace mkernel {
+
+// ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
+// one group later, the own ones: what they add has then had time to come. Interleaved: from the second group on one of each other owner and
+// an own one in turn, so that the link has as much to carry at any time.
+// Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
+template <class Derived>
+struct OwnedTiles : BasicOp<Config, Parameters> {
+  uint32_t sums_begin, sums_stride;  // of inter_reduce: the sums that this CTA makes
+  MK_DEVICE explicit OwnedTiles(const Parameters& parameters, uint32_t begin = 0, uint32_t stride = 0)
+      : BasicOp(parameters), sums_begin(begin), sums_stride(stride) {}
+  MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
+
+  static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
+  static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0;
+
+  MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }
+  MK_DEVICE uint32_t num_sums() const { return p.tiles * (kNodes - 1); }
+  MK_DEVICE uint32_t assigned(uint32_t i) const {
+    if constexpr (kNodes == 1) return kStop;
+    const uint32_t sum = sums_begin + i * sums_stride;
+    return sums_stride != 0 && sum < num_sums() ? num_tiles() + sum : kStop;
+  }
+  MK_DEVICE uint32_t peer(uint32_t i) const {  // the i-th other owner
+    constexpr uint32_t kRemote = kWorldSize - kR;
+    const bool remote = i < kRemote;
+    return rank_at(p.world, remote ? 1 + i % kOtherNodes : 0, remote ? 1 + i / kOtherNodes : 1 + i - kRemote);
+  }
+  MK_DEVICE bool exists(uint32_t owner, uint32_t index) const { return index < derived().count_of(owner); }
+  MK_DEVICE TileCoordinate at(uint32_t owner, uint32_t index, bool is_sum) const {
+    const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
+    return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
+  }
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+    const bool is_sum = kNodes > 1 && tile >= num_tiles();
+    const OwnedTile it = is_sum ? summed(tile - num_tiles()) : multiplied(tile);
+    return at(it.owner, it.index, is_sum);  // once: it is long
+  }
+  struct OwnedTile {
+    uint32_t owner, index;  // the rank that owns it, and its number among that rank's tiles
+  };
+  // Example: rank 0 of 3 ranks on one node, whose owners have 4 tiles each, in groups of 2. Written owner:index, tiles 0 to 11 are
+  //   first round  1:0 1:1 2:0 2:1                    the others' first group
+  //   last round   1:2 1:3 2:2 2:3  0:0 0:1  0:2 0:3  the others' next group, the own ones of the group before it, then the own ones left
+  // Interleaved, the last round is 1:2 2:2 0:0 1:3 2:3 0:1 0:2 0:3. With more groups there are more rounds, each but the last without own
+  // tiles of its own group.
+  MK_DEVICE OwnedTile multiplied(uint32_t tile) const {
+    const uint32_t own = p.world.rank, first_round = kPeers * group_size(0), groups = (p.tiles + p.group_tiles - 1) / p.group_tiles;
+    if (tile < first_round) return OwnedTile{peer(tile / group_size(0)), tile % group_size(0)};
+    uint32_t rest = tile - first_round;  // in the rounds after it, then in its own round
+    if (groups == 1) return OwnedTile{own, rest};
+    const uint32_t before = rest / (kWorldSize * p.group_tiles), round = before + 1 < groups - 1 ? before + 1 : groups - 1;
+    rest -= (round - 1) * kWorldSize * p.group_tiles;
+    const uint32_t begin = round * p.group_tiles, own_begin = begin - p.group_tiles, size = group_size(begin), sent = kPeers * size;
+    if (Config::kInterleaved != 0 && rest < kWorldSize * size) {
+      const uint32_t turn = rest % kWorldSize, index = rest / kWorldSize;
+      return turn < kPeers ? OwnedTile{peer(turn), begin + index} : OwnedTile{own, own_begin + index};
+    }
+    return rest < sent ? OwnedTile{peer(rest / size), begin + rest % size} : OwnedTile{own, own_begin + rest - sent};
+  }
+  // Sums are made group by group, of each group those for the nearest other node first.
+  MK_DEVICE OwnedTile summed(uint32_t sum) const {
+    const uint32_t begin = sum / (p.group_tiles * kOtherNodes) * p.group_tiles, rest = sum - begin * kOtherNodes;
+    return OwnedTile{rail_peer(p.world, 1 + rest / group_size(begin)), begin + rest % group_size(begin)};
+  }
+  MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles; }
+
+  // ---- for the GEMM
+  MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
+  MK_DEVICE uint32_t parts(const TileCoordinate& c) const {
+    if (!derived().exists(c.plane, c.index)) return 0;
+    return is_own(c) ? kParts : 1;
+  }
+  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t part) const { return part == 1 || c.is_sum; }
+  MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t part) const { return part == 0 && !c.is_sum ? steps_k() : 0; }
+
+  // A sum: what the node's ranks have of it, from the own one on. An own tile: after its product the node's others', then the other nodes' sums.
+  MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t part) const {
+    if (c.is_sum) return kR;
+    return part == 1 ? kR - 1 + kNodes - 1 : 0;
+  }
+  MK_DEVICE uint32_t addend_index(const TileCoordinate& c, uint32_t i) const {  // of a partial tile of this node
+    return c.is_sum ? partial_index(p, node_distance(p.world, c.plane), i, c.index) : partial_index(p, 0, i + 1, c.index);
+  }
+  MK_DEVICE const char* addend(const TileCoordinate& c, uint32_t i) const {
+    const bool arrived = !c.is_sum && i >= kR - 1;
+    return own_heap(p) + (arrived ? arrived_offset(p, i - (kR - 1) + 1, c.index) : partial_offset(p, addend_index(c, i)));
+  }
+  struct AddendFlags {
+    const OwnedTiles& op;
+    const TileCoordinate& c;
+    MK_DEVICE bool arrived(uint32_t i) const { return !c.is_sum && i >= kR - 1; }
+    MK_DEVICE uint32_t flag(uint32_t i) const {
+      return arrived(i) ? arrived_flag(op.p, i - (kR - 1) + 1, c.index >> op.p.chunk_shift) : op.addend_index(c, i);
+    }
+    MK_DEVICE uint32_t writer(uint32_t i) const {
+      const abi::World& world = op.p.world;
+      return arrived(i) ? rail_peer(world, i - (kR - 1) + 1) : node_mate(world, local_peer(world, c.is_sum ? i : i + 1));
+    }
+    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_flag(entered, op.p, flag(i), writer(i)); }
+  };
+  MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
+    return wait_all(entered, AddendFlags{*this, c}, addends(c, part));
+  }
+
+  // ---- where a tile goes: a sum to where the network reads it, a partial tile to the node's rank on the owner's rail
+  MK_DEVICE bool is_partial(const TileCoordinate& c) const { return !is_own(c); }
+  MK_DEVICE uint32_t adder(const TileCoordinate& c) const { return c.plane % kR; }  // local rank
+  MK_DEVICE uint32_t sent_index(const TileCoordinate& c) const {
+    return partial_index(p, node_distance(p.world, c.plane), seen_by_local(p.world, adder(c)), c.index);
+  }
+  static constexpr uint32_t kPacedWaves = 4;  // of tiles, from which there is much to load behind a partial tile
+  // Over a link, and with many tiles to load behind it.
+  MK_DEVICE bool paced(const TileCoordinate& c) const {
+    return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > kPacedWaves * ptx::cta_count();
+  }
+  MK_DEVICE void store_partial(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup,
+                               const char* smem) const {
+    const uint32_t bytes = block_bytes(rows(c), warpgroup);
+    char* tile = c.is_sum ? shared_heap(entered, p.world.local_rank) + sum_offset(p, node_distance(p.world, c.plane), c.index)
+                          : shared_heap(entered, adder(c)) + partial_offset(p, sent_index(c));
+    tile += (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes;
+    if (paced(c)) {
+      store_paced(tile, smem, bytes);
+    } else if (bytes != 0) {
+      ptx::bulk_store(tile, smem, bytes);
+    }
+  }
+  MK_DEVICE void raise_partial(const Entered& entered, const TileCoordinate& c) const {  // warp function
+    if (ptx::lane_index() != 0) return;
+    const uint32_t flag = c.is_sum ? sum_flag(p, node_distance(p.world, c.plane), c.index) : sent_index(c);
+    raise_flag_of(entered, p, flag, c.is_sum ? p.world.local_rank : adder(c));
+  }
+};
+
+}  // namespace mkernel

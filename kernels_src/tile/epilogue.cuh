@@ -1,0 +1,104 @@
+// From registers to memory: consumers write blocks of 64 rows to shared memory, the storing thread stores them by TMA.
+#pragma once
+#include "tile/storage.cuh"
+
+namespace mkernel {
+
+// Writes 64 rows to shared memory, block by block: rounded once, 64 columns each in the layout of a TMA store, or as blocks of a partial tile.
+template <class Config, class Op>
+MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
+                            uint32_t warpgroup, RingPosition<GemmShape<Config>::kResultBuffers>& at) {
+  using Shape = GemmShape<Config>;
+  const uint32_t lane = ptx::lane_index(), warp = ptx::thread_index() % kWarpgroup / 32;
+  const auto begin = [&] {
+    storage.blocks[warpgroup].wait_taken(at);
+    return storage.result[warpgroup][at.index];
+  };
+  const auto end = [&] {
+    ptx::fence_proxy_async_shared();
+    ptx::sync_warp();
+    if (lane == 0) storage.blocks[warpgroup].fill(at);
+    at.advance();
+  };
+  if (op.is_partial(c)) {
+#pragma unroll
+    for (uint32_t panel = 0; panel < Partial<Config>::kPanels; ++panel) {
+      char* block = begin();
+#pragma unroll
+      for (uint32_t u = 0; u < kBlockUnits; ++u) {
+        ptx::store_shared(block + unit_offset(u), Partial<Config>::round(&d[(panel * kBlockUnits + u) * Partial<Config>::kUnit]));
+      }
+      end();
+    }
+    return;
+  }
+  const uint32_t row = warp * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
+#pragma unroll
+  for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
+    if (panel * kPanel >= tile_width<Config>(c)) break;
+    char* block = begin();
+#pragma unroll
+    for (uint32_t j = 0; j < kPanel / 16; ++j) {
+      const float* e = &d[panel * (kPanel / 2) + j * 8];
+      const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
+      ptx::stmatrix_x4(block + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
+                       ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
+                       ptx::pack<Shape::kElement>(e[6], e[7]));
+    }
+    end();
+  }
+}
+
+// Stores finished blocks, once all ranks have entered; tells warp 3 which flag to raise once a tile's stores are complete.
+template <class Config, class Op>
+MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  using Shape = GemmShape<Config>;
+  RingPosition<kTileQueue> queue;
+  RingPosition<Shape::kResultBuffers> at, stored;
+  Mailbox::Position announce;
+  bool first = true;
+  MaybeEntered entered = MaybeEntered::not_yet(call);
+  uint32_t on_their_way = 0;  // buffers
+  const auto give_back = [&] {
+    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) storage.blocks[w].take(stored);
+    stored.advance();
+    --on_their_way;
+  };
+#pragma unroll 1
+  while (true) {
+    const uint32_t item = take_item<Reader::kThread>(storage, queue);
+    if (item == kStop) break;
+    const TileCoordinate c = op.coordinate(item / Op::kParts);
+    if (item % Op::kParts + 1 < op.parts(c)) continue;
+    if (first) {
+      entered = storage.entries.pass_to_store(call);
+      first = false;
+    }
+    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : tile_width<Config>(c) / kPanel;
+#pragma unroll 1
+    for (uint32_t panel = 0; panel < panels; ++panel) {
+#pragma unroll 1
+      for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
+        storage.blocks[w].wait_filled(at);
+        if (entered) op.store(*entered, c, panel, w, storage.result[w][at.index]);
+      }
+      at.advance();
+      ptx::store_commit();
+      if (++on_their_way < Shape::kResultBuffers) continue;
+      ptx::store_wait_read<Shape::kResultBuffers - 1>();  // the oldest has been read
+      give_back();
+    }
+    if constexpr (Op::kAnnounces) {
+      if (op.announces(c) && entered) {
+        ptx::store_wait<0>();
+        storage.announce.post(*entered, announce, item / Op::kParts);
+      }
+    }
+    ptx::store_wait_read<0>();
+    while (on_their_way > 0) give_back();
+  }
+  // The stores have read shared memory; kernel exit completes them.
+  if constexpr (Op::kAnnounces) storage.announce.end(announce);
+}
+
+}  // namespace mkernel

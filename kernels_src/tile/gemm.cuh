@@ -1,0 +1,50 @@
+// The GEMM of every fused kernel: C tiles of kBlockM x kBlockN = A (K-major) * B (K-major or N-major), float32 accumulation.
+//
+// A CTA is three warpgroups. Of warpgroup 0, one thread of warp 0 loads tiles by TMA, warp 1 schedules, one thread of warp 2 stores results by TMA,
+// and warp 3 raises flags. Warpgroups 1 and 2, the consumers, each multiply 64 rows of the tile and add what other ranks computed of it. They pass
+// on to each other (names of GemmStorage in the middle):
+//   scheduler         queue        the others         items: one part of one tile each, whose inputs are there; kStop at the end
+//   loading thread    stages       consumers          A and B of one k step, or some panels of a partial tile
+//   loading thread    tile_wanted  scheduler          the tile is nearly loaded: take the next one
+//   consumers         blocks       storing thread     64 rows of a result or a partial tile, 128 bytes wide
+//   storing thread    announce     flag-raising warp  tiles whose stores are complete
+//   scheduler         entries      all that write     whether all ranks have entered the call
+#pragma once
+#include "comm/ring.cuh"
+#include "tile/load.cuh"
+#include "tile/multiply.cuh"
+#include "tile/op.cuh"
+#include "tile/schedule.cuh"
+
+namespace mkernel {
+
+// All threads of the CTA; whatever one did before is done when it comes here. Computes until the tile counter runs out, then leaves the call.
+// Nothing may follow: each warpgroup ends with its own number of registers.
+template <class Config, TileOp<Config> Op>
+MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  if (ptx::thread_index() == 0) gemm_init(storage);
+  ptx::sync_cta();
+  const uint32_t warp = ptx::warp_index();
+  if (warp < 4) {
+    ptx::registers_decrease<kProducerRegisters>();
+    if (warp == 0) {
+      if (ptx::lane_index() == 0) load_tiles(op, storage);
+    } else if (warp == 1) {
+      schedule_tiles(call, op, storage);
+    } else if (warp == 2) {
+      if (ptx::lane_index() == 0) store_tiles(call, op, storage);
+    } else {
+      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);  // of a CTA that computes from the start
+      if constexpr (Op::kMoves) op.move(call);
+      if constexpr (Op::kAnnounces) {
+        const MaybeEntered entered = storage.entries.pass(call);
+        storage.announce.serve([&](uint32_t tile) { op.raise(*entered, tile); });  // only a thread that has entered posts
+      }
+    }
+  } else {
+    ptx::registers_increase<kConsumerRegisters>();
+    multiply_tiles(call, op, storage);
+  }
+}
+
+}  // namespace mkernel

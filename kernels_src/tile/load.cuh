@@ -1,0 +1,79 @@
+// The loading thread of a compute CTA: tiles of A and B, and partial tiles, by TMA into the ring of stages.
+#pragma once
+#include "tile/storage.cuh"
+
+namespace mkernel {
+
+// Partial tiles that are added pass through the same stages, kAddPanels panels (both warpgroups' blocks) at a time.
+template <class Config>
+MK_DEVICE char* stage_block(GemmStorage<Config>& storage, uint32_t stage, uint32_t block) {
+  constexpr uint32_t kInA = GemmShape<Config>::kBytesA / kBlockBytes;
+  return block < kInA ? storage.pipeline.a[stage] + block * kBlockBytes : storage.pipeline.b[stage] + (block - kInA) * kBlockBytes;
+}
+template <class Config>
+MK_DEVICE void load_addend(GemmStorage<Config>& storage, const RingPosition<Config::kStages>& stage, const char* addend, uint32_t part,
+                           uint32_t rows) {
+  using Shape = GemmShape<Config>;
+  uint32_t bytes = 0;
+#pragma unroll
+  for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) bytes += block_bytes(rows, w);
+  uint64_t* filled = storage.stages.fill_by_tma(stage, bytes * Shape::kAddPanels);
+#pragma unroll 1
+  for (uint32_t block = 0; block < Shape::kAddPanels * kConsumerWarpgroups; ++block) {
+    const uint32_t size = block_bytes(rows, block % kConsumerWarpgroups);
+    const char* source = addend + (part * Shape::kAddPanels * kConsumerWarpgroups + block) * kBlockBytes;
+    if (size != 0) ptx::bulk_load(stage_block(storage, stage.index, block), source, size, filled);
+  }
+}
+
+template <class Config, class Op>
+MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
+  using Shape = GemmShape<Config>;
+  RingPosition<kTileQueue> queue;
+  RingPosition<Shape::kStages> stage;
+#pragma unroll 1
+  while (true) {
+    const uint32_t item = take_item<Reader::kThread>(storage, queue);
+    if (item == kStop) return;
+    const uint32_t part = item % Op::kParts;
+    const TileCoordinate c = op.coordinate(item / Op::kParts);
+    ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
+    const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
+    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
+    const uint32_t width = tile_width<Config>(c), bytes = (op.load_rows() + width) * Shape::kBlockK * 2;
+    const uint32_t steps = op.steps(c, part);
+    uint32_t ask_at = kStop;  // the step at which the next tile is asked for, in the last part that multiplies
+    if (part + 1 == op.parts(c) || op.steps(c, part + 1) == 0) {
+      constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
+      ask_at = steps > kAhead ? steps - kAhead : 0;
+    }
+    if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);
+    int32_t a_k = op.a_k(c, part), k = part * steps * Shape::kBlockK;
+#pragma unroll 1
+    for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
+      if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
+      storage.stages.wait_taken(stage);
+      uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
+      ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
+      char* smem_b = storage.pipeline.b[stage.index];
+      if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
+#pragma unroll
+        for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+          if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k, 0);
+        }
+      } else {
+        ptx::tma_load_3d(smem_b, b, filled, k, column, 0);
+      }
+    }
+    if constexpr (Op::kAdds) {
+      const uint32_t addends = op.addends(c, part), rows = op.rows(c);
+#pragma unroll 1
+      for (uint32_t i = 0; i < addends * Shape::kAddStages; ++i, stage.advance()) {
+        storage.stages.wait_taken(stage);
+        load_addend(storage, stage, op.addend(c, i / Shape::kAddStages), i % Shape::kAddStages, rows);
+      }
+    }
+  }
+}
+
+}  // namespace mkernel

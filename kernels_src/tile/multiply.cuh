@@ -1,0 +1,111 @@
+// The consumer warpgroups of a compute CTA: each multiplies 64 rows of a tile and adds what other ranks computed of it.
+#pragma once
+#include "tile/epilogue.cuh"
+#include "trace.cuh"
+
+namespace mkernel {
+
+// One k-step of kBlockK for 64 rows and N columns.
+template <uint32_t N, class Config>
+MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, const char* b, bool accumulate) {
+  using Shape = GemmShape<Config>;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (uint32_t k = 0; k < Shape::kBlockK; k += kInstructionK) {
+    const uint64_t da = ptx::matrix_descriptor(a + k * 2, 16, kSwizzleAtom);
+    const uint64_t db = Config::kBRowMajor ? ptx::matrix_descriptor(b + k * kSwizzleBytes, Shape::kBlockK * kSwizzleBytes, kSwizzleAtom)
+                                           : ptx::matrix_descriptor(b + k * 2, 16, kSwizzleAtom);
+    ptx::wgmma<N, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, da, db, accumulate || k > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// Adds one partial tile, or the part of it in one stage.
+template <uint32_t Part, class Config>
+MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, uint32_t stage, uint32_t warpgroup) {
+  using Shape = GemmShape<Config>;
+#pragma unroll
+  for (uint32_t p = 0; p < Shape::kAddPanels; ++p) {
+    const char* block = stage_block(storage, stage, p * kConsumerWarpgroups + warpgroup);
+#pragma unroll
+    for (uint32_t u = 0; u < kBlockUnits; ++u) {
+      float* e = &d[((Part * Shape::kAddPanels + p) * kBlockUnits + u) * Partial<Config>::kUnit];
+      Partial<Config>::add(e, ptx::load_shared(block + unit_offset(u)));
+    }
+  }
+}
+template <uint32_t Part, class Config>
+MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+                           uint32_t warpgroup) {
+  storage.stages.wait_filled(stage);
+  add_stage<Part>(d, storage, stage.index, warpgroup);
+  ptx::sync_warp();  // all lanes have read
+  if (ptx::lane_index() == 0) storage.stages.take(stage);
+  stage.advance();
+  if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_partial<Part + 1>(d, storage, stage, warpgroup);
+}
+
+// One part of K for 64 rows and N columns. Nothing is in flight afterwards.
+template <uint32_t N, class Config>
+MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+                             uint32_t steps, uint32_t warpgroup, bool accumulate) {
+  const bool reports = ptx::lane_index() == 0;
+  uint64_t* previous = nullptr;
+  uint32_t step = 0;
+#pragma unroll 1
+  do {  // at least once: with a way around it ptxas may find accumulators defined outside wgmma, and serializes it
+    storage.stages.wait_filled(stage);
+    const char* a = storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes;
+    multiply_stage<N, Config>(d, a, storage.pipeline.b[stage.index], accumulate || step > 0);
+    ptx::wgmma_wait<1>(d);
+    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
+    previous = &storage.stages.taken[stage.index];
+    stage.advance();
+  } while (++step < steps);
+  ptx::wgmma_wait<0>(d);
+  if (reports) ptx::mbarrier_arrive(previous);
+}
+
+template <class Config, class Op>
+MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  using Shape = GemmShape<Config>;
+  const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
+  const bool traces = ptx::thread_index() == kWarpgroup;
+  RingPosition<kTileQueue> queue;
+  RingPosition<Shape::kStages> stage;
+  RingPosition<Shape::kResultBuffers> block;
+  Trace trace(call.world, 1);
+  float d[Shape::kBlockN / 2];
+  uint64_t begin = 0;
+#pragma unroll 1
+  while (true) {
+    const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts, tile = item / Op::kParts;
+    if (item == kStop) break;
+    if (part == 0) begin = trace.now();
+    const TileCoordinate c = op.coordinate(tile);
+    const uint32_t steps = op.steps(c, part);
+    if (Op::kAdds && steps == 0) {
+      if (part == 0) {
+#pragma unroll
+        for (float& e : d) e = 0.0f;
+      }
+    } else if (Config::kSlices > 1 && c.slice != 0) {
+      multiply_part<Shape::kSliceN, Config>(d, storage, stage, steps, warpgroup, part > 0);
+    } else {
+      multiply_part<Shape::kBlockN, Config>(d, storage, stage, steps, warpgroup, part > 0);
+    }
+    if constexpr (Op::kAdds) {
+      const uint32_t addends = op.addends(c, part);
+#pragma unroll 1
+      for (uint32_t i = 0; i < addends; ++i) add_partial<0, Config>(d, storage, stage, warpgroup);
+    }
+    if (part + 1 < op.parts(c)) continue;
+    if constexpr (Op::kExchanges) {
+      if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
+    }
+    write_blocks(d, op, c, storage, warpgroup, block);
+    if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
+  }
+}
+
+}  // namespace mkernel

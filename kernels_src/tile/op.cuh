@@ -1,0 +1,89 @@
+// What a fused kernel tells the GEMM about its tiles: a TileOp, most of which BasicOp provides.
+#pragma once
+#include "comm/sync.cuh"
+#include "concepts.cuh"
+#include "tile/shape.cuh"
+
+namespace mkernel {
+
+// The tiles that the CTAs of this rank multiply, where their operands are, and where their results go. A tile is done in parts: each begins when
+// its own inputs are there. `c` is the coordinate of a tile. Functions are called by one thread, if nothing else is said.
+template <class Op, class Config>
+concept TileOp = requires(const Op op, const Call& call, const Entered& entered, const TileCoordinate& c, uint32_t tile, uint32_t i,
+                          uint32_t part, uint32_t panel, uint32_t warpgroup, const char* smem, float (&d)[Config::kBlockN / 2]) {
+  op.p.fields;  // the parameters of the kernel, with fields.cuh's
+
+  // ---- which tiles
+  { op.num_tiles() } -> Same<uint32_t>;                 // that the CTAs of this rank share
+  { op.assigned(i) } -> Same<uint32_t>;                 // the i-th tile that only this CTA does, before all others; kStop: no more
+  { op.coordinate(tile) } -> Same<TileCoordinate>;      // the one function from a tile's number to where it is
+  requires Same<decltype(Op::kParts), const uint32_t>;  // parts of a tile, at most
+  { op.parts(c) } -> Same<uint32_t>;                    // parts of this one; 0: there is no such tile
+
+  // ---- their inputs
+  { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only
+  { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs; false: the call has failed. Warp function
+  { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K
+  { op.load_rows() } -> Same<uint32_t>;                // how many rows of a tile of A are loaded, where no tile has more
+  { op.a_map(c) } -> Same<const abi::TensorMap*>;      // where the tile's rows of A are: map, row, plane and k
+  { op.a_row(c) } -> Same<int32_t>;
+  { op.a_plane(c, part) } -> Same<int32_t>;
+  { op.a_k(c, part) } -> Same<int32_t>;
+  { op.b_map(c) } -> Same<const abi::TensorMap*>;  // where its columns of B are; of a slice a map with boxes of its width
+
+  // ---- partial tiles (partial.cuh) that are added to the product
+  requires Same<decltype(Op::kAdds), const bool>;  // false: there are none
+  { op.addends(c, part) } -> Same<uint32_t>;       // how many the part adds,
+  { op.addend(c, i) } -> Same<const char*>;        // in the order of i
+
+  // ---- the result
+  requires Same<decltype(Op::kExchanges), const bool>;
+  requires !Op::kExchanges || requires { op.exchange(entered, d, c); };  // each consumer thread replaces its values by those to store
+  { op.is_partial(c) } -> Same<bool>;            // true: stored as a partial tile; false: rounded and stored as a result
+  { op.rows(c) } -> Same<uint32_t>;              // valid rows of it; asked of partial tiles only
+  op.store(entered, c, panel, warpgroup, smem);  // issues the stores of one block
+  requires Same<decltype(Op::kAnnounces), const bool>;
+  { op.announces(c) } -> Same<bool>;  // whether others wait for the tile;
+  op.raise(entered, tile);            // raises its flags, its stores being complete. Warp function
+
+  // ---- beside the tiles
+  requires Same<decltype(Op::kMoves), const bool>;
+  requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
+};
+
+// What most ops have in common: no tiles of one CTA alone, nothing to add, results instead of partial tiles, no flags. Rows of tiles are the p.rows
+// rows of plane 0 of the maps p.a_map and p.c_map, with all of K; columns are those of p.b_map.
+template <class Config, class Parameters>
+struct BasicOp {
+  using Shape = GemmShape<Config>;
+  const Parameters& p;
+  MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
+
+  static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false;
+  MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
+  MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
+  MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
+  MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
+  MK_DEVICE void raise(const Entered&, uint32_t) const {}
+
+  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
+  MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kBlockN - 1) / Shape::kBlockN; }
+  MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
+  MK_DEVICE uint32_t load_rows() const { return p.load_rows; }  // what the others hold does not matter
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
+  MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
+  MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
+    const uint32_t left = p.rows - c.m * Shape::kBlockM;
+    return left < Shape::kBlockM ? left : Shape::kBlockM;
+  }
+  MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
+                              int32_t plane = 0) const {
+    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, plane);
+  }
+};
+
+}  // namespace mkernel

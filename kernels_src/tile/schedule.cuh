@@ -1,0 +1,110 @@
+// The scheduler warp of a compute CTA: takes tiles from a counter, waits for their inputs, offers them to the others.
+#pragma once
+#include "tile/storage.cuh"
+#include "trace.cuh"
+
+namespace mkernel {
+
+// The tiles of this CTA, one after the other: those assigned to it, then one given by its index, then those it takes from the counter that all
+// CTAs of the rank share. Warp functions.
+template <class Op>
+class TileSource {
+ public:
+  MK_DEVICE TileSource(const Call& call, const Op& op)
+      : op_(op),
+        control_(control_block(call.world)),
+        num_tiles_(op.num_tiles()),
+        given_(call.role == abi::kCompute ? ptx::cta_index() - num_comm_ctas(op.p) : kStop) {}
+
+  MK_DEVICE bool take(uint32_t& tile) {  // false: there are no more
+    tile = op_.assigned(num_assigned_);
+    if (tile != kStop) {
+      ++num_assigned_;
+      return true;
+    }
+    if (given_ != kStop) {  // a CTA that computes from the start has its first tile without an atomic
+      tile = given_, given_ = kStop;
+    } else {
+      tile = ptx::lane_index() == 0 ? ptx::atomic_add(&control_->tile_counter, 1) : 0;
+      tile = ptx::broadcast(tile, 0) + ptx::cta_count() - num_comm_ctas(op_.p);
+    }
+    return tile < num_tiles_;
+  }
+
+ private:
+  const Op& op_;
+  abi::ControlBlock* control_;
+  uint32_t num_tiles_, num_assigned_ = 0, given_;
+};
+
+// The entry of this CTA into the call: opens its EntryGate once, at the first tile that needs other ranks, or after the first tile of own
+// inputs, which is multiplied meanwhile. Warp functions.
+class CtaEntry {
+ public:
+  MK_DEVICE CtaEntry(const Call& call, EntryGate& gate) : call_(call), gate_(gate), entered_(MaybeEntered::not_yet(call)) {}
+  MK_DEVICE bool is_open() const { return is_open_; }
+  MK_DEVICE bool open() {  // false: a rank did not enter
+    is_open_ = true;
+    entered_ = gate_.open(call_);
+    return static_cast<bool>(entered_);
+  }
+  MK_DEVICE Entered operator*() const { return *entered_; }  // only where open() was true
+
+ private:
+  const Call& call_;
+  EntryGate& gate_;
+  MaybeEntered entered_;
+  bool is_open_ = false;
+};
+
+template <class Config>
+MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t item) {
+  if (ptx::lane_index() == 0) {
+    storage.queue.wait_taken(at);
+    storage.item[at.index] = item;
+    storage.queue.fill(at);
+  }
+  ptx::sync_warp();
+  at.advance();
+}
+
+// The offer loop: offers each part of each tile when its inputs are there, and kStop at the end, whatever has happened.
+template <class Config, class Op>
+MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  RingPosition<kTileQueue> at;
+  Trace trace(call.world, 0);
+  const uint32_t lane = ptx::lane_index();
+  TileSource<Op> tiles(call, op);
+  CtaEntry entry(call, storage.entries);
+  uint32_t parts = 0, wanted = 0;  // of the tile before, and the parity of the barrier that it completes
+  bool ok = true;
+#pragma unroll 1
+  while (true) {
+    if (parts != 0) {  // a tile taken sooner than needed would be missing where another CTA has nothing to do
+      ptx::mbarrier_wait(&storage.tile_wanted, wanted);
+      wanted ^= 1;
+    }
+    uint32_t tile;
+    const bool more = tiles.take(tile);
+    if (more) {
+      const TileCoordinate c = op.coordinate(tile);
+      parts = op.parts(c);
+#pragma unroll 1
+      for (uint32_t part = 0; ok && part < parts; ++part) {
+        if (op.waits(c, part)) {
+          if (!entry.is_open()) ok = entry.open();
+          const uint64_t begin = trace.now();
+          if (ok) ok = op.wait_inputs(*entry, c, part);
+          if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
+        }
+        if (ok) offer_item(storage, at, tile * Op::kParts + part);
+      }
+    }
+    if (!entry.is_open()) ok = entry.open();  // not sooner: a first tile of own inputs is multiplied meanwhile
+    if (!ok || !more) break;
+  }
+  if (lane == 0) leave_call(call);  // this CTA takes no more tiles, and all its threads have read the epoch
+  offer_item(storage, at, kStop);
+}
+
+}  // namespace mkernel

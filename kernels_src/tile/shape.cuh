@@ -1,0 +1,70 @@
+// The sizes of a fused GEMM, and where its tiles are in C.
+#pragma once
+#include "fields.cuh"
+#include "tile/partial.cuh"
+
+namespace mkernel {
+
+constexpr uint32_t kWarpgroup = 128;
+constexpr uint32_t kConsumerWarpgroups = 2;
+constexpr uint32_t kGemmThreads = (1 + kConsumerWarpgroups) * kWarpgroup;
+constexpr uint32_t kConsumerThreads = kConsumerWarpgroups * kWarpgroup;
+constexpr uint32_t kConsumerWarps = kConsumerThreads / 32;
+constexpr uint32_t kProducerRegisters = 56, kConsumerRegisters = 224;
+static_assert(kWarpgroup * kProducerRegisters + kConsumerThreads * kConsumerRegisters <= 65536, "register file");
+
+constexpr uint32_t kSwizzleBytes = 128;                 // one row of every tile in shared memory
+constexpr uint32_t kPanel = kSwizzleBytes / 2;          // 16-bit elements of such a row
+constexpr uint32_t kSwizzleAtom = 8 * kSwizzleBytes;    // 8 rows: the pattern repeats
+constexpr uint32_t kInstructionK = 16;                  // k of one wgmma
+constexpr uint32_t kTileQueue = 2;                      // items (tile * Op::kParts + part) offered ahead
+constexpr uint32_t kQueueReaders = kConsumerWarps + 2;  // and the loading and the storing thread
+constexpr uint32_t kStop = 0xffffffffu;                 // in the tile queue: no more tiles
+constexpr uint32_t kAskAhead = 1280;  // columns x k steps of a tile left to load when the next tile is asked for: about 3 us
+
+struct TileCoordinate {
+  uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)
+  uint32_t m;      // tile row inside the shard
+  uint32_t n;      // tile column
+  uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
+  uint32_t index;  // reductions: the tile's number among its owner's
+  bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
+};
+
+template <class Config>
+struct GemmShape {
+  static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
+  static constexpr uint32_t kStages = Config::kStages;
+  static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
+  static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+  static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
+  static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kStageBlocks / kConsumerWarpgroups);
+  static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
+  static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
+  static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
+  static constexpr uint32_t kPanels = kBlockN / kPanel;               // of a result
+  static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
+  static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
+  static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
+};
+
+// The order of the tiles of `tile_rows` rows and `tiles_n` columns of tiles: groups of group_m rows that share B, column by column.
+struct RasterPosition {
+  uint32_t row, column;
+};
+MK_DEVICE RasterPosition raster(uint32_t tile, uint32_t tile_rows, uint32_t tiles_n, uint32_t group_m) {
+  const uint32_t group = tile / (group_m * tiles_n), in_group = tile % (group_m * tiles_n);
+  const uint32_t left = tile_rows - group * group_m, group_rows = left < group_m ? left : group_m;
+  return RasterPosition{group * group_m + in_group % group_rows, in_group / group_rows};
+}
+
+template <class Config>
+MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {
+  return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kBlockN;
+}
+template <class Config>
+MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
+  return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
+}
+
+}  // namespace mkernel

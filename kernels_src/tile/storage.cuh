@@ -1,0 +1,57 @@
+// Shared memory of a compute CTA, its barriers, and how the queue of tiles is read.
+#pragma once
+#include "comm/handshake.cuh"
+#include "comm/mailbox.cuh"
+#include "tile/shape.cuh"
+
+namespace mkernel {
+
+// Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
+template <class Config>
+struct GemmStorage {
+  using Shape = GemmShape<Config>;
+  struct Pipeline {
+    alignas(1024) char a[Shape::kStages][Shape::kBytesA];
+    alignas(1024) char b[Shape::kStages][Shape::kBytesB];
+  };
+  alignas(1024) Pipeline pipeline;
+  alignas(1024) char result[kConsumerWarpgroups][Shape::kResultBuffers][kBlockBytes];
+  Handshake<Shape::kStages> stages;                              // of the pipeline: loading thread, consumers
+  Handshake<kTileQueue> queue;                                   // of items: scheduler, all others
+  uint64_t tile_wanted;                                          // completes once per tile: it is nearly loaded
+  Handshake<Shape::kResultBuffers> blocks[kConsumerWarpgroups];  // of results: a consumer warpgroup, the storing thread
+  EntryGate entries;
+  uint32_t item[kTileQueue];
+  Mailbox announce;
+};
+
+// The shared memory of the CTA, as a kernel lays it out.
+template <class Storage>
+MK_DEVICE Storage& shared_storage() {
+  static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+  return *reinterpret_cast<Storage*>(ptx::shared_memory());
+}
+
+template <class Config>
+MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp that shared them out was slower
+  storage.stages.init(1, kConsumerWarps);
+  storage.queue.init(1, kQueueReaders);
+  ptx::mbarrier_init(&storage.tile_wanted, 1);
+  for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) storage.blocks[w].init(kWarpgroup / 32, 1);
+  storage.entries.init();
+  storage.announce.init();  // ends with the fence for all of them
+}
+
+// Reads the next item of the queue, as the loading or storing thread or as one warp of a consumer.
+enum class Reader { kThread, kWarp };
+template <Reader By, class Config>
+MK_DEVICE uint32_t take_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
+  storage.queue.wait_filled(at);
+  const uint32_t item = storage.item[at.index];
+  if constexpr (By == Reader::kWarp) ptx::sync_warp();  // all lanes have read before one of them gives the slot back
+  if (By == Reader::kThread || ptx::lane_index() == 0) storage.queue.take(at);
+  at.advance();
+  return item;
+}
+
+}  // namespace mkernel

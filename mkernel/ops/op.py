@@ -1,0 +1,199 @@
+"""What an op is: one object that says all that the layers need of it, and the registry of those objects.
+
+``docs/adding_an_op.md`` adds one step by step.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+from mkernel import env
+from mkernel.errors import ArgumentError
+from mkernel.planner.split import COMMUNICATION_ROLES, Split
+
+if TYPE_CHECKING:
+    from mkernel.planner.topology import Topology
+    from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.plan import Plan
+    from mkernel.runtime.prepared import Executable
+    from mkernel.runtime.world import World
+
+__all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "names", "register"]
+
+# Each a module of this package, which registers the op of its name.
+BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
+
+
+class OpProblem(Protocol):
+    """What the ranks agree on once: all but the sizes that change from call to call. Frozen, and equal on every rank."""
+
+    @property
+    def topology(self) -> Topology: ...
+    def __hash__(self) -> int: ...
+
+
+class OpPlan(Protocol):
+    """What one call of certain sizes does: ``mkernel.runtime.prepared.Plan``, and its SMs per role."""
+
+    @property
+    def split(self) -> Split: ...
+    def of_rows(self, rows: int) -> Any:
+        """The same choices for another number of rows of the class: a plan of this type."""
+
+
+Problem = TypeVar("Problem", bound=OpProblem)
+
+
+class Instance(NamedTuple, Generic[Problem]):
+    """What the operands of one call ask for, agreed by all ranks: a problem, and this call's rows, as plans count them.
+
+    A size that may differ by rank is no part of it: it is bound to the launch only, and kernels tell each other (``docs/adding_an_op.md``).
+    """
+
+    problem: Problem
+    rows: int
+
+
+class ResultSpec(NamedTuple):
+    """Shape and dtype of a result that a call makes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Op(abc.ABC, Generic[Problem]):
+    """One operation, registered once. ``mk.<op>``, ``mk.plan``, ``mk.tune``, ``demo``, ``bench``, ``model`` and the tests read it.
+
+    Attributes
+    ----------
+    name
+        Of the public function, and of the op in ``mk.plan`` and on the command line.
+    gives, gets
+        What every rank gives and gets, in a few words: the op's row in README.
+    operands
+        Names of the arrays that a call takes, in order.
+    options
+        Keyword arguments that are part of the problem, with their defaults, in order.
+    result
+        None: a call returns one array. Else the NamedTuple that it returns; ``out`` is then such a tuple.
+    bench
+        Name of the module whose ``OP`` says how the op is measured and demonstrated (``mkernel.bench.cases``); "" if neither.
+    tunable
+        Roles whose SMs ``mk.tune`` searches.
+    parameters
+        The mirror of ``Parameters`` of the op's kernels.
+    """
+
+    name: ClassVar[str]
+    gives: ClassVar[str]
+    gets: ClassVar[str]
+    operands: ClassVar[tuple[str, ...]]
+    options: ClassVar[Mapping[str, Any]] = {}
+    result: ClassVar[type[tuple[Any, ...]] | None] = None
+    bench: ClassVar[str] = ""
+    tunable: ClassVar[tuple[str, ...]] = COMMUNICATION_ROLES
+    parameters: ClassVar[type[ctypes.Structure]]
+
+    # ---- problem and plan
+    @abc.abstractmethod
+    def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[Problem]:
+        """What these operands ask for. Raises ArgumentError: nothing else of them is checked later."""
+
+    @abc.abstractmethod
+    def make_plan(self, problem: Problem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None) -> Any:
+        """What a call of so many rows does: an ``OpPlan`` that is also a ``Plan``. Raises SplitError."""
+
+    def plan_rows(self, rows: int, ranks: int) -> int:
+        """How plans count ``rows`` rows of the first operand, in a world of so many ranks."""
+        return rows
+
+    def option_values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The values of ``self.options``, in their order, of a caller's keyword arguments. Raises TypeError, as the function does."""
+        unknown = options.keys() - self.options.keys()
+        if unknown:
+            raise TypeError(f"{self.name}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
+        return tuple(options.get(name, default) for name, default in self.options.items())
+
+    # ---- one call
+    @abc.abstractmethod
+    def results(self, instance: Instance[Problem]) -> Sequence[ResultSpec]:
+        """The arrays that a call makes where the caller gives no ``out``."""
+
+    @abc.abstractmethod
+    def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
+        """Raises ArgumentError where a given ``out`` does not fit, or overlaps an operand."""
+
+    @abc.abstractmethod
+    def bind(
+        self,
+        world: World,
+        executable: Executable,
+        instance: Instance[Problem],
+        operands: Sequence[TensorView],
+        results: Sequence[TensorView],
+    ) -> ctypes.Structure:
+        """The kernel's parameters for these arrays. All of them have been checked."""
+
+    # ---- for people
+    def row(self) -> str:
+        """The op's row in the table of README."""
+        return f"| `mk.{self.name}({', '.join(self.operands)})` | {self.gives} | {self.gets} |"
+
+    def tile(self, plan: Any) -> str:
+        """The extents of one unit of work, such as rows and columns of a tile."""
+        return ""
+
+    def mechanism(self, plan: Plan) -> str:
+        """How the data of a call travels, in two or three words."""
+        return ""
+
+    def travels(self, plan: Plan) -> str:
+        """In which units they travel."""
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<mkernel op {self.name}>"
+
+
+_registered: dict[str, Op[Any]] = {}
+_modules: set[str] = set()  # of MKERNEL_OPS, imported
+
+
+def register(op: Op[Any]) -> Op[Any]:
+    """Make an op known by its name. Raises ArgumentError when another one has it."""
+    known = _registered.setdefault(op.name, op)
+    if type(known) is not type(op):
+        raise ArgumentError("op", op.name, f"is the name of {type(known).__module__}.{type(known).__qualname__} already", "choose another")
+    return known
+
+
+def _import_more() -> None:
+    for name in env.OPS.get() or ():
+        if name not in _modules:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise ArgumentError(env.OPS.name, name, f"cannot be imported: {error}", "name modules that this Python finds") from error
+            _modules.add(name)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all ops: mkernel's own, then those that were registered beside them, by the modules of ``MKERNEL_OPS`` too."""
+    _import_more()
+    return (*BUILT_IN, *(name for name in _registered if name not in BUILT_IN))
+
+
+def find(name: Any) -> Op[Any]:
+    """The op of a name. Raises ArgumentError."""
+    if isinstance(name, str) and name not in _registered:
+        if name in BUILT_IN:
+            importlib.import_module(f"mkernel.ops.{name}")
+        else:
+            _import_more()
+    if not isinstance(name, str) or name not in _registered:
+        raise ArgumentError("op", name, f"must be one of {', '.join(names())}")
+    return _registered[name]

@@ -1,0 +1,139 @@
+"""From what a call asks for to what is launched: the plan of its class of rows, agreed on by all ranks and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mkernel.errors import ArgumentError
+from mkernel.ops.arguments import check_split
+from mkernel.ops.op import Instance, Op
+from mkernel.planner.row_classes import class_of, classes, span
+from mkernel.planner.split import Split, SplitError
+from mkernel.runtime.options import checked_fields
+from mkernel.runtime.plan import title_of
+
+if TYPE_CHECKING:
+    from mkernel.runtime.plan import Plan
+    from mkernel.runtime.prepared import Executable, Prepared
+    from mkernel.runtime.world import World
+
+__all__ = ["Choice", "choice_of", "executable", "plan_for", "prepare", "schedule_number", "tuning_name"]
+
+_MOST_ROWS = (1 << 31) - 1  # of a matrix
+_COMPUTE_FACTOR = 0x010193  # odd
+_MAX_EXECUTABLES = 512  # remembered per world
+
+
+class Choice(NamedTuple):
+    """What a caller wants beside the result: a split, and fields to be compiled in (None: the world's)."""
+
+    split: Split | None
+    specialize: str | None
+
+
+def choice_of(split: Any, specialize: Any = None) -> Choice:
+    """The ``split=`` and ``specialize=`` of a caller, checked. ``split``: also a Choice that was made before."""
+    if isinstance(split, Choice):
+        return split
+    return Choice(check_split(split), None if specialize is None else checked_fields(specialize))
+
+
+def tuning_name(problem: Hashable, rows: int) -> str:
+    """What names the split that tuning found for calls of this class of rows."""
+    numbers = span(rows)
+    return f"{problem!r}, rows {numbers[0]} to {numbers[-1]}"
+
+
+def schedule_number(split: Split | None) -> int:
+    """24 bits that tell the splits apart which callers may ask for, each role's number of SMs below 255; 0: none."""
+    if split is None or split == Split():
+        return 0
+    compute, intra, send, reduce = (255 if n is None else n for n in dataclasses.astuple(split))
+    return (intra | send << 8 | reduce << 16) + (compute + 1) * _COMPUTE_FACTOR & 0xFFFFFF
+
+
+def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
+    """The plan of one call, from the table of the world: one row per class of rows, filled when its problem is prepared, or now.
+
+    Roles that the split leaves open get what tuning has found, else mkernel's choice. Raises ArgumentError.
+    """
+    problem, rows = instance
+    of_class = class_of(rows)
+    key = problem, of_class, choice
+    known = world.table.get(key)
+    if known is None:
+        known = world.table[key] = _plan_of_class(world, op, Instance(problem, of_class), choice)
+    return known.of_rows(rows)
+
+
+def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
+    problem, rows = instance
+    split, specialize = choice.split, world.specialize if choice.specialize is None else choice.specialize
+    sms = world.backend.sm_count
+    try:
+        untuned = op.make_plan(problem, rows, sms, split, specialize=specialize)
+    except SplitError as error:
+        limit = world.options.max_sms
+        if split is None and limit is not None:  # mkernel's own choice does not fit
+            raise ArgumentError("max_sms", limit, f"is too few for this op and world: {error.rule}", "raise it") from None
+        raise ArgumentError("split", error.split, error.rule, error.remedy) from None
+    tuned = world.tuned.get(tuning_name(problem, rows)) if world.tuned else None
+    if tuned is not None:
+        with contextlib.suppress(SplitError):  # what was tuned does not go with the rest of ``split``
+            found = op.make_plan(problem, rows, sms, (split or Split()).filled(tuned), specialize=specialize)
+            if found.spec.name == untuned.spec.name:  # another kernel may round at other places
+                return found
+    return untuned
+
+
+def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split | Choice | None, stream: Any) -> Executable:
+    """The plan of one call, agreed on and loaded.
+
+    Collective where the problem is used for the first time, or asks for a kernel that is not loaded: a split may.
+    """
+    choice = choice_of(split)
+    key = instance, choice
+    known: Executable | None = world.executables.get(key)
+    if known is not None:
+        return known
+    plan, problems = plan_for(world, op, instance, choice), world.problems
+    prepared = problems.find(instance.problem)
+    if prepared is None or not problems.has(plan.spec):
+        prepared = prepare(world, op, instance, choice, stream)
+    schedule = schedule_number(choice.split)
+    if choice.split is not None:
+        world.schedules[schedule] = choice.split
+    made = problems.executable(prepared, plan, instance.rows, schedule)
+    if len(world.executables) >= _MAX_EXECUTABLES:
+        world.executables.popitem(last=False)
+    world.executables[key] = made
+    return made
+
+
+def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, stream: Any, max_rows: int | None = None) -> Prepared:
+    """Agree on a problem and load its kernels, for calls of up to ``max_rows`` rows. Collective, unless all of it is there.
+
+    ``max_rows``: None means as many as the heap has room for, where kernels are compiled ahead (target cuda); where the host's compiler
+    takes seconds for each (target cpu) it means this call's kernel alone, and others are compiled when a call asks for them.
+    """
+    problem, rows = instance
+    plans = {rows: plan_for(world, op, instance, choice)}
+    if max_rows is not None or world.backend.compiles_ahead:
+        for number in classes(_MOST_ROWS // world.size if max_rows is None else max_rows):
+            plan = plan_for(world, op, Instance(problem, number), choice)
+            # More rows may need less of the heap, where they are done in another way: those are prepared, too.
+            if max_rows is not None or plan.workspace_bytes + plan.staging_bytes <= world.heap_bytes:
+                plans[number] = plan
+
+    def plan_of(number: int, schedule: int) -> Plan | None:
+        try:
+            found: Plan = plan_for(world, op, Instance(problem, number), Choice(world.schedules.get(schedule), choice.specialize))
+        except ArgumentError:
+            return None
+        return found
+
+    grid = max(plan.grid for plan in plans.values())
+    return world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)

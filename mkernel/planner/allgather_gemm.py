@@ -1,0 +1,392 @@
+"""AllGather+GEMM: problem, plan and schedule. Pure Python; the device side is ``kernels_src/ops/allgather_gemm.cuh``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator
+
+from mkernel.jit.spec import KernelSpec
+from mkernel.planner.gemm import (
+    BLOCK_K,
+    BLOCK_M,
+    GROUP_M,
+    GemmPlan,
+    GemmTile,
+    choose_ctas,
+    choose_load_rows,
+    choose_put,
+    choose_tile,
+    raster,
+    seconds_to_multiply,
+    shift_of,
+)
+from mkernel.planner.row_classes import class_of
+from mkernel.planner.specialize import Specialized, parse, remark
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
+
+__all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan"]
+
+OP = "allgather_gemm"
+SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
+PARAMETER_BYTES = 1024  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+_CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
+_WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
+_PIECE_UNITS = 128  # of 128 bytes: the pieces of a copy (kernels_src/comm/copy.cuh)
+_SLICES = 2  # of a left-over tile
+_SLICE_N = 64  # columns that a slice is a multiple of
+_TAIL = 0.35  # of a tile's time: measured, where the last data come late
+_PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/speed_log.md)
+_FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
+_WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
+_CTA_READS, _CTA_WRITES = 40e9, 40e9  # the same for one CTA of intra_comm, beside the others' tiles
+_IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk should have come
+_WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
+_HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllGatherGemmProblem:
+    """What the ranks agree on once; each call has its own number of rows (M / W)."""
+
+    topology: Topology
+    n: int
+    k: int
+    dtype: str
+    b_row_major: bool
+
+    def result_shape(self, rows: int) -> tuple[int, int]:
+        return rows * self.topology.size, self.n
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile of C: rows from ``m * BLOCK_M`` of rank ``source``'s shard, columns from ``n * block_n``.
+
+    ``slice``: 0 for the whole tile, 1, 2 ... for that slice of its columns.
+    """
+
+    source: int
+    m: int
+    n: int
+    slice: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
+    """Tile, chunks, split and buffers for one problem and one number of rows (M / W), on one kind of device."""
+
+    chunk_rows: int  # rows of a chunk
+    group_m: int = GROUP_M  # tile rows that share columns of B
+    parts: int = 1  # K travels in this many parts
+    part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
+    slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
+    specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
+
+    op = OP
+
+    @functools.cached_property
+    def spec(self) -> KernelSpec:
+        return self.spec_with(OP, PARAMETER_BYTES, kSlices=most_slices(self.tile), kHasParts=int(most_parts(self.problem) > 1))
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """What the parameters of a launch say of the schedule, in their order."""
+        rows, units = self.piece_box
+        return {
+            "rows": self.rows,
+            "whole_tiles": self.whole_tiles,
+            "group_m": self.group_m,
+            "part_blocks": self.part_blocks,
+            "chunk_shift": shift_of(self.chunk_rows),
+            "part_shift": shift_of(self.parts),
+            "piece_rows": rows,
+            "piece_units": units,
+            "load_rows": self.load_rows,
+        }
+
+    @property
+    def pushers(self) -> int:
+        """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
+        return self.grid if warps_push(self.problem.topology, self.split) else 0
+
+    @property
+    def piece_box(self) -> tuple[int, int]:
+        """What one load of a copy gathers of a part of K: so many rows, and units of 64 elements of each."""
+        return choose_piece(self.problem.k // self.parts) if self.parts > 1 else (1, 1)  # whole rows are contiguous
+
+    @property
+    def put_bytes(self) -> int:
+        """Bytes of a chunk on its way to another node."""
+        return self.chunk_rows * self.problem.k * 2
+
+    @property
+    def plane_bytes(self) -> int:
+        return self.rows * self.problem.k * 2
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the data heap: the gather buffer, one plane per rank."""
+        size = self.problem.topology.size
+        return size * self.plane_bytes if size > 1 else 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """A copy of the shard for the network, unless the caller's lies on the heap."""
+        return self.plane_bytes if self.problem.topology.num_nodes > 1 else 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of ``chunk_rows`` rows per shard."""
+        return math.ceil(self.rows / self.chunk_rows)
+
+    @property
+    def chunks(self) -> int:
+        """Per shard."""
+        return self.blocks * self.parts
+
+    def chunk_index(self, block: int, part: int) -> int:
+        """The number of a chunk in the order in which the chunks of a shard travel."""
+        first = block // self.part_blocks * self.part_blocks
+        return first * self.parts + part * min(self.part_blocks, self.blocks - first) + block - first
+
+    packet_bytes = 0  # no packets in the signal segment
+
+    @property
+    def flag_words(self) -> int:
+        return self.problem.topology.size * self.chunks
+
+    def describe(self) -> str:
+        p = self.problem
+        layout = "row-major" if p.b_row_major else "transposed"
+        world, split = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}", self.split
+        sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}"
+        return (  # the first line stands for the plan in messages: it tells any two apart
+            f"{OP}: a ({self.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs"
+            f"{remark(self.specialize, SPECIALIZED)}\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
+            f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
+            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
+            f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
+            f"workspace {self.workspace_bytes} bytes"
+        )
+
+    def flag_name(self, rank: int, index: int) -> str:
+        """What a flag tells ``rank``, for reports."""
+        source, chunk = divmod(index, self.chunks)
+        block, part = next((b, p) for b in range(self.blocks) for p in range(self.parts) if self.chunk_index(b, p) == chunk)
+        begin = block * self.chunk_rows
+        rows = f"rows {begin} to {min(begin + self.chunk_rows, self.rows) - 1}"
+        return f"chunk {chunk} of rank {source}'s shard: {rows}{f', part {part} of K' if self.parts > 1 else ''}"
+
+    @property
+    def load_rows(self) -> int:
+        """Rows of a tile of A that are loaded."""
+        return choose_load_rows(self.rows)
+
+    # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
+    @property
+    def num_tiles(self) -> int:
+        """Whole tiles, before any is halved."""
+        return self.problem.topology.size * self.tile_rows * self.tiles_n
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles up to here are whole; the others are sliced."""
+        return self.num_tiles - self.num_tiles % (self.split.compute or 1) if self.slices > 1 else self.num_tiles
+
+    @property
+    def b_columns(self) -> int:
+        """Columns of one TMA load of a transposed ``b``, for a sliced tile."""
+        return self.tile.block_n // most_slices(self.tile)
+
+    def source(self, rank: int, distance: int) -> int:
+        """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes', own rail first."""
+        topology = self.problem.topology
+        per_node = topology.ranks_per_node
+        node = (topology.node(rank) + distance // per_node) % topology.num_nodes
+        return topology.rank(node, (topology.local_rank(rank) + distance % per_node) % per_node)
+
+    def tiles(self, rank: int) -> Iterator[Tile]:
+        """The tiles of C on ``rank``, in the order in which its CTAs take them."""
+        for index, tile in enumerate(self._whole(rank)):
+            if index < self.whole_tiles:
+                yield tile
+            else:
+                yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
+
+    def _whole(self, rank: int) -> Iterator[Tile]:
+        topology = self.problem.topology
+        local, remote = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
+        for shards, first in ((1, 0), (local, 1), (remote, topology.ranks_per_node)):
+            rows = self.tile_rows * shards
+            for index in range(rows * self.tiles_n):
+                row, n = raster(index, rows, self.tiles_n, self.group_m)
+                yield Tile(self.source(rank, first + row % shards), row // shards, n)
+
+    def tile_chunks(self, tile: Tile) -> list[int]:
+        """The chunks of its source's shard that a tile reads, part by part."""
+        begin = tile.m * BLOCK_M
+        end = min(begin + BLOCK_M, self.rows)
+        blocks = range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1)
+        return [self.chunk_index(block, part) for part in range(self.parts) for block in blocks]
+
+    def chunk_writer(self, reader: int, source: int) -> int:
+        """The rank that raises ``reader``'s flags for ``source``'s chunks."""
+        topology = self.problem.topology
+        if topology.node(reader) == topology.node(source) or topology.local_rank(reader) == topology.local_rank(source):
+            return source
+        return topology.rank(topology.node(reader), topology.local_rank(source))
+
+
+def make_plan(
+    problem: AllGatherGemmProblem,
+    rows: int,
+    sm_count: int,
+    split: Split | None = None,
+    tile: GemmTile | None = None,
+    specialize: str | Iterable[str] | None = None,
+) -> AllGatherGemmPlan:
+    """The plan for ``rows`` rows of each rank on a device with ``sm_count`` SMs. All choices are those for the most rows of their class.
+
+    ``specialize``: as ``planner/specialize.py`` parses it.
+
+    Raises
+    ------
+    SplitError
+        ``split`` does not fit.
+    """
+    return _plan_of_class(problem, class_of(rows), sm_count, split, tile, parse(specialize, SPECIALIZED)).of_rows(rows)
+
+
+def _plan_of_class(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None, tile: GemmTile | None, specialize: Specialized
+) -> AllGatherGemmPlan:
+    topology, tile_rows = problem.topology, math.ceil(rows / BLOCK_M)
+    spared = ("intra_comm",) if topology.num_nodes == 1 else ()
+    if tile is None:
+        tile = choose_tile(tile_rows * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
+    tiles_n = math.ceil(problem.n / tile.block_n)
+    tiles = tile_rows * topology.size * tiles_n
+    wanted = split or Split()
+    if wanted.compute is wanted.intra_comm is None and warps_pay(problem, rows, tile, sm_count):
+        wanted = dataclasses.replace(wanted, intra_comm=0)
+    chosen = wanted.complete(default_split(problem, rows, sm_count, tiles), sm_count, spared)
+    few_waves = tiles <= _FEW_WAVES * sm_count
+    parts = most_parts(problem) if few_waves else 1
+    chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
+    if topology.num_nodes > 1:
+        chunk_bytes = choose_put(rows * problem.k * 2)
+    chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
+    slices = choose_slices(tiles, tile, chosen) if few_waves else 1
+    if parts == 1:
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, slices=slices, specialize=specialize)
+    # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
+    at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
+    groups = math.ceil(max(1, tile_rows) / at_once)
+    group_rows = math.ceil(max(1, tile_rows) / groups)
+    return AllGatherGemmPlan(
+        problem,
+        rows,
+        chosen,
+        tile,
+        chunk_rows,
+        group_rows * (topology.size - 1),
+        parts,
+        group_rows * (BLOCK_M // chunk_rows),
+        slices,
+        specialize,
+    )
+
+
+def warps_push(topology: Topology, split: Split) -> bool:
+    """Whether computing CTAs move the data inside a node."""
+    return topology.ranks_per_node > 1 and not split.intra_comm
+
+
+def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
+    """Into how many slices to cut the tiles that are left over when every compute CTA has had the same number.
+
+    2 where all SMs can take the halves at once, the communication CTAs (which are done by then) included; else 1. Four slices were
+    measured: so narrow, they are slower than two (docs/speed_log.md).
+    """
+    compute = split.compute or 1
+    odd = tiles % compute
+    fits = tiles > compute and 0 < _SLICES * odd <= split.total
+    return most_slices(tile) if fits else 1
+
+
+def most_slices(tile: GemmTile) -> int:
+    """Into how many slices the kernel can cut a tile of this width."""
+    return _SLICES if tile.block_n % (_SLICES * _SLICE_N) == 0 else 1
+
+
+def most_parts(problem: AllGatherGemmProblem) -> int:
+    """In how many parts K may travel: one across nodes, whose puts are contiguous in a."""
+    topology = problem.topology
+    return choose_parts(problem.k) if topology.num_nodes == 1 < topology.size else 1
+
+
+def choose_parts(k: int) -> int:
+    """Parts of K: whole steps of the main loop each, and rows long enough to be copied piecemeal, in pieces that are not small."""
+
+    def good(parts: int) -> bool:
+        return k % (parts * BLOCK_K) == 0 and k * 2 >= parts * _PART_BYTES and 2 * math.prod(choose_piece(k // parts)) >= _PIECE_UNITS
+
+    return next((parts for parts in (4, 2) if good(parts)), 1)
+
+
+def choose_piece(part_k: int) -> tuple[int, int]:
+    """Rows, and units of 64 elements of each, that one load of a copy gathers: several whole rows, or an equal share of one."""
+    units = part_k // BLOCK_K
+    if units <= _PIECE_UNITS:
+        return _PIECE_UNITS // units, units
+    return 1, next(share for share in range(_PIECE_UNITS, 0, -1) if units % share == 0)
+
+
+def default_split(problem: AllGatherGemmProblem, rows: int, sm_count: int, tiles: int) -> Split:
+    """Measured on H200: pushing to three peers peaks at 9 CTAs and falls beyond (docs/planner.md).
+
+    Where there is time, fewer push: tiles are multiplied faster beside a steady flow than beside a short flood (docs/speed_log.md).
+    """
+    topology = problem.topology
+    intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
+    if topology.num_nodes == 1 < topology.size and tiles > _FEW_WAVES * sm_count:
+        multiplying = seconds_to_multiply(rows * topology.size, problem.n, problem.k, sm_count)
+        pushing = _seconds_to_push(problem, rows, _CTA_READS, _CTA_WRITES)
+        intra = choose_ctas(pushing, _IN_TIME * multiplying, 2, intra)
+    send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
+    return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def warps_pay(problem: AllGatherGemmProblem, rows: int, tile: GemmTile, sm_count: int) -> bool:
+    """Whether a call ends sooner if a warp of every CTA pushes than with CTAs for it (docs/speed_log.md).
+
+    So between two ranks where all SMs need fewer waves for the tiles, and multiply longer than their warps push. What goes to several
+    peers takes the link longer, and what the link cannot take yet stands in front of the loads of all SMs: on four GPUs a tile took 1.5
+    times as long.
+    """
+    size = problem.topology.size
+    if problem.topology.num_nodes > 1 or size != 2:
+        return False
+    tiles = math.ceil(rows / BLOCK_M) * size * math.ceil(problem.n / tile.block_n)
+    default = default_split(problem, rows, sm_count, tiles)
+    split = default.complete(default, sm_count)
+    compute = split.compute or 1
+    waves = math.ceil(tiles / split.total)
+    otherwise = tiles // compute + _HALVES if choose_slices(tiles, tile, split) > 1 else math.ceil(tiles / compute)
+    fewer = tiles <= _FEW_WAVES * split.total and otherwise >= _WARPS_GAIN * waves
+    in_time = waves * tile.seconds(problem.k) >= _seconds_to_push(problem, rows, _WARPS_BYTES, _LINK_BYTES)
+    return fewer and in_time
+
+
+def _seconds_to_push(problem: AllGatherGemmProblem, rows: int, reads: float, writes: float) -> float:
+    """The shard to all others, where so many bytes a second are read, and written to all of them together."""
+    return rows * problem.k * 2 * max(1 / reads, (problem.topology.size - 1) / writes)
+
+
+def _ceil_power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

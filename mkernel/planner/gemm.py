@@ -1,0 +1,252 @@
+"""What the plans of all fused GEMMs share (``kernels_src/tile/gemm.cuh``): tile, stages, shared memory, the order of tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from typing import Generic, Protocol, Self, TypeVar
+
+from mkernel.jit.spec import KernelSpec
+from mkernel.planner.specialize import constants_of
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
+
+__all__ = [
+    "BLOCK_K",
+    "BLOCK_M",
+    "GROUP_M",
+    "THREADS",
+    "GemmPlan",
+    "GemmProblem",
+    "GemmTile",
+    "choose_ctas",
+    "choose_load_rows",
+    "choose_put",
+    "choose_tile",
+    "digest_of",
+    "raster",
+    "seconds_to_multiply",
+    "shift_of",
+]
+
+BLOCK_M = 128
+BLOCK_K = 64
+THREADS = 384
+GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best of 4, 8, 16
+SHARED_LIMIT = 232448  # dynamic shared memory of one CTA on sm_90
+_RESULT_BYTES = 2 * 64 * 128  # a buffer of 64 rows x 128 bytes for each consumer warpgroup
+_BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
+_PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares the memory of the stages (kernels_src/comm/copy.cuh)
+
+_PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # what a put should reach, and may reach where the shard is large:
+_PUTS = 16  # per shard; every put costs the engine some microseconds
+
+_LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
+
+_SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
+# Throughput of one SM against the 128 x 256 tile, measured on H200.
+_RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.88, 64: 0.58}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GemmTile:
+    """A tile of ``BLOCK_M x block_n`` with ``stages`` stages of ``BLOCK_K``; 16-bit elements.
+
+    ``buffers``: of 64 columns each, where results wait to be stored.
+    """
+
+    block_n: int
+    stages: int
+    buffers: int = 2
+
+    @property
+    def shared_bytes(self) -> int:
+        stages = self.stages * (BLOCK_M + self.block_n) * BLOCK_K * 2
+        return max(stages + self.buffers * _RESULT_BYTES, _PIECES_BYTES) + _BARRIER_BYTES
+
+    def seconds(self, k: int) -> float:
+        """How long an SM multiplies one."""
+        return seconds_to_multiply(BLOCK_M, self.block_n, k, 1)
+
+    @classmethod
+    def deepest(cls, block_n: int, *, sent: bool = False) -> GemmTile:
+        """With as many stages as fit, at most 8.
+
+        ``sent``: to other ranks; then there is room for a whole tile, so that no thread that multiplies waits for stores over NVLink.
+        """
+        stage, buffers = (BLOCK_M + block_n) * BLOCK_K * 2, max(2, block_n // 64) if sent else 2
+        return cls(block_n, min(8, (SHARED_LIMIT - buffers * _RESULT_BYTES - _BARRIER_BYTES) // stage), buffers)
+
+
+class GemmProblem(Protocol):
+    """What the ranks agree on once; the number of rows is each call's. ``n`` and ``k``: of a rank's operands or result, as the op says."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def b_row_major(self) -> bool: ...
+
+    def result_shape(self, rows: int) -> tuple[int, int]: ...
+
+    def __hash__(self) -> int: ...
+
+
+Problem = TypeVar("Problem", bound=GemmProblem)
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmPlan(Generic[Problem]):
+    """Tile and split for one problem and one number of rows, on one kind of device."""
+
+    problem: Problem
+    rows: int
+    split: Split
+    tile: GemmTile
+
+    @property
+    def specialize(self) -> frozenset[str]:
+        """Fields that are compiled in (``planner/specialize.py``)."""
+        raise NotImplementedError
+
+    def of_rows(self, rows: int) -> Self:
+        """The plan of another number of rows of the same class: as here, for so many."""
+        if rows == self.rows:
+            return self
+        plan = object.__new__(type(self))
+        vars(plan).update(vars(self), rows=rows)
+        vars(plan).pop("digest", None)  # the kernel stays what it is
+        return plan
+
+    @functools.cached_property
+    def digest(self) -> int:
+        return digest_of(self)
+
+    def spec_with(self, name: str, parameter_bytes: int, **more: int) -> KernelSpec:
+        """The kernel of this plan; ``more``: constants beside those of every op."""
+        ctas = tuple(self.fields[2:])
+        if "split" not in self.specialize:
+            ctas = tuple(min(number, 1) for number in ctas)  # which roles there are
+        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, tuple(more.items()))
+
+    @property
+    def fields(self) -> tuple[int, int, int, int, int]:
+        """What the parameters of a launch hold as ``abi.Fields``: what is not compiled in is read there."""
+        problem, split = self.problem, self.split
+        return problem.n, problem.k, split.intra_comm or 0, split.inter_send or 0, split.inter_reduce or 0
+
+    @property
+    def grid(self) -> int:
+        return self.split.total
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the data heap that only this rank's own engine reads: what it puts from there may be written before peers enter."""
+        return 0
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles."""
+        return math.ceil(self.rows / BLOCK_M)
+
+    @property
+    def tiles_n(self) -> int:
+        return math.ceil(self.problem.n / self.tile.block_n)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(
+    problem: GemmProblem,
+    tile: GemmTile,
+    specialize: frozenset[str],
+    ctas: tuple[int, ...],
+    name: str,
+    parameter_bytes: int,
+    more: tuple[tuple[str, int], ...],
+) -> KernelSpec:
+    """Calls of many sizes have the same kernel. But for what is specialized, it depends on the world, the operands and the tile."""
+    fields = {"kN": problem.n, "kK": problem.k} | dict(zip(("kIntraComm", "kInterSend", "kInterReduce"), ctas, strict=True))
+    constants = constants_of(fields, specialize) | {
+        "kBlockN": tile.block_n,
+        "kStages": tile.stages,
+        "kResultBuffers": tile.buffers,
+        "kFloat16": int(problem.dtype == "float16"),
+        "kBRowMajor": int(problem.b_row_major),
+        "kNumNodes": problem.topology.num_nodes,
+        "kRanksPerNode": problem.topology.ranks_per_node,
+    }
+    return KernelSpec(name, (*constants.items(), *more), THREADS, tile.shared_bytes, parameter_bytes)
+
+
+def digest_of(plan: object) -> int:
+    """64 bits that differ between any two plans; the low 24 travel in the entry flags. A plan's ``repr`` says all of it."""
+    return int.from_bytes(hashlib.blake2b(repr(plan).encode(), digest_size=8).digest(), "little")
+
+
+def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """Row and column of a tile: groups of ``group_m`` rows, which share columns of B, column by column."""
+    group, inside = divmod(tile, group_m * tiles_n)
+    rows = min(group_m, tile_rows - group * group_m)
+    return group * group_m + inside % rows, inside // rows
+
+
+def shift_of(power: int) -> int:
+    """The exponent of a power of two: kernels shift where they would divide.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+    """
+    if power < 1 or power & (power - 1):
+        raise ValueError(f"{power}: must be a power of two")
+    return power.bit_length() - 1
+
+
+def seconds_to_multiply(m: int, n: int, k: int, sm_count: int) -> float:
+    """How long so many SMs take for a product of these sizes."""
+    return 2 * m * n * k / (_SM_FLOPS * sm_count)
+
+
+def choose_ctas(seconds_of_one: float, seconds: float, fewest: int, most: int) -> int:
+    """How few CTAs, of ``fewest`` to ``most``, move in so many seconds what takes one CTA ``seconds_of_one``."""
+    return next((ctas for ctas in range(fewest, most) if seconds_of_one <= ctas * seconds), most)
+
+
+def choose_load_rows(rows: int) -> int:
+    """How many rows of a tile of A to load where the matrix has ``rows``."""
+    return next((load for load in _LOAD_ROWS if rows <= load), BLOCK_M)
+
+
+def choose_put(shard_bytes: int) -> int:
+    """About how many bytes of a shard to put at a time. A power of two: kernels are compiled for few sizes."""
+    size, most = _PUT_BYTES
+    while size < most and 2 * size * _PUTS <= shard_bytes:
+        size *= 2
+    return size
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(tile_rows: int, n: int, sm_count: int, tail: float = 0.0, *, sent: bool = False) -> GemmTile:
+    """The tile width that finishes ``tile_rows`` rows of tiles over ``n`` columns soonest, by counting waves.
+
+    ``tail``: tiles' time that the end of a call costs, where tiles wait for data that comes until the end. ``sent``: as in ``deepest``.
+    """
+
+    def cost(block_n: int) -> tuple[float, int]:
+        tiles = tile_rows * math.ceil(n / block_n)
+        waves = tiles / sm_count if tiles > 4 * sm_count else math.ceil(tiles / sm_count)
+        return (waves + tail) * block_n / _RELATIVE_SPEED[block_n], -block_n
+
+    return GemmTile.deepest(min(_RELATIVE_SPEED, key=cost), sent=sent)

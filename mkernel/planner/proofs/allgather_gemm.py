@@ -1,0 +1,133 @@
+"""AllGather+GEMM: who waits for whom, and who accesses which bytes (``kernels_src/ops/allgather_gemm.cuh``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan
+from mkernel.planner.proofs.areas import FLAGS, HEAP, STAGING, Access, Area, Call
+from mkernel.planner.proofs.wait_graph import Step, WaitGraph
+
+__all__ = ["call_of", "wait_graph"]
+
+_WORD = 8
+
+
+def call_of(plan: AllGatherGemmPlan) -> Call:
+    """One call, of operands in ordinary memory: with the staging copy of network sends."""
+    arriving, reading = frozenset({"push", "put", "forward"}), frozenset({"tile", "forward"})
+    gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, arriving, reading)
+    staging = Area("staged shard", STAGING, 0, plan.staging_bytes, frozenset({"stage"}), frozenset({"put"}))
+    flags = Area("flags of chunks", FLAGS, 0, plan.flag_words * _WORD, arriving, reading)
+    graph, topology = wait_graph(plan), plan.problem.topology
+    if topology.num_nodes > 1:
+        for rank in range(topology.size):
+            for chunk in range(plan.chunks):  # waits for nothing
+                graph.add(("stage", rank, chunk))
+                for peer in topology.rail_peers(rank):
+                    graph.add(("put", rank, chunk, peer), [("stage", rank, chunk)])
+    return Call(graph, (gather, staging, flags), tuple(_accesses(plan, list(graph), gather, staging, flags)))
+
+
+def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging: Area, flags: Area) -> Iterator[Access]:
+    topology = plan.problem.topology
+    tiles = [list(plan.tiles(rank)) for rank in range(topology.size)]
+    chunks = dict(_chunks(plan))
+
+    def data(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
+        begin, size = chunks[chunk]
+        return Access(step, rank, gather, source * plan.plane_bytes + begin, size, writes)
+
+    def flag(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
+        return Access(step, rank, flags, (source * plan.chunks + chunk) * _WORD, _WORD, writes)
+
+    for step in steps:
+        kind, rank, *rest = step
+        assert isinstance(rank, int)
+        near = [peer for peer in topology.node_ranks(topology.node(rank)) if peer != rank]
+        match kind, rest:
+            case "push", [int(chunk)]:
+                for peer in near:
+                    yield data(step, peer, rank, chunk, writes=True)
+                    yield flag(step, peer, rank, chunk, writes=True)
+            case "stage", [int(chunk)]:
+                yield Access(step, rank, staging, *chunks[chunk], writes=True)
+            case "put", [int(chunk), int(peer)]:
+                yield Access(step, rank, staging, *chunks[chunk], writes=False)
+                yield data(step, peer, rank, chunk, writes=True)
+                yield flag(step, peer, rank, chunk, writes=True)
+            case "forward", [int(source), int(chunk)]:
+                yield flag(step, rank, source, chunk, writes=False)
+                yield data(step, rank, source, chunk, writes=False)
+                for peer in near:
+                    yield data(step, peer, source, chunk, writes=True)
+                    yield flag(step, peer, source, chunk, writes=True)
+            case "tile", [int(index)]:
+                tile = tiles[rank][index]
+                for chunk in plan.tile_chunks(tile) if tile.source != rank else ():
+                    yield flag(step, rank, tile.source, chunk, writes=False)
+                    yield data(step, rank, tile.source, chunk, writes=False)
+
+
+def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Number of a chunk, and where it lies in a plane: begin and bytes (``chunk_offset`` and ``chunk_bytes`` in the kernel)."""
+    rows, row_bytes = plan.rows, plan.problem.k // plan.parts * 2
+    for block in range(plan.blocks):
+        first = block * plan.chunk_rows
+        for part in range(plan.parts):
+            begin = (part * rows + first) * row_bytes
+            yield plan.chunk_index(block, part), (begin, min(plan.chunk_rows, rows - first) * row_bytes)
+
+
+def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
+    """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/ops/allgather_gemm.cuh``).
+
+    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node, ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)``
+    to the node, ``("tile", rank, index)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for
+    fewer.
+    """
+    graph, topology = WaitGraph(), plan.problem.topology
+    for rank in range(topology.size):
+        graph.add(("enter", rank))
+        entered: list[Step] = [("enter", other) for other in range(topology.size)]
+        if topology.ranks_per_node > 1:
+            _intra_comm_steps(graph, plan, rank, entered)
+        if topology.num_nodes > 1:
+            _inter_send_steps(graph, plan, rank, entered)
+        tiles = list(plan.tiles(rank))
+        for i, tile in enumerate(tiles):
+            chunks = plan.tile_chunks(tile) if tile.source != rank else ()
+            graph.add(("tile", rank, i), [*entered, *(_arrival(plan, rank, tile.source, chunk) for chunk in chunks)])
+        graph.chain(("tile", rank, i) for i in range(len(tiles)))
+    return graph
+
+
+def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> Step:
+    """The step that raises ``reader``'s flag for a chunk."""
+    topology, writer = plan.problem.topology, plan.chunk_writer(reader, source)
+    if writer != source:
+        return ("forward", writer, source, chunk)
+    return ("push", source, chunk) if topology.node(reader) == topology.node(source) else ("put", source, chunk, reader)
+
+
+def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, entered: list[Step]) -> None:
+    ctas, peers = plan.split.intra_comm or plan.pushers, plan.problem.topology.rail_peers(rank)
+    for cta in range(ctas):
+        own: list[Step] = [("push", rank, chunk) for chunk in range(cta, plan.chunks, ctas)]
+        items = [divmod(item, len(peers)) for item in range(cta, plan.chunks * len(peers), ctas)] if peers else []
+        forwarded: list[Step] = [("forward", rank, peers[peer], chunk) for chunk, peer in items]
+        for step in own:
+            graph.add(step, entered)
+        for step, (chunk, peer) in zip(forwarded, items, strict=True):
+            graph.add(step, [*entered, ("put", peers[peer], chunk, rank)])
+        graph.chain([*own, *forwarded])
+
+
+def _inter_send_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, entered: list[Step]) -> None:
+    ctas = plan.split.inter_send or 0
+    for cta in range(ctas):
+        puts: list[Step] = []
+        for chunk in range(cta, plan.chunks, ctas):
+            for peer in plan.problem.topology.rail_peers(rank):
+                puts.append(graph.add(("put", rank, chunk, peer), entered))
+        graph.chain(puts)

@@ -1,0 +1,130 @@
+"""The reductions: who waits for whom (``kernels_src/reduce`` and the kernels that include it)."""
+
+from __future__ import annotations
+
+from mkernel.planner.proofs.wait_graph import Step, WaitGraph
+from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, Tile
+
+__all__ = ["wait_graph"]
+
+
+def wait_graph(plan: ReducePlan) -> WaitGraph:
+    """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/reduce``).
+
+    Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
+    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``, and of packets
+    ``("partials", rank, tile)``, ``("packets", rank, tile)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a
+    tile waits for fewer.
+    """
+    graph, topology = WaitGraph(), plan.problem.topology
+    steps = _Steps(plan)
+    for rank in range(topology.size):
+        graph.add(("enter", rank))
+        entered: list[Step] = [("enter", other) for other in range(topology.size)]
+        for i, tile in enumerate(steps.tiles[rank]):
+            graph.add(("tile", rank, i), [*entered, *steps.inputs(rank, tile)])
+        if plan.packets:
+            _packet_steps(graph, plan, rank, entered)
+        graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
+        for cta in range(plan.split.inter_reduce or 0):
+            sums = list(plan.sums_of(rank))[cta :: plan.split.inter_reduce]
+            for tile in (tile for tile in sums if plan.exists(tile.owner, tile.index)):
+                graph.add(("sum", rank, tile.owner, tile.index), [*entered, *steps.inputs(rank, tile)])
+            graph.chain(("sum", rank, tile.owner, tile.index) for tile in sums if plan.exists(tile.owner, tile.index))
+        for cta in range(plan.split.inter_send or 0):
+            for sends in steps.sends(rank, cta):
+                for step, before in sends:
+                    graph.add(step, [*entered, *before])
+                graph.chain(step for step, _ in sends)
+        for cta in range(plan.split.intra_comm or 0):
+            pulls = steps.pulls(rank, cta)
+            for step, before in pulls:
+                graph.add(step, [*entered, *before])
+            graph.chain(step for step, _ in pulls)
+    return graph
+
+
+def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int, entered: list[Step]) -> None:
+    """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other."""
+    for i in range(plan.tiles):
+        sent: list[Step] = [("partials", source, i) for source in range(plan.problem.topology.size)]
+        graph.add(("partials", rank, i), [*entered, *([("tile", rank, i - 1)] if i > 0 else [])])
+        graph.add(("packets", rank, i), [("partials", rank, i)] if plan.one_shot else sent)
+
+
+class _Steps:
+    """Which step raises which flag."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self.plan, self.topology = plan, plan.problem.topology
+        ranks = range(self.topology.size)
+        self.tiles = [[tile for tile in plan.tiles_of(rank) if plan.exists(tile.owner, tile.index)] for rank in ranks]
+        self._position = {(rank, tile.owner, tile.index, tile.is_sum): i for rank in ranks for i, tile in enumerate(self.tiles[rank])}
+
+    def computed(self, rank: int, owner: int, index: int) -> Step:
+        return ("tile", rank, self._position[rank, owner, index, False])
+
+    def chunk(self, chunk: int, owner: int) -> list[int]:
+        """Its tiles."""
+        begin = chunk * self.plan.chunk_tiles
+        return [i for i in range(begin, min(begin + self.plan.chunk_tiles, self.plan.tiles)) if self.plan.exists(owner, i)]
+
+    def inputs(self, rank: int, tile: Tile) -> list[Step]:
+        """What a tile of ``rank`` adds."""
+        topology, chunk = self.topology, tile.index // self.plan.chunk_tiles
+        node = topology.node(rank)
+        if self.plan.packets:
+            return [("packets", source, tile.index) for source in range(topology.size)]
+        if self.plan.one_shot:
+            if not tile.is_sum:
+                return []
+            near: list[Step] = [self.computed(source, source, tile.index) for source in topology.node_ranks(node)]
+            far: list[Step] = [("send", source, rank, chunk) for source in range(topology.size) if topology.node(source) != node]
+            return near + far
+        if tile.is_sum:
+            return [self.computed(source, tile.owner, tile.index) for source in topology.node_ranks(node)]
+        if tile.owner != rank:
+            return []
+        sent = [self.computed(source, rank, tile.index) for source in topology.node_ranks(node) if source != rank]
+        return [*sent, *(("put", peer, rank, chunk) for peer in topology.rail_peers(rank))]
+
+    def sends(self, rank: int, cta: int) -> list[list[tuple[Step, list[Step]]]]:
+        """The sends of each thread of an inter_send CTA, in order."""
+        plan, topology, stride = self.plan, self.topology, self.plan.split.inter_send or 1
+        remote = [peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)]
+        puts: list[tuple[Step, list[Step]]] = []
+        if plan.one_shot:
+            for chunk in range(cta, plan.num_chunks, stride):
+                ready = [self.computed(rank, rank, index) for index in self.chunk(chunk, rank)]
+                puts += [(("send", rank, peer, chunk), ready) for peer in remote]
+            return [puts]
+        peers = topology.rail_peers(rank)
+        items = [(chunk, peer) for chunk in range(plan.num_chunks) for peer in peers][cta::stride]
+        for chunk, peer in items:
+            if tiles := self.chunk(chunk, peer):
+                puts.append((("put", rank, peer, chunk), [("sum", rank, peer, index) for index in tiles]))
+        if plan.op == REDUCE_SCATTER:
+            return [puts]
+        results: list[tuple[Step, list[Step]]] = []
+        for chunk, peer in items:
+            if tiles := self.chunk(chunk, rank):
+                results.append((("send", rank, peer, chunk), [self.computed(rank, rank, index) for index in tiles]))
+        return [puts, results]
+
+    def pulls(self, rank: int, cta: int) -> list[tuple[Step, list[Step]]]:
+        """What an intra_comm CTA pulls, in order."""
+        plan, topology, stride = self.plan, self.topology, self.plan.split.intra_comm or 1
+        node, local, per_node = topology.node(rank), topology.local_rank(rank), topology.ranks_per_node
+        items: list[tuple[Step, list[Step]] | None] = []
+        for index in range(plan.tiles):
+            for owner in (topology.rank(node, (local + i) % per_node) for i in range(1, per_node)):
+                there = plan.exists(owner, index)
+                items.append((("pull", rank, owner, index), [self.computed(owner, owner, index)]) if there else None)
+        for chunk in range(plan.num_chunks):
+            for distance in range(1, topology.num_nodes):
+                for i in range(per_node):
+                    owner = topology.rank((node + distance) % topology.num_nodes, (local + i) % per_node)
+                    proxy = topology.rank(node, topology.local_rank(owner))
+                    source: Step = ("send", owner, rank, chunk) if proxy == rank else ("pull", proxy, owner, chunk)
+                    items.append((("pull", rank, owner, chunk), [source]) if self.chunk(chunk, owner) else None)
+        return [item for item in items[cta::stride] if item is not None]

@@ -1,0 +1,38 @@
+"""Classes of rows: calls of one class use the same kernel, and share what was tuned. Arithmetic, the same on every rank.
+
+A class ends at a multiple of its step: 16 rows up to 256, 64 up to 2048, 128 up to 16384, and beyond that a 128th of the next power of two,
+so that there are about 64 classes per doubling however large a matrix is. The choice for a class is made for its largest number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+__all__ = ["class_of", "classes", "span"]
+
+_STEPS = ((256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
+_PER_POWER = 128
+
+
+def _step(rows: int) -> int:
+    return next((step for limit, step in _STEPS if rows <= limit), 0) or (1 << (rows - 1).bit_length()) // _PER_POWER
+
+
+def class_of(rows: int) -> int:
+    """The largest number of rows in the class of ``rows``: what names the class. No rows are in the class of one."""
+    step = _step(rows)
+    return max(1, -(-rows // step)) * step
+
+
+def span(rows: int) -> range:
+    """The numbers of rows, from 1 on, in the class of ``rows``."""
+    last = class_of(rows)
+    return range(last - _step(last) + 1, last + 1)
+
+
+def classes(max_rows: int) -> Iterator[int]:
+    """All classes up to that of ``max_rows``, by their largest number of rows, ascending."""
+    last, rows = class_of(max_rows), 0
+    while rows < last:
+        rows = class_of(rows + 1)
+        yield rows

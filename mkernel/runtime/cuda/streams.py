@@ -1,0 +1,250 @@
+"""Streams of one GPU: the launches of a world run in call order on whatever streams they come, also those that graphs replay.
+
+One event, the *tail*, stands for everything that a world has launched. An eager call on another stream than the last one waits for it,
+and records it anew. A graph waits for it before its first call of the world and records it after its last one, by an event wait node and
+an event record node, so that every replay takes its place among the eager calls. docs/streams.md states what follows for programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from typing import Any
+
+from mkernel.errors import ArgumentError
+from mkernel.memory.driver import call, check, current, driver, prompt
+from mkernel.runtime.cuda.events import happened, new_event, sleep_until
+from mkernel.runtime.cuda.queries import EAGER, FORBIDDEN, StreamQueries, stream_name
+
+__all__ = ["LaunchQueue", "Turn"]
+
+_WAIT_EXTERNAL = 1  # CU_EVENT_WAIT_EXTERNAL: a node of the graph, not a dependency inside it
+_ADD_DEPENDENCIES = 0  # CU_STREAM_ADD_CAPTURE_DEPENDENCIES
+_MARK_EVERY, _MARKS = 16, 8  # launches between two marks, and marks that may be pending: at most 144 launches are pending
+_CAPTURES = 256  # how many are remembered; the oldest one has long ended, and its number never comes again
+
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+
+
+class _Capture:
+    """One graph under capture that holds calls of the world."""
+
+    __slots__ = ("last", "record")
+
+    def __init__(self, last: int) -> None:
+        self.last = last  # the node of the last call; of the wait for the tail, before the first one
+        self.record = 0  # the node that records the tail; 0: there is none yet
+
+
+# What ``LaunchQueue.order`` has found out about the next launch: its stream, the stream's number, the capture it belongs to, and whether
+# the GPU's context is the thread's own. A plain tuple, because every call makes one.
+Turn = tuple[int, int, _Capture | None, bool]
+
+
+class LaunchQueue(StreamQueries):
+    """The order of one world's launches on one GPU. Methods may be called from any thread; they make the GPU's context current.
+
+    ``order`` and ``launched`` enclose a launch on one thread, and one thread at a time is between them (the world's lock). What only they
+    touch needs no other lock; the answers of the driver, which other threads ask too, are read under the queue's.
+    """
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._node = (_pointer * 1)()
+        self._target = (_pointer * 1)()
+        # None of these waits for anything, so that giving up the GIL would only cost time.
+        self._record = prompt("cuEventRecord", _pointer, _pointer)
+        self._wait = prompt("cuStreamWaitEvent", _pointer, _pointer, ctypes.c_uint)
+        # By their first names: with cuda-bindings 13 some of these have other parameters.
+        self._update = prompt("cuStreamUpdateCaptureDependencies", _pointer, _pointer, _size, ctypes.c_uint)
+        self._add_record = prompt("cuGraphAddEventRecordNode", _pointer, _pointer, _pointer, _size, _pointer)
+        self._add_edge = prompt("cuGraphAddDependencies", _pointer, _pointer, _pointer, _size)
+        self._remove_edge = prompt("cuGraphRemoveDependencies", _pointer, _pointer, _pointer, _size)
+        self._captures: dict[int, _Capture] = {}  # by the driver's number of the capture
+        self._marks: deque[Any] = deque()
+        self._held: deque[tuple[Any, object]] = deque()  # an event, and what must live until it has happened
+        self._launches = 0
+        self._last_id = 0  # number of the stream where the tail was recorded last; 0: none, or not known
+        self._anything = False  # whether anything has been launched or captured
+        self._replayable = False  # graphs may record the tail at any time
+        with current(context):
+            self._events = [new_event(), new_event()]
+        self._tail, self._crossing = (int(event) for event in self._events)
+
+    def here(self) -> Any:
+        """``with queue.here():`` the GPU's context is the calling thread's, and another thread's capture does not matter."""
+        return current(self.context)
+
+    # ---- a launch
+    def order(self, stream: int) -> Turn:
+        """Make what is launched next on ``stream`` run after everything launched before. Waits while too many launches are pending.
+
+        Raises
+        ------
+        ArgumentError
+            The stream cannot take a launch now.
+        DriverError
+            It is no stream.
+        """
+        if len(self._marks) >= _MARKS:
+            self._wait_for_room()
+        with self.lock:
+            if self._get_context(self._context_at) == 0 and self._answers.context == self._handle:  # is_current()
+                return self._order(stream, True)
+            with current(self.context):
+                return self._order(stream, False)
+
+    def _order(self, stream: int, own: bool) -> Turn:
+        number = self._capture_of(stream)
+        if number == EAGER:
+            stream_id = self._id_of(stream)
+            if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
+                self._check(self._wait(stream, self._tail, 0), "ordering two streams")
+            return stream, stream_id, None, own
+        if number == FORBIDDEN:
+            rule = "cannot take a call now: its capture has failed, or it would wait for another stream, which is being captured"
+            raise ArgumentError("stream", stream_name(stream), rule, "make the call on a stream of its own, or after the capture")
+        # The driver tells no number of a stream that is being captured.
+        return stream, 0, self._order_in_capture(stream, number), own
+
+    def _order_in_capture(self, stream: int, number: int) -> _Capture:
+        capture = self._captures.get(number)
+        if capture is None:
+            self._check(self._wait(stream, self._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls")
+            while len(self._captures) >= _CAPTURES:
+                del self._captures[next(iter(self._captures))]
+            capture = self._captures[number] = _Capture(self._frontier(stream)[0])
+        elif not self._follows(stream, capture.last):
+            self._node[0] = capture.last
+            self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
+        return capture
+
+    def launched(self, turn: Turn) -> None:
+        """Note that the launch has been made. Called on the thread of ``order``, with the context current."""
+        stream, stream_id, capture, _ = turn
+        self._anything = True
+        if capture is not None:
+            with self.lock:
+                self._launched_in_capture(capture, stream)
+            return
+        status = self._record(self._tail, stream)
+        if status:
+            check(status, "recording an event")
+        self._last_id = stream_id
+        self._launches += 1
+        if self._launches % _MARK_EVERY == 0:
+            mark = new_event()
+            self._check(self._record(int(mark), stream), "recording an event")
+            with self.lock:
+                self._marks.append(mark)
+
+    def _launched_in_capture(self, capture: _Capture, stream: int) -> None:
+        """Move the graph's only record of the tail behind this call, off the path from this call to the next."""
+        self._replayable = True
+        last, self._node[0] = capture.last, self._frontier(stream)[0]
+        graph = self._answers.graph
+        capture.last = int(self._node[0] or 0)
+        what = "ordering later calls after a graph"
+        if not capture.record:
+            self._check(self._add_record(self._target, graph, self._node, 1, self._tail), what)
+            capture.record = int(self._target[0] or 0)
+            return
+        self._target[0] = capture.record
+        self._check(self._add_edge(graph, self._node, self._target, 1), what)
+        self._node[0] = last
+        self._check(self._remove_edge(graph, self._node, self._target, 1), what)
+
+    # ---- between libraries
+    def capturing(self, stream: int) -> bool:
+        """Whether a graph is being captured on this stream."""
+        with self.lock:
+            if self.is_current():
+                return self._capture_of(stream) > EAGER
+            with current(self.context):
+                return self._capture_of(stream) > EAGER
+
+    def follow(self, stream: int, producer: int) -> None:
+        """Make what comes on ``stream`` run after what is on ``producer`` now.
+
+        In a capture, what lies outside it is not waited for: the graph's replays follow it in the order that the caller gives them.
+
+        Raises
+        ------
+        ArgumentError
+            The producer is being captured, and ``stream`` is not.
+        """
+        if stream == producer:
+            return
+        with self.lock, current(self.context):
+            mine, its = self._capture_of(stream), self._capture_of(producer)
+            if mine > EAGER and its <= EAGER:
+                return
+            if mine != its or its == FORBIDDEN:
+                rule = (
+                    "is where an operand comes from, and is being captured or held up by a capture; the call's stream is not part of that"
+                )
+                raise ArgumentError(
+                    "stream", stream_name(producer), rule, "make the call on the stream that is captured, or after the capture"
+                )
+            self._cross(producer, stream)
+
+    def lead(self, stream: int, consumer: int) -> None:
+        """Make what comes on ``consumer`` run after what is on ``stream`` now; nothing if one of them is captured without the other."""
+        if stream == consumer:
+            return
+        with self.lock, current(self.context):
+            mine = self._capture_of(stream)
+            if mine != FORBIDDEN and mine == self._capture_of(consumer):
+                self._cross(stream, consumer)
+
+    def _cross(self, before: int, after: int) -> None:
+        self._check(self._record(self._crossing, before), "recording an event")
+        self._check(self._wait(after, self._crossing, 0), "ordering two streams")
+
+    def hold(self, stream: int, thing: object) -> None:
+        """Keep ``thing`` alive until what is on ``stream`` now has ended. In a capture it does nothing: the graph's owner keeps things."""
+        with self.lock, current(self.context):
+            if self._capture_of(stream) == EAGER:
+                event = new_event()
+                self._held.append((event, thing))
+                self._check(self._record(int(event), stream), "recording an event")
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what was held for calls that have ended. Any thread may call it at any time."""
+        if not self._held:
+            return
+        done: list[object] = []  # dropped outside the lock, because their finalizers may run anything
+        with self.lock, current(self.context):
+            while self._held and happened(int(self._held[0][0])):
+                event, thing = self._held.popleft()
+                done.append(thing)
+                call(driver().cuEventDestroy(event), "destroying an event")
+
+    # ---- waiting
+    def synchronize(self) -> None:
+        """Wait until everything launched has ended, replays of graphs included: sleeping, and for nobody else's work."""
+        sleep_until(self._idle)
+        self.release()
+
+    def _idle(self) -> bool:
+        with self.lock, current(self.context):
+            return not self._anything or happened(self._tail)
+
+    def _wait_for_room(self) -> None:
+        """Wait while too many launches are pending: at a full queue the driver would wait with the context locked, deaf to Ctrl-C."""
+        sleep_until(self._has_room)
+
+    def _has_room(self) -> bool:
+        with self.lock, current(self.context):
+            while self._marks and happened(int(self._marks[0])):
+                call(driver().cuEventDestroy(self._marks.popleft()), "destroying an event")
+            return len(self._marks) < _MARKS
+
+    def close(self) -> list[Any]:
+        """The events, for the caller to destroy; nothing is held any more."""
+        with self.lock:
+            events = [*self._events, *self._marks, *(event for event, _ in self._held)]
+            for kept in (self._events, self._marks, self._held, self._captures):
+                kept.clear()
+            return events

@@ -1,0 +1,112 @@
+"""Tensor maps of GPU memory, encoded by the driver: what the copy engine's loads and stores are told of a matrix."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from typing import Any
+
+from mkernel.errors import ArgumentError
+from mkernel.memory.driver import driver, prompt
+from mkernel.runtime.backend import Extents
+
+__all__ = ["TensorMaps"]
+
+_BYTES = 128  # of a map
+_ALIGNMENT = 64  # of a map's memory
+_BOX_BYTES = 128  # the swizzle's row
+_KNOWN = 4096  # maps remembered
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
+
+# Of the driver's enumerations.
+_DTYPES = {"bfloat16": 9, "float16": 6}  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+_NO_INTERLEAVE = 0  # CU_TENSOR_MAP_INTERLEAVE_NONE
+_SWIZZLES = (0, 3)  # CU_TENSOR_MAP_SWIZZLE_NONE, _128B
+_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_ZEROS = 0  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: what lies outside reads as zero
+
+_pointer, _u32, _enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
+
+# What the encoder reads: extents, strides of the outer two dimensions, the box, and the steps inside it.
+_INPUT = struct.Struct("=3Q2Q3I3I")
+_STRIDES, _BOX, _STEPS = 24, 40, 52  # offsets in it
+_OUTPUT = 64  # offset of the map
+
+
+class TensorMaps:
+    """Makes tensor maps, and remembers the ones that were asked for last. Any thread.
+
+    A new map costs 2 us of host time: the encoder is a function of the host that reads memory prepared once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the memory
+        self._owner = ctypes.create_string_buffer(_OUTPUT + _BYTES + _ALIGNMENT)
+        start = -ctypes.addressof(self._owner) % _ALIGNMENT
+        self._memory = memoryview(self._owner).cast("B")[start : start + _OUTPUT + _BYTES]
+        self._output = self._memory[_OUTPUT:]
+        self._at = ctypes.addressof(self._owner) + start
+        self._known = functools.lru_cache(maxsize=_KNOWN)(self._encoded)
+
+    def get(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool) -> bytes:
+        """The map of a tensor, as ``Backend.tensor_map`` describes it. ``address``: not 0.
+
+        Raises
+        ------
+        ArgumentError
+            The driver's rules forbid such a map: the message names the driver's status.
+        """
+        return self._known(address, dtype, shape, strides, box, swizzled)
+
+    def forget(self) -> None:
+        """Forget all maps."""
+        self._known.cache_clear()
+
+    @functools.cached_property
+    def _encode(self) -> Any:
+        # The host computes, and waits for nothing.
+        types = (_pointer, _enum, _u32, _pointer, _pointer, _pointer, _pointer, _pointer, _enum, _enum, _enum, _enum)
+        return prompt("cuTensorMapEncodeTiled", *types)
+
+    def _encoded(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool) -> bytes:
+        kind = _DTYPES.get(dtype)
+        if kind is None:
+            raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
+        if box[0] * 2 != _BOX_BYTES:
+            raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements")
+        # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may
+        # be odd.
+        inner, middle, outer = (extent if extent > 1 else 1 for extent in shape)
+        middle_step, outer_step = strides
+        if middle == 1:
+            middle_step = -(-inner * 2 // 16) * 16
+        if outer == 1:
+            outer_step = -(-middle_step * middle // 16) * 16
+        at, encode = self._at, self._encode
+        with self._lock:
+            try:
+                _INPUT.pack_into(self._memory, 0, inner, middle, outer, middle_step, outer_step, *box, 1, 1, 1)
+            except struct.error:  # a number that the driver's types do not hold
+                status = _INVALID_VALUE
+            else:
+                status = encode(
+                    at + _OUTPUT,
+                    kind,
+                    3,
+                    address,
+                    at,
+                    at + _STRIDES,
+                    at + _BOX,
+                    at + _STEPS,
+                    _NO_INTERLEAVE,
+                    _SWIZZLES[swizzled],
+                    _PROMOTION,
+                    _ZEROS,
+                )
+                if not status:
+                    return self._output.tobytes()
+        value = f"{dtype} {shape}, strides {strides}, box {box} at {address:#x}"
+        rule = f"no tensor map can describe it ({driver().CUresult(status).name})"
+        raise ArgumentError("tensor", value, rule, "16-byte aligned base and strides are needed")

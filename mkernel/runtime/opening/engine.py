@@ -1,0 +1,165 @@
+"""The engine of a rank when a world is opened: which transport it has, whether it is a process of its own, and its start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mkernel.errors import ArgumentError
+from mkernel.runtime.opening.placement import RankInfo, choose_network, choose_signals, host_slot
+from mkernel.runtime.opening.together import together
+from mkernel.transport import TRANSPORTS, own_process
+
+if TYPE_CHECKING:
+    from mkernel.memory.segment import Segment
+    from mkernel.planner.topology import Topology
+    from mkernel.proxy.process import EngineProcess
+    from mkernel.runtime.cpu.thread_ranks import ThreadRanks
+    from mkernel.runtime.parts import OnError, Parts
+    from mkernel.runtime.ranks.bootstrap import Bootstrap
+
+__all__ = ["Network", "choose_transport", "open_process", "plan_network", "start_engine"]
+
+_GPU_SPIN_NS = 2_000_000  # of an engine beside a GPU, where there are processors enough
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Network:
+    """How the nodes of a world talk; the same on every rank."""
+
+    transport: str  # empty on one node, where none is needed
+    own_process: bool  # the engine is a process
+    host_signals: bool  # flags lie in host memory, where an engine raises them
+
+
+def plan_network(name: str, topology: Topology, infos: Sequence[RankInfo], thread_ranks: ThreadRanks | None) -> Network:
+    """Decide how the nodes talk. ``name``: the transport that the user asked for. Raises ArgumentError."""
+    transport = choose_transport(name, topology, infos)
+    return Network(transport, _in_own_process(transport, thread_ranks), choose_signals(infos, transport))
+
+
+def choose_transport(name: str, topology: Topology, infos: Sequence[RankInfo]) -> str:
+    """The name of the transport; empty on one node, where none is needed. An unknown name is an error anyway."""
+    from mkernel import transport
+
+    if name != "auto" and name not in transport.names():
+        raise ArgumentError("transport", repr(name), "no such transport", f"there are auto, {', '.join(transport.names())}")
+    if topology.num_nodes == 1:
+        return ""
+    one_host = len({info.host for info in infos}) == 1
+    if name == "auto":
+        return "emulated" if one_host else choose_network(infos)
+    if name == "emulated" and not one_host:
+        raise ArgumentError("transport", repr(name), "the emulated transport connects ranks of one host only", "use auto, rc or srd")
+    for rank, info in enumerate(infos):
+        if info.networks.get(name):
+            raise ArgumentError("transport", repr(name), f"rank {rank}: {info.networks[name]}", "see `python -m mkernel doctor`")
+    return name
+
+
+def _in_own_process(transport: str, thread_ranks: ThreadRanks | None) -> bool:
+    """Whether the engine is a process; on one node (no transport) there is none at all."""
+    if not transport or thread_ranks is None:
+        return bool(transport) and own_process(transport)
+    if TRANSPORTS[transport].rdma:
+        rule = "mk.launch on target cpu runs in virtual time"
+        raise ArgumentError("transport", repr(transport), rule, "start processes, or use emulated")
+    return False
+
+
+def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, undo: contextlib.ExitStack) -> EngineProcess:
+    """Start the engine's process, and connect it with those of the other ranks. Collective."""
+    from mkernel.proxy.process import EngineProcess, Layout, Memory
+    from mkernel.transport import devices
+
+    rank, backend, name = parts.rank, parts.backend, parts.options.transport
+    rdma = TRANSPORTS[name].rdma
+    assert parts.ring is not None
+    ring = parts.ring.fd
+    slot = host_slot(infos, rank)
+
+    def memory(segment: Segment) -> Memory:
+        if segment.mappable:
+            return Memory(segment.fd, segment.size)
+        return Memory(segment.dmabuf() if rdma else -1, segment.size, dmabuf=True)
+
+    def start() -> EngineProcess:
+        card = devices.card_for(name, slot, backend.pci_address) if rdma else None
+        process = EngineProcess(
+            Layout(
+                transport=name,
+                rank=rank,
+                peers=parts.topology.foreign(rank),
+                heap=memory(parts.data),
+                signals=memory(parts.signals),
+                ring=ring,
+                card=card,
+                timeout=parts.options.timeout,
+                spin_ns=_spin_ns(backend.target),
+            )
+        )
+        undo.callback(process.close)
+        return process
+
+    engine = together(bootstrap, "its network", start)
+    while (part := together(bootstrap, "its network", engine.step)) is not None:
+        engine.give(bootstrap.allgather(part))
+    return engine
+
+
+def start_engine(
+    parts: Parts,
+    on_error: OnError,
+    foreign: dict[int, tuple[int, int]],
+    thread_ranks: ThreadRanks | None,
+    process: EngineProcess | None,
+    network: Network,
+) -> Callable[[], None]:
+    """Start the engine, or listen to its process. Returns what stops it. ``foreign``: mapped memory of other nodes' ranks, by rank."""
+    if process is not None:
+        process.watch(on_error)
+        parts.wakers.append(process.wake)
+        return process.close
+    from mkernel import transport
+    from mkernel.proxy.engine import Engine, EngineThread
+    from mkernel.proxy.process import release_store
+    from mkernel.proxy.ring import RingReader
+
+    rank, backend = parts.rank, parts.backend
+    assert parts.ring is not None
+    clock = time.monotonic_ns if thread_ranks is None else thread_ranks.now
+    # On cpu credits must be real release stores: kernels read them with acquire, and on AArch64 a plain store may come too early.
+    store = backend.copier().signal if backend.target == "cpu" else None
+    wiring = transport.Wiring(
+        rank=rank,
+        heap_address=parts.data.address(),
+        heap_bytes=parts.data.size,
+        signal_bytes=parts.signals.size,
+        peers=foreign or dict.fromkeys(parts.topology.foreign(rank), (0, 0)),
+        copier=backend.copier,
+        clock_ns=clock,
+        signal_address=parts.signals.address(),
+        store=release_store() if store is None and network.host_signals else store,
+        timeout=parts.options.timeout,
+    )
+    engine = Engine(RingReader(parts.ring.view, store=store), transport.create(parts.options.transport, wiring), clock)
+    if thread_ranks is None:
+        thread = EngineThread(engine, on_error, name=f"mkernel-engine-{rank}", spin_ns=_spin_ns(backend.target)).start()
+        parts.wakers.append(thread.wake)
+        return thread.close
+    remove = thread_ranks.add_engine(rank, engine.step, engine.next_event_ns, on_error)
+
+    def stop() -> None:
+        remove()
+        engine.close()
+
+    return stop
+
+
+def _spin_ns(target: str) -> int:
+    from mkernel.proxy.engine import SPIN_NS
+
+    return _GPU_SPIN_NS if target == "cuda" else SPIN_NS

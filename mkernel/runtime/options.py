@@ -1,0 +1,72 @@
+"""Options of a world: what ``init`` and ``launch`` are asked for, completed from the environment, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mkernel import env
+from mkernel.errors import ArgumentError
+from mkernel.planner.specialize import parse
+
+__all__ = ["DEFAULT_ENTRY_TIMEOUT", "DEFAULT_TIMEOUT", "Options", "checked_fields"]
+
+DEFAULT_TIMEOUT = 30.0  # seconds
+DEFAULT_ENTRY_TIMEOUT = 600.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """Arguments of ``init`` that concern the world itself; the same on every rank."""
+
+    target: str = "auto"
+    ranks_per_node: int | None = None
+    transport: str = "auto"
+    heap_bytes: int | None = None
+    max_sms: int | None = None
+    specialize: str | None = None
+    timeout: float = DEFAULT_TIMEOUT
+    entry_timeout: float = DEFAULT_ENTRY_TIMEOUT
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "entry_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
+                raise ArgumentError(name, value, "must be a number of seconds greater than 0")
+        for name in ("ranks_per_node", "heap_bytes", "max_sms"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ArgumentError(name, value, "must be a positive integer or None")
+
+    @classmethod
+    def resolve(cls, **arguments: Any) -> Options:
+        """Arguments of ``init``: one that is left open (None, or ``transport="auto"``) takes the environment's value, then the default."""
+        known = {field.name: field.default for field in dataclasses.fields(cls)}
+        if arguments.keys() - known.keys():
+            raise ArgumentError("init_options", sorted(arguments.keys() - known.keys()), "unknown", f"known are {', '.join(known)}")
+        env.check_all()
+        if arguments.get("specialize") is not None:
+            arguments["specialize"] = checked_fields(arguments["specialize"])
+        given = {name: value for name, value in arguments.items() if value is not None and (name, value) != ("transport", "auto")}
+        told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
+        return cls(**{**known, **told, **given})
+
+
+def checked_fields(wanted: Any) -> str:
+    """A caller's ``specialize=`` as one word. Raises ArgumentError."""
+    try:
+        return "default" if wanted == "default" else str(parse(wanted))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError("specialize", wanted, str(error)) from None
+
+
+# Options that the environment may give.
+_VARIABLES: dict[str, env.Variable[Any]] = {
+    "ranks_per_node": env.RANKS_PER_NODE,
+    "transport": env.TRANSPORT,
+    "heap_bytes": env.HEAP_BYTES,
+    "max_sms": env.MAX_SMS,
+    "specialize": env.SPECIALIZE,
+    "timeout": env.TIMEOUT,
+    "entry_timeout": env.ENTRY_TIMEOUT,
+}

@@ -1,0 +1,194 @@
+"""Starts the ranks of a command on this machine: through mpirun where mpi4py can use one, else as plain processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from mkernel import env
+from mkernel.errors import Error
+from mkernel.proxy.spawn import without_launcher
+from mkernel.runtime.ranks import rendezvous
+from mkernel.runtime.ranks.choice import launcher_size, under_mpi
+
+__all__ = ["LauncherError", "find_mpirun", "is_rank", "launched_size", "mpi_flavour", "run"]
+
+_NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
+GRACE_SECONDS = 10.0
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class LauncherError(Error):
+    """Ranks could not be started, or did not end in time."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as a rank, by the same variables that ``mk.init`` reads."""
+    # torchrun may start one rank. A Slurm step of one task is an interactive shell more often than a world of one.
+    return env.RENDEZVOUS.is_set() or under_mpi() or rendezvous.offered() or bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+
+
+def launched_size() -> int:
+    """Number of ranks that the launcher of this process started; 0 if there is none."""
+    if not is_rank():
+        return 0
+    if under_mpi() and not env.RENDEZVOUS.is_set() and launcher_size() > 1:
+        return launcher_size()
+    meeting = rendezvous.read_environment()
+    return meeting.size if meeting else 1
+
+
+def find_mpirun() -> Path | None:
+    """The mpirun beside this interpreter (an MPI from a package, the one mpi4py then finds), else the first on PATH."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    found = next(filter(None, (shutil.which(name, path=folders) for name in _NAMES)), None)
+    return Path(found) if found else None
+
+
+def mpi_flavour(mpirun: Path) -> str:
+    """``openmpi``, or ``mpich`` for all whose command line is Hydra's (Intel MPI, MVAPICH)."""
+    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return "openmpi" if any(name in answer.stdout + answer.stderr for name in ("Open MPI", "OpenRTE")) else "mpich"
+
+
+def run(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    timeout: float,
+    kind: str = "auto",
+    environment: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+    grace: float = GRACE_SECONDS,
+) -> int:
+    """Run ``python ARGUMENTS`` on every rank; returns the first exit status that is not 0, else 0. No process outlives the call.
+
+    Parameters
+    ----------
+    ranks, arguments
+        Number of processes, and their arguments. One rank is a plain process without launcher variables.
+    timeout
+        Seconds after which all ranks are killed.
+    kind
+        ``"mpi"``, ``"processes"`` or ``"auto"``: MPI if there is one.
+    environment
+        Variables added to this process's.
+    output
+        Takes what the ranks print (default: this process's own output).
+    grace
+        Seconds that the other ranks have after the first has failed, to say what they saw.
+
+    Raises
+    ------
+    LauncherError
+        There is no mpirun with mpi4py and ``kind`` is ``"mpi"``, or the ranks ran past ``timeout``.
+    """
+    command = [sys.executable, *arguments]
+    variables = {**os.environ, **(environment or {})}
+    if ranks == 1:
+        return _wait([_start(command, {**without_launcher(os.environ), **(environment or {})}, output)], timeout, grace)
+    mpirun = None if kind == "processes" or importlib.util.find_spec("mpi4py") is None else find_mpirun()
+    if mpirun is not None:
+        return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout, grace)
+    if kind == "mpi":
+        raise LauncherError("no mpirun with mpi4py found (pip install 'mkernel[demo]' brings both)")
+    with _reserved_port() as port:
+        variables = {**without_launcher(os.environ), **(environment or {})}
+        variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{port}", "MKERNEL_SIZE": str(ranks), "MKERNEL_SECRET": secrets.token_hex(32)}
+        return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout, grace)
+
+
+def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
+    line = [str(mpirun), "-n", str(ranks)]
+    if mpi_flavour(mpirun) == "openmpi":
+        # Open MPI counts cores and refuses root, which does not matter here, and binds a rank to one core, where its threads would queue.
+        line += ["--oversubscribe", "--bind-to", "none", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    return line
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port number that no other launcher takes meanwhile. Ranks of one host meet at a Unix socket of that name, not at the port."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    errors = None if output is None else subprocess.STDOUT
+    # A session of its own, so that mpirun and the ranks under it can be ended together.
+    return subprocess.Popen(command, env=dict(variables), stdout=output, stderr=errors, start_new_session=True)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: float) -> int:
+    """Wait for all processes. The first failure ends the others, after ``grace`` seconds in which they report theirs."""
+    deadline, failed_at = time.monotonic() + timeout, None
+    with _ended_by_signals():
+        try:
+            while any(process.poll() is None for process in processes):
+                now = time.monotonic()
+                if now > deadline:
+                    raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
+                if failed_at is None and any(process.poll() for process in processes):
+                    failed_at = now
+                if failed_at is not None and now > failed_at + grace:
+                    break
+                time.sleep(0.05)
+            return next((abs(process.returncode) for process in processes if process.returncode), 0)
+        finally:
+            for process in processes:
+                _end(process)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn signals that end this process into SystemExit, so that the ranks, which have sessions of their own, are ended too."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield
+        return
+    # An ignored signal (nohup) stays ignored; None is a handler that is not Python's.
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # the first is enough
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its session: SIGTERM first, so that mpirun can end its ranks; then, or when interrupted, SIGKILL."""
+    try:
+        if process.poll() is None:
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+    finally:
+        _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nobody is left
+        os.killpg(process.pid, number)

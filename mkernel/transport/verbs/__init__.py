@@ -1,0 +1,46 @@
+"""The boundary to verbs, the C interface of RDMA network cards.
+
+interface.py: what transports need of a card, and what they hand to it.
+pyverbs.py:   the real cards; the only file that imports pyverbs.
+status.py:    the numbers that cards report, in words.
+"""
+
+from __future__ import annotations
+
+from mkernel.transport.verbs.interface import (
+    Access,
+    Completion,
+    CompletionQueue,
+    Destination,
+    Event,
+    Limits,
+    Nic,
+    Port,
+    QueuePair,
+    Region,
+    Remote,
+    RetryPolicy,
+    VerbsError,
+)
+from mkernel.transport.verbs.status import ERRNO_REMEDIES, EVENTS, FLUSHED, STATUSES, SUCCESS
+
+__all__ = [
+    "ERRNO_REMEDIES",
+    "EVENTS",
+    "FLUSHED",
+    "STATUSES",
+    "SUCCESS",
+    "Access",
+    "Completion",
+    "CompletionQueue",
+    "Destination",
+    "Event",
+    "Limits",
+    "Nic",
+    "Port",
+    "QueuePair",
+    "Region",
+    "Remote",
+    "RetryPolicy",
+    "VerbsError",
+]

@@ -1,0 +1,450 @@
+"""The network cards of this host by pyverbs: the only file that names it.
+
+pyverbs is imported when a card is opened or its version is asked for. Its functions that block are not used: they would keep the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import importlib
+import os
+import select
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mkernel import env
+from mkernel.transport.verbs.interface import (
+    Access,
+    Completion,
+    CompletionQueue,
+    Destination,
+    Event,
+    Limits,
+    Nic,
+    Port,
+    QueuePair,
+    Region,
+    Remote,
+    RetryPolicy,
+    VerbsError,
+)
+
+__all__ = ["features", "open_nic", "version"]
+
+
+@functools.cache
+def _enums() -> Any:
+    """The module ``pyverbs.enums``, which is ``pyverbs.libibverbs_enums`` in newer releases."""
+    try:
+        return importlib.import_module("pyverbs.enums")
+    except ModuleNotFoundError:
+        return importlib.import_module("pyverbs.libibverbs_enums")
+
+
+def version() -> str:
+    """The version of pyverbs, else of the loaded libibverbs, e.g. ``"44.0"``; empty if neither is known."""
+    from importlib import metadata
+
+    for name in ("pyverbs", "rdma-core"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    for library in sorted(Path("/proc/self/maps").read_text().split()):
+        if "/libibverbs.so" in library:
+            return ".".join(Path(os.path.realpath(library)).name.split(".")[-2:])  # libibverbs.so.1.14.44.0 -> 44.0
+    return ""
+
+
+def features() -> dict[str, bool]:
+    """Which features that mkernel uses the installed pyverbs has. Raises ImportError if it, or a library of it, is missing."""
+    import pyverbs.mr
+    import pyverbs.qp
+
+    try:
+        efa = importlib.import_module("pyverbs.providers.efa.efadv")
+    except ImportError:
+        efa = None
+    return {
+        "batched posting (QPEx)": hasattr(pyverbs.qp.QPEx, "wr_rdma_write"),
+        "dma-buf (DmaBufMR)": hasattr(pyverbs.mr, "DmaBufMR"),
+        "SRD (SRDQPEx)": hasattr(efa, "SRDQPEx"),
+    }
+
+
+@contextlib.contextmanager
+def _verb(op: str) -> Iterator[None]:
+    """Turns errors of pyverbs into VerbsError."""
+    from pyverbs.pyverbs_error import PyverbsError
+
+    try:
+        yield
+    except PyverbsError as error:
+        code = getattr(error, "error_code", 0)
+        raise VerbsError(op, abs(code) if code not in (-1, 0) else 0, "" if code > 0 else str(error)) from error
+
+
+def open_nic(device: str, port: int, gid_index: int) -> Nic:
+    """Open a port of a device. ``port`` counts from 1; ``gid_index`` is the entry of its GID table to speak with.
+
+    Raises
+    ------
+    ImportError
+        pyverbs or its libraries are missing.
+    VerbsError
+        There is no such device, or it cannot be opened.
+    """
+    return _PyverbsNic(device, port, gid_index)
+
+
+class _PyverbsNic(Nic):
+    def __init__(self, device: str, port: int, gid_index: int) -> None:
+        from pyverbs.device import Context
+        from pyverbs.pd import PD
+
+        self.enums = _enums()
+        before = _event_files()
+        efa = _efa_module(device)
+        with _verb(f"opening {device}"):
+            self.context = efa.EfaContext(name=device) if efa is not None else Context(name=device)
+        self._event_files = _event_files() - before  # pyverbs does not tell which descriptor delivers asynchronous events
+        for fd in self._event_files:
+            os.set_blocking(fd, False)
+        try:
+            with _verb(f"asking {device} for its attributes"):
+                attributes, port_attributes = self.context.query_device(), self.context.query_port(port)
+                gid = str(self.context.query_gid(port, gid_index))
+                self.pd = PD(self.context)
+                srd = self.context.query_efa_device() if efa is not None else None
+        except BaseException:
+            self.context.close()
+            raise
+        self.efa = efa
+        infiniband = port_attributes.link_layer == self.enums.IBV_LINK_LAYER_INFINIBAND
+        self.port = Port(device, port, gid_index, gid, port_attributes.lid, infiniband, int(port_attributes.active_mtu))
+        self.limits = self._limits(attributes, port_attributes, srd)
+
+    def _limits(self, attributes: Any, port: Any, srd: Any) -> Limits:
+        depth = attributes.max_qp_wr
+        if srd is not None:
+            caps = importlib.import_module("pyverbs.providers.efa.efa_enums")
+            writes = srd.device_caps & getattr(caps, "EFADV_DEVICE_ATTR_CAPS_RDMA_WRITE", 0)  # absent before rdma-core 46
+            return Limits(
+                max_send=srd.max_sq_wr,
+                max_receive=srd.max_rq_wr,
+                max_completions=attributes.max_cqe,
+                max_message=srd.max_rdma_size or port.max_msg_sz,
+                inline_bytes=srd.inline_buf_size,
+                atomics=False,
+                atomics_in_flight=0,
+                rdma_write=bool(writes),
+                srd=True,
+            )
+        return Limits(
+            max_send=depth,
+            max_receive=depth,
+            max_completions=attributes.max_cqe,
+            max_message=port.max_msg_sz,
+            inline_bytes=8,
+            atomics=attributes.atomic_caps != self.enums.IBV_ATOMIC_NONE,
+            # 16 is what cards offer. rxe offers 128: a retransmission of so much takes longer than the timeout, and never ends.
+            atomics_in_flight=min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom, 16),
+        )
+
+    def register(self, address: int, size: int, access: int) -> Region:
+        from pyverbs.mr import MR
+
+        with _verb(f"registering {size} bytes"):
+            return _PyverbsRegion(MR(self.pd, size, access, address=address), address, size)
+
+    def register_dmabuf(self, fd: int, size: int, access: int) -> Region:
+        from pyverbs.mr import DmaBufMR
+
+        with _verb(f"registering {size} bytes of GPU memory by dma-buf"):
+            return _PyverbsRegion(DmaBufMR(self.pd, size, access, dmabuf=fd, offset=0), 0, size)
+
+    def completion_queue(self, capacity: int) -> CompletionQueue:
+        return _PyverbsCompletionQueue(self, capacity)
+
+    def rc_pair(self, sends: CompletionQueue, receives: CompletionQueue, *, max_send: int, max_receive: int) -> QueuePair:
+        from pyverbs.qp import QPEx
+
+        operations = self.enums.ibv_qp_create_send_ops_flags
+        flags = operations.IBV_QP_EX_WITH_RDMA_WRITE | operations.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+        flags |= operations.IBV_QP_EX_WITH_SEND | operations.IBV_QP_EX_WITH_SEND_WITH_IMM
+        if self.limits.atomics:
+            flags |= operations.IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
+        attributes = self._attributes(self.enums.IBV_QPT_RC, sends, receives, max_send, max_receive, flags, inline=8)
+        with _verb("creating an RC queue pair"):
+            return _PyverbsQueuePair(self, QPEx(self.context, attributes))
+
+    def srd_pair(self, sends: CompletionQueue, receives: CompletionQueue, *, max_send: int, max_receive: int, qkey: int) -> QueuePair:
+        from pyverbs.qp import QPAttr
+
+        efadv = self.efa or importlib.import_module("pyverbs.providers.efa.efadv")
+        kinds = importlib.import_module("pyverbs.providers.efa.efa_enums")
+        operations = self.enums.ibv_qp_create_send_ops_flags
+        flags = operations.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | operations.IBV_QP_EX_WITH_RDMA_WRITE
+        flags |= operations.IBV_QP_EX_WITH_SEND | operations.IBV_QP_EX_WITH_SEND_WITH_IMM
+        attributes = self._attributes(self.enums.IBV_QPT_DRIVER, sends, receives, max_send, max_receive, flags, inline=0)
+        kind = efadv.EfaQPInitAttr()
+        kind.driver_qp_type = kinds.EFADV_QP_DRIVER_TYPE_SRD
+        with _verb("creating an SRD queue pair"):
+            pair = efadv.SRDQPEx(self.context, attributes, kind)
+        with _verb("starting an SRD queue pair"):
+            state = QPAttr(port_num=self.port.number)
+            state.qkey, state.pkey_index, state.sq_psn = qkey, 0, 0
+            pair.to_rts(state)
+        return _PyverbsQueuePair(self, pair)
+
+    def _attributes(
+        self, kind: Any, sends: CompletionQueue, receives: CompletionQueue, max_send: int, max_receive: int, flags: int, *, inline: int
+    ) -> Any:
+        from pyverbs.qp import QPCap, QPInitAttrEx
+
+        assert isinstance(sends, _PyverbsCompletionQueue)
+        assert isinstance(receives, _PyverbsCompletionQueue)
+        masks = self.enums.ibv_qp_init_attr_mask
+        return QPInitAttrEx(
+            qp_type=kind,
+            scq=sends.queue,
+            rcq=receives.queue,
+            cap=QPCap(max_send_wr=max_send, max_recv_wr=max_receive, max_send_sge=1, max_recv_sge=1, max_inline_data=inline),
+            sq_sig_all=0,
+            comp_mask=masks.IBV_QP_INIT_ATTR_PD | masks.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+            pd=self.pd,
+            send_ops_flags=flags,
+        )
+
+    def destination(self, gid: str, qp: int, qkey: int) -> Destination:
+        from pyverbs.addr import AH
+
+        with _verb(f"making an address handle for {gid}"):
+            return _PyverbsDestination(AH(self.pd, attr=self.route(gid, 0)), qp, qkey)
+
+    def route(self, gid: str, lid: int) -> Any:
+        """The AHAttr that leads to a peer's port."""
+        from pyverbs.addr import GID, AHAttr, GlobalRoute
+
+        # Inside a subnet of InfiniBand the LID is enough. Everywhere else a global route is needed.
+        same_subnet = self.port.infiniband and gid.split(":")[:4] == self.port.gid.split(":")[:4]
+        route = GlobalRoute(dgid=GID(gid), sgid_index=self.port.gid_index, hop_limit=64, traffic_class=env.TRAFFIC_CLASS.get())
+        return AHAttr(dlid=lid, port_num=self.port.number, is_global=0 if same_subnet else 1, gr=route, sl=env.SERVICE_LEVEL.get())
+
+    def events(self) -> list[Event]:
+        if not self._event_files or not select.select(list(self._event_files), [], [], 0)[0]:
+            return []
+        with _verb("reading an asynchronous event"):
+            event = self.context.get_async_event()
+        kind = int(event.event_type)
+        event.ack()  # at once: destroying an object waits until its events are acknowledged
+        return [Event(kind)]
+
+    def close(self) -> None:
+        with _verb("closing the device"):
+            self.pd.close()
+            self.context.close()
+
+
+class _PyverbsRegion(Region):
+    def __init__(self, region: Any, address: int, size: int) -> None:
+        self._region = region
+        self.address, self.size = address, size
+        self.lkey, self.rkey = region.lkey, region.rkey
+
+    def close(self) -> None:
+        with _verb("deregistering memory"):
+            self._region.close()
+
+
+class _PyverbsDestination(Destination):
+    def __init__(self, handle: Any, qp: int, qkey: int) -> None:
+        self.handle, self.qp, self.qkey = handle, qp, qkey
+
+    def close(self) -> None:
+        with _verb("destroying an address handle"):
+            self.handle.close()
+
+
+class _PyverbsCompletionQueue(CompletionQueue):
+    def __init__(self, nic: _PyverbsNic, capacity: int) -> None:
+        from pyverbs.cq import CQEX, CqInitAttrEx, PollCqAttr
+
+        enums = nic.enums
+        fields = enums.ibv_create_cq_wc_flags
+        flags = fields.IBV_WC_EX_WITH_BYTE_LEN | fields.IBV_WC_EX_WITH_IMM | fields.IBV_WC_EX_WITH_QP_NUM | fields.IBV_WC_EX_WITH_SRC_QP
+        self._with_imm = int(enums.IBV_WC_WITH_IMM)
+        self._attributes = PollCqAttr()
+        self.capacity = capacity
+        with _verb(f"creating a completion queue of {capacity} entries"):
+            self.queue = CQEX(nic.context, CqInitAttrEx(cqe=capacity, wc_flags=flags))
+
+    def poll(self, limit: int) -> Sequence[Completion]:
+        # Not by next_poll: where it finds none, librxe before rdma-core 55 moves its index past the last entry.
+        queue = self.queue
+        found: list[Completion] = []
+        while len(found) < limit:
+            state = queue.start_poll(self._attributes)
+            if state == errno.ENOENT:
+                break
+            if state:
+                raise VerbsError("polling a completion queue", abs(state))
+            found.append(self._read())
+            queue.end_poll()
+        return found
+
+    def _read(self) -> Completion:
+        queue = self.queue
+        wr_id, status, qp = queue.wr_id, queue.status, queue.read_qp_num()
+        if status:
+            return Completion(wr_id, status, qp, False, 0, None, 0, queue.read_vendor_err())
+        if not queue.read_opcode() & _RECEIVE:
+            return Completion(wr_id, 0, qp, False, 0, None, 0, 0)
+        imm = socket.ntohl(queue.read_imm_data()) if queue.read_wc_flags() & self._with_imm else None
+        return Completion(wr_id, 0, qp, True, queue.read_byte_len(), imm, queue.read_src_qp(), 0)
+
+    def close(self) -> None:
+        with _verb("destroying a completion queue"):
+            self.queue.close()
+
+
+_RECEIVE = 128  # IBV_WC_RECV: a bit that the opcodes of all receives have
+
+
+class _PyverbsQueuePair(QueuePair):
+    def __init__(self, nic: _PyverbsNic, pair: Any) -> None:
+        from pyverbs.wr import SGE
+
+        self._nic, self._pair = nic, pair
+        self.number = pair.qp_num
+        enums = nic.enums
+        self._signaled, self._inline, self._fence = map(int, (enums.IBV_SEND_SIGNALED, enums.IBV_SEND_INLINE, enums.IBV_SEND_FENCE))
+        self._entry = SGE(0, 0, 0)  # one for all operations: pyverbs allocates a C struct for each
+        self._word = (ctypes.c_uint64 * 1)()
+        self._word_address = ctypes.addressof(self._word)
+        self._open = False  # whether a batch has begun
+
+    def connect(self, remote: Remote, mtu: int, psn: int, retry: RetryPolicy) -> None:
+        from pyverbs.qp import QPAttr
+
+        limits, port = self._nic.limits, self._nic.port
+        state = QPAttr(port_num=port.number)
+        state.pkey_index = 0
+        state.qp_access_flags = Access.local_write | Access.remote_write | (Access.remote_atomic if limits.atomics else 0)
+        state.ah_attr = self._nic.route(remote.gid, remote.lid)
+        state.path_mtu, state.dest_qp_num, state.rq_psn, state.sq_psn = mtu, remote.qp, remote.psn, psn
+        state.max_rd_atomic = state.max_dest_rd_atomic = limits.atomics_in_flight
+        state.min_rnr_timer, state.timeout = retry.rnr_timer, retry.timeout
+        state.retry_cnt, state.rnr_retry = retry.retry_count, retry.rnr_retry
+        for step in ("init", "rtr", "rts"):
+            with _verb(f"moving a queue pair to {step.upper()}"):
+                getattr(self._pair, f"to_{step}")(state)
+
+    def _begin(self, wr_id: int, signaled: bool) -> Any:
+        pair = self._pair
+        if not self._open:
+            pair.wr_start()
+            self._open = True
+        pair.wr_id = wr_id
+        pair.wr_flags = self._signaled if signaled else 0
+        return pair
+
+    def _end(self, pair: Any, local: int, size: int, lkey: int, to: Destination | None) -> None:
+        if to is not None:
+            assert isinstance(to, _PyverbsDestination)
+            pair.wr_set_ud_addr(to.handle, to.qp, to.qkey)
+        entry = self._entry
+        entry.addr, entry.length, entry.lkey = local, size, lkey
+        pair.wr_set_sge(entry)
+
+    def write(
+        self,
+        wr_id: int,
+        local: int,
+        size: int,
+        lkey: int,
+        remote: int,
+        rkey: int,
+        *,
+        signaled: bool,
+        imm: int | None = None,
+        to: Destination | None = None,
+    ) -> None:
+        pair = self._begin(wr_id, signaled)
+        if imm is None:
+            pair.wr_rdma_write(rkey, remote)
+        else:
+            pair.wr_rdma_write_imm(rkey, remote, imm)
+        self._end(pair, local, size, lkey, to)
+
+    def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool, fenced: bool = False) -> None:
+        pair = self._begin(wr_id, signaled)
+        pair.wr_flags |= self._inline | (self._fence if fenced else 0)  # rxe needs the flag although inline data implies it
+        pair.wr_rdma_write(rkey, remote)
+        self._word[0] = value
+        pair.wr_set_inline_data(self._word_address, 8)
+
+    def fetch_add(self, wr_id: int, local: int, lkey: int, remote: int, rkey: int, value: int, *, signaled: bool) -> None:
+        pair = self._begin(wr_id, signaled)
+        pair.wr_atomic_fetch_add(rkey, remote, value)
+        self._end(pair, local, 8, lkey, None)
+
+    def send(
+        self, wr_id: int, local: int, size: int, lkey: int, *, signaled: bool, imm: int | None = None, to: Destination | None = None
+    ) -> None:
+        pair = self._begin(wr_id, signaled)
+        if imm is None:
+            pair.wr_send()
+        else:
+            pair.wr_send_imm(imm)
+        self._end(pair, local, size, lkey, to)
+
+    def commit(self) -> None:
+        if self._open:
+            self._open = False
+            with _verb("posting to a queue pair"):
+                self._pair.wr_complete()
+
+    def nudge(self) -> None:
+        with _verb("ringing a doorbell"):
+            self._pair.wr_start()
+            self._pair.wr_complete()
+
+    def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
+        from pyverbs.wr import SGE, RecvWR
+
+        with _verb("posting a receive"):
+            entry = SGE(local, size, lkey)
+            self._pair.post_recv(RecvWR(wr_id=wr_id, num_sge=1, sg=[entry]))
+            entry.close()
+
+    def fail(self) -> None:
+        from pyverbs.qp import QPAttr
+
+        with _verb("moving a queue pair to ERR"):
+            self._pair.modify(QPAttr(qp_state=self._nic.enums.IBV_QPS_ERR), self._nic.enums.IBV_QP_STATE)
+
+    def close(self) -> None:
+        with _verb("destroying a queue pair"):
+            self._pair.close()
+
+
+def _efa_module(device: str) -> Any:
+    """The module of pyverbs for EFA if the device is one, else None."""
+    driver = Path(f"/sys/class/infiniband/{device}/device/driver")
+    if not driver.exists() or driver.resolve().name != "efa":
+        return None
+    return importlib.import_module("pyverbs.providers.efa.efadv")
+
+
+def _event_files() -> set[int]:
+    """The descriptors of this process that deliver asynchronous events."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "infinibandevent" in str(entry.readlink()):
+                found.add(int(entry.name))
+    return found

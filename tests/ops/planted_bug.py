@@ -1,0 +1,35 @@
+"""A mistake in the device code, to be made on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+__all__ = ["Bug"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bug:
+    """One line of ``file`` changed: ``before`` occurs there and becomes ``after``."""
+
+    name: str
+    file: str
+    before: str
+    after: str = ""
+    found_as: str = ""  # part of what must be reported
+    world: str = "1x2"
+    workload: str = "tiles"
+    seeds: int = 8
+    tsan: bool = False
+    slow: bool = False
+    missed: str = ""  # why it is not found
+    also: tuple[tuple[str, str], ...] = ()  # other lines of the file that change with it
+    sms: int = 4  # CTAs that a rank runs at once
+
+    def plant(self, folder: Path) -> None:
+        path = folder / self.file
+        text = path.read_text()
+        for before, after in ((self.before, self.after), *self.also):
+            assert text.count(before) == 1, f"{self.file} has {text.count(before)} times: {before}"
+            text = text.replace(before, after)
+        path.write_text(text)

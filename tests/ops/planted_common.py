@@ -1,0 +1,278 @@
+"""What is planted in the device code that all ops share: flags, entries, stores, barriers, proxies, the end of a call."""
+
+from __future__ import annotations
+
+from tests.ops.planted_bug import Bug
+
+__all__ = ["COMMON"]
+
+_ENTERS = " && wait_all(call, EntryFlags{}, call.world.size - 1));"
+
+COMMON = [
+    # The chunk flag is raised for data that is not there yet, or seen too early.
+    Bug("flag before the last data", "comm/copy.cuh", "    ptx::store_wait<0>();\n    while (behind", "    while (behind"),
+    Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
+    Bug(
+        "tiles do not wait for chunks",
+        "tile/schedule.cuh",
+        "          if (ok) ok = op.wait_inputs(*entry, c, part);\n",
+        found_as="missing fence.proxy.async",
+    ),
+    Bug(
+        "only the first part of a tile is waited for",
+        "tile/schedule.cuh",
+        "      if (op.waits(c, part)) {",
+        "      if (op.waits(c, part) && part == 0) {",
+        workload="parts",
+    ),
+    Bug(
+        "forwarded before it has come",
+        "ops/allgather_gemm.cuh",
+        "    if (!wait_chunk(entered, p, pushed_source(p, item), pushed_chunk(p, item))) return;\n",
+        world="2x2",
+    ),
+    Bug(
+        "a warp's flag before all lanes have stored",
+        "comm/copy.cuh",
+        "  ptx::sync_warp();  // all lanes have stored\n",
+        workload="warps short",
+    ),
+    # What a kernel works out step by step, or looks up, since sizes come with the call.
+    Bug(
+        "the thread that copies stays in its row of a part",
+        "ops/allgather_gemm.cuh",
+        "c.unit -= part_bytes(p) / kUnitBytes, c.row += p.piece_rows;",
+        "c.unit -= part_bytes(p) / kUnitBytes;",
+        workload="parts",
+    ),
+    Bug(
+        "a warp that pushes goes on behind its part of a row",
+        "ops/allgather_gemm.cuh",
+        "at += gap, inside -= run;",
+        "inside -= run;",
+        workload="warps parts",
+    ),
+    Bug(
+        "half a tile is loaded in boxes of a whole one",
+        "ops/allgather_gemm.cuh",
+        "c.slice != 0 ? &p.b_slice_map : &p.b_map;",
+        "c.slice != 0 ? &p.b_map : &p.b_map;",
+        workload="halves",
+    ),
+    # Entering a call.
+    *(
+        Bug(
+            f"nobody waits for entries: {workload} on {world}",
+            "comm/sync.cuh",
+            _ENTERS,
+            ");",
+            world=world,
+            workload=workload,
+            seeds=40,
+        )
+        for world, workload in (
+            ("1x2", "short"),
+            ("1x2", "warps short"),
+            ("1x2", "reduce short"),
+            ("1x8", "packets short in one step"),
+        )
+    ),
+    Bug(
+        "the thread that sends does not wait for entries",
+        "comm/sync.cuh",
+        "ok = EntryFlags{}.wait(call, i);",
+        "ok = true;",
+        world="4x1",
+        workload="short",
+        seeds=40,
+    ),
+    Bug(
+        "only the owner of the memory, and its rail, are waited for",
+        "comm/sync.cuh",
+        "(const Call& call, uint32_t i) const { return wait_entered(call, (call.world.rank + 1 + i) % call.world.size); }",
+        "(const Call& call, uint32_t i) const {\n"
+        "    const uint32_t peer = (call.world.rank + 1 + i) % call.world.size, per_node = call.world.ranks_per_node;\n"
+        "    const bool near = peer / per_node == call.world.node || peer % per_node == call.world.local_rank;\n"
+        "    return !near || wait_entered(call, peer);\n"
+        "  }",
+        world="2x2",
+        workload="all-reduce, then gather",
+        seeds=40,
+        sms=8,
+    ),
+    Bug(
+        "a shard is staged in the gather buffer, before others have entered",
+        "ops/allgather_gemm.cuh",
+        "own_copy(p, index, p.send_offset); }",
+        "own_copy(p, index, plane_offset(p, p.world.rank)); }",
+        also=(("src = p.send_offset + offset,", "src = plane_offset(p, p.world.rank) + offset,"),),
+        world="2x2",
+        workload="all-reduce, then gather from ordinary memory",
+        seeds=40,
+    ),
+    Bug(
+        "entries have the deadline of other waits",
+        "comm/sync.cuh",
+        "wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.entry_timeout_ns);",
+        "wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.timeout_ns);",
+        found_as="TimeoutError",
+        world="2x2",
+        workload="late",
+    ),
+    Bug(
+        "the call ends before its puts",
+        "comm/ring.cuh",
+        "  if (last_put != 0) wait_put(call, last_put, last_peer);",
+        world="4x1",
+        workload="slow",
+    ),
+    # Bulk stores.
+    Bug(
+        "a block is overwritten while it is stored",
+        "tile/epilogue.cuh",
+        "      ptx::store_wait_read<Shape::kResultBuffers - 1>();  // the oldest has been read\n",
+        workload="reduce exactly",  # more blocks than buffers
+    ),
+    Bug(
+        "a tile's last block is overwritten while it is stored",
+        "tile/epilogue.cuh",
+        "    ptx::store_wait_read<0>();\n    while (on_their_way",
+        "    while (on_their_way",
+    ),
+    Bug("a piece is overwritten", "comm/copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
+    Bug(
+        "nobody waits for the result's stores",
+        "tile/epilogue.cuh",
+        "    ptx::store_wait_read<0>();\n    while (on_their_way > 0) give_back();\n  }\n",
+        "    while (on_their_way > 0) give_back();\n  }\n",
+        found_as="bulk stores in flight",
+    ),
+    Bug(
+        "one buffer for results",
+        "tile/epilogue.cuh",
+        "    return storage.result[warpgroup][at.index];",
+        "    return storage.result[warpgroup][0];",
+    ),
+    # Barriers.
+    Bug(
+        "a stage is never given back",
+        "tile/multiply.cuh",
+        "    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n",
+        found_as="deadlock",
+    ),
+    Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1>(d);\n"),
+    Bug("nobody waits for a stage", "tile/multiply.cuh", "    storage.stages.wait_filled(stage);\n"),
+    Bug(
+        "a block is written while the last one is stored",
+        "tile/epilogue.cuh",
+        "    storage.blocks[warpgroup].wait_taken(at);\n",
+    ),
+    Bug(
+        "a block is stored before it is written",
+        "tile/epilogue.cuh",
+        "        storage.blocks[w].wait_filled(at);\n",
+        found_as="missing fence.proxy.async",
+    ),
+    Bug(
+        "a block is stored before all lanes have written it",
+        "tile/epilogue.cuh",
+        "    ptx::sync_warp();\n    if (lane == 0) storage.blocks[warpgroup].fill",
+        "    if (lane == 0) storage.blocks[warpgroup].fill",
+    ),
+    Bug(
+        "a block is never given back",
+        "tile/epilogue.cuh",
+        "storage.blocks[w].take(stored);",
+        ";",
+        found_as="deadlock",
+    ),
+    Bug(
+        "a tile's slot is given back too early",
+        "tile/storage.cuh",
+        "  if constexpr (By == Reader::kWarp) ptx::sync_warp();",
+        workload="chunks",  # of so few k steps that a warp can be a tile behind
+        seeds=40,
+    ),
+    Bug(
+        "a tile is never asked for",
+        "tile/load.cuh",
+        "      if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        found_as="deadlock",
+    ),
+    Bug(
+        "no tile is asked for after a sum",
+        "tile/load.cuh",
+        "    if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        found_as="deadlock",
+        world="2x2",
+        workload="reduce",
+    ),
+    Bug(
+        "a CTA begins before its barriers are ready",
+        "tile/gemm.cuh",
+        "gemm_init(storage);\n  ptx::sync_cta();\n",
+        "gemm_init(storage);\n",
+        found_as="not been initialized",
+    ),
+    # Proxies.
+    Bug("no proxy fence before tiles are loaded", "tile/load.cuh", "    ptx::fence_proxy_async();", found_as="missing fence.proxy.async"),
+    Bug(
+        "no proxy fence before forwarding",
+        "ops/allgather_gemm.cuh",
+        "    ptx::fence_proxy_async();  // here, not in the thread that copies: it would wait for its copies\n",
+        found_as="missing fence.proxy.async",
+        world="2x2",
+    ),
+    Bug(
+        "no proxy fence before a result is stored",
+        "tile/epilogue.cuh",
+        "    ptx::fence_proxy_async_shared();\n",
+        found_as="missing fence.proxy.async",
+    ),
+    Bug(
+        "no proxy fence when a communication CTA joins compute",
+        "comm/copy.cuh",
+        "ptx::fence_proxy_async_shared(); }  // shared memory changes hands",
+        "}  // shared memory changes hands",
+        missed="nothing goes wrong: a bulk copy that has completed has executed this fence itself (PTX ISA, async proxy)",
+    ),
+    # The end of a call.
+    Bug("the tile counter is not reset", "comm/sync.cuh", "    control->tile_counter = 0;\n"),
+    Bug("the epoch does not advance", "comm/sync.cuh", "    control->epoch = call.epoch;\n"),
+    # What only ThreadSanitizer sees: on this host's processor every store is a release.
+    Bug(
+        "a relaxed flag",
+        "cpu/ptx.cuh",
+        "  __atomic_store_n(p, v, __ATOMIC_RELEASE);\n",
+        "  __atomic_store_n(p, v, __ATOMIC_RELAXED);\n",
+        "data race",
+        tsan=True,
+    ),
+    Bug(
+        "a relaxed wait",
+        "cpu/ptx.cuh",
+        "  const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);\n",
+        "  const T v = __atomic_load_n(p, __ATOMIC_RELAXED);\n",
+        "data race",
+        tsan=True,
+        slow=True,
+    ),
+    Bug(
+        "a lane goes ahead of another lane's acquire",
+        "comm/sync.cuh",
+        "  ptx::sync_warp();  // a vote orders no memory\n",
+        found_as="data race",
+        workload="warps short",
+        tsan=True,
+    ),
+    Bug(
+        "ordinary stores of zeros",
+        "ops/gemm_allreduce_packets.cuh",
+        "ptx::store_packet(at(i), ptx::Words{});",
+        "ptx::store_global(at(i), ptx::Words{});",
+        found_as="data race",
+        workload="packets",
+        tsan=True,
+    ),
+    Bug("a flag's slot is given back too early", "comm/mailbox.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
+]

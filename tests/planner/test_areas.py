@@ -1,0 +1,122 @@
+"""What one call reads and writes is ordered before what the next call does to the same bytes, for every pair of plans in every world."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mkernel.planner import allgather_gemm, reduce
+from mkernel.planner.proofs import allgather_gemm as areas_allgather_gemm
+from mkernel.planner.proofs import reduce as areas_reduce
+from mkernel.planner.proofs.areas import HEAP, STAGING, Area, Call, unordered
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
+from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries, with_waits
+
+WORLDS = {"1x2": (2, 2), "1x4": (4, 4), "2x2": (4, 2), "3x2": (6, 2), "4x1": (4, 1)}
+OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", "packets")
+SMS = 8
+
+
+@functools.cache
+def call_of(how: str, world: str, rows: int, n: int, k: int) -> Call:
+    topology = Topology(*WORLDS[world])
+    if how == "allgather_gemm":
+        problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
+        return areas_allgather_gemm.call_of(allgather_gemm.make_plan(problem, rows, SMS))
+    op = "gemm_reduce_scatter" if how == "gemm_reduce_scatter" else "gemm_allreduce"
+    algorithm = "one_shot" if how == "one_shot" else "two_shot"
+    sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
+    pulls = Split(intra_comm=1) if how == "two_shot" else None  # asks for tiles instead of packets
+    plan = reduce.make_plan(sums, rows, SMS, pulls)
+    return areas_reduce.call_of(plan)
+
+
+def ops_of(world: str) -> list[str]:
+    return [how for how in OPS if how != "packets" or world.startswith("1x")]
+
+
+def draw(rng: np.random.Generator, how: str, world: str) -> Call:
+    """A call of few tiles, whose areas begin and end anywhere."""
+    rows, n, k = int(rng.integers(1, 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
+    return call_of(how, world, rows, n, k)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_pair_of_calls_is_ordered(rng: np.random.Generator, world: str) -> None:
+    for first, second in itertools.product(ops_of(world), repeat=2):
+        for _ in range(3):
+            check_order(draw(rng, first, world), draw(rng, second, world), f"{first}, then {second}")
+
+
+def overlapping(world: str) -> tuple[Call, Call]:
+    """The pair that gave wrong results between nodes: an all-reduce in two steps, then a gather over the same bytes."""
+    return call_of("two_shot", world, 2048, 256, 64), call_of("allgather_gemm", world, 224, 64, 1024)
+
+
+@pytest.mark.parametrize("world", ["2x2", "3x2"])
+def test_waiting_for_the_owner_only_is_not_enough(world: str) -> None:
+    first, second = overlapping(world)
+    assert next(unordered(first, second), None) is None
+    earlier, later = next(unordered(first, with_waits(second, "put", for_peer=True)))
+    assert later.step[0] == "put"
+    assert earlier.step[1] not in (later.rank, later.step[1]), "neither the owner of the memory nor the one who writes"
+
+
+@pytest.mark.parametrize("how", OPS)
+def test_steps_that_do_not_wait_for_entries_are_found(how: str) -> None:
+    """Each kind of step that writes, one at a time."""
+    world = "1x4" if how == "packets" else "2x2"
+    check_steps_wait_for_entries(call_of(how, world, 300, 256, 256), how)
+
+
+def test_staging_in_the_workspace_is_found() -> None:
+    first, second = overlapping("2x2")
+    staging = next(area for area in second.areas if area.segment == STAGING)
+    plane = next(area for area in second.areas if area.segment == HEAP).bytes // 4
+    moved = [
+        type(a)(
+            a.step, a.rank, Area(staging.name, HEAP, a.rank * plane, plane, staging.writers, staging.readers), a.begin, a.bytes, a.writes
+        )
+        if a.area is staging
+        else a
+        for a in second.accesses
+    ]
+    assert any(later.step[0] == "stage" for _, later in unordered(first, Call(second.graph, second.areas, tuple(moved))))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_accesses_stay_inside_their_areas_and_are_those_that_the_areas_list(rng: np.random.Generator, world: str) -> None:
+    for how in ops_of(world):
+        call = draw(rng, how, world)
+        check_no_deadlock(call.graph)
+        check_accesses(call)
+
+
+def test_docs_list_the_areas() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "memory_model.md").read_text()
+    for how in OPS:
+        for area in call_of(how, "1x4" if how == "packets" else "2x2", 300, 256, 256).areas:
+            if area.bytes:
+                assert row(how, area) in text
+
+
+def row(how: str, area: Area) -> str:
+    """A line of the table in docs/memory_model.md."""
+    op = how if how.startswith(("allgather", "gemm")) else f"gemm_allreduce, {how.replace('_', '-') if how != 'packets' else 'packets'}"
+    steps = [", ".join(sorted(kinds)) for kinds in (area.writers, area.readers)]
+    return f"| {op} | {area.name} | {area.segment} | {steps[0]} | {steps[1]} | {area.next_writer_waits_for} |"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_waited_for_is_what_was_written(rng: np.random.Generator, world: str) -> None:
+    """Within a call, who reads bytes has waited for who writes them: the model of the accesses fits the wait graph."""
+    for how in ops_of(world):
+        if how == "packets":
+            continue  # words that are their own flags
+        call = draw(rng, how, world)
+        check_flags(call)

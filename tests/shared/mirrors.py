@@ -1,0 +1,34 @@
+"""The mirror of an op's parameters says the same as its header: the compiler is asked, not the eye."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+from mkernel.jit import cpu
+from mkernel.jit.headers import device_code
+from mkernel.jit.source import render
+from mkernel.jit.spec import KernelSpec
+
+__all__ = ["errors_of_mirror", "layout"]
+
+
+def layout(parameters: type[ctypes.Structure]) -> dict[str, int]:
+    """What Python thinks: C++ expressions of sizes and offsets, with their values."""
+    found = {"sizeof(mkernel::Parameters)": ctypes.sizeof(parameters)}
+    for name, kind, *_ in parameters._fields_:
+        found[f"offsetof(mkernel::Parameters, {name})"] = getattr(parameters, name).offset
+        found[f"sizeof(mkernel::Parameters::{name})"] = ctypes.sizeof(kind)
+    return found
+
+
+def errors_of_mirror(spec: KernelSpec, parameters: type[ctypes.Structure], folders: tuple[Path, ...] = ()) -> str:
+    """What the compiler of target cpu says against ``parameters`` as the mirror of a kernel's; "" if nothing. Nothing is run."""
+    claims = [f'static_assert({what} == {value}, "{what} is not {value}");' for what, value in layout(parameters).items()]
+    source = "\n".join(["#include <cstddef>", render(spec), *claims, ""])
+    search: list[str] = [f"-I{folder}" for folder in (device_code()[0] / "cpu", *device_code(), *folders)]
+    flags = ["-std=c++20", "-fsyntax-only", "-Wno-unknown-pragmas", "-Wno-invalid-offsetof"]
+    command = [*cpu.find_compiler(), *flags, *search, "-x", "c++", "-"]
+    ended = subprocess.run(command, input=source, capture_output=True, text=True, timeout=300, check=False)
+    return "" if ended.returncode == 0 else ended.stderr

@@ -1,0 +1,142 @@
+"""Transport rc from its card to its first put: what is refused, what ranks must agree on, how long it tries, how it closes."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from mkernel.errors import ArgumentError, TransportError
+from mkernel.transport import Card, verbs
+from mkernel.transport.rc import RcTransport, loopback, open_transport, retry_policy
+from tests.transport.rc_standin import issue, opener, wiring
+from tests.transport.standin import Fabric, Mood, StandinNetwork
+
+
+@pytest.mark.parametrize("where", ["register", "completion_queue", "rc_pair"])
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EOPNOTSUPP, errno.EPERM, 0])
+def test_setup_errors_are_transport_errors(where: str, code: int) -> None:
+    fabric = Fabric()
+    nic = fabric.nic(0)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise verbs.VerbsError(f"doing {where}", code)
+
+    setattr(nic, where, refuse)
+    with pytest.raises(TransportError) as caught:
+        open_transport(nic, wiring(), signal="atomic", queue_pairs=2)
+    assert caught.value.op == f"doing {where}"
+    assert caught.value.status == {errno.ENOMEM: "ENOMEM", errno.EOPNOTSUPP: "EOPNOTSUPP", errno.EPERM: "EPERM", 0: "no errno"}[code]
+    assert caught.value.remedy
+    assert nic.closed
+    assert not nic.pairs
+
+
+def test_connecting_fails_with_the_errno() -> None:
+    fabric = Fabric()
+    ends = [open_transport(fabric.nic(rank), wiring(), signal="atomic", queue_pairs=1) for rank in range(2)]
+
+    def refuse(*args: Any) -> None:
+        raise verbs.VerbsError("moving a queue pair to RTR", errno.ETIMEDOUT)
+
+    ends[0]._connections[0].pair.connect = refuse  # type: ignore[method-assign]
+    address = ends[1].address.replace(b'"pairs": {"1"', b'"pairs": {"0"')
+    with pytest.raises(TransportError, match=r"RTR.*ETIMEDOUT.*routes") as caught:
+        ends[0].connect([b"", address])
+    assert caught.value.status == "ETIMEDOUT"
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        (b'"signal": "atomic"', b'"signal": "imm"', "MKERNEL_RC_SIGNAL"),
+        (b'"infiniband": false', b'"infiniband": true', "link layer"),
+        (b'"heap": [4096, 4096', b'"heap": [4096, 8192', "heap_bytes"),
+        (b'"1": [[', b'"7": [[', "MKERNEL_RC_QUEUE_PAIRS"),
+    ],
+)
+def test_ranks_that_differ_are_told(before: bytes, after: bytes, what: str) -> None:
+    transport = open_transport(Fabric().nic(0), wiring(), signal="atomic", queue_pairs=1)
+    address = transport.address
+    assert before in address
+    with pytest.raises(TransportError, match=what):
+        transport.connect([b"", address.replace(before, after).replace(b'"1": [[', b'"0": [[')])
+    transport.close()
+
+
+def test_without_atomics_the_receiver_raises_flags() -> None:
+    fabric = Fabric(Mood(atomics=False))
+    transport = open_transport(fabric.nic(0), wiring(), signal="auto", queue_pairs=1)
+    assert transport.signal == "imm"
+    transport.close()
+    with pytest.raises(ArgumentError, match=r"MKERNEL_RC_SIGNAL.*no atomics.*imm"):
+        open_transport(fabric.nic(1), wiring(), signal="atomic", queue_pairs=1)
+
+
+def test_flags_in_gpu_memory_need_atomics_or_writes() -> None:
+    with pytest.raises(ArgumentError, match="MKERNEL_RC_SIGNAL"):
+        open_transport(Fabric().nic(0), wiring(signal_address=0), signal="imm", queue_pairs=1)
+
+
+def test_flags_in_host_memory_are_asked_for() -> None:
+    """Without atomics, and with the flags in GPU memory: which of them goes was decided before the card was opened."""
+    nic = Fabric(Mood(atomics=False)).nic(0)
+    given = wiring(signal_address=0, signal_dmabuf=8)
+    with pytest.raises(ArgumentError, match=r"MKERNEL_RC_SIGNAL.*no atomics.*imm on all ranks"):
+        open_transport(nic, given, signal="auto", queue_pairs=1)
+    assert nic.closed
+
+
+def test_gpu_memory_is_addressed_by_offset() -> None:
+    fabric = Fabric()
+    with StandinNetwork(opener(), ranks=2) as real:
+        fabric = real.fabric
+        fabric.dmabufs.update({7: real.heaps[0].address(), 8: real.signals[0].address()})
+        given = wiring(heap_dmabuf=7, signal_dmabuf=8, heap_bytes=real.heaps[0].size)
+        transport = open_transport(fabric.nic(5), given, signal="atomic", queue_pairs=1)
+        assert (transport._heap.address, transport._signals.address) == (0, 0)
+        transport.close()
+
+
+def test_close_twice_and_with_puts_under_way() -> None:
+    """The stand-in checks the order: queue pairs to ERR, then memory."""
+    with StandinNetwork(opener("imm")) as network:
+        issue(network, 50)
+        network.turn()
+        network.transports[0].close()
+        network.transports[0].close()
+        assert network.transports[0]._nic.closed
+
+
+@pytest.mark.parametrize("timeout", [0.5, 1.0, 5.0, 30.0, 600.0])
+def test_retries_end_before_the_kernels_give_up(timeout: float) -> None:
+    policy = retry_policy(timeout)
+    assert policy.retry_count <= 6
+    assert policy.rnr_retry <= 6
+    assert 0.12 <= 6 * {22: 0.02048, 24: 0.04096, 26: 0.08192, 28: 0.16384}[policy.rnr_timer] <= max(timeout / 2, 0.13)
+    longest = 4 * 7 * 4.096e-6 * 2**policy.timeout
+    assert longest <= max(timeout / 2, 0.05)
+    assert longest >= min(timeout / 4, 10)
+
+
+def test_loopback() -> None:
+    fabric = Fabric()
+
+    def open_card(card: Card, rank: int) -> verbs.Nic:
+        return fabric.nic(rank)
+
+    polls = RcTransport.poll
+
+    def poll(self: RcTransport) -> list[int]:
+        fabric.step()
+        return polls(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RcTransport, "poll", poll)
+        assert loopback(Card("standin0", 1, 0), open_card=open_card) == "atomic"
+        fabric.cut.add(1)
+        with pytest.raises(TransportError, match="RETRY_EXC"):
+            loopback(Card("standin0", 1, 0), open_card=open_card)

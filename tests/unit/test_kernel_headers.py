@@ -1,0 +1,60 @@
+"""The folders of ``kernels_src`` are layers: a header includes what is below it only, and is named by its path from the top."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mkernel.jit import headers
+
+KERNELS = Path(__file__).parents[2] / "kernels_src"
+LAYERS = ("", "comm", "tile", "reduce", "ops")  # each may include itself and those before it
+HEADERS = sorted(file.relative_to(KERNELS) for file in KERNELS.rglob("*.*h") if file.relative_to(KERNELS).parts[0] != "cpu")
+
+
+def included(header: Path) -> list[Path]:
+    return [Path(name) for name in re.findall(r'^#include "(.*)"', (KERNELS / header).read_text(), re.MULTILINE)]
+
+
+def layer(header: Path) -> int:
+    return LAYERS.index(header.parent.as_posix().removeprefix("."))
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=str)
+def test_includes_go_down(header: Path) -> None:
+    for other in included(header):
+        assert other in HEADERS, "named by its path from kernels_src"
+        assert layer(other) <= layer(header)
+
+
+def test_no_circle_of_headers() -> None:
+    left = {header: set(included(header)) for header in HEADERS}
+    assert len(left) > 20
+    while leaves := [header for header, names in left.items() if not names & left.keys()]:
+        for header in leaves:
+            del left[header]
+    assert not left
+
+
+def test_no_op_includes_another() -> None:
+    ops = {header for header in HEADERS if header.parent.name == "ops"}
+    assert len(ops) > 4
+    assert [op for op in ops if ops & set(included(op))] == []
+
+
+def test_the_digest_of_the_device_code_is_of_all_its_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / "kernels_src"
+    shutil.copytree(KERNELS, copy)
+    monkeypatch.setenv("MKERNEL_KERNELS_SRC", str(copy))
+    assert len(list(copy.rglob("ptx.cuh"))) == 2
+    digests = {headers.sources_digest()}
+    for count, header in enumerate(HEADERS, 2):
+        (copy / header).write_text("// changed\n")
+        digests.add(headers.sources_digest())
+        assert len(digests) == count, header
+    (copy / "cpu/ptx.cuh").write_text("// changed\n")  # target cpu has no splits of its own
+    digests.add(headers.sources_digest())
+    assert len(digests) == len(HEADERS) + 1
