@@ -7,14 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mkernel.errors import ArgumentError
 from mkernel.ops.op import Instance, Op
 from mkernel.ops.schedule import choice_of, executable
 from mkernel.runtime import current
 from mkernel.runtime.arrays.libraries import Crossing
 
 if TYPE_CHECKING:
-    from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
@@ -58,11 +56,14 @@ def call(
         one_library = True
         keys: list[Any] = [op.name, options]
         for array in operands:
+            if array is None:
+                keys.append(None)
+                continue
             library = libraries[type(array)]
             if library is not home:
                 one_library = False
             keys.append(library.key(array))
-        views: Sequence[TensorView] = ()
+        views: Sequence[Any] = ()
         instance: Any = None
         try:
             if out is None:
@@ -70,10 +71,10 @@ def call(
                 known = w.bound_calls.get(asked)
                 if known is None:
                     views, instance = _ask(w, op, operands, options)
-                    known = remember(w, asked, op.results(instance))
+                    known = remember(w, asked, op.results(instance, views))
                 results: Sequence[Any] = [home.empty(shape, dtype, queue) for shape, dtype in known]
             else:
-                results = (out,) if op.result is None else _unpacked(op, out)
+                results = op.arrays_of(out)
             keys.append(split)
             for array in results:
                 library = libraries[type(array)]
@@ -93,35 +94,25 @@ def call(
         if stream is None and one_library and home.one_stream:
             w.launch(bound.executable, bound.parameters, queue)
         else:
-            crossing = Crossing(home, queue, stream is not None, operands, () if out is None else results)
+            crossing = Crossing(home, queue, stream is not None, [a for a in operands if a is not None], () if out is None else results)
             crossing.enter()
             w.launch(bound.executable, bound.parameters, queue)
             crossing.leave()
-        return results[0] if op.result is None else op.result(*results)
+        return op.returned(results)
 
 
-def _ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any]) -> tuple[list[TensorView], Instance[Any]]:
-    """Views of the operands, and what they ask for. Raises ArgumentError."""
-    views = _views(world, operands)
+def _ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any]) -> tuple[list[Any], Instance[Any]]:
+    """Views of the operands, None of those left out, and what they ask for. Raises ArgumentError."""
+    views = [None if array is None and name in op.optional else world.backend.libraries[type(array)].view(array)
+             for name, array in zip(op.operands, operands, strict=True)]  # fmt: skip
     return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)))
 
 
-def _views(world: World, arrays: Sequence[Any]) -> list[TensorView]:
-    return [world.backend.libraries[type(array)].view(array) for array in arrays]
-
-
-def _unpacked(op: Op[Any], out: Any) -> tuple[Any, ...]:
-    assert op.result is not None
-    fields: tuple[str, ...] = op.result._fields  # type: ignore[attr-defined]
-    if not isinstance(out, tuple) or len(out) != len(fields):
-        raise ArgumentError("out", type(out).__name__, f"must be a tuple of {len(fields)} arrays: {', '.join(fields)}")
-    return out
-
 
 def _bind(
-    world: World, op: Op[Any], instance: Instance[Any], views: Sequence[TensorView], results: Sequence[Any], split: Any, queue: Any
+    world: World, op: Op[Any], instance: Instance[Any], views: Sequence[Any], results: Sequence[Any], split: Any, queue: Any
 ) -> BoundCall:
-    made = _views(world, results)
+    made = [world.backend.libraries[type(array)].view(array) for array in results]
     op.check_results(instance, views, made)
     chosen = executable(world, op, instance, split, queue)
     return BoundCall(chosen, op.bind(world, chosen, instance, views, made))

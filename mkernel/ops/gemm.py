@@ -34,12 +34,12 @@ class GemmOp(Op[Problem]):
     def tile(self, plan: Any) -> str:
         return f"{BLOCK_M}x{plan.tile.block_n}"
 
-    def results(self, instance: Instance[Problem]) -> Sequence[ResultSpec]:
+    def results(self, instance: Instance[Problem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
         return [ResultSpec(instance.problem.result_shape(instance.rows), instance.problem.dtype)]
 
     def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
         (a, b), (c,) = operands, results
-        ((shape, dtype),) = self.results(instance)
+        ((shape, dtype),) = self.results(instance, operands)
         if check_matrix("out", c, dtype) != shape:
             raise ArgumentError("out.shape", c.shape, f"must be {self.result_rule} = {shape}")
         check_writable("out", c)

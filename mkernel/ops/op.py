@@ -76,6 +76,8 @@ class Op(abc.ABC, Generic[Problem]):
         What every rank gives and gets, in a few words: the op's row in README.
     operands
         Names of the arrays that a call takes, in order.
+    optional
+        Those of them that a caller may leave out: they are None then, and so are their views.
     options
         Keyword arguments that are part of the problem, with their defaults, in order.
     result
@@ -92,6 +94,7 @@ class Op(abc.ABC, Generic[Problem]):
     gives: ClassVar[str]
     gets: ClassVar[str]
     operands: ClassVar[tuple[str, ...]]
+    optional: ClassVar[frozenset[str]] = frozenset()
     options: ClassVar[Mapping[str, Any]] = {}
     result: ClassVar[type[tuple[Any, ...]] | None] = None
     bench: ClassVar[str] = ""
@@ -120,8 +123,21 @@ class Op(abc.ABC, Generic[Problem]):
 
     # ---- one call
     @abc.abstractmethod
-    def results(self, instance: Instance[Problem]) -> Sequence[ResultSpec]:
+    def results(self, instance: Instance[Problem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
         """The arrays that a call makes where the caller gives no ``out``."""
+
+    def arrays_of(self, out: Any) -> Sequence[Any]:
+        """The arrays of an ``out`` that the caller gives, in the order of ``results``. Raises ArgumentError."""
+        if self.result is None:
+            return (out,)
+        fields: tuple[str, ...] = self.result._fields  # type: ignore[attr-defined]
+        if not isinstance(out, tuple) or len(out) != len(fields):
+            raise ArgumentError("out", type(out).__name__, f"must be a tuple of {len(fields)} arrays: {', '.join(fields)}")
+        return out
+
+    def returned(self, results: Sequence[Any]) -> Any:
+        """What a call returns, made of its arrays: the one array, or the op's NamedTuple."""
+        return results[0] if self.result is None else self.result(*results)
 
     @abc.abstractmethod
     def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:

@@ -32,7 +32,7 @@ class RankRouting:
     sums
         (N, max_tokens): place of own token t in the list of node n; -1 where no expert of n has it, and for the own node.
     listed
-        (N, max_tokens): the tokens of the rank on this rank's rail in node n that this node has experts for, in order; the list of this node.
+        (N, max_tokens): the tokens of the rank on this rank's rail in node n that this node has experts for, in order: its list.
     counts
         (N, 2): how many are listed of node n's, and how many own tokens node n lists; 0 for the own node.
     expert_offsets

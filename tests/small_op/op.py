@@ -124,7 +124,7 @@ class AllGatherRows(Op[AllGatherRowsProblem]):
         return make_plan(problem, rows, sm_count, split)
 
     # ---- one call
-    def results(self, instance: Instance[AllGatherRowsProblem]) -> Sequence[ResultSpec]:
+    def results(self, instance: Instance[AllGatherRowsProblem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
         problem, max_rows = instance
         return ResultSpec((max_rows, problem.columns), problem.dtype), ResultSpec((problem.topology.size + 1,), "int32")
 
@@ -132,7 +132,7 @@ class AllGatherRows(Op[AllGatherRowsProblem]):
         self, instance: Instance[AllGatherRowsProblem], operands: Sequence[TensorView], results: Sequence[TensorView]
     ) -> None:
         rows, offsets = results
-        for name, view, (shape, dtype) in zip(("out.rows", "out.offsets"), results, self.results(instance), strict=True):
+        for name, view, (shape, dtype) in zip(("out.rows", "out.offsets"), results, self.results(instance, operands), strict=True):
             if view.shape != shape or view.dtype != dtype:
                 raise ArgumentError(name, f"{view.shape} {view.dtype}", f"must be {shape} {dtype}")
             check_writable(name, view)
