@@ -108,7 +108,6 @@ def _ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[A
     return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)))
 
 
-
 def _bind(
     world: World, op: Op[Any], instance: Instance[Any], views: Sequence[Any], results: Sequence[Any], split: Any, queue: Any
 ) -> BoundCall:
