@@ -84,7 +84,7 @@ struct ControlBlock {
   uint32_t tile_counter;  // next tile of the dynamic scheduler; zeroed by the last CTA out
   uint32_t exit_counter;  // CTAs that have left; zeroed by the last CTA out
   uint32_t failed;        // State of the first failure of this rank (compare-and-swap)
-  uint32_t reserved0;
+  uint32_t sync_counter;  // CTAs that have come to a barrier of the grid (comm/grid.cuh); zeroed by the last one
   uint64_t reserved1[12];
 };
 

@@ -157,6 +157,9 @@ MK_DEVICE uint64_t atomic_add(uint64_t* p, uint64_t v) {
   asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
   return old;
 }
+MK_DEVICE void add_release(uint64_t* p, uint64_t v) {  // GPU scope
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 MK_DEVICE uint32_t compare_and_swap(uint32_t* p, uint32_t expected, uint32_t desired) {  // acq_rel, GPU scope; returns the old value
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(desired) : "memory");
@@ -208,6 +211,30 @@ MK_DEVICE void store_shared(void* p, const Words& v) {
                "r"(v.word[3])
                : "memory");
 }
+
+// ---- words of shared memory that several threads change: relaxed, CTA scope
+MK_DEVICE void shared_add(uint32_t* p, uint32_t v) {
+  asm volatile("red.relaxed.cta.shared.add.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+MK_DEVICE void shared_or(uint32_t* p, uint32_t v) {
+  asm volatile("red.relaxed.cta.shared.or.b32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+
+// ---- bits
+MK_DEVICE uint32_t count_bits(uint32_t v) { return __popc(v); }
+
+// ---- words of global memory, as load_input and load_global
+MK_DEVICE uint32_t load_input_word(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+MK_DEVICE uint32_t load_word(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+MK_DEVICE void store_word(void* p, uint32_t v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes while the kernel runs
   Words v;

@@ -132,7 +132,7 @@ class ControlBlock(ctypes.Structure):
         ("tile_counter", _u32),
         ("exit_counter", _u32),
         ("failed", _u32),
-        ("reserved0", _u32),
+        ("sync_counter", _u32),
         ("reserved1", _u64 * 12),
     ]
 

@@ -110,6 +110,7 @@ MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acq
 MK_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
 MK_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_ACQ_REL); }
 MK_DEVICE uint64_t atomic_add(uint64_t* p, uint64_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
+MK_DEVICE void add_release(uint64_t* p, uint64_t v) { detail::atomic_add(p, v, __ATOMIC_ACQ_REL); }
 MK_DEVICE uint32_t compare_and_swap(uint32_t* p, uint32_t expected, uint32_t desired) {
   mkc_check_word(p, sizeof(uint32_t));
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
@@ -174,6 +175,30 @@ MK_DEVICE Words load_shared(const void* p) {
 MK_DEVICE void store_shared(void* p, const Words& v) {
   mkc_wrote_shared(p, sizeof(Words));
   *static_cast<Words*>(p) = v;
+}
+
+// ---- words of shared memory that several threads change
+MK_DEVICE void shared_add(uint32_t* p, uint32_t v) {
+  mkc_check_shared(p, sizeof(uint32_t));
+  __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+MK_DEVICE void shared_or(uint32_t* p, uint32_t v) {
+  mkc_check_shared(p, sizeof(uint32_t));
+  __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
+}
+
+// ---- bits
+MK_DEVICE uint32_t count_bits(uint32_t v) { return static_cast<uint32_t>(__builtin_popcount(v)); }
+
+// ---- words of global memory
+MK_DEVICE uint32_t load_input_word(const void* p) {
+  mkc_check_word(p, sizeof(uint32_t));
+  return *static_cast<const uint32_t*>(p);
+}
+MK_DEVICE uint32_t load_word(const void* p) { return load_input_word(p); }
+MK_DEVICE void store_word(void* p, uint32_t v) {
+  mkc_check_word(p, sizeof(uint32_t));
+  *static_cast<uint32_t*>(p) = v;
 }
 
 MK_DEVICE Words load_input(const void* p) {

@@ -103,8 +103,8 @@ class Op(abc.ABC, Generic[Problem]):
 
     # ---- problem and plan
     @abc.abstractmethod
-    def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[Problem]:
-        """What these operands ask for. Raises ArgumentError: nothing else of them is checked later."""
+    def instance(self, world: World, *operands: Any, **options: Any) -> Instance[Problem]:
+        """What these operands (a ``TensorView`` each, or None) ask for. Raises ArgumentError: nothing else of them is checked later."""
 
     @abc.abstractmethod
     def make_plan(self, problem: Problem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None) -> Any:

@@ -37,6 +37,8 @@ MK_DEVICE void words(char* smem, ptx::Words* packets) {
   ptx::store_packet(packets + 1, v);
   ptx::store_global(packets + 2, ptx::load_input(packets + 3));
   ptx::store_global(packets + 4, ptx::load_global(packets + 5));
+  ptx::shared_add(reinterpret_cast<uint32_t*>(smem), 1);
+  ptx::shared_or(reinterpret_cast<uint32_t*>(smem + 4), 2);
 }
 
 MK_DEVICE void collective(char* smem) {
@@ -83,6 +85,8 @@ MK_DEVICE void memory(uint64_t* words) {
   const uint64_t now = ptx::clock_ns() + ptx::atomic_add(words + 3, uint64_t(1));
   while (ptx::load_acquire_sys(words + 4) < now) ptx::pause(words + 4, now, now);
   ptx::store_release_sys(words + 5, now);
+  ptx::add_release(words + 6, now);
+  ptx::store_word(halves + 14, ptx::load_word(halves + 15) + ptx::count_bits(ptx::load_input_word(halves + 16)));
 }
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
