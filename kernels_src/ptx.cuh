@@ -193,6 +193,17 @@ MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumula
   return b;
 }
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
+// 2^x and 1/x with a relative error of at most 2^-22 and 2^-23 (PTX ISA: 2 ulp, 1 ulp); a result or argument below 2^-126 may count as 0.
+MK_DEVICE float exp2(float x) {
+  float v;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
+}
+MK_DEVICE float reciprocal(float x) {
+  float v;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
+}
 
 // ---- 16 bytes at a time
 struct Words {

@@ -163,6 +163,8 @@ MK_DEVICE void unpack(uint32_t v, float& low, float& high) {
 }
 MK_DEVICE uint32_t bits(float v) { return __builtin_bit_cast(uint32_t, v); }
 MK_DEVICE float from_bits(uint32_t v) { return __builtin_bit_cast(float, v); }
+MK_DEVICE float exp2(float x) { return __builtin_exp2f(x); }
+MK_DEVICE float reciprocal(float x) { return 1.0f / x; }
 
 // ---- 16 bytes at a time
 struct alignas(16) Words {

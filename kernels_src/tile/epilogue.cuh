@@ -1,13 +1,16 @@
-// From registers to memory: consumers write blocks of 64 rows to shared memory, the storing thread stores them by TMA.
+// From registers to memory: consumers write blocks of 64 rows to shared memory, the storing thread stores them by TMA; blocks that are not full, of an op
+// that masks its results, the consumers store themselves.
 #pragma once
+#include "tile/gated.cuh"
+#include "tile/masked.cuh"
 #include "tile/storage.cuh"
 
 namespace mkernel {
 
 // Writes 64 rows to shared memory, block by block: rounded once, 64 columns each in the layout of a TMA store, or as blocks of a partial tile.
 template <class Config, class Op>
-MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c, GemmStorage<Config>& storage,
-                            uint32_t warpgroup, RingPosition<GemmShape<Config>::kResultBuffers>& at) {
+MK_DEVICE void write_blocks(const Call& call, const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c,
+                            GemmStorage<Config>& storage, uint32_t warpgroup, RingPosition<GemmShape<Config>::kResultBuffers>& at) {
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index(), warp = ptx::thread_index() % kWarpgroup / 32;
   const auto begin = [&] {
@@ -33,18 +36,20 @@ MK_DEVICE void write_blocks(const float (&d)[Config::kBlockN / 2], const Op& op,
     return;
   }
   const uint32_t row = warp * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
+  const MaskedBlock<Config, Op> masked(call, op, c, storage, warpgroup);
 #pragma unroll
   for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
-    if (panel * kPanel >= tile_width<Config>(c)) break;
+    if (panel >= block_panels<Config>(c)) break;
     char* block = begin();
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
-      const float* e = &d[panel * (kPanel / 2) + j * 8];
+      const Results<Config> e(op, d, panel * (kPanel / 2) + j * 8);
       const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
       ptx::stmatrix_x4(block + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
                        ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
                        ptx::pack<Shape::kElement>(e[6], e[7]));
     }
+    masked.store(panel, block);
     end();
   }
 }
@@ -74,13 +79,13 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
       entered = storage.entries.pass_to_store(call);
       first = false;
     }
-    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : tile_width<Config>(c) / kPanel;
+    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : block_panels<Config>(c);
 #pragma unroll 1
     for (uint32_t panel = 0; panel < panels; ++panel) {
 #pragma unroll 1
       for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
         storage.blocks[w].wait_filled(at);
-        if (entered) op.store(*entered, c, panel, w, storage.result[w][at.index]);
+        if (entered && (op.is_partial(c) || is_full(op, c, w))) op.store(*entered, c, panel, w, storage.result[w][at.index]);
       }
       at.advance();
       ptx::store_commit();

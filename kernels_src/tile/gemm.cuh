@@ -34,7 +34,8 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
     } else if (warp == 2) {
       if (ptx::lane_index() == 0) store_tiles(call, op, storage);
     } else {
-      if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);  // of a CTA that computes from the start
+      // The last CTA computes from the start.
+      if (Op::kAnnouncesEntry && ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
       if constexpr (Op::kMoves) op.move(call);
       if constexpr (Op::kAnnounces) {
         const MaybeEntered entered = storage.entries.pass(call);

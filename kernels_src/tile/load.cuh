@@ -39,8 +39,8 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     const TileCoordinate c = op.coordinate(item / Op::kParts);
     ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
-    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), column = first_column<Config>(c);
-    const uint32_t width = tile_width<Config>(c), bytes = (op.load_rows() + width) * Shape::kBlockK * 2;
+    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
+    const uint32_t width = tile_width<Config>(c), bytes = (op.load_rows(c) + width) * Shape::kBlockK * 2;
     const uint32_t steps = op.steps(c, part);
     uint32_t ask_at = kStop;  // the step at which the next tile is asked for, in the last part that multiplies
     if (part + 1 == op.parts(c) || op.steps(c, part + 1) == 0) {
@@ -56,13 +56,19 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
       ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
       char* smem_b = storage.pipeline.b[stage.index];
-      if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
+      if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
 #pragma unroll
         for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
-          if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kBlockK * kSwizzleBytes, b, filled, column + p * kPanel, k, 0);
+          const int32_t at = column + p / 2 * kPanel + (p % 2 != 0 ? extent_n(op.p) : 0);
+          ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, Config::kBRowMajor ? at : k, Config::kBRowMajor ? k : at, b_plane);
+        }
+      } else if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
+#pragma unroll
+        for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+          if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, column + p * kPanel, k, b_plane);
         }
       } else {
-        ptx::tma_load_3d(smem_b, b, filled, k, column, 0);
+        ptx::tma_load_3d(smem_b, b, filled, k, column, b_plane);
       }
     }
     if constexpr (Op::kAdds) {

@@ -45,18 +45,21 @@ MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>&
   if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_partial<Part + 1>(d, storage, stage, warpgroup);
 }
 
-// One part of K for 64 rows and N columns. Nothing is in flight afterwards.
-template <uint32_t N, class Config>
+// One part of K for 64 rows and N columns: of a short tile the same rows as the other warpgroup's, and the columns of one half of B. Nothing is in
+// flight afterwards.
+template <uint32_t N, bool Short, class Config>
 MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
                              uint32_t steps, uint32_t warpgroup, bool accumulate) {
+  using Shape = GemmShape<Config>;
   const bool reports = ptx::lane_index() == 0;
   uint64_t* previous = nullptr;
   uint32_t step = 0;
 #pragma unroll 1
   do {  // at least once: with a way around it ptxas may find accumulators defined outside wgmma, and serializes it
     storage.stages.wait_filled(stage);
-    const char* a = storage.pipeline.a[stage.index] + warpgroup * 64 * kSwizzleBytes;
-    multiply_stage<N, Config>(d, a, storage.pipeline.b[stage.index], accumulate || step > 0);
+    const char* a = storage.pipeline.a[stage.index] + (Short ? 0 : warpgroup * 64 * kSwizzleBytes);
+    const char* b = storage.pipeline.b[stage.index] + (Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0);
+    multiply_stage<N, Config>(d, a, b, accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
     if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
     previous = &storage.stages.taken[stage.index];
@@ -90,9 +93,11 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
         for (float& e : d) e = 0.0f;
       }
     } else if (Config::kSlices > 1 && c.slice != 0) {
-      multiply_part<Shape::kSliceN, Config>(d, storage, stage, steps, warpgroup, part > 0);
+      multiply_part<Shape::kSliceN, false>(d, storage, stage, steps, warpgroup, part > 0);
+    } else if (Op::kShortTiles && c.is_short) {
+      if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, stage, steps, warpgroup, part > 0);
     } else {
-      multiply_part<Shape::kBlockN, Config>(d, storage, stage, steps, warpgroup, part > 0);
+      multiply_part<Shape::kBlockN, false>(d, storage, stage, steps, warpgroup, part > 0);
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part);
@@ -103,7 +108,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if constexpr (Op::kExchanges) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
     }
-    write_blocks(d, op, c, storage, warpgroup, block);
+    write_blocks(call, d, op, c, storage, warpgroup, block);
     if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
   }
 }

@@ -24,12 +24,15 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only
   { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs; false: the call has failed. Warp function
   { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K
-  { op.load_rows() } -> Same<uint32_t>;                // how many rows of a tile of A are loaded, where no tile has more
+  { op.load_rows(c) } -> Same<uint32_t>;               // how many rows of the tile of A are loaded: those of the map's box
   { op.a_map(c) } -> Same<const abi::TensorMap*>;      // where the tile's rows of A are: map, row, plane and k
   { op.a_row(c) } -> Same<int32_t>;
   { op.a_plane(c, part) } -> Same<int32_t>;
   { op.a_k(c, part) } -> Same<int32_t>;
   { op.b_map(c) } -> Same<const abi::TensorMap*>;  // where its columns of B are; of a slice a map with boxes of its width
+  { op.b_plane(c) } -> Same<int32_t>;
+  requires Same<decltype(Op::kShortTiles), const bool>;  // whether c.is_short may be true
+  requires !Op::kShortTiles || GemmShape<Config>::kHasHalves;
 
   // ---- partial tiles (partial.cuh) that are added to the product
   requires Same<decltype(Op::kAdds), const bool>;  // false: there are none
@@ -39,14 +42,26 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   // ---- the result
   requires Same<decltype(Op::kExchanges), const bool>;
   requires !Op::kExchanges || requires { op.exchange(entered, d, c); };  // each consumer thread replaces its values by those to store
+  requires !GemmShape<Config>::kGated || requires {
+    { op.clamp() } -> Same<float>;  // gated.cuh
+    requires !Op::kAdds && !Op::kExchanges;
+  };
   { op.is_partial(c) } -> Same<bool>;            // true: stored as a partial tile; false: rounded and stored as a result
-  { op.rows(c) } -> Same<uint32_t>;              // valid rows of it; asked of partial tiles only
+  { op.rows(c) } -> Same<uint32_t>;              // valid rows of it; asked of partial tiles, and of all with kMasks
   op.store(entered, c, panel, warpgroup, smem);  // issues the stores of one block
+  // True: what comes after a result's valid rows is not the tile's to write. Blocks that are not full are not given to store(); the consumers write
+  // them to the row-major matrix whose first element of the tile's first row, in its column 0, is at result(entered, c).
+  requires Same<decltype(Op::kMasks), const bool>;
+  requires !Op::kMasks || requires {
+    { op.result(entered, c) } -> Same<char*>;
+    { op.result_row_bytes() } -> Same<uint32_t>;
+  };
   requires Same<decltype(Op::kAnnounces), const bool>;
   { op.announces(c) } -> Same<bool>;  // whether others wait for the tile;
   op.raise(entered, tile);            // raises its flags, its stores being complete. Warp function
 
   // ---- beside the tiles
+  requires Same<decltype(Op::kAnnouncesEntry), const bool>;  // false: the kernel has announced its entry before it came here
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
 };
@@ -59,7 +74,8 @@ struct BasicOp {
   const Parameters& p;
   MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
 
-  static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false;
+  static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
+  static constexpr bool kAnnouncesEntry = true;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
@@ -68,21 +84,24 @@ struct BasicOp {
   MK_DEVICE void raise(const Entered&, uint32_t) const {}
 
   MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
-  MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kBlockN - 1) / Shape::kBlockN; }
+  MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN; }
   MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
-  MK_DEVICE uint32_t load_rows() const { return p.load_rows; }  // what the others hold does not matter
+  MK_DEVICE uint32_t load_rows(const TileCoordinate&) const { return p.load_rows; }  // what the others hold does not matter
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
   MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
+  MK_DEVICE int32_t b_plane(const TileCoordinate&) const { return 0; }
+  MK_DEVICE float clamp() const { return p.clamp; }
   MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
     const uint32_t left = p.rows - c.m * Shape::kBlockM;
     return left < Shape::kBlockM ? left : Shape::kBlockM;
   }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {
-    ptx::tma_store_3d(&p.c_map, smem, first_column<Config>(c) + panel * kPanel, c.m * Shape::kBlockM + warpgroup * kBlockRows, plane);
+    const uint32_t row = c.m * Shape::kBlockM + block_row(c, warpgroup);
+    ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);
   }
 };
 

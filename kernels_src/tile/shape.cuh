@@ -23,13 +23,26 @@ constexpr uint32_t kStop = 0xffffffffu;                 // in the tile queue: no
 constexpr uint32_t kAskAhead = 1280;  // columns x k steps of a tile left to load when the next tile is asked for: about 3 us
 
 struct TileCoordinate {
-  uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile)
-  uint32_t m;      // tile row inside the shard
+  uint32_t plane;  // which shard (allgather_gemm: the source rank; reductions: the rank that owns the tile; grouped: the rank's expert)
+  uint32_t m;      // tile row inside the shard, or of the expert's own
   uint32_t n;      // tile column
   uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
   uint32_t index;  // reductions: the tile's number among its owner's
   bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
+  bool is_short = false;  // 64 rows high, not 128: each consumer warpgroup has all of them and half of the columns (Op::kShortTiles)
 };
+
+// Config::kGated: 1 where B is [gate | up] and a result is silu(gate) * up (gated.cuh). Kernels whose results are plain products leave it out.
+namespace detail {
+template <class Config, class = void>
+struct Gated {
+  static constexpr bool kValue = false;
+};
+template <class Config>
+struct Gated<Config, Void<Config::kGated>> {
+  static constexpr bool kValue = Config::kGated != 0;
+};
+}  // namespace detail
 
 template <class Config>
 struct GemmShape {
@@ -42,9 +55,15 @@ struct GemmShape {
   static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
-  static constexpr uint32_t kPanels = kBlockN / kPanel;               // of a result
+  static constexpr bool kGated = detail::Gated<Config>::kValue;
+  static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kBlockN;  // columns of a result
+  static constexpr uint32_t kPanels = kResultN / kPanel;                // of a result
+  // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
+  static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
+  static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
+  static_assert(!kGated || (kBlockN % (2 * kPanel) == 0 && Config::kSlices == 1), "a panel of gate and one of up lie side by side");
   static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
 };
 
@@ -59,12 +78,24 @@ MK_DEVICE RasterPosition raster(uint32_t tile, uint32_t tile_rows, uint32_t tile
 }
 
 template <class Config>
-MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {
+MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {  // columns of B
   return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kBlockN;
 }
 template <class Config>
-MK_DEVICE uint32_t first_column(const TileCoordinate& c) {
-  return c.n * GemmShape<Config>::kBlockN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
+MK_DEVICE uint32_t first_column(const TileCoordinate& c) {  // of the result
+  return c.n * GemmShape<Config>::kResultN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
+}
+
+// A result leaves in blocks of 64 rows x 64 columns: how many panels a consumer warpgroup has of it, and where in the tile, or in C, they begin.
+template <class Config>
+MK_DEVICE uint32_t block_panels(const TileCoordinate& c) {
+  const uint32_t width = GemmShape<Config>::kGated ? tile_width<Config>(c) / 2 : tile_width<Config>(c);
+  return (c.is_short ? width / kConsumerWarpgroups : width) / kPanel;
+}
+MK_DEVICE uint32_t block_row(const TileCoordinate& c, uint32_t warpgroup) { return c.is_short ? 0 : warpgroup * kBlockRows; }
+template <class Config>
+MK_DEVICE uint32_t block_column(const TileCoordinate& c, uint32_t panel, uint32_t warpgroup) {
+  return first_column<Config>(c) + ((c.is_short ? warpgroup * block_panels<Config>(c) : 0) + panel) * kPanel;
 }
 
 }  // namespace mkernel
