@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mkernel.ops.allgather_gemm import allgather_gemm
     from mkernel.ops.gemm_allreduce import gemm_allreduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+    from mkernel.ops.moe import Routing
+    from mkernel.ops.moe_combine import moe_combine
     from mkernel.ops.prepared_plan import PreparedPlan, plan
     from mkernel.ops.split_search import TuneResult, tune
     from mkernel.planner.split import Split
@@ -45,6 +47,7 @@ _EXPORTS = {
     "MismatchError": "errors",
     "PeerLostError": "errors",
     "PreparedPlan": "ops.prepared_plan",
+    "Routing": "ops.moe",
     "Split": "planner.split",
     "TimeoutError": "errors",
     "Trace": "runtime.trace",
@@ -56,6 +59,7 @@ _EXPORTS = {
     "gemm_reduce_scatter": "ops.gemm_reduce_scatter",
     "init": "runtime.init",
     "launch": "runtime.launch",
+    "moe_combine": "ops.moe_combine",
     "plan": "ops.prepared_plan",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
@@ -71,6 +75,7 @@ __all__ = [
     "MismatchError",
     "PeerLostError",
     "PreparedPlan",
+    "Routing",
     "Split",
     "TimeoutError",
     "Trace",
@@ -82,6 +87,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "init",
     "launch",
+    "moe_combine",
     "plan",
     "shutdown",
     "trace",

@@ -49,7 +49,7 @@ def test_reductions(op: str) -> None:
 
 
 def test_every_op_is_above() -> None:
-    assert set(names()) == {"allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"}
+    assert set(names()) == {"allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_combine"}
 
 
 def test_ranks_that_call_different_things_are_told_so() -> None:

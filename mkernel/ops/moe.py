@@ -13,7 +13,7 @@ __all__ = ["Routing"]
 class Routing(NamedTuple):
     """Where the rows of this rank's tokens are, as a dispatch has worked it out. int32 arrays that own their memory.
 
-    T: tokens of this rank; k: choices of a token; N: nodes; W: ranks. docs/moe.md has an example.
+    T: tokens of this rank; k: choices of a token; N: nodes; W: ranks.
 
     Attributes
     ----------
@@ -32,6 +32,19 @@ class Routing(NamedTuple):
         (N, 2): how many of node n's tokens are listed here, and how many of this rank's tokens node n lists; 0 for the own node.
     expert_offsets
         (E/W + 1): row with which each expert of this rank begins, and the row after the last.
+
+    Examples
+    --------
+    One rank has both experts. Token 0 goes to expert 1, token 1 to both; rows are grouped by expert.
+
+    >>> import numpy as np, mkernel as mk
+    >>> from mkernel.planner.topology import Topology
+    >>> from mkernel.tools.routing import reference_routing
+    >>> ids = np.array([[1, -1], [1, 0]], np.int32)
+    >>> (known,) = reference_routing([ids], Topology(1, 1), num_experts=2, max_tokens=2, max_rows=4)
+    >>> routing = mk.Routing(*(getattr(known, name) for name in mk.Routing._fields))
+    >>> routing.expert_offsets.tolist(), routing.rows[0].tolist()
+    ([0, 1, 3], [[1, -1], [2, 0]])
     """
 
     topk_ids: Array

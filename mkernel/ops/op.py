@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "names", "register"]
 
 # Each a module of this package, which registers the op of its name.
-BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
+BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_combine")
 
 
 class OpProblem(Protocol):
@@ -75,7 +75,7 @@ class Op(abc.ABC, Generic[Problem]):
     gives, gets
         What every rank gives and gets, in a few words: the op's row in README.
     operands
-        Names of the arrays that a call takes, in order.
+        Names of the arrays that a call takes, in order. ``routing.rows`` is an array of the function's argument ``routing``.
     optional
         Those of them that a caller may leave out: they are None then, and so are their views.
     options
@@ -157,7 +157,11 @@ class Op(abc.ABC, Generic[Problem]):
     # ---- for people
     def row(self) -> str:
         """The op's row in the table of README."""
-        return f"| `mk.{self.name}({', '.join(self.operands)})` | {self.gives} | {self.gets} |"
+        return f"| `mk.{self.name}({', '.join(self.arguments())})` | {self.gives} | {self.gets} |"
+
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the function's arguments that are arrays, or hold them."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.operands))
 
     def tile(self, plan: Any) -> str:
         """The extents of one unit of work, such as rows and columns of a tile."""

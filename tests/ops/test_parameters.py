@@ -10,6 +10,7 @@ import pytest
 from mkernel.jit.spec import KernelSpec
 from mkernel.ops.op import BUILT_IN, Op, find
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.reduce import ReduceProblem
 from mkernel.planner.topology import Topology
 from tests.shared.mirrors import errors_of_mirror, layout
@@ -23,6 +24,7 @@ PROBLEMS: dict[str, list[Any]] = {
         for topology in (TOPOLOGY, Topology(4, 4))
         for algorithm in ("one_shot", "two_shot")
     ],
+    "moe_combine": [MoeCombineProblem(TOPOLOGY, 256, "bfloat16", 2, 4, 64, 512, True)],
 }
 
 

@@ -20,6 +20,11 @@ def layout(parameters: type[ctypes.Structure]) -> dict[str, int]:
     for name, kind, *_ in parameters._fields_:
         found[f"offsetof(mkernel::Parameters, {name})"] = getattr(parameters, name).offset
         found[f"sizeof(mkernel::Parameters::{name})"] = ctypes.sizeof(kind)
+        if issubclass(kind, ctypes.Structure) and kind.__module__ != "mkernel.abi":  # those of the ABI have a test of their own
+            for inner, inner_kind, *_ in kind._fields_:
+                offset = getattr(parameters, name).offset + getattr(kind, inner).offset
+                found[f"offsetof(mkernel::Parameters, {name}.{inner})"] = offset
+                found[f"sizeof(mkernel::{kind.__name__}::{inner})"] = ctypes.sizeof(inner_kind)
     return found
 
 
