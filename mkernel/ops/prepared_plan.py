@@ -79,7 +79,7 @@ class PreparedPlan:
         """Whether the world is still able to run it."""
         return self.world.failure is None and not self.world.closed
 
-    def run(self, *arrays: Array, out: Any = None, stream: Any = None) -> Any:
+    def run(self, *arrays: Array | None, out: Any = None, stream: Any = None) -> Any:
         """The op itself, of any number of rows up to ``max_rows``. Never collective in the host sense, never blocks on peers; capturable.
 
         Raises
@@ -111,7 +111,7 @@ class PreparedPlan:
 
 def plan(
     op: str,
-    *arrays: Array,
+    *arrays: Array | None,
     max_rows: int | None = None,
     world: World | None = None,
     out: Any = None,  # an argument of every op
@@ -122,7 +122,8 @@ def plan(
 ) -> PreparedPlan:
     """Agree on a problem and load its kernels before it is called (needed before a graph capture).
 
-    Takes the arguments of the op itself; the arrays are only looked at, never read. Afterwards a call of the same problem (dims other than
+    Takes the arguments of the op itself, its arrays in the order of their names in ``Op.operands`` (None: left out); they are only looked
+    at, never read. Afterwards a call of the same problem (dims other than
     rows, dtype, layout, options) with any number of rows up to ``max_rows`` makes no collective, compiles nothing and never waits for the
     device. Collective, blocks the host unless all is there; not capturable.
 
@@ -160,7 +161,8 @@ def plan(
         options["max_rows"] = max_rows
     given = of.option_values(options)
     with w.lock:
-        instance = of.instance(w, *map(w.backend.view, arrays), **options)
+        views = (None if array is None and of.optional else w.backend.view(array) for array in arrays)
+        instance = of.instance(w, *views, **options)
         choice = choice_of(split, specialize)
         most = None if max_rows is None else of.plan_rows(int(max_rows), w.size)
         if most is not None and most < instance.rows:
