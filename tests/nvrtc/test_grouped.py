@@ -60,5 +60,6 @@ def test_a_table_of_many_experts_fits(caplog: pytest.LogCaptureFixture) -> None:
     compiled(caplog, dataclasses.replace(plan, stages=plan.stages - 1, max_experts=2048).spec)
 
 
+@pytest.mark.slow
 def test_compiling_is_about_as_quick_as_allgather_gemm() -> None:
     assert relative_cost(lambda k: plan_of(256, True, "bfloat16", True, True, k).spec) < 1.5

@@ -17,7 +17,6 @@ __all__ = ["Case", "check", "draw_counts", "run"]
 
 _EDGES = (0, 0, 1, 7, 63, 64, 65, 127, 128, 129, 192, 200)
 _SMALLEST = {"bfloat16": 2.0**-134, "float16": 2.0**-25}
-_CLAMP = 0.75  # of gates and ups of about unit size
 Array = Any
 
 

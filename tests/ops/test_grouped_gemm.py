@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +15,11 @@ from _pytest.mark import ParameterSet
 
 from mkernel import env
 from mkernel.jit.headers import kernels_src
+from tests.ops import grouped_races
 from tests.ops.grouped_body import Case, check, draw_counts, run
 from tests.ops.grouped_op import OP, GroupedPlan, GroupedProblem, Parameters
 from tests.ops.planted_bug import Bug
+from tests.sanitizer import libtsan
 from tests.shared.mirrors import errors_of_mirror
 
 _SMS = 4
@@ -82,7 +88,7 @@ def test_parameters_are_those_of_the_kernel() -> None:
 
 _PLAIN = Case(264, 72, (65, 0, 130, 63, 3))
 _ALIGNED = Case(72, 72, (65, 0, 130, 63, 3), aligned=True)
-_GATED = Case(136, 72, (65, 0, 130, 63, 3), gated=True)
+_GATED = Case(136, 72, (65, 0, 130, 63, 3), gated=True, clamp=0.6)
 _WORKLOADS = {"tiles": (_PLAIN, _PLAIN), "aligned": (_ALIGNED,), "gated": (_GATED,)}
 BUGS = [
     Bug("one row too many", "tile/masked.cuh", "if (row < rows_ &&", "if (row <= rows_ &&", "outside of the result"),
@@ -121,6 +127,14 @@ BUGS = [
         workload="aligned",
     ),
     Bug(
+        "gates are cut off below, too",
+        "tile/gated.cuh",
+        "gate = gate > limit ? limit : gate;",
+        "gate = gate > limit ? limit : gate < -limit ? -limit : gate;",
+        "wrong: expert",
+        workload="gated",
+    ),
+    Bug(
         "nobody announces the entry", "tile/gemm.cuh", "if (Op::kAnnouncesEntry && ", "if (!Op::kAnnouncesEntry && ", "TimeoutError", "1x2"
     ),
 ]
@@ -154,3 +168,37 @@ def test_found(copy: Path, bug: Bug) -> None:
 @pytest.mark.parametrize("workload", _WORKLOADS)
 def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureRequest, workload: str) -> None:
     assert check(_WORKLOADS[workload], request.config.getoption("--seed"), 2) is None
+
+
+# ---- ThreadSanitizer
+
+
+def _reported(kernels: Path, *, right: bool = True) -> str:
+    """What ThreadSanitizer says of a process that makes a few calls with these kernels. ``right``: their results must be."""
+    environment = os.environ | {
+        "LD_PRELOAD": libtsan(),
+        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
+        "MKERNEL_KERNELS_SRC": str(kernels),
+        "MKERNEL_CPU_SMS": "3",  # few: starting threads is slow under ThreadSanitizer
+        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
+    }
+    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
+    setarch = shutil.which("setarch")
+    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, grouped_races.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0 or not right, done.stdout + done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.mark.tsan
+def test_no_race() -> None:
+    errors = _reported(kernels_src())
+    assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
+
+
+@pytest.mark.tsan
+@pytest.mark.slow
+def test_a_tile_that_is_announced_before_all_lanes_have_stored_is_a_race(copy: Path) -> None:
+    before = "    ptx::sync_warp();\n    if (lane == 0) storage.blocks[warpgroup].fill"
+    Bug("", "tile/epilogue.cuh", before, "    if (lane == 0) storage.blocks[warpgroup].fill").plant(copy)
+    assert "WARNING: ThreadSanitizer: data race" in _reported(copy, right=False)
