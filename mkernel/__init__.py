@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
     from mkernel.ops.moe import Routing
     from mkernel.ops.moe_combine import moe_combine
+    from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
     from mkernel.ops.prepared_plan import PreparedPlan, plan
     from mkernel.ops.split_search import TuneResult, tune
+    from mkernel.planner.moe import RoutingError
     from mkernel.planner.split import Split
     from mkernel.runtime.init import init
     from mkernel.runtime.launch import launch
@@ -43,11 +45,13 @@ _EXPORTS = {
     "ArgumentError": "errors",
     "CallError": "errors",
     "CompileError": "errors",
+    "Dispatched": "ops.moe_dispatch_gemm",
     "Error": "errors",
     "MismatchError": "errors",
     "PeerLostError": "errors",
     "PreparedPlan": "ops.prepared_plan",
     "Routing": "ops.moe",
+    "RoutingError": "planner.moe",
     "Split": "planner.split",
     "TimeoutError": "errors",
     "Trace": "runtime.trace",
@@ -60,6 +64,7 @@ _EXPORTS = {
     "init": "runtime.init",
     "launch": "runtime.launch",
     "moe_combine": "ops.moe_combine",
+    "moe_dispatch_gemm": "ops.moe_dispatch_gemm",
     "plan": "ops.prepared_plan",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
@@ -71,11 +76,13 @@ __all__ = [
     "ArgumentError",
     "CallError",
     "CompileError",
+    "Dispatched",
     "Error",
     "MismatchError",
     "PeerLostError",
     "PreparedPlan",
     "Routing",
+    "RoutingError",
     "Split",
     "TimeoutError",
     "Trace",
@@ -88,6 +95,7 @@ __all__ = [
     "init",
     "launch",
     "moe_combine",
+    "moe_dispatch_gemm",
     "plan",
     "shutdown",
     "trace",

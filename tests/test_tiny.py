@@ -48,8 +48,24 @@ def test_reductions(op: str) -> None:
             np.testing.assert_array_equal(result, C)
 
 
+def test_mixture_of_experts() -> None:
+    """Every rank gives its tokens and the weights of its experts; each token comes back as the sum of what two experts make of it."""
+    factors = np.array([1.0, 2.0, 4.0, 8.0])  # an expert each: it multiplies by that
+
+    def rank(world: mk.World) -> Any:
+        x, first = A[: 3 + world.rank], np.arange(3 + world.rank) % len(factors)
+        ids = np.stack([first, (first + 1) % len(factors)], axis=1)
+        own = factors[world.rank * len(factors) // W :][: len(factors) // W]
+        w = (own[:, None, None] * np.eye(K)).astype(A.dtype)
+        dispatched = mk.moe_dispatch_gemm(x, ids, w)
+        y = mk.moe_combine(dispatched.y, dispatched.routing)
+        return np.array_equal(y, (x * factors[ids].sum(axis=1, keepdims=True)).astype(A.dtype))
+
+    assert mk.launch(rank, ranks=W, target="cpu") == [True] * W
+
+
 def test_every_op_is_above() -> None:
-    assert set(names()) == {"allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_combine"}
+    assert set(names()) == {"allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_dispatch_gemm", "moe_combine"}
 
 
 def test_ranks_that_call_different_things_are_told_so() -> None:

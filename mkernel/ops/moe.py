@@ -1,13 +1,28 @@
-"""What the MoE ops share: the arrays that tell where a token's rows are."""
+"""What the MoE ops share: the arrays that tell where a token's rows are, checks of operands, agreed bounds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mkernel.errors import ArgumentError
+from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_multiple
+from mkernel.planner.moe import MAX_TOPK, SEGMENT_ROWS, most_rows, slot_blocks
 
 if TYPE_CHECKING:
+    from mkernel.planner.topology import Topology
+    from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["Routing"]
+__all__ = ["Routing", "agreed_tokens", "check_bound", "check_contiguous", "check_ids", "check_rows", "check_weights", "layout_of_experts"]
+
+_MOST_BYTES = 8 << 30  # that rows of any routing may take where the caller does not say how many there are
+_MOST_ROWS = 1 << 27  # of one rank
+_TOKENS = 64  # the number of tokens that a call without max_tokens has room for is a multiple
 
 
 class Routing(NamedTuple):
@@ -54,3 +69,89 @@ class Routing(NamedTuple):
     listed: Array
     counts: Array
     expert_offsets: Array
+
+
+def _contiguous(shape: Sequence[int], item: int = 4) -> tuple[int, ...]:
+    """Strides in bytes of an array without gaps."""
+    strides = [item]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    return tuple(strides)
+
+
+def check_contiguous(name: str, view: TensorView, item: int = 4) -> None:
+    if 0 in view.shape:
+        return
+    if any(stride != wanted for extent, stride, wanted in zip(view.shape, view.strides, _contiguous(view.shape, item), strict=True)
+           if extent > 1):  # fmt: skip
+        raise ArgumentError(f"{name}.strides", view.strides, f"{name} must be contiguous", f"use xp.ascontiguousarray({name})")
+    check_aligned(name, view)
+
+
+def check_ids(ids: TensorView, tokens: int) -> int:
+    """The number of choices of a token."""
+    if len(ids.shape) != 2 or ids.shape[0] != tokens:
+        raise ArgumentError("topk_ids.shape", ids.shape, f"must be (T, k) with T = x.shape[0] = {tokens}")
+    if ids.dtype not in ("int32", "int64"):
+        raise ArgumentError("topk_ids.dtype", ids.dtype, "must be int32 or int64")
+    if not 1 <= ids.shape[1] <= MAX_TOPK:
+        raise ArgumentError("topk_ids.shape", ids.shape, f"must have 1 to {MAX_TOPK} choices of a token")
+    check_contiguous("topk_ids", ids, 8 if ids.dtype == "int64" else 4)
+    return ids.shape[1]
+
+
+def check_weights(weights: TensorView | None, shape: tuple[int, int]) -> None:
+    if weights is None:
+        return
+    if weights.shape != shape or weights.dtype != "float32":
+        raise ArgumentError("topk_weights", f"{weights.shape} {weights.dtype}", f"must be {shape} float32, as topk_ids")
+    check_contiguous("topk_weights", weights)
+
+
+def check_bound(name: str, value: Any) -> int:
+    """A positive integer, the same on every rank."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < _MOST_ROWS:
+        raise ArgumentError(name, value, f"must be a positive integer below {_MOST_ROWS}, the same on every rank")
+    return int(value)
+
+
+def layout_of_experts(name: str, w: TensorView, inner: int, dtype: str) -> tuple[int, int, bool, int]:
+    """(experts, columns, whether row-major, bytes between rows or columns) of weights (E/W, inner, columns) in either layout."""
+    if len(w.shape) != 3 or w.shape[1] != inner or w.shape[0] < 1:
+        raise ArgumentError(f"{name}.shape", w.shape, f"must be (E/W, {inner}, columns), with at least one expert")
+    if w.dtype not in DTYPES or w.dtype != dtype:
+        raise ArgumentError(f"{name}.dtype", w.dtype, f"must be {dtype}, like the other operands")
+    experts, _, columns = w.shape
+    check_multiple(f"columns of {name}", columns)
+    check_extents(experts, inner, columns)
+    check_aligned(name, w)
+    expert, row, column = w.strides
+    for row_major, one, other, extent in ((True, column, row, columns), (False, row, column, inner)):
+        if one == ITEM and other >= extent * ITEM and other % 16 == 0 and (experts == 1 or (expert % 16 == 0 and expert > 0)):
+            return experts, columns, row_major, other
+    rule = "each expert's weights must be row-major or the transpose view of a row-major matrix"
+    raise ArgumentError(f"{name}.strides", w.strides, rule, f"copy them: xp.ascontiguousarray({name})")
+
+
+def agreed_tokens(world: World, key: Hashable, tokens: int, given: Any) -> int:
+    """Most tokens of a rank: what the caller says, else what the ranks agree on at the first call of this kind, a collective."""
+    if given is not None:
+        return check_bound("max_tokens", given)
+    known = world.agreed.get(key)
+    if known is None:
+        most = max(world.exchange(f"most tokens of {key}", tokens))
+        known = world.agreed[key] = max(1, math.ceil(most / _TOKENS)) * _TOKENS
+    return known
+
+
+def check_rows(topology: Topology, given: Any, max_tokens: int, topk: int, experts: int, alignment: int, columns: int) -> int:
+    """Most rows of a rank: what the caller says, else those of any routing. ``columns``: of a row and of its result together."""
+    if given is not None:
+        return check_bound("max_rows", given)
+    rows = most_rows(topology, max_tokens, topk, experts, alignment)
+    bytes_of_all = (slot_blocks(rows, experts) * SEGMENT_ROWS) * columns * ITEM
+    if bytes_of_all > _MOST_BYTES or rows >= _MOST_ROWS:
+        rule = f"rows of any routing ({rows} of a rank) would take {bytes_of_all} bytes, more than {_MOST_BYTES}"
+        twice = 2 * max_tokens * topk + experts * (alignment - 1)
+        raise ArgumentError("max_rows", None, rule, f"pass max_rows on every rank; {twice} is twice what balanced routing needs")
+    return rows

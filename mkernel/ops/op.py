@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "names", "register"]
 
 # Each a module of this package, which registers the op of its name.
-BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_combine")
+BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_dispatch_gemm", "moe_combine")
 
 
 class OpProblem(Protocol):
@@ -78,6 +78,8 @@ class Op(abc.ABC, Generic[Problem]):
         Names of the arrays that a call takes, in order. ``routing.rows`` is an array of the function's argument ``routing``.
     optional
         Those of them that a caller may leave out: they are None then, and so are their views.
+    by_rows
+        Whether the calls of a problem differ in a number of rows that the ranks agree on; else every instance has 0 rows.
     options
         Keyword arguments that are part of the problem, with their defaults, in order.
     result
@@ -95,6 +97,7 @@ class Op(abc.ABC, Generic[Problem]):
     gets: ClassVar[str]
     operands: ClassVar[tuple[str, ...]]
     optional: ClassVar[frozenset[str]] = frozenset()
+    by_rows: ClassVar[bool] = True
     options: ClassVar[Mapping[str, Any]] = {}
     result: ClassVar[type[tuple[Any, ...]] | None] = None
     bench: ClassVar[str] = ""

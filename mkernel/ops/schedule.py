@@ -121,7 +121,7 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
     """
     problem, rows = instance
     plans = {rows: plan_for(world, op, instance, choice)}
-    if max_rows is not None or world.backend.compiles_ahead:
+    if op.by_rows and (max_rows is not None or world.backend.compiles_ahead):
         for number in classes(_MOST_ROWS // world.size if max_rows is None else max_rows):
             plan = plan_for(world, op, Instance(problem, number), choice)
             # More rows may need less of the heap, where they are done in another way: those are prepared, too.

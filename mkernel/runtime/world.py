@@ -95,6 +95,7 @@ class World:
         self.tuned: dict[str, Split] = {}  # name of a tuning -> SMs of the roles that communicate; the same on every rank
         self.executables: OrderedDict[Hashable, Executable] = OrderedDict()  # executables of ops, by what was asked
         self.table: dict[Hashable, Any] = {}  # of ops: the plan of the most rows of a class, by problem, class and what the caller chose
+        self.agreed: dict[Hashable, int] = {}  # of ops: bounds that the ranks have agreed on at a first call
         self.schedules: dict[int, Split] = {}  # splits that callers have asked for, by the numbers that kernels report
         self.bound_calls: OrderedDict[Hashable, Any] = OrderedDict()  # of ops: parameters prepared for the arrays of a call
         self.tracing = 0  # how often recording has begun or ended

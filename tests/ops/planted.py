@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
+from tests.ops import moe_body
 from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
 from tests.virtual_time import sleep
 
@@ -84,6 +85,10 @@ def _sequence(world: Any, workload: str, seed: int, most: int) -> list[str]:
 
 def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     """What is wrong with at most so many calls: a result, a complaint of the emulator, a deadlock."""
+    if workload == "dispatch":
+        return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
+    if workload == "dispatch from the heap":
+        return moe_body.found_overwritten(world, seed)
     shape, network_us = topology(world), WORKLOADS[workload][-1] if workload in WORKLOADS else 0.0
     ack_us = 4 * network_us if network_us == _SLOW_US else 0.0
     # Bytes of a put travel at the latest legal time.

@@ -23,10 +23,14 @@ def test_every_op_is_a_public_function_of_its_arguments() -> None:
         assert name in mk.__all__
         assert op.name == name
         arguments = op.arguments()
-        assert tuple(parameters)[: len(arguments)] == arguments
-        assert {*parameters} - {*arguments} == {"world", "out", "split", "stream", *op.options}
+        assert {*arguments} <= parameters.keys()
+        required = [argument for argument in arguments if argument not in op.optional]
+        assert [*parameters][: len(required)] == required
+        assert {*parameters} - {*arguments, "routing"} == {"world", "out", "split", "stream", *op.options}
         assert {option: parameters[option].default for option in op.optional} == dict.fromkeys(op.optional)
         assert {option: parameters[option].default for option in op.options} == dict(op.options)
+        keywords = [parameter for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+        assert all(parameter.default is None for parameter in keywords if parameter.name not in op.options)
 
 
 def test_readme_has_a_row_of_each() -> None:

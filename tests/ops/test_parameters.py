@@ -11,6 +11,7 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.ops.op import BUILT_IN, Op, find
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.moe_combine import MoeCombineProblem
+from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
 from mkernel.planner.reduce import ReduceProblem
 from mkernel.planner.topology import Topology
 from tests.shared.mirrors import errors_of_mirror, layout
@@ -24,6 +25,7 @@ PROBLEMS: dict[str, list[Any]] = {
         for topology in (TOPOLOGY, Topology(4, 4))
         for algorithm in ("one_shot", "two_shot")
     ],
+    "moe_dispatch_gemm": [MoeDispatchGemmProblem(TOPOLOGY, 256, 64, "bfloat16", True, 2, 4, 64, 512, 1, True, True, 7.0)],
     "moe_combine": [MoeCombineProblem(TOPOLOGY, 256, "bfloat16", 2, 4, 64, 512, True)],
 }
 

@@ -24,6 +24,7 @@ from tests.ops import planted
 from tests.ops.body import topology
 from tests.ops.planted_bug import Bug
 from tests.ops.planted_common import COMMON
+from tests.ops.planted_moe import MOE
 from tests.ops.planted_reductions import REDUCTIONS
 from tests.sanitizer import libtsan
 
@@ -31,7 +32,7 @@ _ROOT = Path(__file__).parents[2]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *REDUCTIONS]
+BUGS = [*COMMON, *REDUCTIONS, *MOE]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,8 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "reduce short"),
         ("1x2", "two shot short"),
         ("1x2", "packets"),
+        ("1x2", "dispatch"),
+        pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
         *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
         pytest.param("1x2", "warps short", marks=pytest.mark.slow),
         *(

@@ -1,0 +1,480 @@
+// Which row of which rank each choice of each token becomes: every rank works it out for itself from the routing of all ranks.
+//
+// All CTAs share the tokens of all ranks: each counts those of its range, they meet, each adds up what comes before its range, and gives its tokens
+// their places. All ranks see the same data, so all find the same fault, or none.
+#pragma once
+#include "comm/grid.cuh"
+#include "comm/status.cuh"
+#include "moe/routing.cuh"
+
+namespace mkernel {
+
+// Warps of a CTA that place tokens: as many as have room for their columns.
+constexpr uint32_t kPlacingBytes = 96 * 1024;
+constexpr uint32_t kPlacers = kPlacingBytes / (8 * kColumns) < kRoutingWarps ? kPlacingBytes / (8 * kColumns) : kRoutingWarps;
+static_assert(kPlacers > 0, "too many experts");
+static_assert(kTopK + 1 + kNodes < 64, "a bit per column that a token may count for");
+
+// ---- shared memory while tokens are placed
+struct RoutingScratch {
+  uint32_t first_token[kWorldSize + 1];
+  uint64_t x_offset[kWorldSize];
+  uint64_t fault[kRoutingWarps], found[kRoutingWarps][32];
+  uint32_t scan[kRoutingWarps][32];
+  uint32_t rank_rows[kWorldSize];     // of each rank: rows
+  uint32_t first_row[kAllExperts];    // of each expert, on its rank
+  uint32_t first_slot[kExperts + 1];  // of each of this rank's experts
+  uint32_t first_item[kExperts + 1];
+  uint32_t total[kColumns];
+  // by warp and column: how many come before the warp's next group; then which tokens of the group count
+  uint32_t before[kPlacers][kColumns], marks[kPlacers][kColumns];
+};
+
+// A fault as one number: the first token's is the least, whatever the order in which it is found. 0 bits: none.
+MK_DEVICE uint64_t fault_of(uint32_t token, uint32_t choice, uint32_t code) { return uint64_t(token) << 32 | choice << 8 | code; }
+constexpr uint64_t kNoFault = ~uint64_t(0);
+
+struct Verdict {
+  uint32_t code = 0;  // 0: the call goes on
+  uint64_t details[3];
+};
+
+class Router {
+ public:
+  MK_DEVICE Router(const Entered& entered, const RoutingArguments& r, RoutingScratch& scratch)
+      : entered_(entered), world_(entered.world()), r_(r), scratch_(scratch), tables_(entered, r) {}
+
+  // Reads who has how many tokens. All threads, once the flags of all records have come. False: a rank has too many (verdict).
+  MK_DEVICE bool read_headers() {
+#pragma unroll 1
+    for (uint32_t rank = ptx::thread_index(); rank < kWorldSize; rank += kGemmThreads) {
+      const ptx::Words words = ptx::load_global(record(world_, r_, rank));
+      scratch_.first_token[rank + 1] = words.word[0];
+      scratch_.x_offset[rank] = uint64_t(words.word[3]) << 32 | words.word[2];
+    }
+    ptx::sync_cta();
+    if (ptx::thread_index() == 0) {
+      scratch_.first_token[0] = 0;
+      scratch_.rank_rows[0] = kNone;  // who has too many, for now
+#pragma unroll 1
+      for (uint32_t rank = kWorldSize; rank > 0; --rank) {
+        if (scratch_.first_token[rank] > r_.max_tokens) scratch_.rank_rows[0] = rank - 1;
+      }
+      if (scratch_.rank_rows[0] == kNone) {
+#pragma unroll 1
+        for (uint32_t rank = 0; rank < kWorldSize; ++rank) scratch_.first_token[rank + 1] += scratch_.first_token[rank];
+      }
+    }
+    ptx::sync_cta();
+    const uint32_t rank = scratch_.rank_rows[0];
+    if (rank == kNone) return true;
+    verdict_ = Verdict{kTooManyTokens, {rank, scratch_.first_token[rank + 1], r_.max_tokens}};
+    return false;
+  }
+
+  // Counts the tokens of this CTA's range for every column. All threads. Then the CTAs meet (sync_grid).
+  MK_DEVICE void count() {
+    const uint32_t warp = ptx::warp_index(), lane = ptx::lane_index();
+    uint64_t fault = kNoFault;
+    if (warp < kPlacers) {
+#pragma unroll 1
+      for (uint32_t c = lane; c < kColumns; c += 32) scratch_.before[warp][c] = 0;
+      ptx::sync_warp();
+      const Range range = groups(warp);
+#pragma unroll 1
+      for (uint32_t group = range.begin; group < range.end; ++group) {
+        const Token token = token_at(group * kGroup + lane);
+        const uint64_t found = token.exists ? read_ids(token) : kNoFault;
+        fault = found < fault ? found : fault;
+        count_columns(token, [&](uint32_t column, uint32_t) { ptx::shared_add(&scratch_.before[warp][column], 1); });
+      }
+    }
+    const uint64_t found = least(fault);
+    if (lane == 0) scratch_.fault[warp] = found;
+    ptx::sync_cta();
+    uint32_t* counted = tables_.counted(ptx::cta_index());
+#pragma unroll 1
+    for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
+      uint32_t sum = 0;
+#pragma unroll 1
+      for (uint32_t w = 0; w < kPlacers; ++w) sum += scratch_.before[w][c];
+      counted[c] = sum;
+    }
+    if (ptx::thread_index() == 0) {
+      const uint64_t first = least_of_cta();
+      counted[kColumns] = static_cast<uint32_t>(first), counted[kColumns + 1] = static_cast<uint32_t>(first >> 32);
+    }
+  }
+
+  // What comes before this CTA's range, where every expert begins, and whether the routing is right. All threads. False: it is not (verdict).
+  MK_DEVICE bool add_up() {
+    const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index(), lane = ptx::lane_index();
+#pragma unroll 1
+    for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
+      uint32_t before = 0, total = 0;
+#pragma unroll 4
+      for (uint32_t other = 0; other < ptx::cta_count(); ++other) {
+        if (other == cta) before = total;
+        total += tables_.counted(other)[c];
+      }
+      scratch_.total[c] = total;
+#pragma unroll 1
+      for (uint32_t w = 0; w < kPlacers; ++w) {
+        const uint32_t own = scratch_.before[w][c];
+        scratch_.before[w][c] = before;
+        scratch_.marks[w][c] = 0;
+        before += own;
+      }
+    }
+    uint64_t fault = kNoFault;
+#pragma unroll 1
+    for (uint32_t other = ptx::thread_index(); other < ptx::cta_count(); other += kGemmThreads) {
+      const uint32_t* counted = tables_.counted(other);
+      const uint64_t found = uint64_t(counted[kColumns + 1]) << 32 | counted[kColumns];
+      fault = found < fault ? found : fault;
+    }
+    fault = least(fault);
+    if (lane == 0) scratch_.fault[warp] = fault;
+    ptx::sync_cta();
+#pragma unroll 1
+    for (uint32_t rank = warp; rank < kWorldSize; rank += kRoutingWarps) {
+      const uint32_t* counts = scratch_.total + rank * kExperts;
+      const uint32_t rows = scan(counts, r_.alignment, 1, scratch_.first_row + rank * kExperts);
+      if (lane == 0) scratch_.rank_rows[rank] = rows;
+    }
+    if (warp == 0) {
+      const uint32_t slots = scan(scratch_.total + world_.rank * kExperts, r_.alignment, kSegmentRows, scratch_.first_slot);
+      const uint32_t items = scan(scratch_.total + kFirstOf, 1, 1, scratch_.first_item);
+      if (lane == 0) scratch_.first_slot[kExperts] = slots, scratch_.first_item[kExperts] = items;
+    }
+    ptx::sync_cta();
+    return judge(least_of_cta());
+  }
+  MK_DEVICE const Verdict& verdict() const { return verdict_; }
+
+  // Gives this CTA's tokens their rows, slots and places, and writes the arrays of the result. All threads. Then the CTAs meet again.
+  MK_DEVICE void place() {
+    const uint32_t warp = ptx::warp_index(), lane = ptx::lane_index();
+    if (warp < kPlacers) {
+      const Range range = groups(warp);
+#pragma unroll 1
+      for (uint32_t group = range.begin; group < range.end; ++group) place_group(warp, token_at(group * kGroup + lane));
+    }
+    const uint32_t thread = ptx::cta_index() * kGemmThreads + ptx::thread_index(), threads = ptx::cta_count() * kGemmThreads;
+#pragma unroll 1
+    for (uint32_t e = ptx::cta_index() * kRoutingWarps + warp; e < kExperts; e += ptx::cta_count() * kRoutingWarps) begin_blocks(e);
+    fill_rest(thread, threads);
+    if (thread < kNodes) {
+      const bool other = thread != world_.node;
+      const uint32_t listed = other ? scratch_.total[kListed + rank_of(thread, world_.local_rank)] : 0;
+      word(r_.counts, thread * 2) = listed, word(r_.counts, thread * 2 + 1) = other ? scratch_.total[kSent + thread] : 0;
+    }
+#pragma unroll 1
+    for (uint32_t e = thread; e < kExperts; e += threads) word(r_.expert_offsets, e) = scratch_.first_row[world_.rank * kExperts + e];
+    if (thread == 0) word(r_.expert_offsets, kExperts) = scratch_.rank_rows[world_.rank];
+  }
+
+  MK_DEVICE const Tables& tables() const { return tables_; }
+  // Rows of an expert of this rank, those that its alignment adds included.
+  MK_DEVICE uint32_t rows_of(uint32_t e) const {
+    const uint32_t* first = scratch_.first_row + world_.rank * kExperts;
+    return (e + 1 < kExperts ? first[e + 1] : scratch_.rank_rows[world_.rank]) - first[e];
+  }
+  MK_DEVICE uint32_t num_items() const { return scratch_.first_item[kExperts]; }
+
+ private:
+  struct Range {
+    uint32_t begin, end;
+  };
+  struct Token {
+    uint32_t number, rank, index;  // among those of all ranks; its rank, and its number there
+    bool exists;
+  };
+  MK_DEVICE static uint32_t& word(uint64_t array, uint64_t i) { return reinterpret_cast<uint32_t*>(array)[i]; }
+
+  // The groups of a warp: contiguous, and those of a CTA's warps follow each other.
+  MK_DEVICE Range groups(uint32_t warp) const {
+    const uint32_t all = (scratch_.first_token[kWorldSize] + kGroup - 1) / kGroup;
+    const uint32_t per_cta = (all + ptx::cta_count() - 1) / ptx::cta_count(), per_warp = (per_cta + kPlacers - 1) / kPlacers;
+    const uint32_t first = ptx::cta_index() * per_cta, last = first + per_cta < all ? first + per_cta : all;
+    const uint32_t begin = first + warp * per_warp, end = begin + per_warp < last ? begin + per_warp : last;
+    return Range{begin, end};
+  }
+  MK_DEVICE Token token_at(uint32_t number) const {
+    uint32_t rank = 0;
+    const bool exists = number < scratch_.first_token[kWorldSize];
+#pragma unroll 1
+    while (exists && number >= scratch_.first_token[rank + 1]) ++rank;
+    return Token{number, rank, number - scratch_.first_token[rank], exists};
+  }
+
+  // Where the ids of a token are kept, kNone where a choice is not routed. Loops over them are not unrolled: the code would be ten times as long.
+  MK_DEVICE uint32_t* ids_of(const Token& token) const { return tables_.ids() + uint64_t(token.number) * kTopK; }
+
+  // Checks the ids of a token, and keeps those that are right. Returns the first fault.
+  MK_DEVICE uint64_t read_ids(const Token& token) const {
+    const char* given = record(world_, r_, token.rank) + sizeof(Header) + uint64_t(token.index) * kTopK * 4;
+    uint32_t* ids = ids_of(token);
+    uint64_t fault = kNoFault;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kTopK; ++i) {
+      uint32_t id = ptx::load_word(given + i * 4), code = 0;
+      if (id != kNone && id >= kAllExperts) code = kBadExpert;
+#pragma unroll 1
+      for (uint32_t j = 0; j < i; ++j) {
+        if (id != kNone && id == ids[j]) code = kTwice;
+      }
+      if (code != 0 && fault == kNoFault) fault = fault_of(token.number, i, code);
+      ids[i] = code != 0 ? kNone : id;
+    }
+    return fault;
+  }
+  MK_DEVICE static bool is_on(uint32_t id, uint32_t first_rank, uint32_t ranks) {  // one of the experts of these ranks; kNone is not
+    return id - first_rank * kExperts < ranks * kExperts && id != kNone;
+  }
+  // The first expert of this rank that a token has, counted from 0; kNone: it has none.
+  MK_DEVICE uint32_t first_expert(const Token& token) const {
+    uint32_t first = kNone;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kTopK; ++i) {
+      const uint32_t expert = ids_of(token)[i] - world_.rank * kExperts;
+      if (expert < kExperts && expert < first) first = expert;
+    }
+    return first;
+  }
+  MK_DEVICE bool is_listed(const Token& token, uint32_t node) const {
+    bool listed = false;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kTopK; ++i) listed = listed || is_on(ids_of(token)[i], node * kR, kR);
+    return listed;
+  }
+  // Calls f(column, i) for each column that a token counts for, each with an i of its own; below kTopK it is the choice.
+  template <class F>
+  MK_DEVICE void count_columns(const Token& token, const F& f) const {
+    if (!token.exists) return;
+    const bool sends = kNodes > 1 && token.rank == world_.rank, comes = kNodes > 1 && token.rank / kR != world_.node;
+    const uint32_t others = sends ? kNodes : comes ? 1 : 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kTopK + 1 + others; ++i) {  // one loop, so that f is there once
+      uint32_t column = kNone;
+      if (i < kTopK) {
+        column = ids_of(token)[i];
+      } else if (i == kTopK) {
+        const uint32_t first = first_expert(token);
+        if (first != kNone) column = kFirstOf + first;
+      } else if (comes) {
+        if (is_listed(token, world_.node)) column = kListed + token.rank;
+      } else {
+        const uint32_t node = i - kTopK - 1;
+        if (node != world_.node && is_listed(token, node)) column = kSent + node;
+      }
+      if (column != kNone) f(column, i);
+    }
+  }
+
+  // Where each expert begins, of which there are so many: rounded up to a multiple of `inner`, and that to one of `outer`. Returns where the one after
+  // the last would. Warp function.
+  MK_DEVICE uint32_t scan(const uint32_t* counts, uint32_t inner, uint32_t outer, uint32_t* first) {
+    const uint32_t warp = ptx::warp_index(), lane = ptx::lane_index(), each = (kExperts + 31) / 32;
+    const uint32_t begin = lane * each < kExperts ? lane * each : kExperts, end = begin + each < kExperts ? begin + each : kExperts;
+    uint32_t sum = 0;
+#pragma unroll 1
+    for (uint32_t e = begin; e < end; ++e) sum += round_up(round_up(counts[e], inner), outer);
+    scratch_.scan[warp][lane] = sum;
+    ptx::sync_warp();
+    uint32_t at = 0, all = 0;
+#pragma unroll 1
+    for (uint32_t other = 0; other < 32; ++other) {
+      if (other == lane) at = all;
+      all += scratch_.scan[warp][other];
+    }
+    ptx::sync_warp();  // all have read
+#pragma unroll 1
+    for (uint32_t e = begin; e < end; ++e) {
+      first[e] = at;
+      at += round_up(round_up(counts[e], inner), outer);
+    }
+    return all;
+  }
+  MK_DEVICE static uint32_t round_up(uint32_t value, uint32_t unit) { return (value + unit - 1) / unit * unit; }
+
+  // The least fault of the lanes of a warp. Almost always there is none.
+  MK_DEVICE uint64_t least(uint64_t fault) {
+    if (!ptx::any_of_warp(fault != kNoFault)) return kNoFault;
+    uint64_t* found = scratch_.found[ptx::warp_index()];
+    found[ptx::lane_index()] = fault;
+    ptx::sync_warp();
+#pragma unroll 1
+    for (uint32_t i = 0; i < 32; ++i) fault = found[i] < fault ? found[i] : fault;
+    ptx::sync_warp();  // all have read
+    return fault;
+  }
+  MK_DEVICE uint64_t least_of_cta() const {
+    uint64_t fault = kNoFault;
+#pragma unroll 1
+    for (uint64_t found : scratch_.fault) fault = found < fault ? found : fault;
+    return fault;
+  }
+
+  MK_DEVICE bool judge(uint64_t fault) {
+    if (fault != kNoFault) {
+      const uint32_t number = static_cast<uint32_t>(fault >> 32), choice = static_cast<uint32_t>(fault) >> 8 & 0xff;
+      const Token token = token_at(number);
+      const char* ids = record(world_, r_, token.rank) + sizeof(Header) + uint64_t(token.index) * kTopK * 4;
+      verdict_ = Verdict{static_cast<uint32_t>(fault) & 0xff, {token.rank, token.index, ptx::load_word(ids + choice * 4)}};
+      return false;
+    }
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < kWorldSize; ++rank) {
+      if (scratch_.rank_rows[rank] <= r_.max_rows) continue;
+      verdict_ = Verdict{kTooManyRows, {rank, scratch_.rank_rows[rank], r_.max_rows}};
+      return false;
+    }
+    return true;
+  }
+
+  // Gives the tokens of a group, one per lane, their places: before them come those of earlier groups, and those of lanes before. Warp function.
+  MK_DEVICE void place_group(uint32_t warp, const Token& token) {
+    const uint32_t lane = ptx::lane_index();
+    uint32_t* before = scratch_.before[warp];
+    uint32_t* marks = scratch_.marks[warp];
+    count_columns(token, [&](uint32_t column, uint32_t) { ptx::shared_or(&marks[column], 1u << lane); });
+    ptx::sync_warp();
+    uint64_t leads = 0;  // for which columns this lane is the first of the group
+    uint32_t place_first = kNone, place_listed = kNone;
+    count_columns(token, [&](uint32_t column, uint32_t i) {
+      const uint32_t earlier = marks[column] & ((1u << lane) - 1), at = before[column] + ptx::count_bits(earlier);
+      if (earlier == 0) leads |= uint64_t(1) << i;
+      if (i < kTopK) {
+        place_choice(token, i, column, at);
+      } else if (column < kListed) {
+        place_first = at;
+      } else if (column < kSent) {
+        place_listed = at;
+      } else {
+        word(r_.sums, uint64_t(column - kSent) * r_.max_tokens + token.index) = at;
+        tables_.sent((column - kSent + kNodes - world_.node) % kNodes)[at] = token.index;
+      }
+    });
+    ptx::sync_warp();  // all have read
+    count_columns(token, [&](uint32_t column, uint32_t i) {
+      if ((leads >> i & 1) == 0) return;
+      before[column] += ptx::count_bits(marks[column]);
+      marks[column] = 0;
+    });
+    ptx::sync_warp();
+    if (token.exists) place_token(token, place_first, place_listed);
+  }
+
+  // Choice i of a token is the at-th row of an expert.
+  MK_DEVICE void place_choice(const Token& token, uint32_t i, uint32_t id, uint32_t at) const {
+    if (!is_on(id, world_.node * kR, kR)) return;
+    const uint32_t owner = id / kExperts, expert = id % kExperts, row = scratch_.first_row[id] + at;
+    if (token.rank % kR == world_.local_rank) {
+      const uint64_t choice = (uint64_t(token.rank / kR) * r_.max_tokens + token.index) * kTopK + i;
+      word(r_.rows, choice) = owner % kR * r_.max_rows + row, word(r_.experts, choice) = expert;
+    }
+    if (owner != world_.rank) return;
+    tables_.slots()[uint64_t(token.number) * kTopK + i] = scratch_.first_slot[expert] + at;
+    word(r_.source, uint64_t(row) * 3) = token.rank, word(r_.source, uint64_t(row) * 3 + 1) = token.index;
+    word(r_.source, uint64_t(row) * 3 + 2) = i;
+    if constexpr (kWeighted) {
+      const char* weights = record(world_, r_, token.rank) + sizeof(Header) + ids_bytes(r_);
+      word(r_.row_weight, row) = ptx::load_word(weights + (uint64_t(token.index) * kTopK + i) * 4);
+    }
+  }
+
+  // What the arrays say of a token beside its rows; and where it is fetched from.
+  MK_DEVICE void place_token(const Token& token, uint32_t place_first, uint32_t place_listed) const {
+    const uint32_t node = token.rank / kR;
+    const bool on_rail = token.rank % kR == world_.local_rank, own = token.rank == world_.rank;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kTopK; ++i) {
+      const uint32_t id = ids_of(token)[i];
+      const uint64_t choice = (uint64_t(node) * r_.max_tokens + token.index) * kTopK + i;
+      if (own) word(r_.topk_ids, uint64_t(token.index) * kTopK + i) = id;
+      if (on_rail && !is_on(id, world_.node * kR, kR)) word(r_.rows, choice) = kNone, word(r_.experts, choice) = kNone;
+      if (!is_on(id, world_.rank, 1)) tables_.slots()[uint64_t(token.number) * kTopK + i] = kNone;
+    }
+    if (place_listed != kNone && on_rail) word(r_.listed, uint64_t(node) * r_.max_tokens + place_listed) = token.index;
+#pragma unroll 1
+    for (uint32_t other = 0; own && other < kNodes; ++other) {
+      if (other == world_.node || !is_listed(token, other)) word(r_.sums, uint64_t(other) * r_.max_tokens + token.index) = kNone;
+    }
+    const uint32_t first = first_expert(token);
+    if (first == kNone) return;
+    const uint32_t number = scratch_.first_item[first] + interleaved(place_first, scratch_.total[kFirstOf + first]);
+    tables_.items()[number] = item(token, place_listed);
+  }
+
+  // Tokens of an expert are in order of their ranks; they are fetched from all ranks in turn. The i-th of n comes as this one.
+  MK_DEVICE static uint32_t interleaved(uint32_t i, uint32_t n) {
+    const uint32_t each = n / kWorldSize, more = n % kWorldSize;  // the first `more` parts have one more
+    const uint32_t long_ones = more * (each + 1);
+    const uint32_t part = i < long_ones ? i / (each + 1) : more + (i - long_ones) / each;
+    const uint32_t inside = i < long_ones ? i % (each + 1) : (i - long_ones) % each;
+    return inside * kWorldSize + part;
+  }
+  MK_DEVICE Item item(const Token& token, uint32_t place_listed) const {
+    const uint64_t at = uint64_t(token.index) * r_.row_bytes;
+    if (token.rank == world_.rank) return Item{r_.x + at, kNone, token.number};
+    const char* memory = heap(world_, token.rank % kR);
+    if (token.rank / kR == world_.node) {
+      const uint64_t x_offset = scratch_.x_offset[token.rank];
+      if (x_offset != kStaged) return Item{reinterpret_cast<uint64_t>(memory + x_offset + at), kNone, token.number};
+      const uint32_t flag = chunk_flag(r_, token.rank, token.index / kStagedRows);
+      return Item{reinterpret_cast<uint64_t>(memory + r_.staged_offset + at), flag, token.number};
+    }
+    const uint64_t area = r_.arrived_offset + uint64_t(node_distance(world_, token.rank) - 1) * r_.max_tokens * r_.row_bytes;
+    const uint32_t flag = chunk_flag(r_, token.rank, place_listed / r_.put_rows);
+    return Item{reinterpret_cast<uint64_t>(memory + area + uint64_t(place_listed) * r_.row_bytes), flag, token.number};
+  }
+
+  // A block of slots is complete when kSegmentRows rows have arrived; those that there are not count as there. Warp function.
+  MK_DEVICE void begin_blocks(uint32_t e) const {
+    const uint32_t rows = scratch_.total[world_.rank * kExperts + e], end = scratch_.first_slot[e + 1];
+#pragma unroll 1
+    for (uint32_t slot = scratch_.first_slot[e] + ptx::lane_index() * kSegmentRows; slot < end; slot += 32 * kSegmentRows) {
+      const uint32_t before = slot - scratch_.first_slot[e], left = rows > before ? rows - before : 0;
+      *tables_.arrived(slot / kSegmentRows) = left < kSegmentRows ? kSegmentRows - left : 0;
+    }
+  }
+
+  // Rows between experts, and what the arrays of the routing have beyond the tokens that there are.
+  MK_DEVICE void fill_rest(uint32_t thread, uint32_t threads) const {
+#pragma unroll 1
+    for (uint32_t e = thread; r_.alignment > 1 && e < kExperts; e += threads) {
+      const uint32_t expert = world_.rank * kExperts + e;
+      const uint32_t end = e + 1 < kExperts ? scratch_.first_row[expert + 1] : scratch_.rank_rows[world_.rank];
+#pragma unroll 1
+      for (uint32_t row = scratch_.first_row[expert] + scratch_.total[expert]; row < end; ++row) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < 3; ++i) word(r_.source, uint64_t(row) * 3 + i) = kNone;
+        if constexpr (kWeighted) word(r_.row_weight, row) = 0;
+      }
+    }
+#pragma unroll 1
+    for (uint32_t node = 0; node < kNodes; ++node) {
+      const uint32_t rank = rank_of(node, world_.local_rank), tokens = scratch_.first_token[rank + 1] - scratch_.first_token[rank];
+      const uint32_t listed = node != world_.node ? scratch_.total[kListed + rank] : 0;
+      const uint64_t at = uint64_t(node) * r_.max_tokens;
+#pragma unroll 1
+      for (uint32_t i = tokens * kTopK + thread; i < r_.max_tokens * kTopK; i += threads) {
+        word(r_.rows, at * kTopK + i) = kNone, word(r_.experts, at * kTopK + i) = kNone;
+      }
+#pragma unroll 1
+      for (uint32_t i = r_.tokens + thread; i < r_.max_tokens; i += threads) word(r_.sums, at + i) = kNone;
+#pragma unroll 1
+      for (uint32_t i = listed + thread; i < r_.max_tokens; i += threads) word(r_.listed, at + i) = kNone;
+    }
+  }
+
+  Entered entered_;
+  const abi::World& world_;
+  const RoutingArguments& r_;
+  RoutingScratch& scratch_;
+  Tables tables_;
+  Verdict verdict_;
+};
+
+}  // namespace mkernel

@@ -1,0 +1,60 @@
+"""Mistakes in the device code of the MoE ops."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.ops.planted_bug import Bug
+
+__all__ = ["MOE"]
+
+_PULL, _ROUTER, _SEND, _EXCHANGE = (f"moe/{name}.cuh" for name in ("pull", "router", "send", "exchange"))
+_Bug = functools.partial(Bug, workload="dispatch")
+
+MOE = [
+    _Bug("rows of other nodes are not waited for", _PULL, "flag == kNone || wait_flag(", "true || wait_flag(", world="2x2"),
+    Bug(
+        "a rank ends while others read its x",
+        _PULL,
+        "if (p.routing.x_offset != kStaged) wait_all(entered, FetchedFlags<Parameters>{p, index}, kR - 1);",
+        workload="dispatch from the heap",
+    ),
+    _Bug("one slot only", _PULL, "i < of.slots[item.row % kGroup]; ++i", "i < 1; ++i", slow=True),
+    _Bug("a slot off by one", _ROUTER, "scratch_.first_slot[expert] + at;", "scratch_.first_slot[expert] + (at ^ 1);"),
+    _Bug("blocks are released one row early", _ROUTER, "kSegmentRows - left : 0;", "kSegmentRows - left + 1 : 1;", seeds=20),
+    _Bug(
+        "counts of the call before",
+        _ROUTER,
+        "*tables_.arrived(slot / kSegmentRows) = left",
+        "if (slot == kNone) *tables_.arrived(slot / kSegmentRows) = left",
+        slow=True,
+    ),
+    _Bug(
+        "tokens of a group in reverse",
+        _ROUTER,
+        "at = before[column] + ptx::count_bits(earlier);",
+        "at = before[column] + ptx::count_bits(marks[column] & ~earlier) - 1;",
+        slow=True,
+    ),
+    _Bug("the node is not told what has come", _SEND, "if (ok) raise_flag(entered, p, flag, 1);", world="2x2", slow=True),
+    _Bug("it is told too early", _SEND, "ok = ptx::all_of_warp(ptx::lane_index() != 0 || wait_flag(entered, p, flag, rank));", world="2x2"),
+    _Bug("rows are put before they are packed", _SEND, "ring.copy(packed);", "", world="2x2", slow=True),
+    _Bug(
+        "staged rows are told too early",
+        _EXCHANGE,
+        "    ptx::sync_cta();\n    if (ptx::warp_index() == 0) raise_flag(",
+        "    if (ptx::warp_index() == 0) raise_flag(",
+        found_as="data race",
+        tsan=True,
+        slow=True,
+    ),
+    _Bug(
+        "arrivals are counted without a release",
+        _PULL,
+        "ptx::add_release(tables.arrived(batch.slot[in_batch][lane] / kSegmentRows), 1)",
+        "*tables.arrived(batch.slot[in_batch][lane] / kSegmentRows) += 1",
+        found_as="data race",
+        tsan=True,
+        slow=True,
+    ),
+]
