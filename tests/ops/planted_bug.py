@@ -20,6 +20,7 @@ class Bug:
     world: str = "1x2"
     workload: str = "tiles"
     seeds: int = 8
+    first: int = 0  # of these seeds, the one that is tried first: it has found the bug, when it was written here
     tsan: bool = False
     slow: bool = False
     missed: str = ""  # why it is not found

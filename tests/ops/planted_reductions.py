@@ -82,6 +82,7 @@ REDUCTIONS = [
         "    return MaybeEntered(call, refused == 0);",
         workload="reduce short",
         seeds=40,
+        first=7,
     ),
     Bug(
         "a put before its sums",
