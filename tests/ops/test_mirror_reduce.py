@@ -111,7 +111,7 @@ def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials:
     return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
 
-each_case = pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case[0]}x{case[1]}{' in turn' if case[-1] else ''}")
+_BY_NAME = {f"{case[0]}x{case[1]}{' in turn' if case[-1] else ''}": case for case in _CASES}
 
 
 def check_roles(mirror: Mirror) -> None:
@@ -128,13 +128,10 @@ def check_order(mirror: Mirror, rank: int) -> None:
     assert [t if t[5] else (*t[:2], *t[4:]) for t in found] == [t if t[5] else (*t[:2], *t[4:]) for t in expected]
 
 
-@each_case
-@pytest.mark.parametrize("op", [REDUCE_SCATTER, ALLREDUCE])
-@pytest.mark.parametrize("partials", ["output", "float32"])
-@pytest.mark.parametrize("specialize", ["all", "none"])
-def test_tiles_with_owners(case: tuple[Any, ...], op: str, partials: str, specialize: str) -> None:
+@pytest.mark.cases(name=tuple(_BY_NAME), op=(REDUCE_SCATTER, ALLREDUCE), partials=("output", "float32"), specialize=("all", "none"))
+def test_tiles_with_owners(name: str, op: str, partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300, 1000):
-        plan = plan_of(case, op, "two_shot", rows, partials, specialize)
+        plan = plan_of(_BY_NAME[name], op, "two_shot", rows, partials, specialize)
         mirror, ranks = Mirror(plan), range(plan.problem.topology.size)
         for rank in ranks:
             check_order(mirror, rank)
@@ -242,12 +239,10 @@ def check_added(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
             assert memory.regions[begin][1] == what
 
 
-@each_case
-@pytest.mark.parametrize("partials", ["output", "float32"])
-@pytest.mark.parametrize("specialize", ["all", "none"])
-def test_one_shot(case: tuple[Any, ...], partials: str, specialize: str) -> None:
+@pytest.mark.cases(name=tuple(_BY_NAME), partials=("output", "float32"), specialize=("all", "none"))
+def test_one_shot(name: str, partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300):
-        plan = plan_of(case, ALLREDUCE, "one_shot", rows, partials, specialize)
+        plan = plan_of(_BY_NAME[name], ALLREDUCE, "one_shot", rows, partials, specialize)
         mirror, topology = Mirror(plan), plan.problem.topology
         for rank in range(topology.size):
             check_order(mirror, rank)
