@@ -49,8 +49,8 @@ def plan_of(
     return make_plan(problem, 1024, _SMS, split, GemmTile.deepest(block_n), specialize)
 
 
-def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
-    """The instructions that a kernel is made of; it needs what an SM has."""
+def fits(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> bytes:
+    """The cubin of a kernel, which needs what an SM has, and whose wgmma is not serialized."""
     begin = time.thread_time()
     cubin = cuda.compile(spec)
     seconds = time.thread_time() - begin
@@ -61,8 +61,12 @@ def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
     assert used.registers <= _REGISTERS
     assert used.shared_bytes <= 1024, "all shared memory is dynamic, but for the KiB that the system takes"
     assert used.parameter_bytes == spec.parameter_bytes
+    return cubin
 
-    sass = cuda.disassemble(cubin)
+
+def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
+    """The instructions that a kernel is made of; it needs what an SM has."""
+    sass = cuda.disassemble(fits(caplog, spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
 

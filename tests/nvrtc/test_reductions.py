@@ -15,6 +15,7 @@ from tests.nvrtc.test_kernels import (
     MODES,
     _own_cache,  # noqa: F401 - a fixture for every test here
     compiled,
+    fits,
     relative_cost,
 )
 
@@ -64,13 +65,11 @@ def test_kernel(
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 
-@pytest.mark.parametrize("world", ["1x2", "1x4", "2x2"])
-@pytest.mark.parametrize("block_n", [64, 128, 192, 256])
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])
+@pytest.mark.cases(how=HOWS, block_n=(64, 128, 192, 256), world=("1x2", "1x4", "2x2"))
 def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, specialize: str, how: str, block_n: int, world: str) -> None:
-    """Every one of them: ptxas decides by the details of what stands around the loop."""
-    compiled(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize).spec)
+    """Every epilogue with every width, and with --full in every world: ptxas decides by the details of what stands around the loop."""
+    fits(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize).spec)
 
 
 @pytest.mark.cases(
@@ -100,7 +99,7 @@ def test_packets(
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in range(2, 8)] + [8])
 def test_all_packets_of_a_row_fit_into_registers(caplog: pytest.LogCaptureFixture, size: int) -> None:
-    compiled(caplog, packets_of("one_shot", size, 128).spec)
+    fits(caplog, packets_of("one_shot", size, 128).spec)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -110,12 +109,15 @@ def test_no_multicast_in_ptx(how: str) -> None:
     assert "multicast" not in ptx
 
 
-@pytest.mark.parametrize(("how", "most"), [(REDUCE_SCATTER, 1.6), ("one_shot", 1.6), ("two_shot", 2.2)])
+@pytest.mark.parametrize(
+    ("how", "most"), [*(pytest.param(how, 1.6, marks=pytest.mark.slow) for how in (REDUCE_SCATTER, "one_shot")), ("two_shot", 2.2)]
+)
 def test_compiling_is_quick(how: str, most: float) -> None:
     """Pulling tiles costs half as much as the GEMM: 1.8 measured for two_shot, 1.2 for gemm_reduce_scatter."""
     assert relative_cost(lambda k: plan_of(how, "2x2", 256, "bfloat16", True, "output", k).spec) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_compiling_packets_is_quick(algorithm: str) -> None:
     """0.9 measured for one_shot."""
