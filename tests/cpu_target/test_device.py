@@ -260,14 +260,14 @@ def test_portable_switch() -> None:
     script = """
 from mkernel.jit import cpu
 import sys
-cpu._CORE_FLAGS = ("-O1", *sys.argv[1:])
+cpu._CORE_FLAGS = tuple(sys.argv[1:]) or cpu._CORE_FLAGS
 from mkernel.runtime.cpu.backend import CpuBackend
 from tests.cpu_target.test_kernels import run_fault
 device = CpuBackend(seed=5)
 print(run_fault(0, 0, device).tobytes().hex(), device.trace)
 """
     outputs = set()
-    for flags in ([], ["-DMKC_UCONTEXT=1"]):
+    for flags in ([], ["-O1", "-DMKC_UCONTEXT=1"]):
         done = subprocess.run([sys.executable, "-c", script, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         outputs.add(done.stdout)

@@ -31,7 +31,9 @@ def label(topology: Topology) -> str:
     return f"{topology.num_nodes}x{topology.ranks_per_node}"
 
 
-each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
+each_world = pytest.mark.parametrize(  # 6 and 7 ranks per node with --full only: 5 is no power of two, either
+    "topology", [pytest.param(world, marks=pytest.mark.slow if world.ranks_per_node in (6, 7) else ()) for world in WORLDS], ids=label
+)
 
 
 # ---- tiles

@@ -48,7 +48,9 @@ def existing(plan: ReducePlan, rank: int) -> list[Tile]:
     return [tile for tile in plan.tiles_of(rank) if plan.exists(tile.owner, tile.index)]
 
 
-each_world = pytest.mark.parametrize("topology", WORLDS, ids=label)
+each_world = pytest.mark.parametrize(  # 6 and 7 ranks per node with --full only: 5 is no power of two, either
+    "topology", [pytest.param(world, marks=pytest.mark.slow if world.ranks_per_node in (6, 7) else ()) for world in WORLDS], ids=label
+)
 each_how = pytest.mark.parametrize("how", HOWS)
 
 
