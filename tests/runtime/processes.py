@@ -31,8 +31,16 @@ class Result:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that nobody listens at, below those that the system gives to whoever asks for any.
+
+    One of the latter may be taken before it is used: by any connection that another test opens meanwhile, even by the socket that tries
+    to connect to it, which then talks to itself.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = 1024 + secrets.randbelow(first_given - 1024)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -27,8 +27,9 @@ def open_world(**options: object) -> World:
 
 
 def tell(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
+    """One line, in one write: several ranks of mpirun, or a rank and its children, write to the same pipe."""
     sys.stdout.flush()
+    os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
 
 
 def outcome(action: object) -> dict[str, object]:
