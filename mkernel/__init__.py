@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mkernel.ops.moe import Routing
     from mkernel.ops.moe_combine import moe_combine
     from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
+    from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.prepared_plan import PreparedPlan, plan
     from mkernel.ops.split_search import TuneResult, tune
     from mkernel.planner.moe import RoutingError
@@ -65,6 +66,7 @@ _EXPORTS = {
     "launch": "runtime.launch",
     "moe_combine": "ops.moe_combine",
     "moe_dispatch_gemm": "ops.moe_dispatch_gemm",
+    "moe_gemm_combine": "ops.moe_gemm_combine",
     "plan": "ops.prepared_plan",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
@@ -96,6 +98,7 @@ __all__ = [
     "launch",
     "moe_combine",
     "moe_dispatch_gemm",
+    "moe_gemm_combine",
     "plan",
     "shutdown",
     "trace",

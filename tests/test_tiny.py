@@ -59,13 +59,17 @@ def test_mixture_of_experts() -> None:
         w = (own[:, None, None] * np.eye(K)).astype(A.dtype)
         dispatched = mk.moe_dispatch_gemm(x, ids, w)
         y = mk.moe_combine(dispatched.y, dispatched.routing)
-        return np.array_equal(y, (x * factors[ids].sum(axis=1, keepdims=True)).astype(A.dtype))
+        z = mk.moe_gemm_combine(dispatched.y, 2 * w, dispatched.routing)  # twice as much again
+        right = (x * factors[ids].sum(axis=1, keepdims=True)).astype(A.dtype)
+        again = (x * 2 * (factors[ids] ** 2).sum(axis=1, keepdims=True)).astype(A.dtype)
+        return np.array_equal(y, right) and np.array_equal(z, again)
 
     assert mk.launch(rank, ranks=W, target="cpu") == [True] * W
 
 
 def test_every_op_is_above() -> None:
-    assert set(names()) == {"allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_dispatch_gemm", "moe_combine"}
+    reductions = {"gemm_reduce_scatter", "gemm_allreduce"}
+    assert set(names()) == {"allgather_gemm", *reductions, "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"}
 
 
 def test_ranks_that_call_different_things_are_told_so() -> None:

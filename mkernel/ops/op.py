@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "names", "register"]
 
 # Each a module of this package, which registers the op of its name.
-BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_dispatch_gemm", "moe_combine")
+BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
 
 
 class OpProblem(Protocol):

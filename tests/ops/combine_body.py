@@ -1,11 +1,12 @@
 """Calls that combine, on target cpu: drawn routings, and every element of every result against float64.
 
-``python tests/ops/combine_body.py <world> <seed>``: few and small ones, under ThreadSanitizer for instance. Exits with 0 if all is right.
+``python tests/ops/combine_body.py <world> <inner> <seed>``: few and small ones. Exits with 0 if all is right.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,16 @@ class Drawn:
     weighted: bool
     kinds: tuple[str, ...]
     seed: int
+    inner: int = 0  # columns of what is multiplied by the experts' weights (moe_gemm_combine); 0: rows are combined as they are
+    row_major: bool = True  # these weights
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, world: str, topk: int, dtype: str, *, weighted: bool = True, calls: int = 5) -> Drawn:
+    def draw(
+        cls, rng: np.random.Generator, world: str, topk: int, dtype: str, *, weighted: bool = True, calls: int = 5, **more: Any
+    ) -> Drawn:
         kinds = tuple(str(kind) for kind in rng.choice(KINDS, calls))
         columns, experts, max_tokens = 8 * int(rng.integers(1, 90)), int(rng.integers(1, 5)), int(rng.integers(1, 30))
-        return cls(world, columns, dtype, topk, experts, max_tokens, weighted, kinds, int(rng.integers(1 << 30)))
+        return cls(world, columns, dtype, topk, experts, max_tokens, weighted, kinds, int(rng.integers(1 << 30)), **more)
 
     @property
     def topology(self) -> Topology:
@@ -103,27 +108,45 @@ class Inputs:
     def __init__(self, drawn: Drawn, ids: list[Any], known: list[RankRouting], rng: np.random.Generator) -> None:
         self.drawn, self.ids, self.known = drawn, ids, known
         dtype, size = DTYPES[drawn.dtype], drawn.topology.size
-        self.rows = []
+        self.rows, self.experts = [], []
         for rank in range(size):
-            rows = rng.standard_normal((drawn.max_rows, drawn.columns)).astype(dtype)
+            rows = rng.standard_normal((drawn.max_rows, drawn.inner or drawn.columns)).astype(dtype)
             rows[known[rank].source[:, 0] < 0] = np.nan  # what belongs to no token must not be used
             self.rows.append(rows)
+            self.experts.append((rng.standard_normal((drawn.experts, drawn.inner, drawn.columns)) / 4).astype(dtype))
         self.weights = [rng.standard_normal(each.shape).astype(np.float32) for each in ids]
         self.adds = [rng.standard_normal((len(each), drawn.columns)).astype(dtype) if rng.random() < 0.5 else None for each in ids]
         self.on_heap = rng.random(size) < 0.5
         self.given = rng.random(size) < 0.5
 
-    def terms(self, rank: int, rows: list[Any] | None = None) -> tuple[Any, Any, Any]:
-        """In float64, of each element of a rank's result: its value, the sum of all magnitudes, and that of the other nodes' sums."""
+    def combined(self, owner: int) -> tuple[Any, Any]:
+        """In float64, the rows of a rank that are combined, and how far each element may be off."""
+        rows = self.rows[owner].astype(np.float64)
+        if not self.drawn.inner:
+            return rows, np.zeros_like(rows)
+        offsets, experts = self.known[owner].expert_offsets, self.experts[owner].astype(np.float64)
+        exact, magnitude = (np.full((len(rows), self.drawn.columns), np.nan) for _ in range(2))
+        for expert, (begin, end) in enumerate(itertools.pairwise(offsets)):
+            exact[begin:end] = rows[begin:end] @ experts[expert]
+            magnitude[begin:end] = abs(rows[begin:end]) @ abs(experts[expert])
+        unit, single = _ROUNDING[self.drawn.dtype], 2.0**-24 * 2 * self.drawn.inner * magnitude
+        return exact, unit * (abs(exact) + single) + single + _TINY
+
+    def terms(self, rank: int) -> tuple[Any, Any, Any, Any]:
+        """In float64, of each element of a rank's result: its value, how far rows may be off, the sum of all magnitudes, and that of the
+        other nodes' sums.
+        """  # noqa: D205
         drawn, topology = self.drawn, self.drawn.topology
         value = np.zeros((len(self.ids[rank]), drawn.columns))
-        magnitude, sums = np.zeros_like(value), np.zeros((topology.num_nodes, *value.shape))
-        for owner, of_owner in enumerate(self.rows if rows is None else rows):
+        off, magnitude, sums = np.zeros_like(value), np.zeros_like(value), np.zeros((topology.num_nodes, *value.shape))
+        for owner in range(topology.size):
+            of_owner, off_by = self.combined(owner)
             for row in np.flatnonzero(self.known[owner].source[:, 0] == rank):
                 _, token, choice = self.known[owner].source[row]
                 weight = float(self.weights[rank][token, choice]) if drawn.weighted else 1.0
-                term = weight * of_owner[row].astype(np.float64)
+                term = weight * of_owner[row]
                 value[token] += term
+                off[token] += abs(weight) * off_by[row]
                 magnitude[token] += abs(term)
                 sums[topology.node(owner), token] += term
         add = self.adds[rank]
@@ -131,22 +154,22 @@ class Inputs:
             value += add.astype(np.float64)
             magnitude += abs(add.astype(np.float64))
         sums[topology.node(rank)] = 0
-        return value, magnitude, abs(sums).sum(0)
+        return value, off, magnitude + off, abs(sums).sum(0) + off
 
-    def worst(self, rank: int, result: Any, rows: list[Any] | None = None) -> float:
+    def worst(self, rank: int, result: Any) -> float:
         """The largest error of a rank's result in units of its bound; NaN counts as infinite."""
-        value, magnitude, sums = self.terms(rank, rows)
+        value, off, magnitude, sums = self.terms(rank)
         if result.shape != value.shape:
             return float("inf")
-        error = abs(result.astype(np.float64) - value) / bound(self.drawn, value, magnitude, sums)
+        error = abs(result.astype(np.float64) - value) / bound(self.drawn, value, off, magnitude, sums)
         return float(np.nan_to_num(error, nan=np.inf).max(initial=0.0))
 
 
-def bound(drawn: Drawn, value: Any, magnitude: Any, sums: Any) -> Any:
-    """What float32 sums, node sums that are rounded once, and one last rounding may differ by from exact ones."""
+def bound(drawn: Drawn, value: Any, off: Any, magnitude: Any, sums: Any) -> Any:
+    """What float32 sums of rows that are off, node sums that are rounded once, and one last rounding may differ by from exact ones."""
     unit, nodes = _ROUNDING[drawn.dtype], drawn.topology.num_nodes
     single = 2.0**-24 * 2 * (drawn.topk + nodes + 2) * magnitude
-    rounded = unit * (sums + single) + _TINY * nodes
+    rounded = off + unit * (sums + single) + _TINY * nodes
     return (unit * (abs(value) + rounded) + rounded + single) * 1.01 + _TINY
 
 
@@ -157,20 +180,25 @@ def routing_of(known: RankRouting) -> mk.Routing:
 
 def program(world: Any, drawn: Drawn) -> list[str]:
     """Calls one after the other, without a barrier. Arrays are poisoned as soon as a call has returned; returns what is wrong."""
-    dtype, results = DTYPES[drawn.dtype], []
-    shared = world.empty((drawn.max_rows, drawn.columns), dtype)
+    dtype, results, shape = DTYPES[drawn.dtype], [], (drawn.max_rows, drawn.inner or drawn.columns)
+    shared = world.empty(shape, dtype)
     for number in range(len(drawn.kinds)):
         inputs = drawn.call(number)
         rank = world.rank
         tokens = len(inputs.ids[rank])
-        rows = shared if inputs.on_heap[rank] else np.empty((drawn.max_rows, drawn.columns), dtype)
+        rows = shared if inputs.on_heap[rank] else np.empty((shape[0], shape[1] + 8 * bool(drawn.inner)), dtype)[:, : shape[1]]
         rows[:] = inputs.rows[rank]
         routing = routing_of(inputs.known[rank])
         weights = inputs.weights[rank].copy() if drawn.weighted else None
         out = np.full((tokens, drawn.columns + 16), np.nan, dtype)[:, 8:-8] if inputs.given[rank] else None
-        y = mk.moe_combine(rows, routing, topk_weights=weights, add=inputs.adds[rank], out=out)
+        options = {"topk_weights": weights, "add": inputs.adds[rank], "out": out}
+        arrays: tuple[Any, ...] = (rows,)
+        if drawn.inner:
+            experts = inputs.experts[rank]
+            arrays = rows, experts if drawn.row_major else np.ascontiguousarray(experts.swapaxes(1, 2)).swapaxes(1, 2)
+        y = mk.moe_gemm_combine(*arrays, routing, **options) if drawn.inner else mk.moe_combine(*arrays, routing, **options)
         assert out is None or y is out
-        for array in (rows, *routing, *(() if weights is None else (weights,))):
+        for array in (*arrays, *routing, *(() if weights is None else (weights,))):
             array[...] = -1  # its owner may do this as soon as the call has ended
         assert out is None or np.isnan(out.base[:, :8].astype(np.float32)).all(), "beside out"
         results.append(y)
@@ -182,11 +210,11 @@ def program(world: Any, drawn: Drawn) -> list[str]:
     return wrong
 
 
-def main(world: str, seed: str) -> int:
+def main(world: str, inner: str, seed: str) -> int:
     from mkernel.planner import moe_combine as planner
 
     planner.SCALE = planner.Scale(put_bytes=512, copy_bytes=512)
-    drawn = Drawn(world, 40, "float16", 2, 2, 9, True, ("uniform", "holes"), int(seed))
+    drawn = Drawn(world, 40, "float16", 2, 2, 9, True, ("uniform", "holes"), int(seed), int(inner))
     options: dict[str, Any] = {"heap_bytes": 1 << 20, "timeout": 100.0, "entry_timeout": 100.0}
     return int(any(mk.launch(program, *WORLDS[world], "cpu", (drawn,), seed=drawn.seed, **options)))
 

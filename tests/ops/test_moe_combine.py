@@ -261,7 +261,7 @@ def raced(copy: Path, world: str, seed: int) -> tuple[int, str]:
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
     setarch = shutil.which("setarch")
     prefix = [setarch, platform.machine(), "-R"] if setarch else []
-    command = [*prefix, sys.executable, combine_body.__file__, world, str(seed)]
+    command = [*prefix, sys.executable, combine_body.__file__, world, "0", str(seed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     return done.returncode, done.stderr
 

@@ -209,6 +209,11 @@ class CombineCall(abc.ABC):
         places = ((peer, self.places[rank][self.topology.node(peer)][token]) for peer in self.topology.rail_peers(rank))
         return [(peer, place) for peer, place in places if place >= 0]
 
+    def holder(self, rank: int, row: int) -> tuple[int, int]:
+        """The rank that has a row, and its number there."""
+        local, local_row = divmod(row, self.problem.max_rows)
+        return self.topology.rank(self.topology.node(rank), local), local_row
+
     def weight_bytes(self, rank: int) -> int:
         return self.tokens[rank] * self._weights
 
@@ -317,11 +322,6 @@ class _MoeCombine(CombineCall):
 
     def staged_chunks(self, rank: int) -> list[int]:
         return [] if rank in self.on_heap else list(range(-(-self.offsets[rank][-1] // self.plan.row_chunk)))
-
-    def holder(self, rank: int, row: int) -> tuple[int, int]:
-        """The rank that has a row, and its number there."""
-        local, local_row = divmod(row, self.problem.max_rows)
-        return self.topology.rank(self.topology.node(rank), local), local_row
 
 
 def _lists(array: Any) -> Any:

@@ -1,0 +1,91 @@
+"""Grouped GEMM + combine: who waits for whom, and who accesses which bytes (``kernels_src/ops/moe_gemm_combine.cuh``)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from mkernel.planner.gemm import BLOCK_M
+from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
+from mkernel.planner.proofs.areas import FLAGS, HEAP, Access, Area, Call
+from mkernel.planner.proofs.moe_combine import CombineCall, Routed
+from mkernel.planner.proofs.wait_graph import Step, WaitGraph
+
+__all__ = ["call_of"]
+
+_WORD = 8
+_COUNTER = 4
+
+
+def call_of(plan: MoeGemmCombinePlan, routing: Sequence[Routed]) -> Call:
+    """One call; weights do not lie on the heap."""
+    return _MoeGemmCombine(plan, routing).call()
+
+
+class _MoeGemmCombine(CombineCall):
+    """``mk.moe_gemm_combine``.
+
+    Steps beside those of CombineCall: ``("zero", rank)`` the counters, ``("tile", rank, expert, row)``, ``("finish", rank, expert)`` by
+    whichever CTA has counted the expert's last tile. Tiles of one row of tiles are one step, and wait for no other.
+    """
+
+    def __init__(self, plan: MoeGemmCombinePlan, routing: Sequence[Routed]) -> None:
+        super().__init__(plan.combining, routing, plan.split.intra_comm or 0, plan.split.inter_send or 0)
+        self.plan, combining = plan, frozenset({"serve", "combine"})
+        self.counters = Area("counters of tiles", HEAP, 0, plan.counter_bytes, frozenset({"zero", "tile"}), frozenset({"finish"}))
+        self.products = Area("products", HEAP, plan.rows_offset, plan.row_bytes, frozenset({"tile"}), combining)
+        raising = frozenset({"zero", "finish", "serve", "put", "post"})
+        words = plan.flag_words * _WORD
+        self._flags = Area("flags of experts, sums and chunks", FLAGS, 0, words, raising, combining | {"tile", "put"})
+
+    @property
+    def flags(self) -> Area:
+        return self._flags
+
+    def call(self) -> Call:
+        graph = WaitGraph()
+        self.add_steps(graph)
+        areas = (self.counters, self.products, self.sums, self.arrived, self.weights, self.staging, self.flags)
+        accesses = (access for step in graph for access in (*self.accesses(step), *self._own_accesses(step)))
+        return Call(graph, areas, tuple(accesses))
+
+    # ---- who waits for whom
+    def add_steps(self, graph: WaitGraph) -> None:
+        super().add_steps(graph)
+        for rank in self.ranks:
+            graph.add(("zero", rank), self.entered())
+            for expert, (begin, end) in enumerate(itertools.pairwise(self.offsets[rank])):
+                rows = range(math.ceil((end - begin) / BLOCK_M))
+                tiles: list[Step] = [graph.add(("tile", rank, expert, row), [*self.entered(), ("zero", rank)]) for row in rows]
+                if tiles:
+                    graph.add(("finish", rank, expert), tiles)
+
+    def rows_ready(self, rank: int, row: int, expert: int) -> list[Step]:
+        holder, _ = self.holder(rank, row)
+        return [("finish", holder, expert)]
+
+    # ---- who accesses what
+    def _own_accesses(self, step: Step) -> Iterator[Access]:
+        kind, rank, *rest = step
+        assert isinstance(rank, int)
+        row_bytes = self.problem.row_bytes
+        match kind, rest:
+            case "zero", []:
+                yield Access(step, rank, self.counters, 0, self.plan.counter_bytes, writes=True)
+                yield self.flag(step, rank, 0, writes=True)
+            case "tile", [int(expert), int(row)]:
+                begin = self.offsets[rank][expert] + row * BLOCK_M
+                end = min(begin + BLOCK_M, self.offsets[rank][expert + 1])
+                yield Access(step, rank, self.products, begin * row_bytes, (end - begin) * row_bytes, writes=True)
+                yield self.flag(step, rank, 0, writes=False)
+                yield Access(step, rank, self.counters, expert * _COUNTER, _COUNTER, writes=True)
+            case "finish", [int(expert)]:
+                yield Access(step, rank, self.counters, expert * _COUNTER, _COUNTER, writes=False)
+                for mate in self.topology.node_ranks(self.topology.node(rank)):
+                    yield self.flag(step, mate, self.plan.expert_flag(self.topology.local_rank(rank), expert), writes=True)
+
+    def row_accesses(self, step: Step, rank: int, row: int, expert: int) -> Iterator[Access]:
+        holder, local_row = self.holder(rank, row)
+        yield self.flag(step, rank, self.plan.expert_flag(self.topology.local_rank(holder), expert), writes=False)
+        yield Access(step, holder, self.products, local_row * self.problem.row_bytes, self.problem.row_bytes, writes=False)
