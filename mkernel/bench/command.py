@@ -139,7 +139,7 @@ class Asked:
             per_node = env.RANKS_PER_NODE.get() or ranks
             topology = Topology(ranks, per_node)
         asked = options.shapes.split(",") if options.shapes else op.sizes
-        sizes = tuple(size for name in asked for size in op.groups.get(name, (name,)))
+        sizes = tuple(size for name in asked for size in op.expand(name, topology))
         given = {name: getattr(options, name) for name in _OP_OPTIONS if getattr(options, name)}
         for name in given:
             if name not in op.options:

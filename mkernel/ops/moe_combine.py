@@ -284,6 +284,7 @@ class MoeCombine(Op[MoeCombineProblem]):
     gets = "the weighted sum of its tokens' rows: (T, H)"
     operands = ("rows", *(f"routing.{name}" for name in Routing._fields), "topk_weights", "add")
     optional: ClassVar[frozenset[str]] = frozenset({"topk_weights", "add"})
+    bench = "mkernel.bench.cases.moe_combine"
     by_rows = False
     tunable = ("intra_comm", "inter_send")
     parameters = Parameters

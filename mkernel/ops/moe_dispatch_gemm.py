@@ -204,6 +204,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
     options: ClassVar[Mapping[str, Any]] = {"activation": None, "clamp": None, "max_tokens": None, "max_rows": None, "alignment": 1}
     result = Dispatched
     by_rows = False
+    bench = "mkernel.bench.cases.moe_dispatch_gemm"
     tunable = ("intra_comm", "inter_send")
     parameters = Parameters
 

@@ -135,6 +135,7 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
     operands = ("a", "w", *(f"routing.{name}" for name in Routing._fields), "topk_weights", "add")
     optional: ClassVar[frozenset[str]] = frozenset({"topk_weights", "add"})
     by_rows = False
+    bench = "mkernel.bench.cases.moe_gemm_combine"
     tunable = ("intra_comm", "inter_send")
     parameters = Parameters
 

@@ -180,7 +180,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
             f"{problem.all_experts} experts, w ({problem.experts}, {problem.k}, {columns_of_w}) {problem.dtype}, "
             f"{', '.join([*filter(None, more), f'{topology.num_nodes}x{topology.ranks_per_node} ranks'])}\n"
             f"tiles of up to {BLOCK_M} x {self.tile.block_n}, {self.tile.stages} stages, {split}{remark(self.specialize, SPECIALIZED)}\n"
-            f"{self.workspace_bytes} bytes of the heap, {problem.max_rows * problem.n * ITEM} of y; puts of {self.put_rows} rows"
+            f"workspace {self.workspace_bytes} bytes, {problem.max_rows * problem.n * ITEM} of y; puts of {self.put_rows} rows"
         )
 
     def call_error(self, report: CallReport) -> RoutingError:

@@ -97,6 +97,10 @@ class Op(abc.ABC):
         """Shapes that ``mkernel demo`` shows and checks, as ``case`` takes them, for any number of ranks; one that no tile divides too."""
         return ()
 
+    def expand(self, text: str, topology: Topology) -> Sequence[str]:
+        """The shapes that one word of ``--shapes`` names. Raises ArgumentError."""
+        return self.groups.get(text, (text,))
+
     @abc.abstractmethod
     def case(self, size: str, topology: Topology, dtype: str, **options: str) -> Case:
         """Parse one shape; ``options`` are among those of this class. Raises ArgumentError for a shape this op does not take."""
