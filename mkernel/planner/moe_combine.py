@@ -260,6 +260,11 @@ class MoeCombinePlan:
         return CombineLayout.of(self.problem, self.staged_offset + self.staged_bytes, self.done_flag(self.node_mates + 1, 0), self.scale)
 
     @property
+    def put_bytes(self) -> int:
+        """Of a full put: sums of this node's rows."""
+        return self.combining.chunk * self.combining.problem.row_bytes
+
+    @property
     def workspace_bytes(self) -> int:
         return self.combining.end
 

@@ -142,6 +142,11 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
         return 0
 
     @property
+    def put_bytes(self) -> int:
+        """Of a full put."""
+        return self.put_rows * self.problem.row_bytes
+
+    @property
     def max_chunks(self) -> int:
         """Of the rows of one rank."""
         return math.ceil(self.problem.max_tokens / min(self.put_rows, STAGED_ROWS))

@@ -93,6 +93,11 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
         return CombineLayout.of(self.problem.combined, self.rows_offset + self.row_bytes, self.expert_flag(self.mates, 0), self.scale)
 
     @property
+    def put_bytes(self) -> int:
+        """Of a full put: sums of this node's rows."""
+        return self.combining.chunk * self.combining.problem.row_bytes
+
+    @property
     def workspace_bytes(self) -> int:
         return self.combining.end
 

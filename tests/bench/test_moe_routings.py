@@ -83,7 +83,17 @@ def test_sizes_by_name_and_by_numbers() -> None:
     assert parse("64:mixtral-8x7b:zipf", FOUR) == Size(64, MODELS["mixtral-8x7b"], "zipf")
     assert parse("7x64x72x8x3:hot", FOUR) == parse(str(parse("7x64x72x8x3:hot", FOUR)), FOUR)
     assert parse("7x64x72x8x3", FOUR).kind == "uniform"
-    for text in ("x", "8:gpt", "8:mixtral-8x7b:cold", "8x8", "0", "8x60x64x8x2:hot", "8x64x64x6x2:hot", "8x64x64x8x9:hot", "8x64x64x8x2:a:b"):
+    for text in (
+        "x",
+        "8:gpt",
+        "8:mixtral-8x7b:cold",
+        "8x8",
+        "0",
+        "8x60x64x8x2:hot",
+        "8x64x64x6x2:hot",
+        "8x64x64x8x9:hot",
+        "8x64x64x8x2:a:b",
+    ):
         with pytest.raises(ArgumentError, match="--shapes"):
             parse(text, FOUR)
 

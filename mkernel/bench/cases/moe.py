@@ -129,7 +129,10 @@ class MoeCase(Case):
         """Tokens of the other nodes' ranks on each rank's rail that have an expert in its node."""
         topology = self.topology
         return [
-            sum(int((owners[peer] // topology.ranks_per_node == topology.node(rank)).any(axis=1).sum()) for peer in topology.rail_peers(rank))
+            sum(
+                int((owners[peer] // topology.ranks_per_node == topology.node(rank)).any(axis=1).sum())
+                for peer in topology.rail_peers(rank)
+            )
             for rank in range(topology.size)
         ]
 
