@@ -126,8 +126,8 @@ class Combined:
 def worst_rows(xp: Any, out: Any, rows: Rows) -> float:
     """The largest error of ``out``, a 16-bit array, over what is allowed: right if at most 1; inf if an element is not finite.
 
-    By element, and by blocks of 128 x 128, or what there is: the mean square of the errors against what is usual. That finds a part of a sum
-    which is lost, where the bound by element has grown with the number of terms. Blocks of few elements are looked at by element only.
+    By element, and by blocks of 128 x 128, or what there is: the mean square of the errors against what is usual. That finds a lost part
+    of a sum where the bound by element has grown with the number of terms. Blocks of few elements are looked at by element only.
 
     Raises
     ------

@@ -63,7 +63,7 @@ class MoeDispatchGemmCase(MoeCase):
         return mk.Dispatched(y, routing.expert_offsets, source, xp.empty(self.max_rows, xp.float32), routing)
 
     @property
-    def _options(self) -> dict[str, int]:
+    def _options(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "max_rows": self.max_rows}
 
     def fused(self, split: Any = None) -> list[Call]:

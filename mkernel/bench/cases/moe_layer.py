@@ -57,7 +57,7 @@ class MoeLayerCase(MoeCase):
         return self.w(index, rank, self.hidden, 2 * self.inner), self.w(index, rank, self.inner, self.hidden, down=True)
 
     @property
-    def _options(self) -> dict[str, int]:
+    def _options(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "max_rows": self.max_rows}
 
     def fused(self, split: Any = None) -> list[Call]:
