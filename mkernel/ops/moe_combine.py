@@ -311,10 +311,12 @@ class MoeCombine(Op[MoeCombineProblem]):
         return [ResultSpec((operands[1].shape[0], instance.problem.columns), instance.problem.dtype)]
 
     def check_results(self, instance: Instance[MoeCombineProblem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
-        (out,), (rows, *routing, _, add) = results, operands
+        (out,), (rows, *routing, weights, add) = results, operands
         check_combined(instance.problem, routing[0].shape[0], "out", out)
         check_writable("out", out)
-        check_apart("out", out, {"rows": rows} | ({} if add is None else {"add": add}))
+        check_apart(
+            "out", out, {"rows": rows} | {name: view for name, view in (("topk_weights", weights), ("add", add)) if view is not None}
+        )
 
     def bind(
         self,

@@ -169,10 +169,11 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
     def check_results(
         self, instance: Instance[MoeGemmCombineProblem], operands: Sequence[TensorView], results: Sequence[TensorView]
     ) -> None:
-        (out,), (a, w, *routing, _, add) = results, operands
+        (out,), (a, w, *routing, weights, add) = results, operands
         check_combined(instance.problem.combined, routing[0].shape[0], "out", out)
         check_writable("out", out)
-        check_apart("out", out, {"a": a, "w": w} | ({} if add is None else {"add": add}))
+        more = {name: view for name, view in (("topk_weights", weights), ("add", add)) if view is not None}
+        check_apart("out", out, {"a": a, "w": w} | more)
 
     def bind(
         self,

@@ -130,9 +130,9 @@ def plan(
     """Agree on a problem and load its kernels before it is called (needed before a graph capture).
 
     Takes the arguments of the op itself, its arrays in the order of their names in ``Op.operands`` (None: left out); they are only looked
-    at, never read. Afterwards a call of the same problem (dims other than
-    rows, dtype, layout, options) with any number of rows up to ``max_rows`` makes no collective, compiles nothing and never waits for the
-    device. Collective, blocks the host unless all is there; not capturable.
+    at, never read. Afterwards a call of the same problem (dims other than rows, dtype, layout, options) with any number of rows up to
+    ``max_rows`` makes no collective, compiles nothing and never waits for the device. Collective, blocks the host unless all is there; not
+    capturable.
 
     Parameters
     ----------

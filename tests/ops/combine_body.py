@@ -117,6 +117,7 @@ class Inputs:
         self.weights = [rng.standard_normal(each.shape).astype(np.float32) for each in ids]
         self.adds = [rng.standard_normal((len(each), drawn.columns)).astype(dtype) if rng.random() < 0.5 else None for each in ids]
         self.on_heap = rng.random(size) < 0.5
+        self.weights_on_heap = rng.random(size) < 0.5
         self.given = rng.random(size) < 0.5
 
     def combined(self, owner: int) -> tuple[Any, Any]:
@@ -181,7 +182,7 @@ def routing_of(known: RankRouting) -> mk.Routing:
 def program(world: Any, drawn: Drawn) -> list[str]:
     """Calls one after the other, without a barrier. Arrays are poisoned as soon as a call has returned; returns what is wrong."""
     dtype, results, shape = DTYPES[drawn.dtype], [], (drawn.max_rows, drawn.inner or drawn.columns)
-    shared = world.empty(shape, dtype)
+    shared, shared_weights = world.empty(shape, dtype), world.empty((drawn.max_tokens, drawn.topk), np.float32)
     for number in range(len(drawn.kinds)):
         inputs = drawn.call(number)
         rank = world.rank
@@ -189,7 +190,10 @@ def program(world: Any, drawn: Drawn) -> list[str]:
         rows = shared if inputs.on_heap[rank] else np.empty((shape[0], shape[1] + 8 * bool(drawn.inner)), dtype)[:, : shape[1]]
         rows[:] = inputs.rows[rank]
         routing = routing_of(inputs.known[rank])
-        weights = inputs.weights[rank].copy() if drawn.weighted else None
+        weights = None
+        if drawn.weighted:
+            weights = shared_weights[:tokens] if inputs.weights_on_heap[rank] else np.empty((tokens, drawn.topk), np.float32)
+            weights[:] = inputs.weights[rank]
         out = np.full((tokens, drawn.columns + 16), np.nan, dtype)[:, 8:-8] if inputs.given[rank] else None
         options = {"topk_weights": weights, "add": inputs.adds[rank], "out": out}
         arrays: tuple[Any, ...] = (rows,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import shutil
@@ -131,6 +132,21 @@ def test_a_prepared_plan(rng: np.random.Generator) -> None:
         assert worst <= 1
 
 
+# ---- what does not come
+@pytest.mark.parametrize(
+    ("put", "what"),
+    [(2, "weights of rank|sums of tokens|sums of node"), (3, r"chunk \d+ of the sums of node"), (5, r"chunk \d+ of the sums of node")],
+)
+def test_what_the_network_loses_is_named(monkeypatch: pytest.MonkeyPatch, put: int, what: str) -> None:
+    """Puts 0 and 1 of a rank are its entries, 2 brings its weights, the others sums. All threads of all ranks leave."""
+    faults = dataclasses.replace(emulated.Faults(), drop=frozenset({put}))
+    monkeypatch.setattr(emulated, "Faults", lambda: faults)
+    topk, dtype, weighted = KERNELS["2x2"]
+    drawn = Drawn("2x2", 136, dtype, topk, 3, 25, weighted, ("uniform",), 1)
+    with pytest.raises(mk.TimeoutError, match=what):
+        launch(program, "2x2", drawn, timeout=0.5)
+
+
 # ---- what is wrong with a call
 def arguments(world: Any) -> dict[str, Any]:
     inputs = Drawn("1x1", 16, "float16", 2, 2, 3, True, ("uniform",), 1).call(0)
@@ -249,7 +265,7 @@ def test_planted(copy: Path, bug: Bug) -> None:
         assert any(as_it_is(bug, seed) for seed in range(bug.seeds)), "the bug was not noticed"
 
 
-def raced(copy: Path, world: str, seed: int) -> tuple[int, str]:
+def raced(copy: Path, world: str, seed: int, inner: int = 0) -> tuple[int, str]:
     """Whether results are wrong, and what ThreadSanitizer says: a process of its own, with its library preloaded."""
     environment = os.environ | {
         "LD_PRELOAD": libtsan(),
@@ -261,7 +277,7 @@ def raced(copy: Path, world: str, seed: int) -> tuple[int, str]:
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
     setarch = shutil.which("setarch")
     prefix = [setarch, platform.machine(), "-R"] if setarch else []
-    command = [*prefix, sys.executable, combine_body.__file__, world, "0", str(seed)]
+    command = [*prefix, sys.executable, combine_body.__file__, world, str(inner), str(seed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     return done.returncode, done.stderr
 
@@ -269,8 +285,9 @@ def raced(copy: Path, world: str, seed: int) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.tsan
 @pytest.mark.parametrize("world", ["1x2", "2x2", "3x2", "4x1"])
-def test_no_race(request: pytest.FixtureRequest, copy: Path, world: str) -> None:
-    wrong, errors = raced(copy, world, request.config.getoption("--seed"))
+@pytest.mark.parametrize("inner", [0, 40], ids=["moe_combine", "moe_gemm_combine"])
+def test_no_race(request: pytest.FixtureRequest, copy: Path, world: str, inner: int) -> None:
+    wrong, errors = raced(copy, world, request.config.getoption("--seed"), inner)
     assert wrong == 0, errors[-3000:]
     assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
 
