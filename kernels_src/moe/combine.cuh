@@ -84,12 +84,21 @@ MK_DEVICE uint32_t weights_flag(const Combining& c, uint32_t distance) {
   return c.first_flag + (kNodes - 1) * (sum_groups(c) + sum_chunks(c)) + distance - 1;
 }
 
-// Where the rows of this node are, and when they are there. `holder`: local rank of the rank that has the row; `row`: its number there.
+// One choice of a token, whose expert is in this node: the row that the calling lane has to do with.
+struct Choice {
+  uint64_t index;   // in routing.rows
+  uint32_t holder;  // local rank of the rank that has the row,
+  uint32_t row;     // its number there,
+  uint32_t expert;  // and its expert, counted from 0 on that rank; 0 where nobody asks for it
+  bool exists;
+};
+
+// Where the rows of this node are, and when they are there.
 template <class Rows>
-concept CombinedRows = requires(const Rows rows, const Entered& entered, uint32_t holder, uint32_t row, uint32_t expert) {
-  requires Same<decltype(Rows::kByExpert), const bool>;       // whether wait() asks for the expert, counted from 0 on its rank
-  { rows.wait(entered, holder, row, expert) } -> Same<bool>;  // until the row is complete; false: the call has failed. By one lane
-  { rows.at(holder, row) } -> Same<const char*>;              // then
+concept CombinedRows = requires(const Rows rows, const Entered& entered, const Choice& choice) {
+  requires Same<decltype(Rows::kByExpert), const bool>;  // whether a choice must say its expert
+  { rows.wait(entered, choice) } -> Same<bool>;          // until the row is complete; false: the call has failed. By one lane
+  { rows.at(choice) } -> Same<const char*>;              // then
 };
 
 // The rows of one token, alike in all lanes of a warp: where they are (0: there is none), and what they weigh.
@@ -98,12 +107,23 @@ struct Chosen {
   float weight[kTopK];
 };
 
+// The choice of a lane, for a token of the rail's rank in `node`.
+template <class Parameters, CombinedRows Rows>
+MK_DEVICE Choice choice_of_lane(const Parameters& p, const Rows&, uint32_t node, uint32_t token) {
+  const Combining& c = p.combining;
+  const uint32_t lane = ptx::lane_index();
+  const uint64_t index = token_index(c, node, token) * kTopK + lane;
+  const int32_t row = lane < kTopK ? load_index(c.row_of, index) : -1;
+  if (row < 0) return Choice{index, 0, 0, 0, false};
+  const uint32_t expert = Rows::kByExpert ? load_index(c.expert_of, index) : 0;
+  return Choice{index, row / c.max_rows, row % c.max_rows, expert, true};
+}
+
 template <class Rows>
 struct RowFlags {  // of the row that the calling lane has
   const Rows& rows;
-  int32_t row;  // as in routing.rows
-  uint32_t holder, local_row, expert;
-  MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return row < 0 || rows.wait(entered, holder, local_row, expert); }
+  const Choice& choice;
+  MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return !choice.exists || rows.wait(entered, choice); }
 };
 
 // Finds and waits for the rows of a token of the rail's rank in `node`; `weights`: that rank's, (its tokens, k). False: the call has failed.
@@ -111,15 +131,10 @@ struct RowFlags {  // of the row that the calling lane has
 template <class Parameters, CombinedRows Rows>
 MK_DEVICE bool choose_rows(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t node, uint32_t token,
                            const float* weights, Chosen& chosen) {
-  const Combining& c = p.combining;
-  const uint32_t lane = ptx::lane_index();
-  const uint64_t first = token_index(c, node, token) * kTopK;
-  const int32_t row = lane < kTopK ? load_index(c.row_of, first + lane) : -1;
-  const uint32_t holder = row < 0 ? 0 : row / c.max_rows, local_row = row < 0 ? 0 : row % c.max_rows;
-  const uint32_t expert = Rows::kByExpert && row >= 0 ? load_index(c.expert_of, first + lane) : 0;
-  if (!wait_all(entered, RowFlags<Rows>{rows, row, holder, local_row, expert}, kTopK)) return false;
-  const uint64_t at = row < 0 ? 0 : reinterpret_cast<uint64_t>(rows.at(holder, local_row));
-  const float weight = kWeighted && row >= 0 ? weights[uint64_t(token) * kTopK + lane] : 0;
+  const Choice choice = choice_of_lane(p, rows, node, token);
+  if (!wait_all(entered, RowFlags<Rows>{rows, choice}, kTopK)) return false;
+  const uint64_t at = choice.exists ? reinterpret_cast<uint64_t>(rows.at(choice)) : 0;
+  const float weight = kWeighted && choice.exists ? weights[uint64_t(token) * kTopK + ptx::lane_index()] : 0;
 #pragma unroll
   for (uint32_t i = 0; i < kTopK; ++i) {
     const uint64_t high = ptx::broadcast(static_cast<uint32_t>(at >> 32), i), low = ptx::broadcast(static_cast<uint32_t>(at), i);
@@ -187,16 +202,44 @@ struct WeightFlags {
   }
 };
 
+// Calls visit(distance, group) for each group of sums that warp `worker` of `workers` makes, until one returns false, which it then does, too.
+template <class Parameters, class Visit>
+MK_DEVICE bool each_served_group(const Parameters& p, uint32_t worker, uint32_t workers, const Visit& visit) {
+  uint32_t most = 0;
+#pragma unroll 1
+  for (uint32_t distance = 1; distance < kNodes; ++distance) {
+    const uint32_t count = count_served(p, distance);
+    most = count > most ? count : most;
+  }
+  const uint32_t items = ceil_shift(most, p.combining.group_shift) * (kNodes - 1);
+#pragma unroll 1
+  for (uint32_t item = worker; item < items; item += workers) {
+    if (!visit(1 + item % kOtherNodes, item / kOtherNodes)) return false;
+  }
+  return true;
+}
+
+// Places of a group in the list of the rail peer at a distance.
+struct Places {
+  uint32_t begin, end;
+};
+template <class Parameters>
+MK_DEVICE Places places_of(const Parameters& p, uint32_t distance, uint32_t group) {
+  const uint32_t count = count_served(p, distance), begin = group << p.combining.group_shift;
+  const uint32_t limit = begin + (1u << p.combining.group_shift);
+  return Places{begin, limit < count ? limit : count};
+}
+
 // The sums of one group, of the list of the rail peer at a distance. Warp function.
 template <class Parameters, CombinedRows Rows>
 MK_DEVICE bool serve_group(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t distance, uint32_t group) {
   const Combining& c = p.combining;
   const abi::World& world = p.world;
-  const uint32_t node = node_at(world, distance), count = count_served(p, distance);
-  const uint32_t begin = group << c.group_shift, limit = begin + (1u << c.group_shift), end = limit < count ? limit : count;
+  const uint32_t node = node_at(world, distance);
+  const Places places = places_of(p, distance, group);
   const float* weights = reinterpret_cast<const float*>(heap(world, world.local_rank) + peer_weights_offset(c, distance));
 #pragma unroll 1
-  for (uint32_t place = begin; place < end; ++place) {
+  for (uint32_t place = places.begin; place < places.end; ++place) {
     Chosen chosen;
     if (!choose_rows(entered, p, rows, node, load_index(c.listed, token_index(c, node, place)), weights, chosen)) return false;
     char* to = shared_heap(entered, world.local_rank) + sum_offset(c, distance, place);
@@ -205,28 +248,7 @@ MK_DEVICE bool serve_group(const Entered& entered, const Parameters& p, const Ro
         [&](uint32_t offset, const float (&sum)[kUnitValues]) { ptx::store_global(to + offset, round_row(sum)); });
   }
   ptx::sync_warp();  // all lanes have stored
-  if (begin < end && ptx::lane_index() == 0) raise_flag_of(entered, p, sum_flag(c, distance, group), world.local_rank);
-  return true;
-}
-
-template <class Parameters, CombinedRows Rows>
-MK_DEVICE bool serve_other_nodes(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t worker, uint32_t workers,
-                                 Trace& trace) {
-  uint32_t most = 0;
-#pragma unroll 1
-  for (uint32_t distance = 1; distance < kNodes; ++distance) {
-    const uint32_t count = count_served(p, distance);
-    most = count > most ? count : most;
-  }
-  const uint32_t items = ceil_shift(most, p.combining.group_shift) * (kNodes - 1);
-  if (worker >= items) return true;
-  if (kWeighted && !wait_all(entered, WeightFlags<Parameters>{p}, kNodes - 1)) return false;
-#pragma unroll 1
-  for (uint32_t item = worker; item < items; item += workers) {
-    const uint64_t begin = trace.now();
-    if (!serve_group(entered, p, rows, 1 + item % kOtherNodes, item / kOtherNodes)) return false;
-    if (ptx::thread_index() == 0) trace.record(abi::kTraceReduce, item, begin);
-  }
+  if (places.begin < places.end && ptx::lane_index() == 0) raise_flag_of(entered, p, sum_flag(c, distance, group), world.local_rank);
   return true;
 }
 
@@ -275,7 +297,16 @@ template <class Parameters, CombinedRows Rows>
 MK_DEVICE bool combine(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t worker, uint32_t workers) {
   Trace trace(p.world, 2);  // of warp 0 of each CTA
   if constexpr (kNodes > 1) {
-    if (!serve_other_nodes(entered, p, rows, worker, workers, trace)) return false;
+    bool has_weights = !kWeighted;
+    const auto serve = [&](uint32_t distance, uint32_t group) {
+      const uint64_t begin = trace.now();
+      if (!has_weights && !wait_all(entered, WeightFlags<Parameters>{p}, kNodes - 1)) return false;
+      has_weights = true;
+      if (!serve_group(entered, p, rows, distance, group)) return false;
+      if (ptx::thread_index() == 0) trace.record(abi::kTraceReduce, group, begin);
+      return true;
+    };
+    if (!each_served_group(p, worker, workers, serve)) return false;
   }
 #pragma unroll 1
   for (uint32_t token = worker; token < p.combining.tokens; token += workers) {

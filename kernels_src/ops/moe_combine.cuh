@@ -54,13 +54,15 @@ struct NodeRows {
   const Parameters& p;
   const RowSource* sources;
   MK_DEVICE bool is_own(uint32_t holder) const { return holder == p.world.local_rank; }
-  MK_DEVICE bool wait(const Entered& entered, uint32_t holder, uint32_t row, uint32_t) const {
-    if (is_own(holder) || sources[holder].staged == 0) return true;
-    return wait_flag(entered, p, row_flag(p, holder, row >> p.row_chunk_shift), node_mate(p.world, holder));
+  MK_DEVICE bool wait(const Entered& entered, const Choice& choice) const {
+    if (is_own(choice.holder) || sources[choice.holder].staged == 0) return true;
+    const uint32_t flag = row_flag(p, choice.holder, choice.row >> p.row_chunk_shift);
+    return wait_flag(entered, p, flag, node_mate(p.world, choice.holder));
   }
-  MK_DEVICE const char* at(uint32_t holder, uint32_t row) const {
+  MK_DEVICE const char* at(const Choice& choice) const {
+    const uint32_t holder = choice.holder;
     const char* rows = is_own(holder) ? reinterpret_cast<const char*>(p.rows) : heap(p.world, holder) + sources[holder].offset;
-    return rows + uint64_t(row) * p.combining.row_bytes;
+    return rows + uint64_t(choice.row) * p.combining.row_bytes;
   }
 };
 

@@ -36,10 +36,13 @@ class Scale:
         What a put of node sums should reach.
     copy_bytes
         What a CTA copies before it raises a flag: about as much as it has under way at once.
+    window_rows
+        Rows that a rank's tokens may have altogether, from which they are fetched before all experts are done.
     """
 
     put_bytes: int = 512 * 1024
     copy_bytes: int = 64 * 1024
+    window_rows: int = 8192
 
 
 SCALE = Scale()  # of all plans; tests make it smaller

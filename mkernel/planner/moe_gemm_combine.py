@@ -20,6 +20,7 @@ PARAMETER_BYTES = 896  # sizeof(Parameters); ops/moe_gemm_combine.py mirrors the
 SPECIALIZED = Specialized(["k"])  # as allgather_gemm; not measured
 _COUNTER_BYTES = 4
 _TABLE_STEP = 1024  # bytes of shared memory
+_WINDOWS = 4  # of experts: rows of all but the last one's are fetched while others are multiplied
 _COMBINERS = 16  # CTAs that saturate NVLink by ordinary loads
 
 
@@ -88,9 +89,29 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
         combined = self.problem.combined
         return combined.max_rows * combined.row_bytes
 
+    @property
+    def windows(self) -> int:
+        """Windows of experts: one where a call is small, or copies of rows would take more room than the rows."""
+        combined = self.problem.combined
+        rows = combined.max_tokens * combined.topk
+        large = rows >= self.scale.window_rows and rows * combined.topology.num_nodes <= combined.max_rows
+        return min(_WINDOWS, combined.experts) if large and self.mates > 1 else 1
+
+    @property
+    def fetched_offset(self) -> int:
+        return aligned(self.rows_offset + self.row_bytes)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Rows of all choices of the tokens that this rank sums up."""
+        combined = self.problem.combined
+        return combined.topology.num_nodes * combined.max_tokens * combined.topk * combined.row_bytes if self.windows > 1 else 0
+
     @functools.cached_property
     def combining(self) -> CombineLayout:
-        return CombineLayout.of(self.problem.combined, self.rows_offset + self.row_bytes, self.expert_flag(self.mates, 0), self.scale)
+        return CombineLayout.of(
+            self.problem.combined, self.fetched_offset + self.fetched_bytes, self.expert_flag(self.mates, 0), self.scale
+        )
 
     @property
     def put_bytes(self) -> int:
@@ -137,7 +158,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tiles of up to {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; node sums sent {self.combining.chunk} at a time\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm} combine, inter_send {split.inter_send}; "
-            f"workspace {self.workspace_bytes} bytes, of which {self.row_bytes} for products"
+            f"workspace {self.workspace_bytes} bytes, of which {self.row_bytes} for products, {self.fetched_bytes} for those fetched early"
         )
 
 

@@ -217,7 +217,7 @@ def program(world: Any, drawn: Drawn) -> list[str]:
 def main(world: str, inner: str, seed: str) -> int:
     from mkernel.planner import moe_combine as planner
 
-    planner.SCALE = planner.Scale(put_bytes=512, copy_bytes=512)
+    planner.SCALE = planner.Scale(put_bytes=512, copy_bytes=512, window_rows=0)
     drawn = Drawn(world, 40, "float16", 2, 2, 9, True, ("uniform", "holes"), int(seed), int(inner))
     options: dict[str, Any] = {"heap_bytes": 1 << 20, "timeout": 100.0, "entry_timeout": 100.0}
     return int(any(mk.launch(program, *WORLDS[world], "cpu", (drawn,), seed=drawn.seed, **options)))

@@ -214,8 +214,8 @@ BUGS = [
     Bug(
         "rows are read before they are staged",
         _OP,
-        "sources[holder].staged == 0) return true;",
-        "sources[holder].staged <= 1) return true;",
+        "sources[choice.holder].staged == 0) return true;",
+        "sources[choice.holder].staged <= 1) return true;",
     ),
     Bug("a chunk of rows is told before all warps have copied", _OP, "    ptx::sync_cta();\n    if (ptx::warp", "    if (ptx::warp"),
     Bug("rows are given back while others read them", _OP, "if (p.stage_rows == 0) wait_all(entered, DoneFlags{p}, kR);", sms=8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ KERNELS = {
     "1x2": (3, "float16", True, False),
     "1x4": (2, "bfloat16", False, True),
     "2x2": (6, "bfloat16", True, True),
-    "3x2": (9, "float16", True, False),
+    "3x2": (5, "float16", True, False),
     "4x1": (1, "float16", True, True),
 }
 
@@ -53,6 +54,13 @@ def draw(rng: np.random.Generator, world: str, **more: Any) -> Drawn:
                  seed=int(rng.integers(1 << 30)))  # fmt: skip
 
 
+@pytest.fixture(params=[1 << 30, 0], ids=["", "windows"])
+def _windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rows are fetched before all experts are done."""
+    monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=request.param))
+
+
+@pytest.mark.usefixtures("_windows")
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_element(rng: np.random.Generator, world: str) -> None:
     drawn = draw(rng, world)
@@ -60,6 +68,7 @@ def test_every_element(rng: np.random.Generator, world: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_windows")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("topk", [1, 4, 8, 16])
 def test_every_element_of_more_kernels(rng: np.random.Generator, world: str, topk: int) -> None:
@@ -144,12 +153,21 @@ def test_bad_arguments() -> None:
 
 # ---- planted bugs: the device code with something left out
 _OP = "ops/moe_gemm_combine.cuh"
-_FLAG, _ARRIVED = "return wait_flag(entered, p, expert_flag(holder, expert)", "ArrivedFlags<Parameters>{p, token}"
+_FLAG, _ARRIVED = "return is_fetched(choice) || wait_expert(entered, choice);", "ArrivedFlags<Parameters>{p, token}"
 BUGS = [
     Bug("an expert is told before its last tile", _OP, "experts.tile_rows(expert) * tiles_n();", "experts.tile_rows(expert);"),
     Bug("counters of the call before", _OP, "*finished_tiles(entered, p, expert) = 0;", "finished_tiles(entered, p, expert);", slow=True),
     Bug("tiles are counted before the counters are zero", _OP, "    if (!wait_all(entered, ZeroedFlag{p}, 1)) return;\n", slow=True),
-    Bug("products are not waited for", _OP, _FLAG, _FLAG.replace("return", "return true ||")),
+    Bug("products are not waited for", _OP, _FLAG, "return true;"),
+    Bug(
+        "rows are fetched before they are there",
+        _OP,
+        "return !wanted || rows.wait_expert(entered, choice);",
+        "return true;",
+        workload="windows",
+    ),
+    Bug("rows are fetched to another choice's place", _OP, "* kTopK + i);", "* kTopK);", workload="windows", slow=True),
+    Bug("another window is fetched", _OP, "rows.window(choice) == window;", "rows.window(choice) == 0;", workload="windows", slow=True),
     Bug("another expert is waited for", _OP, "1 + holder * Config::kExperts + expert;", "1 + holder * 0 + expert;", slow=True),
     Bug("nobody waits for entries", "comm/sync.cuh", " && wait_all(call, EntryFlags{}, call.world.size - 1));", ");", slow=True),
     Bug("combined before the last part", "moe/combine.cuh", f"{_ARRIVED}, kNodes)", f"{_ARRIVED}, 0)", world="2x2", slow=True),
@@ -182,6 +200,8 @@ def copy(place: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] * bug.slow, id=bug.name) for bug in BUGS])
-def test_planted(copy: Path, bug: Bug) -> None:
+def test_planted(monkeypatch: pytest.MonkeyPatch, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
+    if bug.workload == "windows":
+        monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=0))
     assert any(noticed(bug, seed) for seed in range(bug.seeds)), "the bug was not noticed"

@@ -22,15 +22,17 @@ from tests.planner import test_areas, test_moe_combine
 from tests.shared import proofs
 
 
-def plan_of(world: str, *, k: int = 64, row_major: bool = True, sms: int = 5, **combined: Any) -> MoeGemmCombinePlan:
+def plan_of(
+    world: str, *, k: int = 64, row_major: bool = True, sms: int = 5, window_rows: int = 1 << 30, **combined: Any
+) -> MoeGemmCombinePlan:
     problem = MoeGemmCombineProblem(test_moe_combine.plan_of(world, **combined).problem, k, row_major)
-    return dataclasses.replace(make_plan(problem, 0, sms, Split(intra_comm=2)), scale=moe_combine.Scale(512, 512))
+    return dataclasses.replace(make_plan(problem, 0, sms, Split(intra_comm=2)), scale=moe_combine.Scale(512, 512, window_rows))
 
 
 def draw(rng: np.random.Generator, world: str) -> Call:
     """A call of any routing, whose areas begin and end anywhere; some experts have several rows of tiles."""
     sizes = {"topk": int(rng.integers(1, 4)), "columns": 8 * int(rng.integers(1, 20)), "max_tokens": int(rng.integers(1, 60))}
-    plan = plan_of(world, **sizes, weighted=bool(rng.integers(2)), max_rows=1000)
+    plan = plan_of(world, **sizes, weighted=bool(rng.integers(2)), max_rows=1000, window_rows=int(rng.choice([0, 1 << 30])))
     problem = plan.problem.combined
     size = problem.topology.size
     ids = draw_ids(rng, str(rng.choice(KINDS)), size, problem.experts, problem.topk, problem.max_tokens)
@@ -55,7 +57,8 @@ def test_proofs(rng: np.random.Generator, world: str) -> None:
 
 def full(world: str) -> Call:
     """Every rank has tokens for every expert."""
-    plan = plan_of(world)
+    plan = plan_of(world, window_rows=0, topk=3)
+    assert plan.windows == 3
     problem = plan.problem.combined
     size = problem.topology.size
     rng = np.random.default_rng(1)
@@ -67,7 +70,7 @@ def test_steps_that_do_not_wait_for_entries_are_found() -> None:
     """The proof can fail: of each kind of step that writes, one that waits for nothing meets the call before."""
     call = full("2x2")
     kinds = {str(access.step[0]) for access in call.accesses if access.writes} - {"weigh"}
-    assert kinds == {"zero", "tile", "finish", "post", "serve", "put"}
+    assert kinds == {"zero", "tile", "finish", "post", "serve", "put", "fetch"}
     for kind in kinds - {"zero"}:  # what only this rank's own kernels access needs no entry
         with pytest.raises(AssertionError, match=r"moe_gemm_combine: .*, and then"):
             proofs.check_order(call, proofs.with_waits(call, kind, for_peer=False), "moe_gemm_combine")

@@ -27,17 +27,19 @@ class _MoeGemmCombine(CombineCall):
     """``mk.moe_gemm_combine``.
 
     Steps beside those of CombineCall: ``("zero", rank)`` the counters, ``("tile", rank, expert, row)``, ``("finish", rank, expert)`` by
-    whichever CTA has counted the expert's last tile. Tiles of one row of tiles are one step, and wait for no other.
+    whichever CTA has counted the expert's last tile; ``("fetch", rank, home, token, window)`` of rows that are summed up later. Tiles of
+    one row of tiles are one step, and wait for no other.
     """
 
     def __init__(self, plan: MoeGemmCombinePlan, routing: Sequence[Routed]) -> None:
         super().__init__(plan.combining, routing, plan.split.intra_comm or 0, plan.split.inter_send or 0)
         self.plan, combining = plan, frozenset({"serve", "combine"})
         self.counters = Area("counters of tiles", HEAP, 0, plan.counter_bytes, frozenset({"zero", "tile"}), frozenset({"finish"}))
-        self.products = Area("products", HEAP, plan.rows_offset, plan.row_bytes, frozenset({"tile"}), combining)
+        self.products = Area("products", HEAP, plan.rows_offset, plan.row_bytes, frozenset({"tile"}), combining | {"fetch"})
+        self.fetched = Area("products fetched early", HEAP, plan.fetched_offset, plan.fetched_bytes, frozenset({"fetch"}), combining)
         raising = frozenset({"zero", "finish", "serve", "put", "post"})
         words = plan.flag_words * _WORD
-        self._flags = Area("flags of experts, sums and chunks", FLAGS, 0, words, raising, combining | {"tile", "put"})
+        self._flags = Area("flags of experts, sums and chunks", FLAGS, 0, words, raising, combining | {"tile", "put", "fetch"})
 
     @property
     def flags(self) -> Area:
@@ -46,7 +48,7 @@ class _MoeGemmCombine(CombineCall):
     def call(self) -> Call:
         graph = WaitGraph()
         self.add_steps(graph)
-        areas = (self.counters, self.products, self.sums, self.arrived, self.weights, self.staging, self.flags)
+        areas = (self.counters, self.products, self.fetched, self.sums, self.arrived, self.weights, self.staging, self.flags)
         accesses = (access for step in graph for access in (*self.accesses(step), *self._own_accesses(step)))
         return Call(graph, areas, tuple(accesses))
 
@@ -61,9 +63,40 @@ class _MoeGemmCombine(CombineCall):
                 if tiles:
                     graph.add(("finish", rank, expert), tiles)
 
+    def combining_steps(self, graph: WaitGraph, rank: int, worker: int) -> Iterator[Step]:
+        later = list(super().combining_steps(graph, rank, worker))
+        for window in range(self.plan.windows - 1):
+            for step in later:
+                for home, token in self.tokens_of(step):
+                    if rows := self.rows_of_window(rank, home, token, window):
+                        ready: list[Step] = [("finish", self.holder(rank, row)[0], expert) for row, expert in rows]
+                        yield graph.add(("fetch", rank, home, token, window), [*self.entered(), *ready])
+        yield from later
+
     def rows_ready(self, rank: int, row: int, expert: int) -> list[Step]:
-        holder, _ = self.holder(rank, row)
-        return [("finish", holder, expert)]
+        return [] if self.is_fetched(rank, row, expert) else [("finish", self.holder(rank, row)[0], expert)]
+
+    def tokens_of(self, step: Step) -> list[tuple[int, int]]:
+        """Whose tokens a step sums up: home and number."""
+        kind, rank, *rest = step
+        assert isinstance(rank, int)
+        match kind, rest:
+            case "serve", [int(peer), int(group)]:
+                places = self.places_of(rank, peer, group, self.layout.group)
+                return [(peer, self.served_token(rank, peer, place)) for place in places]
+            case "combine", [int(token)]:
+                return [(rank, token)]
+        raise AssertionError(step)
+
+    def window(self, expert: int) -> int:
+        return expert * self.plan.windows // self.problem.experts
+
+    def is_fetched(self, rank: int, row: int, expert: int) -> bool:
+        return self.holder(rank, row)[0] != rank and self.window(expert) + 1 < self.plan.windows
+
+    def rows_of_window(self, rank: int, home: int, token: int, window: int) -> list[tuple[int, int]]:
+        rows = self.chosen(rank, home, token)
+        return [(row, expert) for row, expert in rows if self.is_fetched(rank, row, expert) and self.window(expert) == window]
 
     # ---- who accesses what
     def _own_accesses(self, step: Step) -> Iterator[Access]:
@@ -85,7 +118,27 @@ class _MoeGemmCombine(CombineCall):
                 for mate in self.topology.node_ranks(self.topology.node(rank)):
                     yield self.flag(step, mate, self.plan.expert_flag(self.topology.local_rank(rank), expert), writes=True)
 
+            case "fetch", [int(home), int(token), int(window)]:
+                for row, expert in self.rows_of_window(rank, home, token, window):
+                    yield from self._product(step, rank, row, expert)
+                    yield self._place(step, rank, home, token, row, writes=True)
+            case (("serve" | "combine"), _):
+                for home, token in self.tokens_of(step):
+                    for row, expert in self.chosen(rank, home, token):
+                        if self.is_fetched(rank, row, expert):
+                            yield self._place(step, rank, home, token, row, writes=False)
+
+    def _place(self, step: Step, rank: int, home: int, token: int, row: int, *, writes: bool) -> Access:
+        """Where a row is fetched to."""
+        node, combined = self.topology.node(home), self.problem
+        index = (node * combined.max_tokens + token) * combined.topk + self.rows_of[rank][node][token].index(row)
+        return Access(step, rank, self.fetched, index * combined.row_bytes, combined.row_bytes, writes)
+
     def row_accesses(self, step: Step, rank: int, row: int, expert: int) -> Iterator[Access]:
+        if not self.is_fetched(rank, row, expert):
+            yield from self._product(step, rank, row, expert)
+
+    def _product(self, step: Step, rank: int, row: int, expert: int) -> Iterator[Access]:
         holder, local_row = self.holder(rank, row)
         yield self.flag(step, rank, self.plan.expert_flag(self.topology.local_rank(holder), expert), writes=False)
         yield Access(step, holder, self.products, local_row * self.problem.row_bytes, self.problem.row_bytes, writes=False)
