@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mkernel.ops.moe_combine import moe_combine
     from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
+    from mkernel.ops.moe_layer import moe_layer
     from mkernel.ops.prepared_plan import PreparedPlan, plan
     from mkernel.ops.split_search import TuneResult, tune
     from mkernel.planner.moe import RoutingError
@@ -67,6 +68,7 @@ _EXPORTS = {
     "moe_combine": "ops.moe_combine",
     "moe_dispatch_gemm": "ops.moe_dispatch_gemm",
     "moe_gemm_combine": "ops.moe_gemm_combine",
+    "moe_layer": "ops.moe_layer",
     "plan": "ops.prepared_plan",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
@@ -99,6 +101,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch_gemm",
     "moe_gemm_combine",
+    "moe_layer",
     "plan",
     "shutdown",
     "trace",

@@ -171,6 +171,8 @@ class Router {
     }
 #pragma unroll 1
     for (uint32_t e = thread; e < kExperts; e += threads) word(r_.expert_offsets, e) = scratch_.first_row[world_.rank * kExperts + e];
+#pragma unroll 1
+    for (uint32_t e = thread; r_.expert_counts != 0 && e < kAllExperts; e += threads) word(r_.expert_counts, e) = scratch_.total[e];
     if (thread == 0) word(r_.expert_offsets, kExperts) = scratch_.rank_rows[world_.rank];
   }
 

@@ -32,6 +32,7 @@ struct RoutingArguments {
   uint64_t topk_ids, rows, experts, sums, listed, counts, expert_offsets;  // the arrays of Routing
   uint64_t source;                                                         // (max_rows, 3)
   uint64_t row_weight;                                                     // (max_rows) float32, or 0
+  uint64_t expert_counts;                                                  // (all experts): tokens of all ranks, or 0
   uint64_t records_offset;  // data heap: by node, the record of this rank's rail peer there, or its own
   uint64_t staged_offset;   // data heap: (max_tokens, row_bytes), this rank's rows, for its node
   uint64_t sending_offset;  // data heap: by distance of the node - 1, rows that go there

@@ -28,7 +28,7 @@ struct alignas(64) Parameters {
   uint32_t c_row_bytes;
   uint32_t group_m;      // tile rows of an expert that share columns of B
   float clamp;           // of a gated result; 0: none
-  uint32_t reserved[3];  // the maps are 64-byte aligned
+  uint32_t reserved;     // the maps are 64-byte aligned
   abi::TensorMap a_map;  // (slots, K), boxes of 128 rows; a_short_map: of 64
   abi::TensorMap a_short_map;
   abi::TensorMap b_map;  // (experts of this rank, K, N) or its transpose

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_multiple
+from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_multiple, check_writable
 from mkernel.planner.moe import MAX_TOPK, SEGMENT_ROWS, most_rows, slot_blocks
 
 if TYPE_CHECKING:
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["Routing", "agreed_tokens", "check_bound", "check_contiguous", "check_ids", "check_rows", "check_weights", "layout_of_experts"]
+__all__ = [
+    "Routing",
+    "agreed_tokens",
+    "check_bound",
+    "check_contiguous",
+    "check_expert_counts",
+    "check_ids",
+    "check_rows",
+    "check_weights",
+    "layout_of_experts",
+]
 
 _MOST_BYTES = 8 << 30  # that rows of any routing may take where the caller does not say how many there are
 _MOST_ROWS = 1 << 27  # of one rank
@@ -106,6 +116,16 @@ def check_weights(weights: TensorView | None, shape: tuple[int, int]) -> None:
     if weights.shape != shape or weights.dtype != "float32":
         raise ArgumentError("topk_weights", f"{weights.shape} {weights.dtype}", f"must be {shape} float32, as topk_ids")
     check_contiguous("topk_weights", weights)
+
+
+def check_expert_counts(counts: TensorView | None, experts: int) -> None:
+    """``experts``: of all ranks."""
+    if counts is None:
+        return
+    if counts.shape != (experts,) or counts.dtype != "int32":
+        raise ArgumentError("expert_counts", f"{counts.shape} {counts.dtype}", f"must be ({experts},) int32: one of every expert")
+    check_contiguous("expert_counts", counts)
+    check_writable("expert_counts", counts)
 
 
 def check_bound(name: str, value: Any) -> int:

@@ -10,7 +10,17 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call
-from mkernel.ops.moe import Routing, agreed_tokens, check_bound, check_contiguous, check_ids, check_rows, check_weights, layout_of_experts
+from mkernel.ops.moe import (
+    Routing,
+    agreed_tokens,
+    check_bound,
+    check_contiguous,
+    check_expert_counts,
+    check_ids,
+    check_rows,
+    check_weights,
+    layout_of_experts,
+)
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.moe import SEGMENT_ROWS
@@ -33,7 +43,8 @@ class RoutingArguments(ctypes.Structure):
     """``RoutingArguments`` of ``kernels_src/moe/routing.cuh``."""
 
     _names = (
-        *("ids", "weights", "x", "topk_ids", "rows", "experts", "sums", "listed", "counts", "expert_offsets", "source", "row_weight"),
+        *("ids", "weights", "x", "topk_ids", "rows", "experts", "sums", "listed", "counts", "expert_offsets"),
+        *("source", "row_weight", "expert_counts"),
         *("records_offset", "staged_offset", "sending_offset", "arrived_offset", "tables_offset", "x_offset"),
     )
     _sizes = ("tokens", "max_tokens", "max_rows", "alignment", "id_bytes", "row_bytes", "put_rows", "reserved")
@@ -53,7 +64,7 @@ class Parameters(ctypes.Structure):
         ("c_row_bytes", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("clamp", ctypes.c_float),
-        ("reserved", ctypes.c_uint32 * 3),
+        ("reserved", ctypes.c_uint32),
         ("a_map", abi.TensorMap),
         ("a_short_map", abi.TensorMap),
         ("b_map", abi.TensorMap),
@@ -110,6 +121,7 @@ def moe_dispatch_gemm(
     topk_weights: Array | None = None,
     activation: str | None = None,
     clamp: float | None = None,
+    expert_counts: Array | None = None,
     routing: Routing | None = None,
     max_tokens: int | None = None,
     max_rows: int | None = None,
@@ -140,6 +152,8 @@ def moe_dispatch_gemm(
         "swiglu": y = silu(x @ gate) * (x @ up), in float32, rounded once. None: y = x @ w.
     clamp
         With ``activation``: gate is cut off above it, up outside of +-clamp, before they are used. None: no limit.
+    expert_counts
+        (E) int32, to be filled: how many tokens of all ranks each expert gets. None: not wanted.
     routing
         Of an earlier dispatch: sends the same way again.
     max_tokens
@@ -189,7 +203,7 @@ def moe_dispatch_gemm(
     if topk_ids is None and routing is not None:
         topk_ids = routing.topk_ids
     options = (activation, clamp, max_tokens, max_rows, alignment)
-    result: Dispatched = call(OP, (x, topk_ids, w, topk_weights), options, world=world, out=out, split=split, stream=stream)
+    result: Dispatched = call(OP, (x, topk_ids, w, topk_weights, expert_counts), options, world=world, out=out, split=split, stream=stream)
     return result
 
 
@@ -199,8 +213,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
     name = OP_NAME
     gives = "its tokens: (T, H), their experts: (T, k), the weights of its experts: (E/W, H, F)"
     gets = "the products of its experts: (max_rows, F), and where they come from"
-    operands = ("x", "topk_ids", "w", "topk_weights")
-    optional = frozenset({"topk_weights"})
+    operands = ("x", "topk_ids", "w", "topk_weights", "expert_counts")
+    optional = frozenset({"topk_weights", "expert_counts"})
     options: ClassVar[Mapping[str, Any]] = {"activation": None, "clamp": None, "max_tokens": None, "max_rows": None, "alignment": 1}
     result = Dispatched
     by_rows = False
@@ -210,7 +224,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
 
     # ---- problem and plan
     def instance(self, world: World, *operands: Any, **options: Any) -> Instance[MoeDispatchGemmProblem]:
-        x, ids, w, weights = operands
+        x, ids, w, weights, expert_counts = operands
         tokens, h = check_matrix("x", x)
         check_multiple("H", h)
         if tokens and row_stride("x", x) != h * ITEM:
@@ -229,6 +243,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         if gated and columns % 16:
             raise ArgumentError("w.shape", w.shape, "must be (E/W, H, 2 F) with F a multiple of 8")
         check_bound("alignment", alignment)
+        check_expert_counts(expert_counts, experts * world.size)
         n = columns // 2 if gated else columns
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
         most = agreed_tokens(world, (OP_NAME, *shape), tokens, options["max_tokens"])
@@ -294,7 +309,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         results: Sequence[TensorView],
     ) -> Parameters:
         problem, plan = instance.problem, executable.plan
-        x, ids, w, weights = operands
+        x, ids, w, weights, expert_counts = operands
         y, offsets, source, *more = results
         row_weight = more.pop(0) if problem.weighted else None
         areas, start, tokens = plan.areas, executable.scratch_offset, x.shape[0]
@@ -308,6 +323,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
             expert_offsets=offsets.address,
             source=source.address,
             row_weight=0 if row_weight is None else row_weight.address,
+            expert_counts=0 if expert_counts is None else expert_counts.address,
             records_offset=start + areas.records,
             staged_offset=start + areas.staged,
             sending_offset=start + areas.sending,

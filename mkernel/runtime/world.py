@@ -96,6 +96,7 @@ class World:
         self.executables: OrderedDict[Hashable, Executable] = OrderedDict()  # executables of ops, by what was asked
         self.table: dict[Hashable, Any] = {}  # of ops: the plan of the most rows of a class, by problem, class and what the caller chose
         self.agreed: dict[Hashable, int] = {}  # of ops: bounds that the ranks have agreed on at a first call
+        self.kept: dict[Hashable, Any] = {}  # of ops: arrays that calls of one shape use one after the other
         self.schedules: dict[int, Split] = {}  # splits that callers have asked for, by the numbers that kernels report
         self.bound_calls: OrderedDict[Hashable, Any] = OrderedDict()  # of ops: parameters prepared for the arrays of a call
         self.tracing = 0  # how often recording has begun or ended
@@ -440,6 +441,7 @@ class World:
         self.table.clear()
         self.problems.clear()
         self.bound_calls.clear()
+        self.kept.clear()
         self._history = [None] * _HISTORY
         self.failures.close()
         self._refused.close()

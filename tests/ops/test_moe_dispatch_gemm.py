@@ -65,11 +65,14 @@ def test_arrays_on_the_heap_and_of_the_caller(rng: np.random.Generator) -> None:
         arrays = [np.full_like(array, -9) for array in (plain.expert_offsets, plain.source, plain.row_weight, *plain.routing[:6])]
         out = mk.Dispatched(memory[:, 8:56], *arrays[:3], mk.Routing(*arrays[3:], arrays[0]))
         options = {"activation": "swiglu", "max_tokens": model.max_tokens}
-        d = mk.moe_dispatch_gemm(on_heap, None, w, topk_weights=weights, routing=plain.routing, out=out, **options)
+        counts = np.full(4, -1, np.int32)
+        given = {"topk_weights": weights, "expert_counts": counts, "routing": plain.routing, "out": out}
+        d = mk.moe_dispatch_gemm(on_heap, None, w, **given, **options)
         last = plain.rows()
         untouched = np.isnan(memory.astype(np.float32))
         return (
             d.rows() == last
+            and counts.tolist() == np.bincount(np.concatenate(ids).ravel(), minlength=4).tolist()
             and np.array_equal(d.y[:last].view(np.uint16), plain.y[:last].view(np.uint16))
             and np.array_equal(d.source[:last], plain.source[:last])
             and all(map(np.array_equal, d.routing, plain.routing))

@@ -107,7 +107,7 @@ def test_docs_list_the_areas() -> None:
 
 def row(how: str, area: Area) -> str:
     """A line of the table in docs/memory_model.md."""
-    op = how if how.startswith(("allgather", "gemm")) else f"gemm_allreduce, {how.replace('_', '-') if how != 'packets' else 'packets'}"
+    op = how if how.startswith(("allgather", "gemm", "moe")) else f"gemm_allreduce, {how.replace('_', '-')}"
     steps = [", ".join(sorted(kinds)) for kinds in (area.writers, area.readers)]
     return f"| {op} | {area.name} | {area.segment} | {steps[0]} | {steps[1]} | {area.next_writer_waits_for} |"
 

@@ -1,0 +1,132 @@
+"""``mk.moe_layer``: the whole MoE layer, two kernels one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mkernel.errors import ArgumentError
+from mkernel.ops.arguments import check_matrix
+from mkernel.ops.call import remember
+from mkernel.ops.moe import check_ids, check_weights, layout_of_experts
+from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
+from mkernel.ops.moe_gemm_combine import moe_gemm_combine
+from mkernel.runtime import current
+
+if TYPE_CHECKING:
+    from mkernel.planner.split import Split
+    from mkernel.runtime.world import World
+    from mkernel.typing import Array
+
+__all__ = ["moe_layer"]
+
+
+def moe_layer(
+    x: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    w_gate_up: Array,
+    w_down: Array,
+    *,
+    activation: str | None = "swiglu",
+    clamp: float | None = None,
+    add: Array | None = None,
+    expert_counts: Array | None = None,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    world: World | None = None,
+    out: Array | None = None,
+    split: Split | None = None,
+    stream: Any = None,
+) -> Array:
+    """Pass each token through its experts: ``y = add + sum over k of weight_k * (silu(x @ gate_k) * (x @ up_k)) @ down_k``.
+
+    Of E experts, rank r has r*E/W to (r+1)*E/W - 1. Two kernels: ``mk.moe_dispatch_gemm`` with SwiGLU, then ``mk.moe_gemm_combine``.
+
+    Parameters
+    ----------
+    x
+        (T, H) bfloat16 or float16, contiguous: this rank's tokens. T may be 0 and differ by rank and call. H is a multiple of 8.
+    topk_ids
+        (T, k) int32 or int64, contiguous, k from 1 to 16: the experts of each token, all different; -1: not routed.
+    topk_weights
+        (T, k) float32, contiguous: the router's weights.
+    w_gate_up
+        (E/W, H, 2 F), the dtype of ``x``: [gate | up] of this rank's experts, each row-major or all transpose views of (2 F, H). F is a
+        multiple of 8. With ``activation`` None: (E/W, H, F).
+    w_down
+        (E/W, F, H), in either layout.
+    activation
+        "swiglu", or None: the products go on as they are.
+    clamp
+        Of ``moe_dispatch_gemm``: gate is cut off above it, up outside of +-clamp.
+    add
+        (T, H), the dtype of ``x``: added to the result, such as what a shared expert makes of ``x``.
+    expert_counts
+        (E) int32, to be filled: how many tokens of all ranks each expert gets, for load balancing.
+    max_tokens, max_rows
+        As in ``mk.moe_dispatch_gemm``.
+    out
+        (T, H) to fill; returned as given.
+    split
+        SMs per role, of both kernels. None: mkernel's choice for each.
+
+    Returns
+    -------
+    y
+        (T, H). Sums are formed in float32. Rounded once each to the dtype of ``x``: the activated rows, their products with ``w_down``,
+        one sum per token and other node, and the result. Bitwise the same on every run.
+
+    Notes
+    -----
+    Collective, asynchronous and capturable as ``mk.moe_dispatch_gemm``. Rows between the two kernels stay with the world: at most
+    ``max_rows`` x F values and the arrays of ``mk.Routing``, once for each shape of layer and number of tokens.
+
+    Raises
+    ------
+    ArgumentError, RoutingError, MismatchError, TimeoutError, PeerLostError, TransportError
+        As ``mk.moe_dispatch_gemm`` and ``mk.moe_gemm_combine``. After a RoutingError ``y`` is undefined, and the world stays usable.
+
+    Examples
+    --------
+    >>> import ml_dtypes, numpy as np, mkernel as mk
+    >>> def rank(world):
+    ...     x = np.ones((2, 64), ml_dtypes.bfloat16)  # two tokens; one expert on each rank, which multiplies by its rank + 1
+    ...     up, down = np.eye(64)[None].astype(x.dtype), (world.rank + 1) * np.eye(64)[None].astype(x.dtype)
+    ...     ids, weights = np.array([[0, 1], [1, -1]], np.int32), np.array([[0.5, 0.5], [1, 0]], np.float32)
+    ...     y = mk.moe_layer(x, ids, weights, up, down.astype(x.dtype), activation=None)
+    ...     return y[:, 0].tolist()
+    >>> mk.launch(rank, ranks=2, target="cpu")
+    [[1.5, 2.0], [1.5, 2.0]]
+
+    The algorithm: docs/architecture.md, and the two kernels it is made of.
+    """
+    w = current.current(world)
+    options: dict[str, Any] = {"activation": activation, "clamp": clamp, "max_tokens": max_tokens, "max_rows": max_rows}
+    arrays = (x, topk_ids, topk_weights, w_gate_up, w_down, add, expert_counts)
+    with w.lock:
+        libraries = w.backend.libraries
+        asked = ("moe_layer", *options.values(), *(None if array is None else libraries[type(array)].key(array) for array in arrays))
+        known: Dispatched | None = w.bound_calls.get(asked)
+        shape = None
+        if known is None:
+            shape = (type(x), *_check(w, activation, *(None if array is None else libraries[type(array)].view(array) for array in arrays)))
+            known = w.kept.get((*shape, *options.values()))
+        more: dict[str, Any] = {"world": w, "split": split, "stream": stream}
+        rows = moe_dispatch_gemm(x, topk_ids, w_gate_up, expert_counts=expert_counts, out=known, **options, **more)
+        if shape is not None:
+            w.kept[*shape, *options.values()] = remember(w, asked, rows)
+        return moe_gemm_combine(rows.y, w_down, rows.routing, topk_weights=topk_weights, add=add, out=out, **more)
+
+
+def _check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, up: Any, down: Any, add: Any, *_: Any) -> tuple[Any, ...]:
+    """Shapes and dtypes: calls alike in them share arrays. What the second kernel would refuse is refused before the first one runs."""
+    tokens, h = check_matrix("x", x)
+    topk = check_ids(ids, tokens)
+    check_weights(weights, (tokens, topk))
+    experts, columns = layout_of_experts("w_gate_up", up, h, x.dtype)[:2]
+    f = columns if activation is None else columns // 2
+    if layout_of_experts("w_down", down, f, x.dtype)[:2] != (experts, h):
+        raise ArgumentError("w_down.shape", down.shape, f"must be ({experts}, {f}, {h}), as w_gate_up and x have it")
+    if add is not None and check_matrix("add", add, x.dtype) != (tokens, h):
+        raise ArgumentError("add.shape", add.shape, f"must be that of x, {(tokens, h)}")
+    return x.shape, x.dtype, topk, experts, columns
