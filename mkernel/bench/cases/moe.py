@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mkernel.bench.cases.base import Case, LocalGemm, Op, up
+from mkernel.bench.moe_baselines import Route, on_device
 from mkernel.bench.routings import Routed, draw, expand, parse, rows_of, tokens_of
 from mkernel.tools.check_moe import Combined, Rows
 from mkernel.tools.routing import RankRouting, reference_routing
 
 if TYPE_CHECKING:
+    from mkernel.bench.baselines import TorchBaselines
     from mkernel.bench.timing import Timing
     from mkernel.planner.topology import Topology
 
@@ -179,6 +181,14 @@ class MoeCase(Case):
 
         known = self.known(index % DRAWN)[self._timing.world.rank]
         return mk.Routing(*(self._timing.xp.asarray(getattr(known, name)) for name in mk.Routing._fields))
+
+    # ---- baselines
+    def routes(self, torch: TorchBaselines, count: int) -> list[tuple[Route, Any]]:
+        """Of each set of inputs, where rows go, and the weights of choices in the dtype of rows."""
+        rank, xp = self._timing.world.rank, self._timing.xp
+        routes = [on_device(torch, xp, Route.of(self.routed(i % DRAWN), self.experts, rank)) for i in range(count)]
+        weights = [self.routed(i % DRAWN)[rank].weights.astype(self._timing.numpy_dtype) for i in range(count)]
+        return [(route, torch.tensor(xp.asarray(weight))) for route, weight in zip(routes, weights, strict=True)]
 
     # ---- reference
     def combined(self, index: int, rows_of_expert: Any) -> Combined:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.moe import MoeCase, MoeOp
+from mkernel.bench.moe_baselines import MoeBaseline, moe_baseline
 from mkernel.planner.moe_combine import MoeCombineProblem, make_plan
 from mkernel.tools.check_moe import exact, worst_rows
 
 if TYPE_CHECKING:
+    from mkernel.bench.baselines import TorchBaselines
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.split import Split
     from mkernel.planner.topology import Topology
@@ -67,7 +69,11 @@ class MoeCombineCase(MoeCase):
         return worst_rows(xp, self._out[index], sums.result())
 
     def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
-        return {}
+        def make(steps: MoeBaseline, torch: TorchBaselines) -> list[Call]:
+            sets = zip(self._rows, self.routes(torch, len(self._rows)), strict=True)
+            return [functools.partial(steps.combine, route, torch.tensor(rows), weights) for rows, (route, weights) in sets]
+
+        return moe_baseline(baselines, make)
 
     def alone(self, baselines: Any) -> Sequence[Call]:
         return ()

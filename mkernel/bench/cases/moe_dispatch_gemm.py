@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mkernel.bench.cases.moe import DRAWN, MoeCase, MoeOp
+from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem, make_plan
 from mkernel.tools.check_moe import exact, product, rounded, worst_rows
 
 if TYPE_CHECKING:
+    from mkernel.bench.baselines import TorchBaselines
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.split import Split
     from mkernel.planner.topology import Topology
@@ -100,11 +102,20 @@ class MoeDispatchGemmCase(MoeCase):
             worst = max(worst, worst_rows(xp, out.y[rows], made))
         return worst
 
+    def _tensors(self, torch: TorchBaselines) -> list[tuple[Any, Any, Any]]:
+        """Route, x and w of each set."""
+        sets = zip(self._operands, self.routes(torch, len(self._operands)), strict=True)
+        return [(route, torch.tensor(x), torch.tensor(w)) for (x, _, w), (route, _) in sets]
+
     def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
-        return {}
+        return moe_baseline(baselines, lambda steps, torch: [functools.partial(steps.dispatch, *one) for one in self._tensors(torch)])
 
     def alone(self, baselines: Any) -> Sequence[Call]:
-        return ()
+        def make(steps: MoeBaseline, torch: TorchBaselines) -> list[Call]:
+            rows = torch.tensor(self.expert_rows(0, self._timing.world.rank, self.hidden))
+            return [functools.partial(steps.multiply, route, rows[: sum(route.received)], w) for route, _, w in self._tensors(torch)]
+
+        return grouped_alone(baselines, make)
 
 
 class _Op(MoeOp):

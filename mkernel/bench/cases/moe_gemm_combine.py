@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.moe import MoeCase, MoeOp
+from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem, make_plan
 from mkernel.tools.check_moe import Rows, exact, product, rounded, worst_rows
 
 if TYPE_CHECKING:
+    from mkernel.bench.baselines import TorchBaselines
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.split import Split
     from mkernel.planner.topology import Topology
@@ -77,11 +79,22 @@ class MoeGemmCombineCase(MoeCase):
 
         return worst_rows(xp, self._out[index], self.combined(index, made).result())
 
+    def _tensors(self, torch: TorchBaselines) -> list[tuple[Any, Any, Any, Any]]:
+        """Route, rows, w and weights of each set."""
+        sets = zip(self._operands, self.routes(torch, len(self._operands)), strict=True)
+        return [(route, torch.tensor(a[: sum(route.received)]), torch.tensor(w), weights) for (a, w, _), (route, weights) in sets]
+
     def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
-        return {}
+        def make(steps: MoeBaseline, torch: TorchBaselines) -> list[Call]:
+            def call(route: Any, a: Any, w: Any, weights: Any) -> Any:
+                return steps.combine(route, steps.multiply(route, a, w), weights)
+
+            return [functools.partial(call, *one) for one in self._tensors(torch)]
+
+        return moe_baseline(baselines, make)
 
     def alone(self, baselines: Any) -> Sequence[Call]:
-        return ()
+        return grouped_alone(baselines, lambda steps, torch: [functools.partial(steps.multiply, *one[:3]) for one in self._tensors(torch)])
 
 
 class _Op(MoeOp):

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.moe import MoeCase, MoeOp
+from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner import moe_dispatch_gemm, moe_gemm_combine
 from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.tools.check_moe import Rows, exact, product, rounded, swiglu, worst_rows
 
 if TYPE_CHECKING:
+    from mkernel.bench.baselines import TorchBaselines
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.split import Split
     from mkernel.planner.topology import Topology
@@ -84,11 +86,36 @@ class MoeLayerCase(MoeCase):
 
         return worst_rows(xp, self._out[index], self.combined(index, made).result())
 
+    def _tensors(self, torch: TorchBaselines) -> list[tuple[Any, ...]]:
+        """Route, x, both weights of experts, and weights of choices of each set."""
+        sets = zip(self._operands, self.routes(torch, len(self._operands)), strict=True)
+        return [(route, *map(torch.tensor, (x, up, down)), weights) for (x, _, _, up, down), (route, weights) in sets]
+
     def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:
-        return {}
+        def make(steps: MoeBaseline, torch: TorchBaselines) -> list[Call]:
+            def call(route: Any, x: Any, up: Any, down: Any, weights: Any) -> Any:
+                hidden = steps.activate(steps.dispatch(route, x, up))
+                return steps.combine(route, steps.multiply(route, hidden, down), weights)
+
+            return [functools.partial(call, *one) for one in self._tensors(torch)]
+
+        return moe_baseline(baselines, make)
 
     def alone(self, baselines: Any) -> Sequence[Call]:
-        return ()
+        """Both grouped GEMMs, without the activation."""
+
+        def make(steps: MoeBaseline, torch: TorchBaselines) -> list[Call]:
+            def call(route: Any, rows: Any, hidden: Any, up: Any, down: Any) -> None:
+                steps.multiply(route, rows, up)
+                steps.multiply(route, hidden, down)
+
+            inputs, hidden = (torch.tensor(self.expert_rows(0, self._timing.world.rank, n)) for n in (self.hidden, self.inner))
+            return [
+                functools.partial(call, route, inputs[: sum(route.received)], hidden[: sum(route.received)], up, down)
+                for route, _, up, down, _ in self._tensors(torch)
+            ]
+
+        return grouped_alone(baselines, make)
 
 
 class _Op(MoeOp):
