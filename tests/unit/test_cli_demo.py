@@ -69,6 +69,14 @@ def test_example_of_a_tensor_parallel_block_is_right(tmp_path: Path) -> None:
     assert all("y is (128, 256)" in line and line.endswith("right") for line in lines)
 
 
+@pytest.mark.mpi
+def test_example_of_a_layer_of_experts_is_right(tmp_path: Path) -> None:
+    status, lines = _example("moe_layer.py", tmp_path)
+    assert status == 0, lines
+    assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all("y is (50, 256)" in line and line.endswith("right") for line in lines)
+
+
 def test_example_of_tuning_draws(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "examples" / "explore_split.py"), "--ranks", "2", "--m", "256", "--n", "136", "--k", "136"]
@@ -84,27 +92,28 @@ def test_example_of_tuning_draws(tmp_path: Path) -> None:
 _SPOILED = """
 import runpy, sys
 import mkernel as mk
-real = mk.gemm_reduce_scatter
+real = mk.{op}
 def spoiled(*arrays):
     y = real(*arrays)
     y[-1, -1] += 0.25
     return y
-mk.gemm_reduce_scatter = spoiled
+mk.{op} = spoiled
 sys.argv[1:] = ["--tokens", "64", "--hidden", "64", "--inner", "64"]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_example_of_a_tensor_parallel_block_sees_a_wrong_element() -> None:
+@pytest.mark.parametrize(("example", "op"), [("tensor_parallel_mlp.py", "gemm_reduce_scatter"), ("moe_layer.py", "moe_layer")])
+def test_an_example_sees_a_wrong_element(example: str, op: str) -> None:
     root = Path(__file__).parents[2]
-    code = f"import sys; sys.argv[0] = {str(root / 'examples' / 'tensor_parallel_mlp.py')!r}" + _SPOILED
+    code = f"import sys; sys.argv[0] = {str(root / 'examples' / example)!r}" + _SPOILED.format(op=op)
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1, result.stderr
     assert result.stdout.endswith("WRONG\n")
 
 
 def test_every_op_is_shown_in_all_its_ways() -> None:
-    shown = [name for name in names() if find(name).bench]
+    shown = [*(name for name in names() if find(name).bench), "moe_layer"]
     for target in ("cpu", "cuda"):
         cases = demo_rank.cases(target, 4)
         assert {(case.op, case.dtype) for case in cases} == set(itertools.product(shown, ("bfloat16", "float16")))

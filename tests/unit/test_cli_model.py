@@ -15,7 +15,7 @@ from mkernel.ops.op import BUILT_IN, find
 from mkernel.planner.topology import Topology
 
 
-@pytest.mark.parametrize("op", [*(name for name in BUILT_IN if find(name).bench), "gemm"])
+@pytest.mark.parametrize("op", [*(name for name in BUILT_IN if find(name).bench), "moe_layer", "gemm"])
 def test_every_default_shape_has_a_plan(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert model.main([op, "--world", "1x1" if op == "gemm" else "2x2"]) == 0
     printed = capsys.readouterr().out
