@@ -19,6 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
 def test_the_example_of_routing_is_what_the_reference_says() -> None:
     (block,) = re.findall(r"```text\n +rank 0 +rank 1\n(.*?)```", PAGE, re.DOTALL)
     told: dict[str, list[str]] = {}
+    name = ""
     for line in block.splitlines():
         name = line[:16].strip() or name  # a line without a name goes on
         for rank, cell in enumerate((line[16:73], line[73:])):
