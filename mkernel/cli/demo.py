@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         wrong += bool(result.problem) + sum(not outcome.right for by_rank in result.outcomes for outcome in by_rank)
         rows += [_row(group, by_rank) for by_rank in result.outcomes]
         picture = picture or result.picture
-    print("\n" + format_table(["op", "dtype", "M x N x K", "world", "target", "error/bound", "ms", "result"], rows))
+    print("\n" + format_table(["op", "dtype", "size", "world", "target", "error/bound", "ms", "result"], rows))
     if any(group.target == "cpu" for group in groups):
         print("\nTarget cpu emulates the GPU thread by thread: it shows that results are right, not how fast a GPU is.")
     if picture:

@@ -44,9 +44,11 @@ def test_the_bytes_are_those_of_the_plans(size: int, per_node: int) -> None:
     dispatch = moe_dispatch_gemm.MoeDispatchGemmProblem(
         topology, f, h, "bfloat16", True, experts, k, tokens, rows, alignment=1, weighted=True, gated=False, clamp=0.0
     )
+    second = moe_gemm_combine.make_plan(moe_gemm_combine.MoeGemmCombineProblem(combined, f, True), 0, 132)
+    fetched = n * tokens * k * 2 * h * (second.windows > 1)
     expected = {
         moe_combine.make_plan(combined, 0, 132): rows * 2 * h * (per_node > 1) + sums,
-        moe_gemm_combine.make_plan(moe_gemm_combine.MoeGemmCombineProblem(combined, f, True), 0, 132): rows * 2 * h + sums,
+        second: rows * 2 * h + sums + fetched,
         moe_dispatch_gemm.make_plan(dispatch, 132): (rows + 64 * experts) * 2 * h
         + tokens * 2 * h * (per_node > 1)
         + (n - 1) * tokens * 4 * h

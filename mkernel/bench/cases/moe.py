@@ -228,7 +228,7 @@ class MoeOp(Op):
     def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
         experts = 2 * ranks
         if target == "cpu":
-            return f"90x136x72x{experts}x2:uniform", f"37x136x520x{experts}x2:hot"
+            return (f"37x136x520x{experts}x2:hot",)
         return f"4096x4096x1536x{16 * ranks}x8:uniform", f"1000x1032x520x{experts}x2:zipf"
 
     def expand(self, text: str, topology: Topology) -> Sequence[str]:

@@ -123,5 +123,9 @@ class _Op(MoeOp):
     kind = MoeLayerCase
     matrices = 3
 
+    def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
+        sizes = super().demo_sizes(target, ranks)
+        return (f"90x136x72x{2 * ranks}x2:uniform", *sizes) if target == "cpu" else sizes
+
 
 OP = _Op()
