@@ -86,7 +86,7 @@ def repeated(world: Any, drawn: Drawn) -> list[bytes]:
 def test_the_same_bits_under_every_schedule(rng: np.random.Generator) -> None:
     topk, dtype, weighted = KERNELS["2x2"]
     drawn = Drawn("2x2", 520, dtype, topk, 3, 25, weighted, ("uniform",), int(rng.integers(1 << 30)))
-    found = [launch(repeated, "2x2", drawn, seed=seed) for seed in range(3)]
+    found = [launch(repeated, "2x2", drawn, seed=seed) for seed in range(2)]
     assert all(of_rank == [found[0][rank][0]] * 3 for run in found for rank, of_rank in enumerate(run)), drawn
 
 

@@ -60,9 +60,9 @@ def _windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=request.param))
 
 
-@pytest.mark.usefixtures("_windows")
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_element(rng: np.random.Generator, world: str) -> None:
+@pytest.mark.parametrize(("world", "window_rows"), [*((world, 1 << 30) for world in WORLDS), ("1x4", 0), ("2x2", 0)])
+def test_every_element(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, world: str, window_rows: int) -> None:
+    monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=window_rows))
     drawn = draw(rng, world)
     assert launch(program, world, drawn, seed=drawn.seed) == [[]] * WORLDS[world][0], drawn
 

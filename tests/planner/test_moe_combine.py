@@ -128,7 +128,20 @@ def test_every_call_has_the_same_plan_whatever_its_rows() -> None:
     assert OP.make_plan(plan.problem, 16, 132).of_rows(0).digest == OP.make_plan(plan.problem, 0, 132).digest
 
 
-@pytest.mark.cases(topk=(2, 8, 16), world=("1x4", "8x8"), dtype=("bfloat16", "float16"), weighted=(True, False))
+@pytest.mark.parametrize(
+    ("topk", "world", "dtype", "weighted"),
+    [
+        (2, "2x2", "float16", True),
+        (8, "1x4", "bfloat16", False),
+        (16, "8x8", "bfloat16", True),
+        *(
+            pytest.param(topk, world, dtype, weighted, marks=pytest.mark.slow)
+            for topk in (1, 2, 3, 4, 6, 8, 9, 16)
+            for world in ("1x1", "1x4", "2x2", "4x1", "8x8")
+            for dtype, weighted in (("bfloat16", True), ("float16", False))
+        ),
+    ],
+)
 def test_kernels_for_the_gpu(caplog: pytest.LogCaptureFixture, topk: int, world: str, dtype: str, weighted: bool) -> None:
     pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
     from mkernel.jit import cuda

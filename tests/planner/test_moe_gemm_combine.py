@@ -114,7 +114,20 @@ def test_the_table_of_experts_has_room(experts: int) -> None:
     assert OP.make_plan(plan.problem, 16, 132).of_rows(0).digest == OP.make_plan(plan.problem, 0, 132).digest
 
 
-@pytest.mark.cases(topk=(2, 8, 16), world=("1x4", "2x2"), row_major=(True, False))
+@pytest.mark.parametrize(
+    ("topk", "world", "row_major"),
+    [
+        (2, "2x2", True),
+        (8, "1x4", False),
+        (16, "2x2", True),
+        *(
+            pytest.param(topk, world, row_major, marks=pytest.mark.slow)
+            for topk in (1, 2, 4, 8, 16)
+            for world in ("1x1", "1x4", "2x2", "4x1")
+            for row_major in (True, False)
+        ),
+    ],
+)
 def test_kernels_for_the_gpu(caplog: pytest.LogCaptureFixture, topk: int, world: str, row_major: bool) -> None:
     pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
     from mkernel.jit import cuda
