@@ -18,7 +18,7 @@ from mkernel.planner.proofs.moe_gemm_combine import call_of
 from mkernel.planner.split import Split
 from mkernel.tools.routing import reference_routing
 from tests.ops.combine_body import KINDS, WORLDS, draw_ids
-from tests.planner import test_areas, test_moe_combine
+from tests.planner import test_areas, test_moe_combine, test_moe_dispatch_gemm
 from tests.shared import proofs
 
 
@@ -47,7 +47,7 @@ def test_proofs(rng: np.random.Generator, world: str) -> None:
         proofs.check_accesses(call)
         proofs.check_flags(call)
         proofs.check_order(draw(rng, world), draw(rng, world), "moe_gemm_combine twice")
-        others = {"moe_combine": test_moe_combine.draw(rng, world)}
+        others = {"moe_combine": test_moe_combine.draw(rng, world), "moe_dispatch_gemm": test_moe_dispatch_gemm.draw(rng, world)}
         for how in test_areas.ops_of(world) if world in test_areas.WORLDS else ():
             others[how] = test_areas.draw(rng, how, world)
         for how, other in others.items():
