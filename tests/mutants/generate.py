@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def sample(root: Path, paths: Iterable[str], count: int, seed: int) -> list[Muta
     rng = random.Random(f"{seed} {sorted(paths)}")
     by_kind: dict[str, list[Mutation]] = {}
     for path in sorted(paths):
-        for mutation in mutations(path, (root / path).read_text()):
+        for mutation in _all(path, (root / path).read_text()):
             by_kind.setdefault(mutation.kind, []).append(mutation)
     for pool in by_kind.values():
         rng.shuffle(pool)
@@ -82,6 +83,12 @@ def sample(root: Path, paths: Iterable[str], count: int, seed: int) -> list[Muta
                     lines.add(place)
                     drawn.append(mutation)
     return drawn
+
+
+@functools.cache
+def _all(path: str, source: str) -> tuple[Mutation, ...]:
+    """All mutations of a file: to find them takes much longer than to draw some."""
+    return tuple(mutations(path, source))
 
 
 class _Visitor:
