@@ -55,6 +55,7 @@ def mutations(path: str, source: str) -> list[Mutation]:
     return sorted(_Visitor(path, source).of(ast.parse(source)), key=lambda m: (m.line, m.column, m.new))
 
 
+@functools.cache
 def changes(mutation: Mutation, source: str) -> bool:
     """Whether the mutated module compiles and is another one."""
     try:
