@@ -147,10 +147,15 @@ def check(model: Model, size: int, rank: int, known: RankRouting, gathered: list
     return wrong
 
 
-def dispatch(model: Model, seed: int, rank: int, call: int, ids: Any, **options: Any) -> mk.Dispatched:
-    x, w, weights = inputs(model, seed, rank, call, len(ids))
+def dispatch(model: Model, seed: int, world: Any, call: int, ids: Any, **options: Any) -> mk.Dispatched:
+    """One call on any target; the result's arrays are on the host."""
+    x, w, weights = inputs(model, seed, world.rank, call, len(ids))
+    x, ids, weights = map(world.xp.asarray, (x, ids, weights))
+    w = world.xp.asarray(w) if model.row_major else world.xp.asarray(w.transpose(0, 2, 1)).transpose(0, 2, 1)
     given: dict[str, Any] = {"activation": "swiglu" if model.gated else None, "max_tokens": model.max_tokens, "alignment": model.alignment}
-    return mk.moe_dispatch_gemm(x, ids, w, topk_weights=weights if model.weighted else None, **{**given, **options})
+    d = mk.moe_dispatch_gemm(x, ids, w, topk_weights=weights if model.weighted else None, **{**given, **options})
+    on_host = [None if array is None else array.get() if hasattr(array, "get") else array for array in (*d[:4], *d.routing)]
+    return mk.Dispatched(*on_host[:4], mk.Routing(*on_host[4:]))
 
 
 def _rank(world: Any, model: Model, seed: int, kinds: tuple[str, ...]) -> list[str]:
@@ -159,7 +164,7 @@ def _rank(world: Any, model: Model, seed: int, kinds: tuple[str, ...]) -> list[s
     max_rows = most_rows(shape, model.max_tokens, model.topk, model.experts, model.alignment)
     for call, kind in enumerate(kinds):
         ids = draw_ids(rng, model, world.size, kind)
-        d = dispatch(model, seed, world.rank, call, ids[world.rank])
+        d = dispatch(model, seed, world, call, ids[world.rank])
         known = reference_routing(ids, shape, model.experts * world.size, model.max_tokens, max_rows, model.alignment)[world.rank]
         gathered = [inputs(model, seed, r, call, len(ids[r]))[::2] for r in range(world.size)]
         found = check(model, world.size, world.rank, known, gathered, inputs(model, seed, world.rank, call, 0)[1], d)
@@ -175,13 +180,15 @@ def small_puts(seed: int) -> Iterator[None]:
         yield
 
 
-def found_wrong(world: str, model: Model, seed: int, kinds: tuple[str, ...] = ROUTINGS, **options: Any) -> str | None:
+def found_wrong(world: str, model: Model, seed: int, kinds: tuple[str, ...] = ROUTINGS, target: str = "cpu", **options: Any) -> str | None:
     """What is wrong with calls of these routings, one after the other."""
     shape = topology(world)
     defaults: dict[str, Any] = {"heap_bytes": 64 << 20, "timeout": 5.0, "entry_timeout": 60.0}
+    if target == "cpu":
+        defaults["seed"] = seed
     try:
         with small_puts(seed):
-            found = mk.launch(_rank, shape.size, shape.ranks_per_node, "cpu", (model, seed, kinds), seed=seed, **{**defaults, **options})
+            found = mk.launch(_rank, shape.size, shape.ranks_per_node, target, (model, seed, kinds), **{**defaults, **options})
     except CompileError:
         raise
     except Error as error:

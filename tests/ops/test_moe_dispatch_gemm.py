@@ -15,6 +15,7 @@ from mkernel.errors import ArgumentError, MismatchError
 from mkernel.ops.moe_dispatch_gemm import Parameters
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
 from mkernel.planner.topology import Topology
+from mkernel.transport import emulated
 from tests.ops.moe_body import ROUTINGS, Model, dispatch, draw_ids, draw_model, found_overwritten, found_wrong, small_puts
 from tests.shared.mirrors import errors_of_mirror
 
@@ -54,7 +55,7 @@ def test_arrays_on_the_heap_and_of_the_caller(rng: np.random.Generator) -> None:
     ids = draw_ids(rng, model, 2, "uniform")
 
     def use(world: Any) -> bool:
-        plain = dispatch(model, seed, world.rank, 0, ids[world.rank])
+        plain = dispatch(model, seed, world, 0, ids[world.rank])
         on_heap = world.empty((model.max_tokens, model.h), ml_dtypes.bfloat16)[: len(ids[world.rank])]
         random = np.random.default_rng([seed, world.rank, 0])
         on_heap[:] = random.standard_normal(on_heap.shape).astype(ml_dtypes.bfloat16)
@@ -103,7 +104,7 @@ def refused(world: Any, fault: str, bad: int, seed: int) -> list[Any]:
             else:
                 ids[bad][token] = {"none such": [0, 2 * world.size], "negative": [-2, 0], "twice": [1, 1], "int64": [0, 2**40]}[fault]
         try:
-            d = dispatch(SMALL, seed, world.rank, 0, ids[world.rank], **options)
+            d = dispatch(SMALL, seed, world, 0, ids[world.rank], **options)
             told.append((d.rows(), d.y[: d.rows()].view(np.uint16).tolist()))
         except mk.RoutingError as error:
             told.append((error.rank, error.token, error.value))
@@ -195,6 +196,23 @@ def test_bad_arguments(what: str) -> None:
     mk.launch(use, 1, target="cpu", heap_bytes=HEAP)
 
 
+@pytest.mark.parametrize(
+    ("put", "what"), [(2, "routing of rank"), (3, r"chunk \d+ of the rows of rank"), (4, r"chunk \d+ of the rows of rank")]
+)
+def test_what_the_network_loses_is_named(monkeypatch: pytest.MonkeyPatch, put: int, what: str) -> None:
+    """Puts 0 and 1 of a rank are its entries, 2 brings its routing, the others rows. All threads of all ranks leave."""
+    faults = dataclasses.replace(emulated.Faults(), drop=frozenset({put}))
+    monkeypatch.setattr(emulated, "Faults", lambda: faults)
+    ids = np.tile(np.arange(8, dtype=np.int32).reshape(4, 2), (4, 1))
+
+    def use(world: Any) -> None:
+        for _ in range(3):
+            dispatch(SMALL, 3, world, 0, ids)
+
+    with pytest.raises(mk.TimeoutError, match=what):
+        mk.launch(use, 4, 2, "cpu", heap_bytes=HEAP, timeout=0.5, entry_timeout=5.0)
+
+
 # ---- beside other ops, whose workspace lies where rows and tables do
 def mixed(world: Any, seed: int) -> list[str]:
     rng, found = np.random.default_rng(seed), []
@@ -204,8 +222,8 @@ def mixed(world: Any, seed: int) -> list[str]:
         if call == 2 and len(ids):
             ids[0] = 99
         try:
-            d = dispatch(SMALL, seed, world.rank, 0, ids)
-            again = dispatch(SMALL, seed, world.rank, 0, ids)
+            d = dispatch(SMALL, seed, world, 0, ids)
+            again = dispatch(SMALL, seed, world, 0, ids)
             if not np.array_equal(d.y[: d.rows()].view(np.uint16), again.y[: d.rows()].view(np.uint16)):
                 found.append(f"{call}: not the same bits again")
         except mk.RoutingError:
