@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["BoundCall", "call", "remember", "stream_of"]
+__all__ = ["BoundCall", "ask", "call", "remember", "stream_of"]
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ def call(
                 asked = tuple(keys)
                 known = w.bound_calls.get(asked)
                 if known is None:
-                    views, instance = _ask(w, op, operands, options)
+                    views, instance = ask(w, op, operands, options)
                     known = remember(w, asked, op.results(instance, views))
                 results: Sequence[Any] = [home.empty(shape, dtype, queue) for shape, dtype in known]
             else:
@@ -85,11 +85,11 @@ def call(
             bound = w.bound_calls.get(key)
         except TypeError:  # an option that cannot be hashed
             choice_of(split)
-            _ask(w, op, operands, options)
+            ask(w, op, operands, options)
             raise
         if bound is None:
             if instance is None:
-                views, instance = _ask(w, op, operands, options)
+                views, instance = ask(w, op, operands, options)
             bound = remember(w, key, _bind(w, op, instance, views, results, split, queue))
         if stream is None and one_library and home.one_stream:
             w.launch(bound.executable, bound.parameters, queue)
@@ -101,7 +101,7 @@ def call(
         return op.returned(results)
 
 
-def _ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any]) -> tuple[list[Any], Instance[Any]]:
+def ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any]) -> tuple[list[Any], Instance[Any]]:
     """Views of the operands, None of those left out, and what they ask for. Raises ArgumentError."""
     views = [None if array is None and name in op.optional else world.backend.libraries[type(array)].view(array)
              for name, array in zip(op.operands, operands, strict=True)]  # fmt: skip

@@ -117,6 +117,13 @@ class Op(abc.ABC, Generic[Problem]):
         """How plans count ``rows`` rows of the first operand, in a world of so many ranks."""
         return rows
 
+    def all_operands(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The arrays of a caller, and None for each operand at the end that is left out. Raises ArgumentError where the number is wrong."""
+        missing = self.operands[len(arrays) :]
+        if len(arrays) > len(self.operands) or not self.optional.issuperset(missing):
+            raise ArgumentError("arrays", f"{len(arrays)} arrays", f"{self.name} takes {len(self.operands)}: {', '.join(self.operands)}")
+        return (*arrays, *(None for _ in missing))
+
     def option_values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The values of ``self.options``, in their order, of a caller's keyword arguments. Raises TypeError, as the function does."""
         unknown = options.keys() - self.options.keys()

@@ -10,8 +10,8 @@ import numpy as np
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_extents
-from mkernel.ops.call import call, stream_of
-from mkernel.ops.op import Instance, Op, find
+from mkernel.ops.call import ask, call, stream_of
+from mkernel.ops.op import Instance, find
 from mkernel.ops.schedule import Choice, choice_of, executable, plan_for, prepare
 from mkernel.planner.row_classes import classes
 from mkernel.runtime import current
@@ -92,10 +92,7 @@ class PreparedPlan:
             if shape:  # else the op says what is wrong
                 self._checked(shape[0])
         op = find(self.op)
-        arrays = _with_optional(op, arrays)
-        if len(arrays) != len(op.operands):
-            raise ArgumentError("arrays", f"{len(arrays)} arrays", f"{op.name} takes {len(op.operands)}: {', '.join(op.operands)}")
-        return call(op, arrays, self._options, world=self.world, out=out, split=self._choice, stream=stream)
+        return call(op, op.all_operands(arrays), self._options, world=self.world, out=out, split=self._choice, stream=stream)
 
     def __repr__(self) -> str:
         made = title_of(self.plan()) if self.can_run() else self.op
@@ -108,12 +105,6 @@ class PreparedPlan:
         if self.max_rows is not None and rows > self.max_rows:
             raise ArgumentError("a.shape", f"{rows} rows", f"the plan was made for at most {self.max_rows}", "make one with more max_rows")
         return rows
-
-
-def _with_optional(op: Op[Any], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays, and None for each operand at the end that is left out and may be."""
-    missing = op.operands[len(arrays) :]
-    return arrays + (None,) * len(missing) if op.optional.issuperset(missing) else arrays
 
 
 def plan(
@@ -167,11 +158,9 @@ def plan(
     if "max_rows" in of.options:  # how much room a call has is its own size then
         options["max_rows"] = max_rows
         max_rows = max_rows if of.by_rows else None
-    arrays = _with_optional(of, arrays)
-    given = of.option_values(options)
+    arrays, given = of.all_operands(arrays), of.option_values(options)
     with w.lock:
-        views = (None if array is None and of.optional else w.backend.view(array) for array in arrays)
-        instance = of.instance(w, *views, **dict(zip(of.options, given, strict=True)))
+        _, instance = ask(w, of, arrays, given)
         choice = choice_of(split, specialize)
         most = None if max_rows is None else of.plan_rows(int(max_rows), w.size)
         if most is not None and most < instance.rows:

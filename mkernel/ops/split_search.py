@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.ops.call import call, stream_of
+from mkernel.ops.call import ask, call, stream_of
 from mkernel.ops.op import find
 from mkernel.ops.schedule import executable, tuning_name
 from mkernel.planner.row_classes import span
@@ -159,7 +159,7 @@ def tune(
     The algorithm: coordinate descent over the roles (mkernel/planner/split_search.py).
     """
     of, w = find(op), current.current(world)
-    given = of.option_values(options)
+    arrays, given = of.all_operands(arrays), of.option_values(options)
 
     def calls_with(split: Split) -> list[Call]:
         return [functools.partial(call, of, arrays, given, world=w, out=out, split=split, stream=stream)]
@@ -185,7 +185,7 @@ def tune_calls(
     queue = stream_of(world, arrays, stream)
     if backend.capturing(queue):
         raise ArgumentError("stream", stream, "is being captured, and tuning measures", "tune before the capture")
-    instance = of.instance(world, *map(backend.view, arrays), **options)
+    _, instance = ask(world, of, of.all_operands(arrays), of.option_values(options))
 
     def ready(split: Split) -> Sequence[Call]:
         executable(world, of, instance, split, queue)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -169,6 +170,14 @@ def test_a_prepared_plan() -> None:
     assert mk.launch(use, 2, target="cpu", heap_bytes=HEAP) == [(6, 0, told), (0, 0, told)]
 
 
+def test_tuned() -> None:
+    def use(world: Any) -> int:
+        x, ids, w = np.ones((3, 24), np.float16), np.zeros((3, 1), np.int32), np.ones((1, 24, 8), np.float16)
+        return mk.tune("moe_dispatch_gemm", x, ids, w, max_tokens=8, samples=1).best.total
+
+    assert mk.launch(use, 2, target="cpu", heap_bytes=HEAP, max_sms=2) == [2, 2]
+
+
 BAD = {
     "H": (((3, 12), (3, 1), (1, 12, 8)), {}, "H = 12"),
     "F": (((3, 16), (3, 1), (1, 16, 12)), {}, "columns of w"),
@@ -199,17 +208,16 @@ def test_bad_arguments(what: str) -> None:
 @pytest.mark.parametrize(
     ("put", "what"), [(2, "routing of rank"), (3, r"chunk \d+ of the rows of rank"), (4, r"chunk \d+ of the rows of rank")]
 )
-def test_what_the_network_loses_is_named(monkeypatch: pytest.MonkeyPatch, put: int, what: str) -> None:
+def test_what_the_network_loses_is_named(put: int, what: str) -> None:
     """Puts 0 and 1 of a rank are its entries, 2 brings its routing, the others rows. All threads of all ranks leave."""
     faults = dataclasses.replace(emulated.Faults(), drop=frozenset({put}))
-    monkeypatch.setattr(emulated, "Faults", lambda: faults)
     ids = np.tile(np.arange(8, dtype=np.int32).reshape(4, 2), (4, 1))
 
     def use(world: Any) -> None:
         for _ in range(3):
             dispatch(SMALL, 3, world, 0, ids)
 
-    with pytest.raises(mk.TimeoutError, match=what):
+    with mock.patch.object(emulated, "Faults", lambda: faults), pytest.raises(mk.TimeoutError, match=what):
         mk.launch(use, 4, 2, "cpu", heap_bytes=HEAP, timeout=0.5, entry_timeout=5.0)
 
 

@@ -69,3 +69,14 @@ def test_unknown_options_are_told_as_python_does() -> None:
     with pytest.raises(TypeError, match=r"gemm_allreduce\(\) got an unexpected keyword argument 'sum'"):
         find("gemm_allreduce").option_values({"sum": 1, "partials": "float32"})
     assert find("gemm_allreduce").option_values({"algorithm": "one_shot"}) == ("output", "one_shot")
+
+
+def test_operands_at_the_end_may_be_left_out_where_the_op_says_so() -> None:
+    for op in map(find, BUILT_IN):
+        required = [operand for operand in op.operands if operand not in op.optional]
+        assert op.all_operands(op.operands) == op.operands
+        shortest = op.all_operands(op.operands[: len(required)])
+        assert shortest == (*required, *[None] * len(op.optional)), "those that may be left out come last"
+        for number in (len(required) - 1, len(op.operands) + 1):
+            with pytest.raises(ArgumentError, match=rf"{op.name} takes {len(op.operands)}: "):
+                op.all_operands(range(number))
