@@ -106,7 +106,7 @@ class Made:
         self.x, self.add = rows_of(rng, TOKENS, H), rows_of(rng, TOKENS, N)
         self.up = rows_of(rng, TOPK, H, 2 * F, scale=1 / 16)
         self.down = rows_of(rng, TOPK, F, N, scale=1 / 16)
-        self.weights = rng.random((TOKENS, TOPK), np.float32)
+        self.weights = rng.uniform(0.25, 1, (TOKENS, TOPK)).astype(np.float32)  # what is lost is no trifle
 
     def expert(self, k: int, *, lost: slice = slice(0)) -> Any:
         """The rows that expert k makes. ``lost``: columns of the hidden values that are left out."""
