@@ -90,11 +90,10 @@ def _fitting(describe: Callable[[], str], sms: int, split: Split | None) -> str:
 
 
 def _parts(case: Case, sms: int, network: float) -> list[float]:
-    m, n, k = (case.solo.m, case.solo.n, case.solo.k) if case.solo is not None else (0, 0, 0)
-    once = milliseconds(_ITEM * (m * k + k * n + m * n), _MEMORY_GB_PER_S)
+    of_solo = 0 if case.solo is None else case.solo.m * case.solo.k + case.solo.k * case.solo.n + case.solo.m * case.solo.n
     parts = [
-        seconds_to_multiply(m, n, k, sms) * 1e3,
-        once,
+        seconds_to_multiply(1, 1, 1, sms) * case.flops / 2 * 1e3,
+        milliseconds(_ITEM * of_solo or case.weight_bytes, _MEMORY_GB_PER_S),
         milliseconds(case.link_bytes, LINK_GB_PER_S),
         milliseconds(case.network_bytes, network),
     ]

@@ -44,6 +44,16 @@ def test_few_rows_take_as_long_as_their_weights(capsys: pytest.CaptureFixture[st
     assert longest == memory == f"{8192 * 2048 * 2 / 4.8e9:.4f}"
 
 
+def test_few_tokens_take_as_long_as_the_weights_of_their_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    for op, matrices in (("moe_dispatch_gemm", 1), ("moe_layer", 3)):
+        model.main([op, "--world", "1x4", "--shapes", "1:mixtral-8x7b:hot"])
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1:mixtral-8x7b:hot"))
+        multiplying, memory, *_, longest = map(float, row.split()[1:])
+        experts = memory * 4.8e9 / (matrices * 4096 * 14336 * 2)
+        assert 0.99 < experts < 2.01, "two experts, on one rank or on two"
+        assert longest == memory > 10 * multiplying
+
+
 def test_a_split_is_taken_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     model.main(["allgather_gemm", "--world", "1x4", "--shapes", "8192", "--split", "intra_comm=8"])
     assert "compute 124, intra_comm 8" in capsys.readouterr().out

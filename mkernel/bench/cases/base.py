@@ -41,6 +41,7 @@ class Case(abc.ABC):
     title: str  # op, dims but for the rows, dtype, world
     operand_rows: int  # rows of the first operand per row that its plan counts
     solo: LocalGemm | None  # the local compute as a GEMM in a world of one; None: it is none
+    weight_bytes: int = 0  # that it reads, where it is none
 
     @abc.abstractmethod
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:

@@ -66,9 +66,14 @@ class MoeCase(Case):
         return reference_routing(ids, self.topology, self.all_experts, self.max_tokens, self.max_rows)
 
     @functools.cached_property
+    def expert_loads(self) -> Any:
+        """(calls, W, E/W): rows of each expert."""
+        return np.stack([rows_of(self.routed(call), self.all_experts) for call in range(DRAWN)])
+
+    @property
     def loads(self) -> Any:
         """(calls, W): rows of each rank."""
-        return np.stack([rows_of(self.routed(call), self.all_experts).sum(axis=1) for call in range(DRAWN)])
+        return self.expert_loads.sum(axis=2)
 
     @functools.cached_property
     def max_rows(self) -> int:
@@ -79,6 +84,11 @@ class MoeCase(Case):
     def rows(self) -> int:
         """What the slowest rank multiplies, in the mean of the calls."""
         return round(float(self.loads.max(axis=1).mean()))
+
+    def touched_bytes(self, matrices: int) -> int:
+        """Weights of the experts that get any token, of the rank with most of them, in the mean of the calls."""
+        experts = float((self.expert_loads > 0).sum(axis=2).max(axis=1).mean())
+        return round(experts * matrices * self.hidden * self.inner * _ITEM)
 
     def owners(self, call: int) -> list[Any]:
         """(T, k) of each rank: who has the chosen expert."""

@@ -32,6 +32,7 @@ class MoeDispatchGemmCase(MoeCase):
     def __init__(self, label: str, topology: Topology, dtype: str) -> None:
         super().__init__(label, topology, dtype)
         self.flops = 2.0 * self.rows * self.hidden * self.inner
+        self.weight_bytes = self.touched_bytes(1)
         self.link_bytes, self.network_bytes = self.dispatched_bytes()
         self.problem = MoeDispatchGemmProblem(
             *(topology, self.inner, self.hidden, dtype, True, self.experts, self.topk, self.max_tokens, self.max_rows),

@@ -31,6 +31,7 @@ class MoeGemmCombineCase(MoeCase):
     def __init__(self, label: str, topology: Topology, dtype: str) -> None:
         super().__init__(label, topology, dtype)
         self.flops = 2.0 * self.rows * self.hidden * self.inner
+        self.weight_bytes = self.touched_bytes(1)
         self.link_bytes, self.network_bytes = self.combined_bytes()
         combined = MoeCombineProblem(topology, self.hidden, dtype, self.topk, self.experts, self.max_tokens, self.max_rows, weighted=True)
         self.problem = MoeGemmCombineProblem(combined, self.inner, True)

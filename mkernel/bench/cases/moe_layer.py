@@ -33,6 +33,7 @@ class MoeLayerCase(MoeCase):
     def __init__(self, label: str, topology: Topology, dtype: str) -> None:
         super().__init__(label, topology, dtype)
         self.flops = 6.0 * self.rows * self.hidden * self.inner
+        self.weight_bytes = self.touched_bytes(3)
         (out, across), (back, again) = self.dispatched_bytes(), self.combined_bytes()
         self.link_bytes, self.network_bytes = out + back, across + again
         sizes = topology, self.inner, self.hidden, dtype, True, self.experts, self.topk, self.max_tokens, self.max_rows
