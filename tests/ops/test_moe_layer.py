@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
+from mkernel.transport import emulated
 from tests.ops.body import topology
 from tests.ops.moe_body import DTYPES, ROUTINGS, draw_ids, draw_model, expected, small_puts
 
@@ -104,6 +106,36 @@ def test_every_element(rng: np.random.Generator, world: str) -> None:
     kinds = tuple(rng.permutation(ROUTINGS)[:4])
     found = mk.launch(rank, shape.size, shape.ranks_per_node, "cpu", (layer, model, kinds), **options)
     assert found == [[]] * shape.size, f"{layer}, {model}"
+
+
+def bits(world: Any, layer: Layer, model: Any) -> list[bytes]:
+    rng, found = np.random.default_rng(layer.seed), []
+    up, down = layer.weights(world.rank)
+    for call, kind in enumerate(("uniform", "skewed")):
+        ids = draw_ids(rng, model, world.size, kind)[world.rank]
+        own = np.random.default_rng([layer.seed, world.rank, call, 2])
+        x = own.standard_normal((len(ids), layer.h)).astype(DTYPES[layer.dtype])
+        weights = own.random(ids.shape).astype(np.float32)
+        found.append(mk.moe_layer(x, ids, weights, up, down, max_tokens=model.max_tokens).tobytes())
+    return found
+
+
+@pytest.mark.parametrize("runs", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_the_same_bits_under_any_schedule(rng: np.random.Generator, world: str, runs: int) -> None:
+    """Also with a network that delays and reorders, other in every run."""
+    shape = topology(world)
+    model = dataclasses.replace(draw_model(rng, shape.size), max_tokens=30, alignment=1, gated=True)
+    seed = int(rng.integers(1 << 30))
+    layer = Layer(model.h, model.f, model.experts, model.dtype, model.row_major, True, seed)
+    found = set()
+    for schedule in range(runs):
+        faults = dataclasses.replace(emulated.Faults(), seed=schedule, delay_us=5.0 * schedule, reorder_us=5.0 * schedule)
+        options = {"seed": seed + schedule, "heap_bytes": HEAP, "timeout": 5.0, "entry_timeout": 60.0}
+        with mock.patch.object(emulated, "Faults", lambda faults=faults: faults):
+            result = mk.launch(bits, shape.size, shape.ranks_per_node, "cpu", (layer, model), **options)
+        found.add(tuple(map(tuple, result)))
+    assert len(found) == 1, f"{layer}, {model}"
 
 
 def test_the_world_goes_on_after_bad_routing() -> None:
