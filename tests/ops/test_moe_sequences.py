@@ -1,4 +1,4 @@
-"""Random sequences of MoE and GEMM ops, whose areas of the workspace overlap: every element, in small integers that float16 holds exactly."""
+"""Random sequences of MoE and GEMM ops on overlapping areas: every element, in small integers that float16 holds exactly."""
 
 from __future__ import annotations
 
