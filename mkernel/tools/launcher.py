@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from mkernel import env
@@ -99,16 +98,16 @@ def run(
     command = [sys.executable, *arguments]
     variables = {**os.environ, **(environment or {})}
     if ranks == 1:
-        return _wait([_start(command, {**without_launcher(os.environ), **(environment or {})}, output)], timeout, grace)
+        return _supervise([(command, {**without_launcher(os.environ), **(environment or {})})], output, timeout, grace)
     mpirun = None if kind == "processes" or importlib.util.find_spec("mpi4py") is None else find_mpirun()
     if mpirun is not None:
-        return _wait([_start([*_mpirun_line(mpirun, ranks), *command], variables, output)], timeout, grace)
+        return _supervise([([*_mpirun_line(mpirun, ranks), *command], variables)], output, timeout, grace)
     if kind == "mpi":
         raise LauncherError("no mpirun with mpi4py found (pip install 'mkernel[demo]' brings both)")
     with _reserved_port() as port:
         variables = {**without_launcher(os.environ), **(environment or {})}
         variables |= {"MKERNEL_RENDEZVOUS": f"127.0.0.1:{port}", "MKERNEL_SIZE": str(ranks), "MKERNEL_SECRET": secrets.token_hex(32)}
-        return _wait([_start(command, {**variables, "MKERNEL_RANK": str(rank)}, output) for rank in range(ranks)], timeout, grace)
+        return _supervise([(command, {**variables, "MKERNEL_RANK": str(rank)}) for rank in range(ranks)], output, timeout, grace)
 
 
 def _mpirun_line(mpirun: Path, ranks: int) -> list[str]:
@@ -133,13 +132,20 @@ def _start(command: Sequence[str], variables: Mapping[str, str], output: IO[byte
     return subprocess.Popen(command, env=dict(variables), stdout=output, stderr=errors, start_new_session=True)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: float) -> int:
-    """Wait for all processes. The first failure ends the others, after ``grace`` seconds in which they report theirs."""
+def _supervise(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], output: IO[bytes] | None, timeout: float, grace: float) -> int:
+    """Start processes, of commands and their variables, and wait for all of them.
+
+    The first failure ends the others, after ``grace`` seconds in which they report theirs; so does a signal that ends this process.
+    """
     deadline, failed_at = time.monotonic() + timeout, None
-    with _ended_by_signals():
+    processes: list[subprocess.Popen[bytes]] = []
+    with _caught_signals() as caught:
         try:
+            processes.extend(_start(command, variables, output) for command, variables in commands)
             while any(process.poll() is None for process in processes):
                 now = time.monotonic()
+                if caught:
+                    raise SystemExit(128 + caught[0])
                 if now > deadline:
                     raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
                 if failed_at is None and any(process.poll() for process in processes):
@@ -154,24 +160,22 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float, grace: f
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Turn signals that end this process into SystemExit, so that the ranks, which have sessions of their own, are ended too."""
+def _caught_signals() -> Iterator[list[int]]:
+    """The signals that came meanwhile and would have ended this process: the ranks have sessions of their own, and must be ended first.
+
+    They are caught before the first rank is started, and raise nothing: it would be raised in the middle of starting a rank.
+    """
+    caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
-        yield
+        yield caught
         return
     # An ignored signal (nohup) stays ignored; None is a handler that is not Python's.
     before = {number: signal.getsignal(number) for number in _ENDING}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)  # the first is enough
-        raise SystemExit(128 + number)
-
     for number in before:
-        signal.signal(number, end)
+        signal.signal(number, lambda number, frame: caught.append(number))
     try:
-        yield
+        yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
