@@ -185,7 +185,7 @@ def stays_away() -> None:
 
 def slow_inside() -> None:
     """Rank 1 has entered the call and is then stopped until the others' patience is over."""
-    world = mk.init(target="cpu", timeout=1.5, entry_timeout=_NEVER, heap_bytes=96 << 20)
+    world = mk.init(target="cpu", timeout=3.0, entry_timeout=_NEVER, heap_bytes=96 << 20)
     _small_call(world)
     large = _large_operands(world)
     if world.rank == 1:
