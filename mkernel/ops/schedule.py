@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_split
 from mkernel.ops.op import Instance, Op
-from mkernel.planner.row_classes import class_of, classes, span
+from mkernel.planner.row_classes import MOST_ROWS, class_of, classes, span
 from mkernel.planner.split import Split, SplitError
 from mkernel.runtime.options import checked_fields
 from mkernel.runtime.plan import title_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "choice_of", "executable", "plan_for", "prepare", "schedule_number", "tuning_name"]
 
-_MOST_ROWS = (1 << 31) - 1  # of a matrix
 _COMPUTE_FACTOR = 0x010193  # odd
 _MAX_EXECUTABLES = 512  # remembered per world
 
@@ -122,7 +121,7 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
     problem, rows = instance
     plans = {rows: plan_for(world, op, instance, choice)}
     if op.by_rows and (max_rows is not None or world.backend.compiles_ahead):
-        for number in classes(_MOST_ROWS // world.size if max_rows is None else max_rows):
+        for number in classes(MOST_ROWS // world.size if max_rows is None else max_rows):
             plan = plan_for(world, op, Instance(problem, number), choice)
             # More rows may need less of the heap, where they are done in another way: those are prepared, too.
             if max_rows is not None or plan.workspace_bytes + plan.staging_bytes <= world.heap_bytes:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["class_of", "classes", "span"]
+__all__ = ["MOST_ROWS", "class_of", "classes", "span"]
 
 _STEPS = ((256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
 _PER_POWER = 128
+MOST_ROWS = (1 << 31) - 1  # of a matrix
 
 
 def _step(rows: int) -> int:

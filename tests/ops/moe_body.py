@@ -89,10 +89,10 @@ def draw_ids(rng: np.random.Generator, model: Model, size: int, kind: str) -> li
 
 
 def inputs(model: Model, seed: int, rank: int, call: int, tokens: int) -> tuple[Any, Any, Any]:
-    """x, w and weights of a rank; w is the same in every call."""
-    rng = np.random.default_rng([seed, rank, call])
-    x = rng.standard_normal((tokens, model.h)).astype(DTYPES[model.dtype])
-    fixed = np.random.default_rng([seed, rank])
+    """x, w and weights of a rank; w is the same in every call. Products are around 1, so that none leaves float16."""
+    rng = np.random.default_rng([seed, rank, call, 1])  # zeros at the end of a seed would make no difference
+    x = (rng.standard_normal((tokens, model.h)) / np.sqrt(model.h)).astype(DTYPES[model.dtype])
+    fixed = np.random.default_rng([seed, rank, 2])
     columns = model.f * (2 if model.gated else 1)
     shape = (model.experts, model.h, columns) if model.row_major else (model.experts, columns, model.h)
     w = fixed.standard_normal(shape).astype(DTYPES[model.dtype])

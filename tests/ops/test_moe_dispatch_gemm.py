@@ -17,7 +17,7 @@ from mkernel.ops.moe_dispatch_gemm import Parameters
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
 from mkernel.planner.topology import Topology
 from mkernel.transport import emulated
-from tests.ops.moe_body import ROUTINGS, Model, dispatch, draw_ids, draw_model, found_overwritten, found_wrong, small_puts
+from tests.ops.moe_body import ROUTINGS, Model, dispatch, draw_ids, draw_model, found_overwritten, found_wrong, inputs, small_puts
 from tests.shared.mirrors import errors_of_mirror
 
 WORLDS = ("1x1", "1x2", "1x4", "2x2", "4x1", "3x2")
@@ -58,10 +58,7 @@ def test_arrays_on_the_heap_and_of_the_caller(rng: np.random.Generator) -> None:
     def use(world: Any) -> bool:
         plain = dispatch(model, seed, world, 0, ids[world.rank])
         on_heap = world.empty((model.max_tokens, model.h), ml_dtypes.bfloat16)[: len(ids[world.rank])]
-        random = np.random.default_rng([seed, world.rank, 0])
-        on_heap[:] = random.standard_normal(on_heap.shape).astype(ml_dtypes.bfloat16)
-        w = np.random.default_rng([seed, world.rank]).standard_normal((2, model.h, 96)).astype(ml_dtypes.bfloat16)
-        weights = random.random(ids[world.rank].shape).astype(np.float32)
+        on_heap[:], w, weights = inputs(model, seed, world.rank, 0, len(on_heap))
         rows = plain.y.shape[0]
         memory = np.full((rows, 64), np.nan, ml_dtypes.bfloat16)  # y: columns 8 to 55
         arrays = [np.full_like(array, -9) for array in (plain.expert_offsets, plain.source, plain.row_weight, *plain.routing[:6])]

@@ -107,6 +107,20 @@ def test_at_most_8_kernels_of_one_n_and_k(rng: np.random.Generator, op: str) -> 
             assert len(kernels) <= 8, (specialize, drawn, len(kernels))
 
 
+def test_kernels_that_few_classes_choose_are_given_up(rng: np.random.Generator) -> None:
+    """Where all choices together would be more than 8 kernels: between two ranks, for some widths, because their warps may push, too."""
+    chosen, topology = 0, Topology(2, 2)
+    for n in 8 * rng.permutation(np.arange(385, 505))[:40]:
+        problem = allgather_gemm.AllGatherGemmProblem(topology, int(n), int(8 * 2 ** rng.uniform(1, 6)), "bfloat16", True)
+        few = {rows: allgather_gemm.make_plan(problem, rows, 132, specialize="all") for rows in classes(MOST)}
+        free = {rows: allgather_gemm.make_plan(problem, rows, 132, specialize="none") for rows in classes(MOST)}
+        chosen = max(chosen, len({(plan.tile, plan.split) for plan in free.values()}))
+        assert len({plan.spec for plan in few.values()}) <= 8, problem
+        others = [rows for rows in few if (few[rows].tile, few[rows].split) != (free[rows].tile, free[rows].split)]
+        assert len(others) <= len(few) // 8, "few classes have another kernel than they would choose"
+    assert chosen > 8, "nothing had to be given up: nothing was shown"
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_at_most_16_kernels_of_all_n_and_k(rng: np.random.Generator, op: str) -> None:
     """With N, K and the split at run time: of one world, layout and partials, over all classes up to 65536 rows and many dims."""
