@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mkernel.ops.moe_layer import moe_layer
     from mkernel.ops.prepared_plan import PreparedPlan, plan
     from mkernel.ops.split_search import TuneResult, tune
+    from mkernel.ops.zigzag import zigzag_shard, zigzag_unshard
     from mkernel.planner.moe import RoutingError
     from mkernel.planner.split import Split
     from mkernel.runtime.init import init
@@ -73,6 +74,8 @@ _EXPORTS = {
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
     "tune": "ops.split_search",
+    "zigzag_shard": "ops.zigzag",
+    "zigzag_unshard": "ops.zigzag",
 }
 
 __all__ = [
@@ -106,6 +109,8 @@ __all__ = [
     "shutdown",
     "trace",
     "tune",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]
 
 
