@@ -99,7 +99,16 @@ constexpr uint32_t kCheckBits = 24;
 constexpr uint64_t kHalted = uint64_t(1) << 63;  // in ControlBlock::epoch, until the host has raised what a call has reported
 
 // One interval of the trace. Lane l of CTA b owns records [(b * kTraceLanes + l) * capacity, ...); the first holds the count in `begin`.
-enum TraceKind : uint32_t { kTraceTile = 1, kTraceWait = 2, kTraceSend = 3, kTracePut = 4, kTraceForward = 5, kTraceReduce = 6 };
+enum TraceKind : uint32_t {
+  kTraceTile = 1,
+  kTraceWait = 2,
+  kTraceSend = 3,
+  kTracePut = 4,
+  kTraceForward = 5,
+  kTraceReduce = 6,
+  kTraceFetch = 7,  // rows from where they are to where they are needed
+  kTraceRoute = 8,  // of MoE: routing is exchanged, and tokens get their places
+};
 constexpr uint32_t kTraceLanes = 3;  // 0: scheduler warp, 1: first consumer warpgroup, 2: communication thread
 struct TraceRecord {
   uint32_t kind;

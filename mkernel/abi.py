@@ -67,6 +67,8 @@ class TraceKind(enum.IntEnum):
     put = 4
     forward = 5
     reduce = 6
+    fetch = 7
+    route = 8
 
 
 class TensorMap(ctypes.Structure):

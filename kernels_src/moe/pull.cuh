@@ -4,10 +4,13 @@
 #include "comm/copy.cuh"
 #include "comm/mailbox.cuh"
 #include "moe/routing.cuh"
+#include "trace.cuh"
 
 namespace mkernel {
 
 constexpr uint32_t kBatches = 2;
+constexpr uint32_t kTold = 8;  // rows that are told of at once: a release takes about as long as storing two of them
+static_assert(kGroup % kTold == 0, "those are of one batch");
 struct RowBatch {  // a row per lane of the warp that has found them
   uint64_t from[kGroup];
   uint32_t slots[kGroup], slot[kGroup][kTopK];  // how many, and which
@@ -20,7 +23,7 @@ struct PullStorage {
 struct PullBarriers {
   CopyBarriers copy;
   Handshake<kBatches> batches;  // warp 2 fills them, warp 1 gives them back
-  Mailbox done;                 // rows that are stored, thread 0 to warp 1
+  Mailbox done;                 // the last of the rows that are stored, thread 0 to warp 1
   MK_DEVICE void init() {       // one thread, before a sync_cta
     batches.init(1, 1);
     done.init();  // ends with the fence for all of them
@@ -89,7 +92,8 @@ struct RowCopies {
   PullBarriers& barriers;
   uint32_t count;
   Mailbox::Position at{};
-  uint32_t seen = 0;  // rows whose batch has come
+  uint32_t seen = 0;              // rows whose batch has come
+  uint32_t stored = 0, told = 0;  // rows
   Handshake<kBatches>::Position coming{};
 
   MK_DEVICE RowBatch& batch(const Item& item) const { return storage.batch[item.row / kGroup % kBatches]; }
@@ -99,6 +103,7 @@ struct RowCopies {
   MK_DEVICE Item item(uint32_t index) const { return Item{p.routing.row_bytes, index}; }
   MK_DEVICE bool ready(const Item& item) { return item.row < seen || (barriers.batches.is_filled(coming) && wait(item)); }
   MK_DEVICE bool wait(const Item&) {
+    tell();  // it may take long
     barriers.batches.wait_filled(coming);
     if (storage.batch[coming.index].rows == 0) return false;
     coming.advance();
@@ -119,21 +124,36 @@ struct RowCopies {
       ptx::bulk_store(slots + uint64_t(of.slot[item.row % kGroup][i]) * p.routing.row_bytes, smem, bytes);
     }
   }
-  MK_DEVICE void announce(const Item& item) { barriers.done.post(entered, at, item.row); }
+  MK_DEVICE void announce(const Item& item) {
+    stored = item.row + 1;
+    if (stored % kTold == 0 || stored == count) tell();
+  }
+  MK_DEVICE void tell() {
+    if (stored == told) return;
+    barriers.done.post(entered, at, stored - 1);
+    told = stored;
+  }
 };
 
-// Counts rows that are stored, and gives batches back whose rows all are. Warp function.
+// Counts rows that are stored, those since the last message at once, and gives batches back whose rows all are. Warp function.
 template <class Parameters>
 MK_DEVICE void count_arrivals(const Entered& entered, const Parameters& p, PullStorage& storage, PullBarriers& barriers) {
   const Tables tables(entered, p.routing);
+  const uint32_t lane = ptx::lane_index();
   RingPosition<kBatches> at;
-  barriers.done.serve([&](uint32_t row) {
+  uint32_t counted = 0;  // rows
+  barriers.done.serve([&](uint32_t last) {
     const RowBatch& batch = storage.batch[at.index];
-    const uint32_t in_batch = row % kGroup, lane = ptx::lane_index();
-    if (lane < batch.slots[in_batch]) ptx::add_release(tables.arrived(batch.slot[in_batch][lane] / kSegmentRows), 1);
-    const bool last = in_batch + 1 == batch.rows;
+    const uint32_t choices = (last + 1 - counted) * kTopK;
+#pragma unroll 1
+    for (uint32_t i = lane; i < choices; i += 32) {
+      const uint32_t row = (counted + i / kTopK) % kGroup;
+      if (i % kTopK < batch.slots[row]) ptx::add_release(tables.arrived(batch.slot[row][i % kTopK] / kSegmentRows), 1);
+    }
+    counted = last + 1;
+    const bool all = last % kGroup + 1 == batch.rows;
     ptx::sync_warp();  // all have read
-    if (!last) return;
+    if (!all) return;
     if (lane == 0) barriers.batches.take(at);
     at.advance();
   });
@@ -164,10 +184,13 @@ MK_DEVICE void pull_rows(const Entered& entered, const Parameters& p, PullStorag
   const uint32_t warp = ptx::warp_index();
   if (warp == 0) {
     if (ptx::lane_index() == 0) {
+      Trace trace(p.world, 2);
+      const uint64_t begin = trace.now();
       RowCopies<Parameters> copies{entered, p, storage, barriers, rows.count};
       CopyRing ring(storage.pieces, barriers.copy);
       ring.copy(copies);
       barriers.done.end(copies.at);
+      trace.record(abi::kTraceFetch, index, begin);
     }
   } else if (warp == 1) {
     count_arrivals(entered, p, storage, barriers);

@@ -133,7 +133,11 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   ptx::sync_cta();
   if (cta + 1 == ptx::cta_count() && ptx::warp_index() == 3) announce_entry(call);
   const MaybeEntered entered = ptx::warp_index() == 0 ? storage.entries.open(call) : storage.entries.pass(call);
+  const bool traces = ptx::thread_index() == kWarpgroup;  // as for tiles
+  Trace trace(p.world, 1);
+  const uint64_t begin = traces ? trace.now() : 0;
   const Routed routed = route(call, p, storage, entered);
+  if (traces) trace.record(abi::kTraceRoute, cta, begin);
   if (routed.outcome == Outcome::kRouted) {
     if (role == abi::kIntraComm) pull_rows(*entered, p, storage.pull, storage.pull_barriers, routed.items, cta);
     if constexpr (kNodes > 1) {

@@ -173,7 +173,12 @@ MK_DEVICE void combine_role(const Call& call, const Parameters& p, EntryGate& en
   if (cta == 0 && warp == 0) zero_counters(*entered, p);
   const uint32_t worker = cta * Config::kWarps + warp, workers = num_intra_comm(p) * Config::kWarps;
   const FinishedRows rows{p};
-  if (kR > 1 && !fetch_rows(*entered, p, rows, worker, workers)) return;
+  if (kR > 1) {
+    Trace trace(p.world, 2);
+    const uint64_t begin = trace.now();
+    if (!fetch_rows(*entered, p, rows, worker, workers)) return;
+    if (ptx::thread_index() == 0) trace.record(abi::kTraceFetch, cta, begin);
+  }
   combine(*entered, p, rows, worker, workers);
 }
 

@@ -26,6 +26,7 @@ _ROLE_OF_KIND = {
     TraceKind.forward: Role.intra_comm,
     TraceKind.put: Role.inter_send,
     TraceKind.reduce: Role.inter_reduce,
+    TraceKind.fetch: Role.intra_comm,
 }
 _COMMUNICATION_LANE = 2
 

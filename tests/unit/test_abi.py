@@ -78,7 +78,7 @@ def test_nothing_is_missing_in_python() -> None:
         for name, body in re.findall(r"struct\s+(?:alignas\(\d+\)\s+)?(\w+)\s*\{(.*?)\n\};", text, re.DOTALL)
     }
     assert {name: [field for field, *_ in s._fields_] for name, s in STRUCTURES.items()} == structures
-    enums = dict(re.findall(r"enum (\w+) : uint32_t \{(.*?)\};", text))
+    enums = dict(re.findall(r"enum (\w+) : uint32_t \{(.*?)\};", text, re.DOTALL))
     written = {name: {e for e in re.findall(r"(k\w+) =", body) if e != "kNumRoles"} for name, body in enums.items()}
     assert {name: {_enumerator(name, m.name) for m in e} for name, e in ENUMS.items()} == written
     assert set(re.findall(r"constexpr \w+ (k\w+) =", text)) == set(CONSTANTS)

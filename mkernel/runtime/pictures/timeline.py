@@ -31,6 +31,8 @@ COLOURS = {
     TraceKind.put: "#e45756",
     TraceKind.forward: "#eeca3b",
     TraceKind.reduce: "#54a24b",
+    TraceKind.fetch: "#b279a2",
+    TraceKind.route: "#9d755d",
 }
 MOST_BYTES = 4 << 20
 MOST_BARS = 20_000
