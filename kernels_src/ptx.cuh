@@ -37,6 +37,7 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
+MK_DEVICE uint32_t votes(bool v) { return __ballot_sync(0xffffffffu, v); }  // bit i: lane i's
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
 template <uint32_t Registers>
 MK_DEVICE void registers_increase() {  // warpgroup

@@ -165,6 +165,9 @@ MK_DEVICE bool wait_all(const Who& who, const Flags& flags, uint32_t count) {
   return ok;
 }
 
+// In time limits, where the writer may itself be waiting for what has gone wrong: so that it is the one to report.
+constexpr uint32_t kSecondHand = 2;
+
 // ---- entry: a rank tells everyone that call `epoch` has begun, so its buffers may be written and what it asks for compared
 MK_DEVICE uint64_t entry_value(uint64_t epoch, uint32_t check) { return (epoch << abi::kCheckBits) | check; }
 MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {

@@ -33,10 +33,10 @@ MK_DEVICE uint64_t flag_offset(const Parameters& p, uint32_t flag) {
   return p.flag_offset + uint64_t(flag) * sizeof(uint64_t);
 }
 template <class Parameters>
-MK_DEVICE bool wait_flag(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t writer) {
+MK_DEVICE bool wait_flag(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t writer, uint32_t time_limits = 1) {
   const uint64_t* word = reinterpret_cast<const uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, flag));
   const Call& call = entered.call();
-  return wait_ge(call, word, call.epoch, Awaited{abi::kFlagChunk, flag, writer}, p.world.timeout_ns);
+  return wait_ge(call, word, call.epoch, Awaited{abi::kFlagChunk, flag, writer}, time_limits * p.world.timeout_ns);
 }
 template <class Parameters>
 MK_DEVICE void raise_flag_of(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t local_rank) {  // one thread

@@ -15,10 +15,10 @@ namespace mkernel {
 constexpr uint32_t kTopK = Config::kTopK;  // choices of a token
 constexpr bool kWeighted = Config::kWeighted != 0;
 constexpr ptx::Element kRowElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-constexpr uint32_t kUnitValues = kWarpUnit / 2;                         // in the 16 bytes that a lane loads of a row
-constexpr uint32_t kRowsAtOnce = kTopK < 8 ? kTopK : 8;                 // that a lane loads: their words are in registers
-constexpr uint32_t kUnitsAtOnce = kTopK >= 8 ? 1 : kTopK >= 4 ? 2 : 4;  // of each row, so that about 8 loads are under way
-constexpr uint32_t kUnrolledNodes = kNodes <= 4 ? kNodes : 1;           // of the loop over node sums
+constexpr uint32_t kUnitValues = kWarpUnit / 2;           // in the 16 bytes that a lane loads of a row
+constexpr uint32_t kRowsAtOnce = kTopK <= 8 ? kTopK : 6;  // that a lane loads: their words are in registers, as are all addresses
+constexpr uint32_t kUnitsAtOnce = kTopK >= 8 ? 1 : kTopK >= 4 ? 2 : 4;       // of each row, so that about 8 loads are under way
+constexpr uint32_t kUnrolledNodes = kNodes <= 4 && kTopK <= 8 ? kNodes : 1;  // of the loop over node sums
 static_assert(kTopK >= 1 && kTopK <= 32, "a lane for each choice of a token");
 
 // ---- arguments: the member `combining` of a kernel's Parameters. N: nodes, k: kTopK; arrays of routing are int32, as mkernel/tools/routing.py says
@@ -107,13 +107,12 @@ struct Chosen {
   float weight[kTopK];
 };
 
-// The choice of a lane, for a token of the rail's rank in `node`.
+// Choice i of a token of the rail's rank in `node`; there is none from kTopK on.
 template <class Parameters, CombinedRows Rows>
-MK_DEVICE Choice choice_of_lane(const Parameters& p, const Rows&, uint32_t node, uint32_t token) {
+MK_DEVICE Choice choice_of(const Parameters& p, const Rows&, uint32_t node, uint32_t token, uint32_t i) {
   const Combining& c = p.combining;
-  const uint32_t lane = ptx::lane_index();
-  const uint64_t index = token_index(c, node, token) * kTopK + lane;
-  const int32_t row = lane < kTopK ? load_index(c.row_of, index) : -1;
+  const uint64_t index = token_index(c, node, token) * kTopK + i;
+  const int32_t row = i < kTopK ? load_index(c.row_of, index) : -1;
   if (row < 0) return Choice{index, 0, 0, 0, false};
   const uint32_t expert = Rows::kByExpert ? load_index(c.expert_of, index) : 0;
   return Choice{index, row / c.max_rows, row % c.max_rows, expert, true};
@@ -131,7 +130,7 @@ struct RowFlags {  // of the row that the calling lane has
 template <class Parameters, CombinedRows Rows>
 MK_DEVICE bool choose_rows(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t node, uint32_t token,
                            const float* weights, Chosen& chosen) {
-  const Choice choice = choice_of_lane(p, rows, node, token);
+  const Choice choice = choice_of(p, rows, node, token, ptx::lane_index());
   if (!wait_all(entered, RowFlags<Rows>{rows, choice}, kTopK)) return false;
   const uint64_t at = choice.exists ? reinterpret_cast<uint64_t>(rows.at(choice)) : 0;
   const float weight = kWeighted && choice.exists ? weights[uint64_t(token) * kTopK + ptx::lane_index()] : 0;
@@ -202,21 +201,26 @@ struct WeightFlags {
   }
 };
 
-// Calls visit(distance, group) for each group of sums that warp `worker` of `workers` makes, until one returns false, which it then does, too.
-template <class Parameters, class Visit>
-MK_DEVICE bool each_served_group(const Parameters& p, uint32_t worker, uint32_t workers, const Visit& visit) {
+// Which items a warp combines: those of every stride-th number.
+struct StridedItems {
+  uint32_t next, stride;
+  MK_DEVICE uint32_t take() {
+    const uint32_t item = next;
+    next += stride;
+    return item;
+  }
+};
+
+// Groups of sums for the rail peers: item i is group i / (kNodes - 1) of the one at distance 1 + i % (kNodes - 1).
+template <class Parameters>
+MK_DEVICE uint32_t num_served_groups(const Parameters& p) {
   uint32_t most = 0;
 #pragma unroll 1
   for (uint32_t distance = 1; distance < kNodes; ++distance) {
     const uint32_t count = count_served(p, distance);
     most = count > most ? count : most;
   }
-  const uint32_t items = ceil_shift(most, p.combining.group_shift) * (kNodes - 1);
-#pragma unroll 1
-  for (uint32_t item = worker; item < items; item += workers) {
-    if (!visit(1 + item % kOtherNodes, item / kOtherNodes)) return false;
-  }
-  return true;
+  return ceil_shift(most, p.combining.group_shift) * (kNodes - 1);
 }
 
 // Places of a group in the list of the rail peer at a distance.
@@ -292,29 +296,28 @@ MK_DEVICE bool combine_token(const Entered& entered, const Parameters& p, const 
   return true;
 }
 
-// All that warp `worker` of `workers` of this rank combines: first what other nodes wait for. False: the call has failed. Warp function.
-template <class Parameters, CombinedRows Rows>
-MK_DEVICE bool combine(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t worker, uint32_t workers) {
-  Trace trace(p.world, 2);  // of warp 0 of each CTA
-  if constexpr (kNodes > 1) {
-    bool has_weights = !kWeighted;
-    const auto serve = [&](uint32_t distance, uint32_t group) {
-      const uint64_t begin = trace.now();
+// All items that a warp takes: first what other nodes wait for, then this rank's tokens. False: the call has failed. Warp function; `traces`: whether
+// it is the one of its CTA whose spans are recorded.
+template <class Parameters, CombinedRows Rows, class Items>
+MK_DEVICE bool combine(const Entered& entered, const Parameters& p, const Rows& rows, Items items, bool traces) {
+  Trace trace(p.world, 2);
+  traces = traces && ptx::lane_index() == 0;
+  const uint32_t served = kNodes > 1 ? num_served_groups(p) : 0;
+  bool has_weights = !kWeighted;
+#pragma unroll 1
+  while (true) {
+    const uint32_t item = items.take(), token = item - served;
+    const uint64_t begin = trace.now();
+    if (kNodes > 1 && item < served) {
       if (!has_weights && !wait_all(entered, WeightFlags<Parameters>{p}, kNodes - 1)) return false;
       has_weights = true;
-      if (!serve_group(entered, p, rows, distance, group)) return false;
-      if (ptx::thread_index() == 0) trace.record(abi::kTraceReduce, group, begin);
-      return true;
-    };
-    if (!each_served_group(p, worker, workers, serve)) return false;
+      if (!serve_group(entered, p, rows, 1 + item % kOtherNodes, item / kOtherNodes)) return false;
+    } else {
+      if (token >= p.combining.tokens) return true;
+      if (!combine_token(entered, p, rows, token)) return false;
+    }
+    if (traces) trace.record(abi::kTraceReduce, item, begin);
   }
-#pragma unroll 1
-  for (uint32_t token = worker; token < p.combining.tokens; token += workers) {
-    const uint64_t begin = trace.now();
-    if (!combine_token(entered, p, rows, token)) return false;
-    if (ptx::thread_index() == 0) trace.record(abi::kTraceReduce, token, begin);
-  }
-  return true;
 }
 
 }  // namespace mkernel

@@ -167,7 +167,7 @@ struct FetchedFlags {
   uint32_t index;
   MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
     const uint32_t local = local_peer(p.world, 1 + i);
-    return wait_flag(entered, p, fetched_flag(p.routing, local * num_intra_comm(p) + index), node_mate(p.world, local));
+    return wait_flag(entered, p, fetched_flag(p.routing, local * num_intra_comm(p) + index), node_mate(p.world, local), kSecondHand);
   }
 };
 template <class Parameters>

@@ -124,7 +124,8 @@ MK_DEVICE void stage_rows(const Entered& entered, const Parameters& p) {
 struct DoneFlags {
   const Parameters& p;
   MK_DEVICE bool wait(const Entered& entered, uint32_t reader) const {
-    return reader == p.world.local_rank || wait_flag(entered, p, done_flag(p, reader, ptx::cta_index()), node_mate(p.world, reader));
+    return reader == p.world.local_rank ||
+           wait_flag(entered, p, done_flag(p, reader, ptx::cta_index()), node_mate(p.world, reader), kSecondHand);
   }
 };
 // Tells those whose arrays this CTA has read that it is done, and waits until the same CTA of each node mate is done with this rank's. One warp.
@@ -157,7 +158,7 @@ MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& stor
     if (storage.failed != 0) return;
   }
   const NodeRows rows{p, storage.sources};
-  const bool ok = combine(*entered, p, rows, cta * Config::kWarps + warp, p.intra_comm * Config::kWarps);
+  const bool ok = combine(*entered, p, rows, StridedItems{cta * Config::kWarps + warp, p.intra_comm * Config::kWarps}, warp == 0);
   if (kR > 1) {
     if (!ok && ptx::lane_index() == 0) storage.gave_up[warp] = 1;
     ptx::sync_cta();  // all warps have read what they read

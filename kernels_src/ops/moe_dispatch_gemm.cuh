@@ -58,7 +58,7 @@ struct Tiles : GroupedTiles<Config, Parameters, kExperts> {
     uint32_t first;
     MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
       const Awaited what{abi::kFlagChunk, fetched_flag(p.routing, kR * num_intra_comm(p) + first + i), p.world.rank};
-      return wait_ge(entered.call(), Tables(entered, p.routing).arrived(first + i), kSegmentRows, what, p.world.timeout_ns);
+      return wait_ge(entered.call(), Tables(entered, p.routing).arrived(first + i), kSegmentRows, what, kSecondHand * p.world.timeout_ns);
     }
   };
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t) const {

@@ -2,12 +2,14 @@
 // source after `struct Config`.
 //
 // Compute CTAs multiply expert by expert into this rank's heap. Who finishes the last tile of an expert tells the node that its rows are there.
-// intra_comm combines from the start and never computes: a token's rows are waited for by expert. What is summed where: moe/combine.cuh.
+// intra_comm combines from the start and never computes; the consumers of compute CTAs join in when there are no more tiles. A token's rows are waited
+// for by expert. What is summed where: moe/combine.cuh.
 //
-// Most tokens wait for one of the last experts, so the link would idle until the end. In large calls a warp therefore first copies rows of earlier
-// experts from its node mates, window by window of experts, to where it sums them up later.
+// Most tokens wait for one of the last experts, so the link would idle until the end. In large calls intra_comm therefore first copies rows of earlier
+// experts from the node mates, window by window of experts, to where they are summed up later.
 #pragma once
 #include "moe/combine_send.cuh"
+#include "moe/fetch.cuh"
 #include "tile/gemm.cuh"
 #include "tile/grouped.cuh"
 
@@ -26,7 +28,7 @@ struct alignas(64) Parameters {
   Combining combining;
   uint64_t c;                // at rows_offset: the products of this rank's experts, (max_rows, N), contiguous
   uint64_t expert_offsets;   // (kExperts + 1) int32: the row with which each expert begins
-  uint64_t counters_offset;  // data heap, read by this rank only: per expert, how many of its tiles are finished; 32 bits
+  uint64_t counters_offset;  // data heap, read by this rank only: struct Counters
   uint64_t rows_offset;      // data heap: (max_rows, N)
   uint64_t flag_offset;      // signal segment: a flag for the zeroed counters, one per local rank and expert, then those of combining
   uint64_t fetched_offset;   // data heap, read by this rank only: (N, max_tokens, k) rows, of choices whose rows are copied
@@ -42,48 +44,48 @@ struct alignas(64) Parameters {
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 
 struct Storage {
-  GemmStorage<Config> gemm;
+  union {
+    GemmStorage<Config> gemm;
+    FetchStorage fetch;
+  };
+  FetchBarriers fetch_barriers;  // not shared with anything: barriers must not be overwritten
+  EntryGate entries;             // of intra_comm
   Experts experts;
 };
 
 // ---- flags, by number
 constexpr uint32_t kZeroedFlag = 0;
+MK_DEVICE uint32_t fetched_name(const Parameters& p) {  // in reports: the number after the last flag
+  return arrived_flag(p.combining, kNodes, 0) + kNodes - 1;
+}
 MK_DEVICE uint32_t expert_flag(uint32_t holder, uint32_t expert) { return 1 + holder * Config::kExperts + expert; }
 struct ZeroedFlag {
   const Parameters& p;
   MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return wait_flag(entered, p, kZeroedFlag, p.world.rank); }
 };
 
-MK_DEVICE uint32_t* finished_tiles(const Entered& entered, const Parameters& p, uint32_t expert) {
-  return reinterpret_cast<uint32_t*>(shared_heap(entered, p.world.local_rank) + p.counters_offset) + expert;
+// ---- counters, zeroed in each call
+struct Counters {
+  uint64_t fetched;    // intra_comm CTAs that have copied all their rows
+  uint32_t next_item;  // to combine
+  uint32_t reserved;
+  uint32_t finished[Config::kExperts];  // tiles of each expert
+};
+MK_DEVICE Counters& counters(const Entered& entered, const Parameters& p) {
+  return *reinterpret_cast<Counters*>(shared_heap(entered, p.world.local_rank) + p.counters_offset);
 }
 
-// ---- compute
-struct Tiles : GroupedTiles<Config, Parameters, Config::kExperts> {
-  using GroupedTiles::GroupedTiles;
-  static constexpr bool kAnnounces = true;
-  MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return false; }
-  MK_DEVICE bool wait_inputs(const Entered&, const TileCoordinate&, uint32_t) const { return true; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return packed_row(c); }
-  MK_DEVICE bool announces(const TileCoordinate&) const { return true; }
-  // Counts the tile; the last one of an expert tells the node. Counters have no order but that of their atomics, which all who count take part in.
-  MK_DEVICE void raise(const Entered& entered, uint32_t tile) const {
-    const uint32_t expert = coordinate(tile).plane;
-    if (!wait_all(entered, ZeroedFlag{p}, 1)) return;
-    const uint32_t finished = ptx::lane_index() == 0 ? ptx::atomic_add_acq_rel(finished_tiles(entered, p, expert), 1) + 1 : 0;
-    const bool is_last = ptx::broadcast(finished, 0) == experts.tile_rows(expert) * tiles_n();
-    ptx::sync_warp();  // what lane 0 has acquired, all lanes release
-    if (is_last) raise_flag(entered, p, expert_flag(p.world.local_rank, expert), 0);
-  }
-};
-
-// ---- intra_comm
+// ---- where products are
 struct FinishedRows {
   static constexpr bool kByExpert = true;
   const Parameters& p;
   MK_DEVICE uint32_t window(const Choice& choice) const { return choice.expert * p.windows / Config::kExperts; }
   MK_DEVICE bool is_fetched(const Choice& choice) const {
     return kR > 1 && choice.holder != p.world.local_rank && window(choice) + 1 < p.windows;
+  }
+  MK_DEVICE bool wait_fetched(const Entered& entered) const {
+    const Awaited what{abi::kFlagChunk, fetched_name(p), p.world.rank};
+    return wait_ge(entered.call(), &counters(entered, p).fetched, num_intra_comm(p), what, kSecondHand * p.world.timeout_ns);
   }
   MK_DEVICE bool wait_expert(const Entered& entered, const Choice& choice) const {
     return wait_flag(entered, p, expert_flag(choice.holder, choice.expert), node_mate(p.world, choice.holder));
@@ -93,13 +95,50 @@ struct FinishedRows {
   }
   MK_DEVICE uint64_t fetched_offset(uint64_t index) const { return p.fetched_offset + index * p.combining.row_bytes; }
 
-  // ---- for combining: what has been fetched, this warp has stored itself
-  MK_DEVICE bool wait(const Entered& entered, const Choice& choice) const { return is_fetched(choice) || wait_expert(entered, choice); }
+  // ---- for combining
+  MK_DEVICE bool wait(const Entered& entered, const Choice& choice) const {
+    return is_fetched(choice) ? wait_fetched(entered) : wait_expert(entered, choice);
+  }
   MK_DEVICE const char* at(const Choice& choice) const {
     return is_fetched(choice) ? heap(p.world, p.world.local_rank) + fetched_offset(choice.index) : product(choice);
   }
 };
 
+struct SharedItems {  // whatever comes next in the rank
+  const Entered& entered;
+  const Parameters& p;
+  MK_DEVICE uint32_t take() const {
+    const uint32_t item = ptx::lane_index() == 0 ? ptx::atomic_add(&counters(entered, p).next_item, 1) : 0;
+    return ptx::broadcast(item, 0);
+  }
+};
+
+// What any warp combines, once the counters are zero. Warp function.
+MK_DEVICE void combine_items(const Entered& entered, const Parameters& p, bool traces) {
+  if (wait_all(entered, ZeroedFlag{p}, 1)) combine(entered, p, FinishedRows{p}, SharedItems{entered, p}, traces);
+}
+
+// ---- compute
+struct Tiles : GroupedTiles<Config, Parameters, Config::kExperts> {
+  using GroupedTiles::GroupedTiles;
+  static constexpr bool kAnnounces = true, kFinishes = true;
+  MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return false; }
+  MK_DEVICE bool wait_inputs(const Entered&, const TileCoordinate&, uint32_t) const { return true; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return packed_row(c); }
+  MK_DEVICE bool announces(const TileCoordinate&) const { return true; }
+  // Counts the tile; the last one of an expert tells the node. Counters have no order but that of their atomics, which all who count take part in.
+  MK_DEVICE void raise(const Entered& entered, uint32_t tile) const {
+    const uint32_t expert = coordinate(tile).plane;
+    if (!wait_all(entered, ZeroedFlag{p}, 1)) return;
+    const uint32_t finished = ptx::lane_index() == 0 ? ptx::atomic_add_acq_rel(&counters(entered, p).finished[expert], 1) + 1 : 0;
+    const bool is_last = ptx::broadcast(finished, 0) == experts.tile_rows(expert) * tiles_n();
+    ptx::sync_warp();  // what lane 0 has acquired, all lanes release
+    if (is_last) raise_flag(entered, p, expert_flag(p.world.local_rank, expert), 0);
+  }
+  MK_DEVICE void finish(const Entered& entered) const { combine_items(entered, p, ptx::warp_index() == kWarpgroup / 32); }
+};
+
+// ---- intra_comm
 struct FetchFlags {  // of the row that the calling lane has
   const FinishedRows& rows;
   const Choice& choice;
@@ -107,79 +146,74 @@ struct FetchFlags {  // of the row that the calling lane has
   MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return !wanted || rows.wait_expert(entered, choice); }
 };
 
-// Copies the rows of a token whose experts are in a window. Warp function.
-MK_DEVICE bool fetch_token(const Entered& entered, const Parameters& p, const FinishedRows& rows, uint32_t node, uint32_t token,
-                           uint32_t window) {
-  const Choice choice = choice_of_lane(p, rows, node, token);
-  const bool wanted = choice.exists && rows.is_fetched(choice) && rows.window(choice) == window;
-  if (!wait_all(entered, FetchFlags{rows, choice, wanted}, kTopK)) return false;
-  const uint64_t at = wanted ? reinterpret_cast<uint64_t>(rows.product(choice)) : 0;
+// Finds the rows of a window that this CTA copies: of every stride-th of the tokens of the rail's rank in `node`, `count` there. Warp function.
+MK_DEVICE bool find_rows(const Entered& entered, const Parameters& p, FoundRows& found, uint32_t window, uint32_t distance) {
+  const FinishedRows rows{p};
+  const uint32_t node = node_at(p.world, distance), count = distance == 0 ? p.combining.tokens : count_served(p, distance);
+  const uint32_t cta = ptx::cta_index(), stride = num_intra_comm(p), mine = cta < count ? (count - cta - 1) / stride + 1 : 0;
   char* own = shared_heap(entered, p.world.local_rank);
 #pragma unroll 1
-  for (uint32_t i = 0; i < kTopK; ++i) {
-    const uint64_t high = ptx::broadcast(static_cast<uint32_t>(at >> 32), i), low = ptx::broadcast(static_cast<uint32_t>(at), i);
-    if ((high << 32 | low) == 0) continue;
-    const char* from = reinterpret_cast<const char*>(high << 32 | low) + ptx::lane_index() * kWarpUnit;
-    char* to = own + rows.fetched_offset(token_index(p.combining, node, token) * kTopK + i);
-    const auto load = [&] {  // a lane's next 16 bytes
-      const ptx::Words words = ptx::load_global(from);
-      from += kWarpStride;
-      return words;
-    };
-    copy_by_warp(p.combining.row_bytes, load, [&](uint32_t offset, const ptx::Words& words) { ptx::store_global(to + offset, words); });
+  for (uint32_t base = 0; base < mine * kTopK; base += 32) {  // a choice per lane
+    const uint32_t i = base + ptx::lane_index(), place = cta + i / kTopK * stride;
+    Choice choice{0, 0, 0, 0, false};
+    if (i < mine * kTopK) {
+      const uint32_t token = distance == 0 ? place : load_index(p.combining.listed, token_index(p.combining, node, place));
+      choice = choice_of(p, rows, node, token, i % kTopK);
+    }
+    const bool wanted = choice.exists && rows.is_fetched(choice) && rows.window(choice) == window;
+    if (!wait_all(entered, FetchFlags{rows, choice, wanted}, 32)) return false;
+    found.add(wanted, wanted ? rows.product(choice) : nullptr, own + rows.fetched_offset(choice.index));
   }
   return true;
 }
 
-// All that warp `worker` of `workers` copies of what it combines later. Warp function.
-MK_DEVICE bool fetch_rows(const Entered& entered, const Parameters& p, const FinishedRows& rows, uint32_t worker, uint32_t workers) {
+MK_DEVICE void find_all_rows(const Entered& entered, const Parameters& p, FetchStorage& storage, FetchBarriers& barriers) {
+  FoundRows found(storage, barriers);
+  bool ok = true;
 #pragma unroll 1
-  for (uint32_t window = 0; window + 1 < p.windows; ++window) {
-    const auto fetch_group = [&](uint32_t distance, uint32_t group) {
-      const uint32_t node = node_at(p.world, distance);
-      const Places places = places_of(p, distance, group);
+  for (uint32_t window = 0; ok && window + 1 < p.windows; ++window) {
 #pragma unroll 1
-      for (uint32_t place = places.begin; place < places.end; ++place) {
-        const uint32_t token = load_index(p.combining.listed, token_index(p.combining, node, place));
-        if (!fetch_token(entered, p, rows, node, token, window)) return false;
-      }
-      return true;
-    };
-    if (kNodes > 1 && !each_served_group(p, worker, workers, fetch_group)) return false;
-#pragma unroll 1
-    for (uint32_t token = worker; token < p.combining.tokens; token += workers) {
-      if (!fetch_token(entered, p, rows, p.world.node, token, window)) return false;
-    }
+    for (uint32_t distance = 1; ok && distance <= kNodes; ++distance) ok = find_rows(entered, p, found, window, distance % kNodes);
   }
-  return true;
+  found.end();
+}
+
+// By one thread: copies what is found, and tells this rank's CTAs. After a failure they see that by themselves.
+MK_DEVICE void copy_rows(const Entered& entered, const Parameters& p, FetchStorage& storage, FetchBarriers& barriers) {
+  Trace trace(p.world, 2);
+  const uint64_t begin = trace.now();
+  CopyRing ring(storage.pieces, barriers.copy);
+  FetchCopies copies{storage, barriers, p.combining.row_bytes};
+  ring.copy(copies);
+  if (ZeroedFlag{p}.wait(entered, 0)) ptx::add_release(&counters(entered, p).fetched, 1);
+  trace.record(abi::kTraceFetch, ptx::cta_index(), begin);
 }
 
 MK_DEVICE void zero_counters(const Entered& entered, const Parameters& p) {  // one warp of the rank
 #pragma unroll 1
-  for (uint32_t expert = ptx::lane_index(); expert < Config::kExperts; expert += 32) *finished_tiles(entered, p, expert) = 0;
+  for (uint32_t expert = ptx::lane_index(); expert < Config::kExperts; expert += 32) counters(entered, p).finished[expert] = 0;
+  if (ptx::lane_index() == 0) counters(entered, p).fetched = counters(entered, p).next_item = 0;
   ptx::sync_warp();
   if (ptx::lane_index() == 0) raise_flag_of(entered, p, kZeroedFlag, p.world.local_rank);
 }
 
-MK_DEVICE void combine_role(const Call& call, const Parameters& p, EntryGate& entries) {  // all threads of the CTA
+MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& storage) {  // all threads of the CTA
   const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index();
   if (ptx::thread_index() == 0) {
-    entries.init();
+    storage.entries.init();
+    storage.fetch_barriers.init();
     ptx::mbarrier_init_fence();
   }
   ptx::sync_cta();
-  const MaybeEntered entered = warp == 0 ? entries.open(call) : entries.pass(call);
+  const MaybeEntered entered = warp == 0 ? storage.entries.open(call) : storage.entries.pass(call);
   if (!entered) return;
   if (cta == 0 && warp == 0) zero_counters(*entered, p);
-  const uint32_t worker = cta * Config::kWarps + warp, workers = num_intra_comm(p) * Config::kWarps;
-  const FinishedRows rows{p};
-  if (kR > 1) {
-    Trace trace(p.world, 2);
-    const uint64_t begin = trace.now();
-    if (!fetch_rows(*entered, p, rows, worker, workers)) return;
-    if (ptx::thread_index() == 0) trace.record(abi::kTraceFetch, cta, begin);
+  if (kR > 1 && p.windows > 1) {
+    if (warp == 0 && ptx::lane_index() == 0) copy_rows(*entered, p, storage.fetch, storage.fetch_barriers);
+    if (warp == 2) find_all_rows(*entered, p, storage.fetch, storage.fetch_barriers);
+    ptx::sync_warp();
   }
-  combine(*entered, p, rows, worker, workers);
+  combine_items(*entered, p, warp == 0);
 }
 
 // ---- the role switch
@@ -195,7 +229,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
     return;
   }
   if (role == abi::kIntraComm) {
-    combine_role(call, p, storage.gemm.entries);
+    combine_role(call, p, storage);
   } else if constexpr (kNodes > 1) {
     send_combined(call, p, cta - first_inter_send(p), num_inter_send(p));
   }

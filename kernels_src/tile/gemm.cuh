@@ -45,6 +45,9 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
   } else {
     ptx::registers_increase<kConsumerRegisters>();
     multiply_tiles(call, op, storage);
+    if constexpr (Op::kFinishes) {
+      if (const MaybeEntered entered = storage.entries.pass(call)) op.finish(*entered);
+    }
   }
 }
 

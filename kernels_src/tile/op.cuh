@@ -64,6 +64,8 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   requires Same<decltype(Op::kAnnouncesEntry), const bool>;  // false: the kernel has announced its entry before it came here
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
+  requires Same<decltype(Op::kFinishes), const bool>;
+  requires !Op::kFinishes || requires { op.finish(entered); };  // what consumer warps do when there are no more tiles. Warp function
 };
 
 // What most ops have in common: no tiles of one CTA alone, nothing to add, results instead of partial tiles, no flags. Rows of tiles are the p.rows
@@ -75,7 +77,7 @@ struct BasicOp {
   MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
-  static constexpr bool kAnnouncesEntry = true;
+  static constexpr bool kAnnouncesEntry = true, kFinishes = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }

@@ -18,10 +18,10 @@ __all__ = ["OP", "PARAMETER_BYTES", "MoeGemmCombinePlan", "MoeGemmCombineProblem
 OP = "moe_gemm_combine"
 PARAMETER_BYTES = 896  # sizeof(Parameters); ops/moe_gemm_combine.py mirrors the struct
 SPECIALIZED = Specialized(["k"])  # as allgather_gemm; not measured
-_COUNTER_BYTES = 4
+_COUNTER_BYTES, _SHARED_COUNTERS = 4, 16  # of an expert; of the rank
 _TABLE_STEP = 1024  # bytes of shared memory
-_WINDOWS = 4  # of experts: rows of all but the last one's are fetched while others are multiplied
-_COMBINERS = 16  # CTAs that saturate NVLink by ordinary loads
+_WINDOWS = 8  # of experts: rows of all but the last one's are fetched while others are multiplied
+_COMBINERS = 8  # CTAs whose bulk copies keep up with the others' products
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +77,11 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
     # ---- areas of the workspace: counters of finished tiles, products, what is combined
     @property
     def counter_bytes(self) -> int:
-        return self.problem.combined.experts * _COUNTER_BYTES
+        return self.finished_offset(self.problem.combined.experts)
+
+    def finished_offset(self, expert: int) -> int:
+        """Of the counter of an expert's finished tiles."""
+        return _SHARED_COUNTERS + expert * _COUNTER_BYTES
 
     @property
     def rows_offset(self) -> int:
@@ -144,6 +148,8 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
         if index < self.combining.first_flag:
             holder, expert = divmod(index - 1, self.problem.combined.experts)
             return f"products of expert {expert} of rank {topology.rank(topology.node(rank), holder)}"
+        if index == self.flag_words:
+            return "rows of all but the last experts are fetched"
         return self.combining.flag_name(rank, index)
 
     def describe(self) -> str:

@@ -153,10 +153,10 @@ def test_bad_arguments() -> None:
 
 # ---- planted bugs: the device code with something left out
 _OP = "ops/moe_gemm_combine.cuh"
-_FLAG, _ARRIVED = "return is_fetched(choice) || wait_expert(entered, choice);", "ArrivedFlags<Parameters>{p, token}"
+_FLAG, _ARRIVED = "return is_fetched(choice) ? wait_fetched(entered) : wait_expert(entered, choice);", "ArrivedFlags<Parameters>{p, token}"
 BUGS = [
     Bug("an expert is told before its last tile", _OP, "experts.tile_rows(expert) * tiles_n();", "experts.tile_rows(expert);"),
-    Bug("counters of the call before", _OP, "*finished_tiles(entered, p, expert) = 0;", "finished_tiles(entered, p, expert);", slow=True),
+    Bug("counters of the call before", _OP, "counters(entered, p).finished[expert] = 0;", "counters(entered, p);", slow=True),
     Bug("tiles are counted before the counters are zero", _OP, "    if (!wait_all(entered, ZeroedFlag{p}, 1)) return;\n", slow=True),
     Bug("products are not waited for", _OP, _FLAG, "return true;"),
     Bug(
@@ -166,7 +166,29 @@ BUGS = [
         "return true;",
         workload="windows",
     ),
-    Bug("rows are fetched to another choice's place", _OP, "* kTopK + i);", "* kTopK);", workload="windows", slow=True),
+    Bug(
+        "rows are fetched to the next choice's place",
+        _OP,
+        "fetched_offset(choice.index));",
+        "fetched_offset(choice.index + 1));",
+        workload="windows",
+        slow=True,
+    ),
+    Bug("fetched rows are not waited for", _OP, "? wait_fetched(entered) :", "? true :", workload="windows"),
+    Bug(
+        "rows are told of as fetched too soon",
+        _OP,
+        "  ring.copy(copies);\n  if (ZeroedFlag{p}.wait(entered, 0))",
+        "  if (ZeroedFlag{p}.wait(entered, 0))",
+        workload="windows",
+        slow=True,
+    ),
+    Bug(
+        "items of the call before",
+        _OP,
+        "counters(entered, p).fetched = counters(entered, p).next_item = 0;",
+        "counters(entered, p).fetched = 0;",
+    ),
     Bug("another window is fetched", _OP, "rows.window(choice) == window;", "rows.window(choice) == 0;", workload="windows", slow=True),
     Bug("another expert is waited for", _OP, "1 + holder * Config::kExperts + expert;", "1 + holder * 0 + expert;", slow=True),
     Bug("nobody waits for entries", "comm/sync.cuh", " && wait_all(call, EntryFlags{}, call.world.size - 1));", ");", slow=True),

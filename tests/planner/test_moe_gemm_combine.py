@@ -70,8 +70,8 @@ def test_steps_that_do_not_wait_for_entries_are_found() -> None:
     """The proof can fail: of each kind of step that writes, one that waits for nothing meets the call before."""
     call = full("2x2")
     kinds = {str(access.step[0]) for access in call.accesses if access.writes} - {"weigh"}
-    assert kinds == {"zero", "tile", "finish", "post", "serve", "put", "fetch"}
-    for kind in kinds - {"zero"}:  # what only this rank's own kernels access needs no entry
+    assert kinds == {"zero", "tile", "finish", "post", "serve", "put", "fetch", "fetched"}
+    for kind in kinds - {"zero", "fetched"}:  # what only this rank's own kernels access needs no entry
         with pytest.raises(AssertionError, match=r"moe_gemm_combine: .*, and then"):
             proofs.check_order(call, proofs.with_waits(call, kind, for_peer=False), "moe_gemm_combine")
     other = test_moe_combine.full("2x2")

@@ -89,8 +89,13 @@ class CombineCall(abc.ABC):
             graph.add(("enter", rank))
             if self.layout.other_nodes:
                 self._sending_steps(graph, rank)
-            for worker in range(self.ctas * WARPS):
+            for worker in range(self.workers):
                 graph.chain(self.combining_steps(graph, rank, worker))
+
+    @property
+    def workers(self) -> int:
+        """Among whom the items that a rank combines are divided: each does every so manieth."""
+        return self.ctas * WARPS
 
     def _sending_steps(self, graph: WaitGraph, rank: int) -> None:
         chains: list[list[Step]] = [[] for _ in range(self.senders)]
@@ -112,8 +117,14 @@ class CombineCall(abc.ABC):
 
     def combining_steps(self, graph: WaitGraph, rank: int, worker: int) -> Iterator[Step]:
         """What one warp does, in order: first what other nodes wait for."""
-        peers, workers = self.topology.rail_peers(rank), self.ctas * WARPS
-        for item in range(worker, self.layout.groups * len(peers), workers) if peers else ():
+        peers = self.topology.rail_peers(rank)
+        groups = max((-(-self.served(rank, peer) // self.layout.group) for peer in peers), default=0)
+        for item in range(worker, groups * len(peers) + self.tokens[rank], self.workers):
+            token = item - groups * len(peers)
+            if token >= 0:
+                sums: list[Step] = [("put", peer, rank, place // self.layout.chunk) for peer, place in self.node_sums(rank, token)]
+                yield graph.add(("combine", rank, token), [*self.entered(), *self._rows_ready(rank, rank, token), *sums])
+                continue
             group, peer = item // len(peers), peers[item % len(peers)]
             places = self.places_of(rank, peer, group, self.layout.group)
             if places:
@@ -123,9 +134,6 @@ class CombineCall(abc.ABC):
                 for place in places:
                     waits += self._rows_ready(rank, peer, self.served_token(rank, peer, place))
                 yield graph.add(("serve", rank, peer, group), waits)
-        for token in range(worker, self.tokens[rank], workers):
-            sums: list[Step] = [("put", peer, rank, place // self.layout.chunk) for peer, place in self.node_sums(rank, token)]
-            yield graph.add(("combine", rank, token), [*self.entered(), *self._rows_ready(rank, rank, token), *sums])
 
     def _rows_ready(self, rank: int, home: int, token: int) -> list[Step]:
         return [step for row, expert in self.chosen(rank, home, token) for step in self.rows_ready(rank, row, expert)]

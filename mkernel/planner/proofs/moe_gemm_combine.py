@@ -27,19 +27,20 @@ class _MoeGemmCombine(CombineCall):
     """``mk.moe_gemm_combine``.
 
     Steps beside those of CombineCall: ``("zero", rank)`` the counters, ``("tile", rank, expert, row)``, ``("finish", rank, expert)`` by
-    whichever CTA has counted the expert's last tile; ``("fetch", rank, home, token, window)`` of rows that are summed up later. Tiles of
-    one row of tiles are one step, and wait for no other.
+    whichever CTA has counted the expert's last tile; ``("fetch", rank, home, token, window)`` of rows that are summed up later,
+    ``("fetched", rank)`` all of them. Tiles of one row of tiles are one step, and wait for no other.
     """
 
     def __init__(self, plan: MoeGemmCombinePlan, routing: Sequence[Routed]) -> None:
         super().__init__(plan.combining, routing, plan.split.intra_comm or 0, plan.split.inter_send or 0)
         self.plan, combining = plan, frozenset({"serve", "combine"})
-        self.counters = Area("counters of tiles", HEAP, 0, plan.counter_bytes, frozenset({"zero", "tile"}), frozenset({"finish"}))
+        counting = frozenset({"zero", "tile", "fetched"})
+        self.counters = Area("counters", HEAP, 0, plan.counter_bytes, counting, combining | {"finish"})
         self.products = Area("products", HEAP, plan.rows_offset, plan.row_bytes, frozenset({"tile"}), combining | {"fetch"})
         self.fetched = Area("products fetched early", HEAP, plan.fetched_offset, plan.fetched_bytes, frozenset({"fetch"}), combining)
         raising = frozenset({"zero", "finish", "serve", "put", "post"})
         words = plan.flag_words * _WORD
-        self._flags = Area("flags of experts, sums and chunks", FLAGS, 0, words, raising, combining | {"tile", "put", "fetch"})
+        self._flags = Area("flags of experts, sums and chunks", FLAGS, 0, words, raising, combining | {"tile", "put", "fetch", "fetched"})
 
     @property
     def flags(self) -> Area:
@@ -63,18 +64,34 @@ class _MoeGemmCombine(CombineCall):
                 if tiles:
                     graph.add(("finish", rank, expert), tiles)
 
-    def combining_steps(self, graph: WaitGraph, rank: int, worker: int) -> Iterator[Step]:
-        later = list(super().combining_steps(graph, rank, worker))
+            for cta in range(self.ctas):
+                graph.chain(self._fetching_steps(graph, rank, cta))
+            if self.plan.windows > 1:
+                graph.add(("fetched", rank), [("zero", rank), *(step for step in graph if step[:2] == ("fetch", rank))])
+
+    @property
+    def workers(self) -> int:
+        """Warps take items as they come. If nothing waits in a circle where one takes all, then neither where several do."""
+        return 1
+
+    def _fetching_steps(self, graph: WaitGraph, rank: int, cta: int) -> Iterator[Step]:
+        """What the warp of a CTA that finds rows waits for, in order."""
         for window in range(self.plan.windows - 1):
-            for step in later:
-                for home, token in self.tokens_of(step):
+            for home in [*self.topology.rail_peers(rank), rank]:
+                tokens = (
+                    range(self.tokens[rank]) if home == rank else self.listed[rank][self.topology.node(home)][: self.served(rank, home)]
+                )
+                for token in tokens[cta :: self.ctas]:
                     if rows := self.rows_of_window(rank, home, token, window):
                         ready: list[Step] = [("finish", self.holder(rank, row)[0], expert) for row, expert in rows]
                         yield graph.add(("fetch", rank, home, token, window), [*self.entered(), *ready])
-        yield from later
+
+    def combining_steps(self, graph: WaitGraph, rank: int, worker: int) -> Iterator[Step]:
+        for step in super().combining_steps(graph, rank, worker):
+            yield graph.add(step, [("zero", rank)])
 
     def rows_ready(self, rank: int, row: int, expert: int) -> list[Step]:
-        return [] if self.is_fetched(rank, row, expert) else [("finish", self.holder(rank, row)[0], expert)]
+        return [("fetched", rank)] if self.is_fetched(rank, row, expert) else [("finish", self.holder(rank, row)[0], expert)]
 
     def tokens_of(self, step: Step) -> list[tuple[int, int]]:
         """Whose tokens a step sums up: home and number."""
@@ -112,9 +129,9 @@ class _MoeGemmCombine(CombineCall):
                 end = min(begin + BLOCK_M, self.offsets[rank][expert + 1])
                 yield Access(step, rank, self.products, begin * row_bytes, (end - begin) * row_bytes, writes=True)
                 yield self.flag(step, rank, 0, writes=False)
-                yield Access(step, rank, self.counters, expert * _COUNTER, _COUNTER, writes=True)
+                yield Access(step, rank, self.counters, self.plan.finished_offset(expert), _COUNTER, writes=True)
             case "finish", [int(expert)]:
-                yield Access(step, rank, self.counters, expert * _COUNTER, _COUNTER, writes=False)
+                yield Access(step, rank, self.counters, self.plan.finished_offset(expert), _COUNTER, writes=False)
                 for mate in self.topology.node_ranks(self.topology.node(rank)):
                     yield self.flag(step, mate, self.plan.expert_flag(self.topology.local_rank(rank), expert), writes=True)
 
@@ -122,11 +139,25 @@ class _MoeGemmCombine(CombineCall):
                 for row, expert in self.rows_of_window(rank, home, token, window):
                     yield from self._product(step, rank, row, expert)
                     yield self._place(step, rank, home, token, row, writes=True)
+            case "fetched", []:
+                yield self.flag(step, rank, 0, writes=False)
+                yield Access(step, rank, self.counters, 0, _WORD, writes=True)
             case (("serve" | "combine"), _):
-                for home, token in self.tokens_of(step):
-                    for row, expert in self.chosen(rank, home, token):
-                        if self.is_fetched(rank, row, expert):
-                            yield self._place(step, rank, home, token, row, writes=False)
+                yield from self._fetched_accesses(step, rank)
+
+    def _fetched_accesses(self, step: Step, rank: int) -> Iterator[Access]:
+        """Of a step that combines: the counters, and what has been fetched."""
+        yield self.flag(step, rank, 0, writes=False)
+        rows = [
+            (home, token, row)
+            for home, token in self.tokens_of(step)
+            for row, expert in self.chosen(rank, home, token)
+            if self.is_fetched(rank, row, expert)
+        ]
+        if rows:
+            yield Access(step, rank, self.counters, 0, _WORD, writes=False)
+        for home, token, row in rows:
+            yield self._place(step, rank, home, token, row, writes=False)
 
     def _place(self, step: Step, rank: int, home: int, token: int, row: int, *, writes: bool) -> Access:
         """Where a row is fetched to."""
