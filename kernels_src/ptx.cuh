@@ -39,6 +39,7 @@ MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
 MK_DEVICE uint32_t votes(bool v) { return __ballot_sync(0xffffffffu, v); }  // bit i: lane i's
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
+MK_DEVICE float shuffle_xor(float v, uint32_t lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }  // the value of lane (own ^ lanes)
 template <uint32_t Registers>
 MK_DEVICE void registers_increase() {  // warpgroup
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -103,6 +104,18 @@ MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar,
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(shared_address(smem)),
                "r"(c0), "r"(c1), "r"(c2)
+               : "memory");
+}
+
+MK_DEVICE void tma_load_4d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+                   shared_address(smem)),
+               "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+MK_DEVICE void tma_store_4d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
 
@@ -194,10 +207,20 @@ MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumula
   return b;
 }
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
+MK_DEVICE float maximum(float a, float b) {  // of a number and a NaN the number
+  float v;
+  asm("max.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
+}
 // 2^x and 1/x with a relative error of at most 2^-22 and 2^-23 (PTX ISA: 2 ulp, 1 ulp); a result or argument below 2^-126 may count as 0.
 MK_DEVICE float exp2(float x) {
   float v;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
+}
+MK_DEVICE float log2(float x) {  // with an error of at most 2^-22, absolute where x is in (0.5, 2), else relative; of 0: -infinity
+  float v;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
   return v;
 }
 MK_DEVICE float reciprocal(float x) {
@@ -290,7 +313,9 @@ MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uin
                : "memory");
 }
 
-// ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared) * B (16 x N, shared)
+// ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared or registers) * B (16 x N, shared)
+//
+// Thread t of the warpgroup holds of D the rows r = t / 32 * 16 + t % 32 / 4 and r + 8: d[4 j + 2 i + h] is row r + 8 i, column 8 j + t % 4 * 2 + h.
 enum class Major : uint32_t { kK = 0, kMN = 1 };  // which dimension of the operand is contiguous in shared memory
 
 // Shared-memory matrix descriptor for 128-byte swizzle. Byte strides as in the PTX ISA, "matrix descriptor":
@@ -303,7 +328,7 @@ MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_
 MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <uint32_t Pending, uint32_t Count>
-MK_DEVICE void wgmma_wait(float (&d)[Count]) {  // all but the last `Pending` groups are complete; `d` may be read when 0 are pending
+MK_DEVICE void wgmma_wait(float (&d)[Count]) {  // all but the last `Pending` groups are complete: `d`, of one of these, may be read
 #pragma unroll
   for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -321,20 +346,33 @@ template <uint32_t N, Element E, Major A, Major B> struct Atom;
   template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 #undef MK_ATOM
+template <uint32_t N, Element E, Major B> struct RegisterAtom;  // A in registers
+#define MK_ATOM(n)                                                                                                                          \
+  template <Major B> struct RegisterAtom<n, Element::kBFloat16, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_RS<gmma::Major::K, major(B)>; }; \
+  template <Major B> struct RegisterAtom<n, Element::kFloat16, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_RS<gmma::Major::K, major(B)>; };
+MK_ATOM(64) MK_ATOM(128)
+#undef MK_ATOM
 // 0 .. N-1 as a pack. Not <cuda/std/utility>: that header costs NVRTC 1.4 s, everything else here together 0.15 s.
 template <uint32_t... I> struct Indices {};
 template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
 // clang-format on
-template <class Atom, uint32_t Count, uint32_t... I>
-MK_DEVICE void fma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate, Indices<I...>) {
-  Atom::fma(a, b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
+template <class Atom, uint32_t Count, uint32_t... I, class... A>
+MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>, A... a) {
+  Atom::fma(a..., b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 }  // namespace detail
 
 template <uint32_t N, Element E, Major A, Major B, uint32_t Count>  // D is in the first N / 2 registers of `d`
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-  detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, a, b, accumulate, typename detail::IndicesTo<N / 2>::Type{});
+  detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
+}
+// The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and
+// one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They must stay as they are until
+// the instruction is complete.
+template <uint32_t N, Element E, Major B, uint32_t Count>
+MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {
+  detail::fma<typename detail::RegisterAtom<N, E, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2], a[3]);
 }
 
 }  // namespace ptx

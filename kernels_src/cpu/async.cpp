@@ -203,14 +203,15 @@ std::unique_ptr<AsyncCopy> new_copy(Copy kind, const void* shared, uint32_t byte
   return copy;
 }
 
-const CpuTensorMap& checked_map(const void* map, const char* what) {
+const CpuTensorMap& checked_map(const void* map, uint32_t rank, const char* what) {
   const auto& m = *static_cast<const CpuTensorMap*>(map);
   if (reinterpret_cast<uintptr_t>(map) % 64 != 0) scheduler().fail_fiber("%s: the tensor map at %p is not aligned to 64 bytes", what, map);
   if (m.magic != kTensorMapMagic) scheduler().fail_fiber("%s: %p is not a tensor map of target cpu", what, map);
+  if (m.rank != rank) scheduler().fail_fiber("%s: the tensor map at %p has %u dimensions", what, map, m.rank);
   return m;
 }
 
-uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2]; }
+uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2] * map.box[3]; }
 
 void check_load(uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
   if (!mbarrier_at(*self().cta, bar, what).visible)
@@ -263,24 +264,26 @@ void check_bulk(const void* global, uint32_t bytes, const char* what) {
 
 using namespace mkcpu;
 
-void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
+void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
   const Call call;
-  const CpuTensorMap& m = checked_map(map, "tma_load_3d");
+  const char* what = rank == 3 ? "tma_load_3d" : "tma_load_4d";
+  const CpuTensorMap& m = checked_map(map, rank, what);
   const uint32_t bytes = box_bytes(m);
-  check_load(shared_offset(smem, bytes, kTensorAlignment, "tma_load_3d"), bytes, bar, "tma_load_3d");
+  check_load(shared_offset(smem, bytes, kTensorAlignment, what), bytes, bar, what);
   auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
-  copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
-  for_rows(*copy, [](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, "tma_load_3d"); });
+  copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = c3;
+  for_rows(*copy, [what](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, what); });
   call.scheduler.issue(std::move(copy));
 }
 
-void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
+void mkc_tensor_store(const void* map, const void* smem, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
   const Call call;
-  const CpuTensorMap& m = checked_map(map, "tma_store_3d");
-  const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, "tma_store_3d");
+  const char* what = rank == 3 ? "tma_store_3d" : "tma_store_4d";
+  const CpuTensorMap& m = checked_map(map, rank, what);
+  const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, what);
   auto copy = new_copy(Copy::kTensorStore, smem, bytes);
-  copy->map = m, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2;
-  issue_store(std::move(copy), offset, "tma_store_3d");
+  copy->map = m, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = c3;
+  issue_store(std::move(copy), offset, what);
 }
 
 void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {

@@ -17,6 +17,7 @@ MKC_API void mkc_sync_warp();
 MKC_API void mkc_barrier(uint32_t id, uint32_t threads, bool wait);
 MKC_API uint32_t mkc_vote(bool value);  // bit per lane
 MKC_API uint32_t mkc_broadcast(uint32_t value, uint32_t lane);
+MKC_API uint32_t mkc_shuffle_xor(uint32_t value, uint32_t lanes);
 
 MKC_API uint64_t mkc_clock_ns();
 MKC_API void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline);
@@ -29,8 +30,8 @@ MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity);
 
 MKC_API void mkc_fence_proxy_async(bool shared_only);
 
-MKC_API void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2);
-MKC_API void mkc_tensor_store(const void* map, const void* smem, int32_t c0, int32_t c1, int32_t c2);
+MKC_API void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3);
+MKC_API void mkc_tensor_store(const void* map, const void* smem, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3);
 MKC_API void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar);
 MKC_API void mkc_bulk_store(void* global, const void* smem, uint32_t bytes);
 MKC_API void mkc_store_commit();
@@ -48,7 +49,9 @@ MKC_API void mkc_check_shared(const void* p, uint32_t bytes);  // before a read:
 MKC_API void mkc_wrote_shared(void* p, uint32_t bytes);        // 16 bytes: the async proxy must not touch them before a fence
 
 MKC_API void mkc_wgmma_fence();
-MKC_API void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, uint64_t b, bool accumulate);
+// A is in shared memory, or in each thread's four words at a_words if that is not null.
+MKC_API void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, const uint32_t* a_words,
+                       uint64_t b, bool accumulate);
 MKC_API void mkc_wgmma_commit();
 MKC_API void mkc_wgmma_wait(uint32_t pending);
 
@@ -67,12 +70,13 @@ enum Finished : int32_t { kRunningLaunch = 0, kSucceeded = 1, kFailed = 2 };
 struct CpuTensorMap {  // in the 128 bytes of abi::TensorMap
   uint64_t magic;
   uint64_t base;
-  uint64_t dims[3];     // elements, innermost first
-  uint64_t strides[2];  // bytes, of dimensions 1 and 2
-  uint32_t box[3];      // elements
+  uint32_t rank;        // dimensions: 3, or 4; of 3 the last one has an extent of 1
   uint32_t element_bytes;
-  uint32_t swizzled;  // 0: the box's rows lie in shared memory as they are
-  uint32_t reserved[13];
+  uint64_t dims[4];     // elements, innermost first
+  uint64_t strides[3];  // bytes, of dimensions 1 to 3
+  uint32_t box[4];      // elements
+  uint32_t swizzled;    // 0: the box's rows lie in shared memory as they are
+  uint32_t reserved[7];
 };
 static_assert(sizeof(CpuTensorMap) == 128, "abi");
 constexpr uint32_t kEveryCta = UINT32_MAX;

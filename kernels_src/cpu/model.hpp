@@ -101,7 +101,7 @@ struct NamedBarrier {
   std::vector<Fiber*> waiting;
 };
 
-enum class Meeting : uint8_t { kSync, kVote, kBroadcast, kStmatrix };
+enum class Meeting : uint8_t { kSync, kVote, kBroadcast, kShuffle, kStmatrix };
 
 // The warp rendezvous. Two sets of slots: a lane may be one meeting ahead of the slowest reader.
 struct Warp {
@@ -119,11 +119,13 @@ struct Wgmma {
   uint32_t n, element, a_major, b_major;
   uint64_t a, b;
   bool accumulate;
+  bool a_in_registers;
   uint32_t threads = 0;  // that have issued it
   float* d[kWarpgroupThreads];
+  const uint32_t* a_words[kWarpgroupThreads];  // where the registers of A are; read when the instruction is executed
   bool same_operands(const Wgmma& o) const {
     return n == o.n && element == o.element && a_major == o.a_major && b_major == o.b_major && a == o.a && b == o.b &&
-           accumulate == o.accumulate;
+           accumulate == o.accumulate && a_in_registers == o.a_in_registers;
   }
 };
 
@@ -182,7 +184,7 @@ struct AsyncCopy {
   Fiber* issuer;
   Cta* cta;
   CpuTensorMap map;  // a copy: the kernel may change its own afterwards
-  int32_t at[3];
+  int32_t at[4];
   char* shared;
   char* global;
   uint32_t bytes;

@@ -36,6 +36,9 @@ MK_DEVICE bool all_of_warp(bool v) { return mkc_vote(v) == 0xffffffffu; }
 MK_DEVICE bool any_of_warp(bool v) { return mkc_vote(v) != 0; }
 MK_DEVICE uint32_t votes(bool v) { return mkc_vote(v); }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return mkc_broadcast(v, lane); }
+MK_DEVICE float shuffle_xor(float v, uint32_t lanes) {
+  return __builtin_bit_cast(float, mkc_shuffle_xor(__builtin_bit_cast(uint32_t, v), lanes));
+}
 template <uint32_t Registers>
 MK_DEVICE void registers_increase() {
   static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "setmaxnreg");
@@ -64,10 +67,16 @@ MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
 
 // ---- TMA
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
-  mkc_tensor_load(smem, map, bar, c0, c1, c2);
+  mkc_tensor_load(smem, map, bar, 3, c0, c1, c2, 0);
 }
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
-  mkc_tensor_store(map, smem, c0, c1, c2);
+  mkc_tensor_store(map, smem, 3, c0, c1, c2, 0);
+}
+MK_DEVICE void tma_load_4d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  mkc_tensor_load(smem, map, bar, 4, c0, c1, c2, c3);
+}
+MK_DEVICE void tma_store_4d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  mkc_tensor_store(map, smem, 4, c0, c1, c2, c3);
 }
 MK_DEVICE void bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) { mkc_bulk_load(smem, global, bytes, bar); }
 MK_DEVICE void bulk_store(void* global, const void* smem, uint32_t bytes) { mkc_bulk_store(global, smem, bytes); }
@@ -164,7 +173,9 @@ MK_DEVICE void unpack(uint32_t v, float& low, float& high) {
 }
 MK_DEVICE uint32_t bits(float v) { return __builtin_bit_cast(uint32_t, v); }
 MK_DEVICE float from_bits(uint32_t v) { return __builtin_bit_cast(float, v); }
+MK_DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
 MK_DEVICE float exp2(float x) { return __builtin_exp2f(x); }
+MK_DEVICE float log2(float x) { return __builtin_log2f(x); }
 MK_DEVICE float reciprocal(float x) { return 1.0f / x; }
 
 // ---- 16 bytes at a time
@@ -249,7 +260,13 @@ template <uint32_t N, Element E, Major A, Major B, uint32_t Count>
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(Count >= N / 2, "accumulators");
   static_assert(N == 64 || N == 128 || N == 192 || N == 256, "wgmma shape");
-  mkc_wgmma(d, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, b, accumulate);
+  mkc_wgmma(d, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, nullptr, b, accumulate);
+}
+template <uint32_t N, Element E, Major B, uint32_t Count>
+MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {
+  static_assert(Count >= N / 2, "accumulators");
+  static_assert(N == 64 || N == 128, "wgmma shape");
+  mkc_wgmma(d, N, static_cast<uint32_t>(E), 0, static_cast<uint32_t>(B), 0, a, b, accumulate);
 }
 
 }  // namespace ptx

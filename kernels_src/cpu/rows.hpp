@@ -15,14 +15,15 @@ void for_rows(const AsyncCopy& copy, F f) {
   const int64_t x = copy.at[0], width = map.box[0];
   const int64_t begin = x < 0 ? std::min(-x, width) : 0;
   const int64_t left = static_cast<int64_t>(map.dims[0]) - x, end = left < begin ? begin : std::min(left, width);
-  for (uint32_t i = 0; i < map.box[2]; ++i) {
-    const int64_t z = int64_t(copy.at[2]) + i;
+  for (uint32_t i = 0; i < map.box[3] * map.box[2]; ++i) {
+    const int64_t w = int64_t(copy.at[3]) + i / map.box[2], z = int64_t(copy.at[2]) + i % map.box[2];
+    const bool plane_inside = w >= 0 && w < static_cast<int64_t>(map.dims[3]) && z >= 0 && z < static_cast<int64_t>(map.dims[2]);
     for (uint32_t j = 0; j < map.box[1]; ++j, shared += kRowBytes) {
       const int64_t y = int64_t(copy.at[1]) + j;
-      const bool inside = z >= 0 && z < static_cast<int64_t>(map.dims[2]) && y >= 0 && y < static_cast<int64_t>(map.dims[1]);
+      const bool inside = plane_inside && y >= 0 && y < static_cast<int64_t>(map.dims[1]);
       const int64_t first = begin * map.element_bytes, bytes = inside ? (end - begin) * map.element_bytes : 0;
-      const uint64_t row =
-          map.base + static_cast<uint64_t>(inside ? z : 0) * map.strides[1] + static_cast<uint64_t>(inside ? y : 0) * map.strides[0];
+      const uint64_t row = map.base + static_cast<uint64_t>(inside ? w : 0) * map.strides[2] +
+                           static_cast<uint64_t>(inside ? z : 0) * map.strides[1] + static_cast<uint64_t>(inside ? y : 0) * map.strides[0];
       f(shared, reinterpret_cast<char*>(row + static_cast<uint64_t>(x * map.element_bytes + first)), static_cast<uint32_t>(first),
         static_cast<uint32_t>(bytes));
     }

@@ -55,7 +55,7 @@ void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waitin
   tsan::acquire(sync);
 }
 
-const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp", "broadcast", "stmatrix_x4"};
+const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp", "broadcast", "shuffle_xor", "stmatrix_x4"};
 
 // Waits until all lanes have come with their words; the slots stay readable until this lane's next meeting.
 const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
@@ -201,6 +201,11 @@ uint32_t mkc_vote(bool value) {
 }
 
 uint32_t mkc_broadcast(uint32_t value, uint32_t lane) { return meet_warp(Meeting::kBroadcast, value, 0, 0, 0).word[lane % kLanes][0]; }
+
+uint32_t mkc_shuffle_xor(uint32_t value, uint32_t lanes) {
+  const uint32_t lane = self().thread % kLanes;
+  return meet_warp(Meeting::kShuffle, value, 0, 0, 0).word[(lane ^ lanes) % kLanes][0];
+}
 
 void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   constexpr uint32_t kMatrixRowBytes = 16;

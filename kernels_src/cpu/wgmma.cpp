@@ -91,6 +91,17 @@ void read_operand(const Cta& cta, const Operand& o, uint32_t extent, uint32_t el
   }
 }
 
+// A in registers: word i of thread t holds row 16 * (t / 32) + t % 32 / 4 + 8 * (i % 2), k 8 * (i / 2) + 2 * (t % 4) + {0, 1}.
+void read_registers(const uint32_t* const* words, uint32_t element, float* out) {
+  for (uint32_t t = 0; t < kWarpgroupThreads; ++t) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      float* at = out + (t / 32 * 16 + t % 32 / 4 + i % 2 * 8) * kDepth + i / 2 * 8 + t % 4 * 2;
+      at[0] = to_float(static_cast<uint16_t>(words[t][i]), element);
+      at[1] = to_float(static_cast<uint16_t>(words[t][i] >> 16), element);
+    }
+  }
+}
+
 // c (64 x n) += a (64 x 16) * b (16 x n)
 void multiply(float* __restrict c, const float* __restrict a, const float* __restrict b, uint32_t n) {
   for (uint32_t i = 0; i < kRows; ++i, c += n, a += kDepth) {
@@ -137,7 +148,11 @@ void execute(const Cta& cta, Warpgroup& group, uint64_t below) {
     } else if (loaded == nullptr) {
       move_accumulator<true>(c, op.d, op.n);
     }
-    read_operand(cta, decode(op.a, op.a_major), kRows, op.element, a, kDepth, 1);
+    if (op.a_in_registers) {
+      read_registers(op.a_words, op.element, a);
+    } else {
+      read_operand(cta, decode(op.a, op.a_major), kRows, op.element, a, kDepth, 1);
+    }
     read_operand(cta, decode(op.b, op.b_major), op.n, op.element, b, 1, op.n);
     multiply(c, a, b, op.n);
     last = op;
@@ -158,19 +173,21 @@ using namespace mkcpu;
 
 void mkc_wgmma_fence() { self().wgmma_fenced = true; }
 
-void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, uint64_t b, bool accumulate) {
+void mkc_wgmma(float* d, uint32_t n, uint32_t element, uint32_t a_major, uint32_t b_major, uint64_t a, const uint32_t* a_words, uint64_t b,
+               bool accumulate) {
   const Call call;
   Scheduler& s = call.scheduler;
   Fiber& fiber = call.fiber;
   Warpgroup& group = warpgroup_of(fiber);
   if (!fiber.wgmma_fenced) s.fail_fiber("wgmma before the first wgmma_fence");
   const uint64_t number = fiber.wgmma_issued++;
-  Wgmma op{n, element, a_major, b_major, a, b, accumulate, 0, {}};
+  Wgmma op{n, element, a_major, b_major, a, b, accumulate, a_words != nullptr, 0, {}, {}};
   if (number == group.first + group.ops.size()) group.ops.push_back(op);
   Wgmma& shared = group.ops[number - group.first];
   if (!shared.same_operands(op))
     s.fail_fiber("wgmma: the threads of the warpgroup gave different operands (instruction %llu)", static_cast<unsigned long long>(number));
   shared.d[fiber.thread % kWarpgroupThreads] = d;
+  shared.a_words[fiber.thread % kWarpgroupThreads] = a_words;
   ++shared.threads;
 }
 

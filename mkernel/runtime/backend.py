@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
 
-__all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "TensorView"]
+__all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "Strides", "TensorView"]
 
-Extents = tuple[int, int, int]  # extents of a tensor map or of its box, innermost first
+# Of a tensor map with three or four dimensions: its extents or those of its box, innermost first; bytes from one index to the next, of all
+# dimensions but the innermost.
+Extents = tuple[int, int, int] | tuple[int, int, int, int]
+Strides = tuple[int, int] | tuple[int, int, int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,8 +140,8 @@ class Backend(abc.ABC):
         """Compile (or find in the cache) and load. Raises CompileError. Nothing may be spinning on this device."""
 
     @abc.abstractmethod
-    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
-        """A 128-byte tensor map: three dimensions, innermost (contiguous) first, ``strides`` in bytes of dimensions 1 and 2.
+    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
+        """A 128-byte tensor map: three or four dimensions, innermost (contiguous) first, ``strides`` in bytes of all but the first.
 
         The box's inner extent is 64 16-bit elements, in shared memory with the 128-byte swizzle or, if not ``swizzled``, one after the
         other. Out-of-bounds elements read as zero and are not written.

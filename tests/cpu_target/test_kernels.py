@@ -40,7 +40,7 @@ def test_the_two_ptx_headers_have_the_same_names() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_primitives(seed: int) -> None:
     kernel = load("primitives", Primitives, threads=64)
-    out, words, flags = aligned((2, 448), np.uint32, 0xFFFFFFFF), aligned(4, np.uint32), aligned(4, np.uint64)
+    out, words, flags = aligned((2, 576), np.uint32, 0xFFFFFFFF), aligned(4, np.uint32), aligned(4, np.uint64)
     CpuBackend(seed=seed).launch(kernel, 0, 2, bytes(Primitives(out.ctypes.data, words.ctypes.data, flags.ctypes.data)))
     t = np.arange(64)
     lane, warp = t % 32, t // 32
@@ -55,6 +55,12 @@ def test_primitives(seed: int) -> None:
         assert out[cta, 385] == 0xFC003E00
         assert out[cta, 386] == 16
         assert out[cta, 387] == 1
+        swapped, numbers = out[cta, 448:512].view(np.float32), out[cta, 512:576].view(np.float32)
+        assert (swapped == (t ^ 3) + 0.5).all()
+        assert (numbers[:2] == 7).all(), "a number, not a NaN"
+        assert numbers[2] == -np.inf
+        assert (numbers[32:] == np.maximum(-t[32:], -40)).all()
+        assert np.abs(numbers[3:32] - np.log2(np.arange(1, 30))).max() < 2.0**-20
     assert sorted(np.concatenate([out[0, 256:320], out[1, 256:320]])) == list(range(128))
     assert out[1, 388] == 4711
     assert out[1, 389] == 4712
@@ -156,21 +162,22 @@ def test_float_rounding() -> None:
 
 # ---- boxes of a tensor
 @pytest.mark.parametrize("swizzled", [True, False])
-@pytest.mark.parametrize("start", [(0, 0, 0), (64, 1, 2), (128, 3, 3)])
-def test_a_box_in_shared_memory(start: tuple[int, int, int], swizzled: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("start", [(0, 0, 0), (64, 1, 2), (128, 3, 3), (0, 0, 0, 0), (64, 1, 2, 1), (128, 3, 3, 1)])
+def test_a_box_in_shared_memory(start: tuple[int, ...], swizzled: bool, rng: np.random.Generator) -> None:
     """Rows of 128 bytes, row after row, plane after plane; zeros from outside the tensor. Swizzled, the chunks of a row change places."""
-    planes, rows, columns, box = 4, 5, 136, (64, 4, 2)
-    source = aligned((planes, rows, columns), np.uint16)
+    rank = len(start)
+    shape, box = ((4, 5, 136), (64, 4, 2)) if rank == 3 else ((2, 4, 5, 136), (64, 2, 2, 2))
+    in_memory = rng.permutation(rank - 1)  # of the outer dimensions: a view of a tensor whose dimensions lie otherwise
+    source = aligned((*(shape[i] for i in in_memory), shape[-1]), np.uint16).transpose(*np.argsort(in_memory), rank - 1)
     source[...] = rng.integers(1, 1 << 16, source.shape)
-    out = aligned((box[2] * box[1], 8, 8), np.uint16)
+    out = aligned((np.prod(box[1:]), 8, 8), np.uint16)
     device = CpuBackend()
-    encoded = device.tensor_map(source.ctypes.data, "float16", (columns, rows, planes), source.strides[1::-1], box, swizzled)
-    kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes)
+    encoded = device.tensor_map(source.ctypes.data, "float16", shape[::-1], source.strides[-2::-1], box, swizzled)
+    kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes, kRank=rank)
     device.launch(kernel, 0, 1, bytes(Box(abi.TensorMap.from_buffer_copy(encoded), out.ctypes.data, *start)))
-    padded = np.zeros((planes + box[2], rows + box[1], columns + box[0]), np.uint16)
-    padded[:planes, :rows, :columns] = source
-    x, y, z = start
-    expected = padded[z : z + box[2], y : y + box[1], x : x + box[0]].reshape(out.shape)
+    padded = np.zeros([extent + 64 for extent in shape], np.uint16)
+    padded[tuple(map(slice, shape))] = source
+    expected = padded[tuple(slice(first, first + extent) for first, extent in zip(start[::-1], box[::-1], strict=True))].reshape(out.shape)
     if swizzled:
         expected = np.stack([row[np.arange(8) ^ (number % 8)] for number, row in enumerate(expected)])
     assert (out == expected).all()

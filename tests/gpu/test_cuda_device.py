@@ -452,7 +452,8 @@ def test_tensor_maps(device: CudaBackend, dtype: str, start: tuple[int, int, int
 
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_tensor_maps_are_those_of_the_bindings(device: CudaBackend, dtype: str, swizzled: bool) -> None:
+@pytest.mark.parametrize("rank", [3, 4])
+def test_tensor_maps_are_those_of_the_bindings(device: CudaBackend, rank: int, dtype: str, swizzled: bool) -> None:
     """Byte for byte, whatever the sizes."""
     bindings, draw, address = driver(), random.Random(7), device.allocate(1 << 16)
     kinds, modes = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
@@ -461,14 +462,16 @@ def test_tensor_maps_are_those_of_the_bindings(device: CudaBackend, dtype: str, 
         shape = (draw.randint(1, 1 << 16), draw.randint(2, 1 << 20), draw.randint(2, 64))
         step = -(-shape[0] * 2 // 16) * 16 + 16 * draw.randint(0, 4)
         strides, box = (step, step * shape[1]), (64, draw.randint(1, 256), 1)
+        if rank == 4:  # the outermost dimension lies inside the others
+            shape, strides, box = (*shape, draw.randint(2, 8)), (8 * step, 8 * strides[1], step), (*box, 1)
         status, expected = bindings.cuTensorMapEncodeTiled(
             kind,
-            3,
+            rank,
             address,
             [bindings.cuuint64_t(extent) for extent in shape],
             [bindings.cuuint64_t(stride) for stride in strides],
             [bindings.cuuint32_t(extent) for extent in box],
-            [bindings.cuuint32_t(1)] * 3,
+            [bindings.cuuint32_t(1)] * rank,
             bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             modes.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else modes.CU_TENSOR_MAP_SWIZZLE_NONE,
             bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

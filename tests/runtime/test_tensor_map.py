@@ -77,11 +77,14 @@ def test_what_the_driver_is_told(encoder: Encoder) -> None:
         ((60, 5, 1), (128, 3), [60, 5, 1], [128, 640]),
         ((60, 1, 4), (3, 256), [60, 1, 4], [128, 256]),
         ((0, 0, 0), (0, 0), [1, 1, 1], [16, 16]),
+        ((64, 5, 4, 3), (512, 128, 2560), [64, 5, 4, 3], [512, 128, 2560]),
+        ((64, 5, 1, 0), (128, 3, 5), [64, 5, 1, 1], [128, 640, 640]),
     ],
 )
 def test_dimensions_that_nothing_is_read_of(encoder: Encoder, shape: Any, strides: Any, extents: list[int], steps: list[int]) -> None:
     """The encoder refuses extents of 0 and odd strides, also where no element uses them."""
-    TensorMaps().get(**GOOD | {"shape": shape, "strides": strides})
+    TensorMaps().get(**GOOD | {"shape": shape, "strides": strides, "box": (64, 32, 1, 1)[: len(shape)]})
+    assert encoder.asked[-1][1] == len(shape)
     assert encoder.asked[-1][3:5] == (extents, steps)
 
 

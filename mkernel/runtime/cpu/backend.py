@@ -20,7 +20,7 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.memory.memfd import Mapping, MemfdSegment, SharedMemory, import_fd
 from mkernel.memory.segment import Segment
 from mkernel.runtime.arrays import dlpack
-from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, TensorView
+from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, Strides, TensorView
 from mkernel.runtime.cpu.copier import CpuCopier
 from mkernel.runtime.cpu.memory import File, ThreadSegment, aligned, file_of
 from mkernel.runtime.cpu.scheduler import BLOCKED, TURNS, CpuKernel, Scheduler, scheduler_library
@@ -28,7 +28,7 @@ from mkernel.runtime.cpu.thread_ranks import ThreadRanks
 
 __all__ = ["ThreadRanks", "CpuCopier", "CpuBackend", "CpuKernel"]
 
-_TENSOR_MAP = struct.Struct("=QQ3Q2Q3III52x")  # mkcpu::CpuTensorMap
+_TENSOR_MAP = struct.Struct("=QQII4Q3Q4II28x")  # mkcpu::CpuTensorMap
 _TENSOR_MAP_MAGIC = 0x70616D2D7570636D
 _BOX_ROW_BYTES = 128
 _SLICE_NS = 50_000_000  # of a launch, between two looks at signals
@@ -135,7 +135,7 @@ class CpuBackend(Backend):
         path, library = compiler.open_library(functools.partial(compiler.compile, spec))
         return CpuKernel(spec, path, self.sm_count, library)
 
-    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
+    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
         size = dlpack.numpy_dtype(dtype).itemsize
         for name, value, ok, rule in (
             ("address", address, address % 16 == 0, "must be 16-byte aligned"),
@@ -146,7 +146,10 @@ class CpuBackend(Backend):
         ):
             if not ok:
                 raise ArgumentError(f"tensor map {name}", value, rule)
-        return _TENSOR_MAP.pack(_TENSOR_MAP_MAGIC, address, *shape, *strides, *box, size, swizzled)
+        rank = len(shape)
+        if rank == 3:
+            shape, strides, box = (*shape, 1), (*strides, 0), (*box, 1)
+        return _TENSOR_MAP.pack(_TENSOR_MAP_MAGIC, address, rank, size, *shape, *strides, *box, swizzled)
 
     # ---- streams
     def stream(self, stream: Any) -> Any:

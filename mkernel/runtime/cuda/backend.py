@@ -19,7 +19,7 @@ from mkernel.memory.pinned import PinnedSegment, pin
 from mkernel.memory.segment import Segment
 from mkernel.runtime.arrays import dlpack
 from mkernel.runtime.arrays.libraries import Libraries, TorchLibrary
-from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, TensorView
+from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, Strides, TensorView
 from mkernel.runtime.cuda.copier import CudaCopier
 from mkernel.runtime.cuda.events import happened, sleep_until
 from mkernel.runtime.cuda.gpus import name_of, pci_address_of
@@ -172,7 +172,7 @@ class CudaBackend(Backend):
         with self._lock, self._current():
             return CudaKernel(spec, cubin, self.sm_count, self.ordinal)
 
-    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool = True) -> bytes:
+    def tensor_map(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
         return self._maps.get(address or self._some_address, dtype, shape, strides, box, swizzled)
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from typing import Any
 
 from mkernel.errors import ArgumentError
 from mkernel.memory.driver import driver, prompt
-from mkernel.runtime.backend import Extents
+from mkernel.runtime.backend import Extents, Strides
 
 __all__ = ["TensorMaps"]
 
@@ -29,10 +29,9 @@ _ZEROS = 0  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: what lies outside reads as zero
 
 _pointer, _u32, _enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
 
-# What the encoder reads: extents, strides of the outer two dimensions, the box, and the steps inside it.
-_INPUT = struct.Struct("=3Q2Q3I3I")
-_STRIDES, _BOX, _STEPS = 24, 40, 52  # offsets in it
-_OUTPUT = 64  # offset of the map
+# What the encoder reads of so many dimensions: extents, strides of all but the first, the box, and the steps inside it.
+_INPUT = {rank: struct.Struct(f"={rank}Q{rank - 1}Q{rank}I{rank}I") for rank in (3, 4)}
+_OUTPUT = 128  # offset of the map
 
 
 class TensorMaps:
@@ -50,7 +49,7 @@ class TensorMaps:
         self._at = ctypes.addressof(self._owner) + start
         self._known = functools.lru_cache(maxsize=_KNOWN)(self._encoded)
 
-    def get(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool) -> bytes:
+    def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool) -> bytes:
         """The map of a tensor, as ``Backend.tensor_map`` describes it. ``address``: not 0.
 
         Raises
@@ -70,7 +69,7 @@ class TensorMaps:
         types = (_pointer, _enum, _u32, _pointer, _pointer, _pointer, _pointer, _pointer, _enum, _enum, _enum, _enum)
         return prompt("cuTensorMapEncodeTiled", *types)
 
-    def _encoded(self, address: int, dtype: str, shape: Extents, strides: tuple[int, int], box: Extents, swizzled: bool) -> bytes:
+    def _encoded(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool) -> bytes:
         kind = _DTYPES.get(dtype)
         if kind is None:
             raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
@@ -78,28 +77,28 @@ class TensorMaps:
             raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements")
         # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may
         # be odd.
-        inner, middle, outer = (extent if extent > 1 else 1 for extent in shape)
-        middle_step, outer_step = strides
-        if middle == 1:
-            middle_step = -(-inner * 2 // 16) * 16
-        if outer == 1:
-            outer_step = -(-middle_step * middle // 16) * 16
+        rank, extents, steps = len(shape), [extent if extent > 1 else 1 for extent in shape], list(strides)
+        inside = extents[0] * 2  # bytes
+        for i, extent in enumerate(extents[1:]):
+            if extent == 1:
+                steps[i] = -(-inside // 16) * 16
+            inside = steps[i] * extent
         at, encode = self._at, self._encode
         with self._lock:
             try:
-                _INPUT.pack_into(self._memory, 0, inner, middle, outer, middle_step, outer_step, *box, 1, 1, 1)
+                _INPUT[rank].pack_into(self._memory, 0, *extents, *steps, *box, *(1,) * rank)
             except struct.error:  # a number that the driver's types do not hold
                 status = _INVALID_VALUE
             else:
                 status = encode(
                     at + _OUTPUT,
                     kind,
-                    3,
+                    rank,
                     address,
                     at,
-                    at + _STRIDES,
-                    at + _BOX,
-                    at + _STEPS,
+                    at + 8 * rank,
+                    at + 16 * rank - 8,
+                    at + 20 * rank - 8,
                     _NO_INTERLEAVE,
                     _SWIZZLES[swizzled],
                     _PROMOTION,

@@ -7,8 +7,8 @@ namespace mkernel {
 struct alignas(64) Parameters {
   abi::TensorMap source;
   uint64_t out;
-  int64_t from[3];
-  uint64_t reserved[4];
+  int64_t from[4];  // the last one of tensors with Config::kRank 4
+  uint64_t reserved[3];
 };
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
@@ -18,7 +18,11 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   ptx::mbarrier_init(bar, 1);
   ptx::mbarrier_init_fence();
   ptx::mbarrier_arrive_expect(bar, Config::kBoxBytes);
-  ptx::tma_load_3d(smem, &p.source, bar, p.from[0], p.from[1], p.from[2]);
+  if constexpr (Config::kRank == 3) {
+    ptx::tma_load_3d(smem, &p.source, bar, p.from[0], p.from[1], p.from[2]);
+  } else {
+    ptx::tma_load_4d(smem, &p.source, bar, p.from[0], p.from[1], p.from[2], p.from[3]);
+  }
   ptx::mbarrier_wait(bar, 0);
   ptx::bulk_store(reinterpret_cast<char*>(p.out), smem, Config::kBoxBytes);
   ptx::store_commit();
