@@ -1,0 +1,46 @@
+"""The tile of attention kernels (``kernels_src/attention``): rows of q, keys of a block, stages, and what they need of an SM."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["AttentionTile"]
+
+_ITEM = 2
+_BARRIER_BYTES = 1024  # barriers and headers
+_WARPGROUP = 128  # threads
+_WARPGROUP_ROWS = 64  # of q
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionTile:
+    """``key_block`` keys and values make a stage; each of ``warpgroups`` has 64 rows of a q tile."""
+
+    head_dim: int
+    key_block: int
+    stages: int
+    warpgroups: int
+
+    @classmethod
+    def of(cls, head_dim: int, causal: bool) -> AttentionTile:
+        """The tile that is fastest for long sequences."""
+        return cls(head_dim, 128, 2, 2)
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of a q tile."""
+        return _WARPGROUP_ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the consumer warpgroups and the producer's."""
+        return _WARPGROUP * (1 + self.warpgroups)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of q and o, and of the stages of K and of V."""
+        return 2 * self.q_rows * self.head_dim * _ITEM + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
+
+    def constants(self) -> dict[str, int]:
+        """``Config`` of ``AttentionShape``, but for the element type and the mask."""
+        return {"kHeadDim": self.head_dim, "kKeyBlock": self.key_block, "kStages": self.stages, "kQueryWarpgroups": self.warpgroups}

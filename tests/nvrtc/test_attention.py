@@ -1,0 +1,65 @@
+"""The attention role compiled for sm_90a without a GPU: what test_kernels.py asks of allgather_gemm, and the order of its main loop."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
+
+from mkernel.jit import cuda
+from mkernel.planner.attention_tile import AttentionTile
+from mkernel.planner.split import Split
+from mkernel.planner.topology import Topology
+from tests.nvrtc.test_kernels import (
+    _own_cache,  # noqa: F401 - a fixture for every test here
+    fits,
+    relative_cost,
+)
+from tests.ops.attention_op import AttentionPlan, AttentionProblem
+
+_INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)(?:[ ]+([^;]*))?;", re.MULTILINE)
+
+
+def plan_of(head_dim: int, dtype: str, causal: bool, q_position: int = 0) -> AttentionPlan:
+    return AttentionPlan(AttentionProblem(Topology(4, 4), head_dim, dtype, causal, q_position=q_position), 8192, Split(132, 0, 0, 0))
+
+
+@pytest.mark.cases(head_dim=(64, 128), dtype=("bfloat16", "float16"), causal=(False, True))
+def test_kernel(caplog: pytest.LogCaptureFixture, head_dim: int, dtype: str, causal: bool) -> None:
+    sass = cuda.disassemble(fits(caplog, plan_of(head_dim, dtype, causal).spec))
+    assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
+    instructions = [(name, operands) for name, operands in _INSTRUCTION.findall(sass)]
+    operations = {name.split(".")[0] for name, _ in instructions}
+    tile, kind = AttentionTile.of(head_dim, causal), ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name, _ in instructions if name.startswith("HGMMA")} == {
+        f"HGMMA.64x{n}x16.F32{kind}" for n in {tile.key_block, head_dim}
+    }
+    assert {"UTMALDG", "UTMASTG", "USETMAXREG"} <= operations
+    assert "STG.E.128" in {name for name, _ in instructions}, "rows of tiles that are not full"
+    assert not operations & {"STL", "LDL", "STACK"}, "local memory"
+    check_main_loop(instructions, tile, head_dim)
+
+
+def check_main_loop(instructions: list[tuple[str, str]], tile: AttentionTile, head_dim: int) -> None:
+    """Both products are issued before the scores are waited for; the softmax runs beside the second one and has no more than it needs."""
+    products = [i for i, (name, _) in enumerate(instructions) if name.startswith("HGMMA")]
+    # In the order of the code: scores of the first block; in the loop scores and values; values of the last block.
+    scores, values = head_dim // 16, tile.key_block // 16
+    assert len(products) == 2 * (scores + values)
+    begin, end = products[scores], products[2 * scores + values]
+    loop = instructions[begin:end]
+    waits = [i for i, (name, _) in enumerate(loop) if name == "WARPGROUP.DEPBAR.LE"]
+    assert [loop[i][1].split(",")[-1].strip() for i in waits] == ["0x1"], "the wait for the values comes after the softmax"
+    softmax = [name.split(".")[0] for name, _ in loop[waits[0] :]]
+    count = tile.key_block // 2  # scores of a thread
+    assert [name for name, _ in loop[waits[0] :]].count("MUFU.EX2") == count + 2, "and a factor for each of two rows"
+    assert softmax.count("FFMA") <= count + 2
+    assert softmax.count("FMNMX") <= count + 4
+    assert softmax.count("FADD") <= count + 8
+
+
+@pytest.mark.slow
+def test_compiling_is_about_as_quick_as_allgather_gemm() -> None:
+    assert relative_cost(lambda k: plan_of(128, "bfloat16", True, k).spec) < 1.6

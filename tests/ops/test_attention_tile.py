@@ -1,0 +1,273 @@
+"""The attention that ring attention builds on, by itself: every element, nothing outside, and planted bugs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mkernel import env
+from mkernel.jit.headers import kernels_src
+from mkernel.planner.attention_tile import AttentionTile
+from tests.ops import attention_races
+from tests.ops.attention_body import Case, check, run
+from tests.ops.attention_op import OP, AttentionPlan, AttentionProblem, Parameters
+from tests.ops.planted_bug import Bug
+from tests.sanitizer import libtsan
+from tests.shared.mirrors import errors_of_mirror
+
+_SMS = 3
+_ROWS = (1, 15, 16, 63, 64, 65, 100, 127, 128, 129, 191, 193, 300)
+_KEYS = (1, 2, 16, 127, 128, 129, 255, 256, 257, 384, 400)
+
+
+@pytest.fixture(autouse=True)
+def _few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_CPU_SMS", str(_SMS))
+
+
+def drawn(rng: np.random.Generator, **fixed: object) -> Case:
+    rows, keys, kv_heads = int(rng.choice(_ROWS)), int(rng.choice(_KEYS)), int(rng.integers(1, 3))
+    chosen: dict[str, object] = {
+        "batches": int(rng.integers(1, 3)),
+        "kv_heads": kv_heads,
+        "heads": kv_heads * int(rng.integers(1, 4)),
+        "scale": float(rng.choice((0.0, 0.03, 1.7))) or None,
+        "q_position": int(rng.choice((keys - rows, 0, keys, -rows // 2, -rows, int(rng.integers(-rows, keys + 1))))),
+        "tile_rows": int(rng.choice((0, 0, 1 + rng.integers(128)))) if rows < 200 else 0,
+        "padding": int(rng.choice((0, 3, 200))),
+        "sizes": str(rng.choice(("plain", "growing", "large"))),
+    }
+    return Case(rows, keys, **(chosen | fixed))  # type: ignore[arg-type]
+
+
+@pytest.mark.cases(
+    head_dim=(64, 128),
+    dtype=("bfloat16", "float16"),
+    causal=(False, True),
+    chunk=(0, 64, 200),
+    transposed=(False, True),
+)
+def test_every_element(rng: np.random.Generator, head_dim: int, dtype: str, causal: bool, chunk: int, transposed: bool) -> None:
+    fixed = {"head_dim": head_dim, "dtype": dtype, "causal": causal, "chunk": chunk, "transposed": transposed}
+    cases = tuple(drawn(rng, **fixed) for _ in range(4))
+    seed = int(rng.integers(1 << 30))
+    assert run(cases, seed, int(rng.integers(1, 3))) is None, (cases, seed)
+
+
+@pytest.mark.parametrize("offset", [-2, -1, 0, 1, 2, 63, 64, 65, 126, 127, 128])
+def test_edges_of_the_mask(rng: np.random.Generator, offset: int) -> None:
+    """The first row sees so many keys more than one, or none; the mask cuts blocks at every place."""
+    cases = tuple(Case(130, keys, q_position=offset, causal=True, heads=2) for keys in (128, 259))
+    seed = int(rng.integers(1 << 30))
+    assert run(cases, seed) is None, (cases, seed)
+
+
+def test_rows_that_see_nothing(rng: np.random.Generator) -> None:
+    """``o`` is 0 and ``lse`` minus infinity, in whole tiles and beside rows that see something."""
+    cases = tuple(Case(200, 100, q_position=position, causal=True) for position in (-1000, -200, -199, -129, -70))
+    seed = int(rng.integers(1 << 30))
+    assert run(cases, seed) is None, (cases, seed)
+
+
+def test_parameters_are_those_of_the_kernel() -> None:
+    from mkernel.planner.topology import Topology
+
+    plan: AttentionPlan = OP.make_plan(AttentionProblem(Topology(1, 1), 64, "bfloat16"), 100, _SMS)
+    assert plan.spec.folder is not None
+    assert errors_of_mirror(plan.spec, Parameters, (plan.spec.folder,)) == ""
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_tile_fits(head_dim: int, causal: bool) -> None:
+    tile = AttentionTile.of(head_dim, causal)
+    assert tile.shared_bytes <= 232448
+    assert (tile.q_rows, tile.threads) == (64 * tile.warpgroups, 128 * (1 + tile.warpgroups))
+
+
+# ---- planted bugs
+
+_FULL = Case(130, 400, heads=2, sizes="growing")
+_CAUSAL = Case(200, 259, q_position=30, causal=True)
+_CHUNKS = Case(100, 300, chunk=70, head_dim=128, padding=60)
+_WORKLOADS = {"tiles": (_FULL, _FULL), "causal": (_CAUSAL,), "chunks": (_CHUNKS,)}
+_ATTEND, _LOAD, _SOFTMAX, _STORE = (f"attention/{name}.cuh" for name in ("attend", "load", "softmax", "epilogue"))
+BUGS = [
+    Bug("nothing is rescaled", _ATTEND, "    if (rescales) rescale_rows(o, rescale);\n", found_as="wrong: batch"),
+    Bug("sums are not rescaled", _SOFTMAX, "sum_[i] * rescale[i]", "sum_[i]", "wrong: batch"),
+    Bug("a row is rescaled by the other's factor", "attention/products.cuh", "factor[j / 2 % 2]", "factor[1 - j / 2 % 2]", "wrong: batch"),
+    Bug(
+        "the mask's edge is one too far",
+        _ATTEND,
+        "seen[i] = first + row + 1;",
+        "seen[i] = first + row + 2;",
+        "wrong: batch",
+        workload="causal",
+    ),
+    Bug(
+        "a row does not see its own key", _ATTEND, "seen[i] = first + row + 1;", "seen[i] = first + row;", "wrong: batch", workload="causal"
+    ),
+    Bug(
+        "a block whose last key alone is hidden is not masked",
+        _ATTEND,
+        "first + 1 < int32_t(Shape::kKeyBlock)",
+        "first + 2 < int32_t(Shape::kKeyBlock)",
+        "wrong: batch",
+        workload="edge",
+    ),
+    Bug("keys after the last one are seen", _ATTEND, "block.rows < Shape::kKeyBlock || ", "", "wrong: batch", workload="chunks"),
+    Bug(
+        "both warpgroups mask as the first",
+        _ATTEND,
+        " + turns.warpgroup * AttentionShape<Config>::kBlockRows",
+        "",
+        "wrong: batch",
+        workload="causal",
+    ),
+    Bug(
+        "values of nobody are not zeroed",
+        _LOAD,
+        "block.is_padded && block.rows < Shape::kKeyBlock",
+        "false",
+        "wrong: batch",
+        workload="chunks",
+    ),
+    Bug(
+        "K is given back before it is used",
+        _ATTEND,
+        "    ptx::wgmma_wait<1>(s);\n    if (reports) storage.keys.take(key_at);\n",
+        "    if (reports) storage.keys.take(key_at);\n    ptx::wgmma_wait<1>(s);\n",
+        "wrong: batch",
+    ),
+    Bug(
+        "V is given back before it is used",
+        _ATTEND,
+        "    turns.pass();\n    ptx::wgmma_wait<1>(s);\n",
+        "    turns.pass();\n    if (reports) storage.values.take(value_at);\n    ptx::wgmma_wait<1>(s);\n",
+        "",
+        also=(("      if (reports) storage.values.take(value_at);\n      value_at.advance();", "      value_at.advance();"),),
+    ),
+    Bug(
+        "weights are replaced while values are multiplied",
+        _ATTEND,
+        "    ptx::wgmma_wait<0>(o);\n    if (multiplies) {",
+        "    round_weights<Config>(weights, s);\n    ptx::wgmma_wait<0>(o);\n    if (multiplies) {",
+        "wrong: batch",
+    ),
+    Bug(
+        "q is given back before it is used",
+        _ATTEND,
+        "    turns.wait();\n",
+        "    turns.wait();\n    if (reports && block.is_last != 0) storage.query.take(query_at);\n",
+        "wrong: batch",
+        also=(
+            ("  if (reports) storage.query.take(query_at);  // the", "  if (reports && !multiplies) storage.query.take(query_at);  // the"),
+        ),
+        workload="items",
+        seeds=16,
+    ),
+    Bug(
+        "o is written before the one before it has left",
+        _STORE,
+        "  if (leads) ptx::store_wait_read<0>();",
+        "",
+        "wrong: batch",
+        workload="items",
+        seeds=16,
+    ),
+    Bug("no fence before o is stored", _STORE, "    ptx::fence_proxy_async_shared();\n", found_as="missing fence"),
+    Bug(
+        "one row too many",
+        _STORE,
+        "      if (row < rows) ptx::store_global",
+        "      if (row <= rows) ptx::store_global",
+        "wrong: elements outside",
+    ),
+    Bug("one sum too many", _STORE, "if (row < rows) ptx::store_word", "if (row <= rows) ptx::store_word", "wrong:"),
+    Bug(
+        "a tile that is not full is stored whole", _STORE, "if (rows < Shape::kBlockRows) {", "if (rows == 0) {", "wrong: elements outside"
+    ),
+    Bug("rows that see nothing are divided by 0", _SOFTMAX, "sum_[i] == 0.0f ? 1.0f : ptx", "ptx", "wrong: batch", workload="nothing"),
+    Bug(
+        "a row that has seen nothing has a NaN",
+        _SOFTMAX,
+        "base_[i] == minus_infinity() ? 0.0f : base_[i]",
+        "base_[i]",
+        "wrong: batch",
+        workload="nothing",
+    ),
+]
+_WORKLOADS |= {
+    "edge": (Case(64, 128, q_position=126, causal=True),),
+    "items": (Case(128, 200, heads=12),),
+    "nothing": (Case(150, 100, q_position=-70, causal=True),),
+}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    folder = tmp_path / "kernels_src"
+    shutil.copytree(kernels_src(), folder)
+    return folder
+
+
+_QUICK = ("nothing is rescaled", "the mask's edge is one too far", "values of nobody are not zeroed", "V is given back before it is used")
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name, marks=[] if bug.name in _QUICK else [pytest.mark.slow]) for bug in BUGS])
+def test_found(copy: Path, bug: Bug) -> None:
+    bug.plant(copy)
+    reports = []
+    with env.override(MKERNEL_KERNELS_SRC=copy):
+        for seed in range(bug.seeds):  # the same ones in every run
+            report = check(_WORKLOADS[bug.workload], seed)
+            if report is not None:
+                reports.append(report)
+                if bug.found_as in report:
+                    return
+    pytest.fail(f"{bug.found_as or 'nothing'} is not reported over {bug.seeds} seeds, but:\n" + "\n".join(reports))
+
+
+@pytest.mark.parametrize("workload", _WORKLOADS)
+def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureRequest, workload: str) -> None:
+    assert check(_WORKLOADS[workload], request.config.getoption("--seed")) is None
+
+
+# ---- ThreadSanitizer
+
+
+def _reported(kernels: Path, *, right: bool = True) -> str:
+    """What ThreadSanitizer says of a process that makes a few calls with these kernels. ``right``: their results must be."""
+    environment = os.environ | {
+        "LD_PRELOAD": libtsan(),
+        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
+        "MKERNEL_KERNELS_SRC": str(kernels),
+        "MKERNEL_CPU_SMS": "1",  # few: starting threads is slow under ThreadSanitizer
+        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
+    }
+    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
+    setarch = shutil.which("setarch")
+    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, attention_races.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0 or not right, done.stdout + done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.mark.tsan
+def test_no_race() -> None:
+    errors = _reported(kernels_src())
+    assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]
+
+
+@pytest.mark.tsan
+@pytest.mark.slow
+def test_rows_of_o_that_lanes_read_before_others_have_written_are_a_race(copy: Path) -> None:
+    Bug("", _STORE, "  ptx::sync_warp();  // all lanes have written\n").plant(copy)
+    assert "WARNING: ThreadSanitizer: data race" in _reported(copy, right=False)
