@@ -114,8 +114,8 @@ MK_DEVICE void tma_load_4d(void* smem, const abi::TensorMap* map, uint64_t* bar,
                : "memory");
 }
 MK_DEVICE void tma_store_4d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-               "r"(shared_address(smem)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(shared_address(smem)),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
 }
 
@@ -372,7 +372,8 @@ MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate)
 // the instruction is complete.
 template <uint32_t N, Element E, Major B, uint32_t Count>
 MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {
-  detail::fma<typename detail::RegisterAtom<N, E, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2], a[3]);
+  detail::fma<typename detail::RegisterAtom<N, E, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2],
+                                                            a[3]);
 }
 
 }  // namespace ptx

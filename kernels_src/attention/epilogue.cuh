@@ -50,7 +50,7 @@ MK_DEVICE void store_item(const Call& call, const Op& op, const AttentionItem& i
   const float factor[2] = {sums.factor(0), sums.factor(1)};
 #pragma unroll
   for (uint32_t j = 0; j < Config::kHeadDim / 2; ++j) o[j] *= factor[j / 2 % 2];
-  if (leads) ptx::store_wait_read<0>();                 // of the item before,
+  if (leads) ptx::store_wait_read<0>();               // of the item before,
   ptx::barrier_sync(kFirstBarrier + warpgroup, 128);  // whose rows are in the same place
   write_rows<Config>(o, panels);
   const MaybeEntered entered = storage.entries.pass(call);

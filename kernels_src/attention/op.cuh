@@ -34,10 +34,10 @@ concept AttentionOp = requires(const Op op, const Call& call, const Entered& ent
   op.finish(entered);                             // all items are loaded and all credits given; not after a failure. Producer
 
   // ---- their results
-  { op.o_map() } -> Same<const abi::TensorMap*>;          // boxes of 64 columns and 64 rows
-  { op.o(entered, item) } -> Same<char*>;                 // the item's first row of o, and the bytes between rows,
-  { op.o_row_bytes() } -> Same<uint64_t>;                 // for warpgroups that have less than 64 valid rows
-  { op.lse(entered, item) } -> Same<float*>;              // of the item's first row; the others follow
+  { op.o_map() } -> Same<const abi::TensorMap*>;  // boxes of 64 columns and 64 rows
+  { op.o(entered, item) } -> Same<char*>;         // the item's first row of o, and the bytes between rows,
+  { op.o_row_bytes() } -> Same<uint64_t>;         // for warpgroups that have less than 64 valid rows
+  { op.lse(entered, item) } -> Same<float*>;      // of the item's first row; the others follow
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
 };

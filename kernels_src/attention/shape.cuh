@@ -39,14 +39,14 @@ struct AttentionItem {
 
 // At most kKeyBlock keys of one KV head, whose global positions are consecutive, and their values.
 struct KeyBlock {
-  uint32_t map;          // the op's: which pair of tensor maps
-  int32_t row;           // coordinates in these maps
+  uint32_t map;  // the op's: which pair of tensor maps
+  int32_t row;   // coordinates in these maps
   uint32_t head, batch;
-  uint32_t rows;         // valid keys, 1 .. kKeyBlock
-  int32_t position;      // global, of the first key
-  bool is_padded;        // what the maps have after the valid rows is not zero: other rows, or anything
-  bool waits;            // nobody has waited for these keys yet: the op does, before they are loaded
-  uint32_t credit;       // not kNoCredit: the op is told when this block and all before it have been loaded
+  uint32_t rows;     // valid keys, 1 .. kKeyBlock
+  int32_t position;  // global, of the first key
+  bool is_padded;    // what the maps have after the valid rows is not zero: other rows, or anything
+  bool waits;        // nobody has waited for these keys yet: the op does, before they are loaded
+  uint32_t credit;   // not kNoCredit: the op is told when this block and all before it have been loaded
 };
 
 }  // namespace mkernel

@@ -29,7 +29,7 @@ struct AttentionStorage {
   alignas(1024) char k[Shape::kStages][Shape::kKeyBytes];
   alignas(1024) char v[Shape::kStages][Shape::kKeyBytes];
   alignas(1024) char o[Shape::kWarpgroups][Shape::kPanels][Shape::kQueryPanel];  // results on their way out
-  BlockHeader block[Shape::kStages];  // comes with K
+  BlockHeader block[Shape::kStages];                                             // comes with K
   ItemHeader item[kItemQueue];
   KeyBlock owed;                    // the producer's: of which it has loaded K and not V,
   uint32_t credit[Shape::kStages];  // and what it owes the op for the blocks in the stages

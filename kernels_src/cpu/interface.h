@@ -70,7 +70,7 @@ enum Finished : int32_t { kRunningLaunch = 0, kSucceeded = 1, kFailed = 2 };
 struct CpuTensorMap {  // in the 128 bytes of abi::TensorMap
   uint64_t magic;
   uint64_t base;
-  uint32_t rank;        // dimensions: 3, or 4; of 3 the last one has an extent of 1
+  uint32_t rank;  // dimensions: 3, or 4; of 3 the last one has an extent of 1
   uint32_t element_bytes;
   uint64_t dims[4];     // elements, innermost first
   uint64_t strides[3];  // bytes, of dimensions 1 to 3

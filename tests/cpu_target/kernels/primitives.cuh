@@ -10,7 +10,18 @@ struct Parameters {
   uint64_t flags;  // uint64_t[4], zero
 };
 
-enum Out : uint32_t { kIndex = 0, kVotes = 64, kShuffle = 128, kBarriers = 192, kAtomics = 256, kPacked = 320, kMisc = 384, kSwapped = 448, kNumbers = 512, kWords = 576 };
+enum Out : uint32_t {
+  kIndex = 0,
+  kVotes = 64,
+  kShuffle = 128,
+  kBarriers = 192,
+  kAtomics = 256,
+  kPacked = 320,
+  kMisc = 384,
+  kSwapped = 448,
+  kNumbers = 512,
+  kWords = 576
+};
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t t = ptx::thread_index(), cta = ptx::cta_index(), lane = ptx::lane_index(), warp = ptx::warp_index();
@@ -29,7 +40,9 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   out[kShuffle + t] = ptx::broadcast(t * 3, 5);
   out[kSwapped + t] = ptx::bits(ptx::shuffle_xor(t + 0.5f, 3));
   const float nan = ptx::from_bits(0x7fc00000u);
-  out[kNumbers + t] = ptx::bits(t < 2 ? ptx::maximum(t == 0 ? nan : 7.0f, t == 0 ? 7.0f : nan) : t < 32 ? ptx::log2(t - 2.0f) : ptx::maximum(-1.0f * t, -40.0f));
+  out[kNumbers + t] = ptx::bits(t < 2    ? ptx::maximum(t == 0 ? nan : 7.0f, t == 0 ? 7.0f : nan)
+                                : t < 32 ? ptx::log2(t - 2.0f)
+                                         : ptx::maximum(-1.0f * t, -40.0f));
 
   // Values travel between threads through shared memory, once per kind of barrier.
   shared[t] = t;

@@ -25,6 +25,19 @@ MK_DEVICE void multiply(char* smem) {
   reinterpret_cast<volatile float*>(smem)[ptx::thread_index()] = sum;
 }
 
+MK_DEVICE void multiply_registers(char* smem) {
+  constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
+  const uint32_t t = ptx::thread_index(), a[4] = {t, t + 1, t + 2, t + 3};
+  float d[32];
+  ptx::wgmma_fence();
+  ptx::wgmma_registers<64, kElement, Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN>(d, a, ptx::matrix_descriptor(smem, 16, 1024), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>(d);
+  float sum = 0.0f;
+  for (float x : d) sum += x;
+  reinterpret_cast<volatile float*>(smem)[t] = ptx::maximum(ptx::log2(sum), ptx::shuffle_xor(sum, 1));
+}
+
 MK_DEVICE void words(char* smem, ptx::Words* packets) {
   ptx::Words v = ptx::load_packet(packets);
   ptx::store_shared(smem, v);
@@ -54,6 +67,7 @@ MK_DEVICE void collective(char* smem) {
   } else {
     ptx::registers_increase<232>();
     multiply(smem);
+    multiply_registers(smem);
   }
 }
 
@@ -61,8 +75,9 @@ MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::
   ptx::mbarrier_init(bar, 1);
   ptx::mbarrier_init_fence();
   ptx::fence_proxy_async_shared();
-  ptx::mbarrier_arrive_expect(bar, 8192 + 16);
+  ptx::mbarrier_arrive_expect(bar, 2 * 8192 + 16);
   ptx::tma_load_3d(smem, map, bar, 0, 1, 2);
+  ptx::tma_load_4d(smem + 16384, map, bar, 0, 1, 2, 3);
   ptx::bulk_load(smem + 8192, global, 16, bar);
   ptx::mbarrier_wait(bar, 0);
   ptx::mbarrier_arrive(bar);
@@ -70,6 +85,7 @@ MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::
   }
   ptx::fence_proxy_async();
   ptx::tma_store_3d(map, smem, 0, 1, 2);
+  ptx::tma_store_4d(map, smem, 0, 1, 2, 3);
   ptx::store_commit();
   ptx::bulk_store(global, smem + ptx::shared_address(smem) % 16, 16);
   ptx::store_commit();

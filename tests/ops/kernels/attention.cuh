@@ -15,13 +15,13 @@ struct alignas(64) Parameters {
   uint64_t o, lse;
   uint64_t o_row_bytes, o_head_bytes, o_batch_bytes;
   uint32_t batches, heads, kv_heads;
-  uint32_t rows, keys;    // per head
-  uint32_t map_keys;      // rows of the maps of K and V; those after the keys are nobody's
-  uint32_t tile_rows;     // of a q tile; at most kQueryRows
-  uint32_t chunk;         // keys that are given a credit
-  int32_t q_position;     // global, of the first row of q; the first key has 0
+  uint32_t rows, keys;  // per head
+  uint32_t map_keys;    // rows of the maps of K and V; those after the keys are nobody's
+  uint32_t tile_rows;   // of a q tile; at most kQueryRows
+  uint32_t chunk;       // keys that are given a credit
+  int32_t q_position;   // global, of the first row of q; the first key has 0
   float scale_log2;
-  uint32_t waits;         // 1: chunks are waited for
+  uint32_t waits;  // 1: chunks are waited for
   uint32_t reserved[11];
   abi::TensorMap q_map, k_map, v_map, o_map;
 };
