@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/epilogue.cuh"
 #include "attention/op.cuh"
+#include "attention/partial.cuh"
 #include "attention/products.cuh"
 #include "attention/softmax.cuh"
 
@@ -11,13 +12,13 @@ namespace mkernel {
 // the one before it arrives. (The order of products and softmax, here and in attend_item: FlashAttention-3, Shah et al. 2024.)
 template <class Config>
 struct Turns {
-  static constexpr uint32_t kFirst = 1, kThreads = 256, kCount = Config::kQueryWarpgroups;
+  static constexpr uint32_t kThreads = 256, kCount = Config::kQueryWarpgroups;
   const uint32_t warpgroup;
   MK_DEVICE explicit Turns(uint32_t of) : warpgroup(of) {
     if (warpgroup + 1 == kCount) pass();  // the first one begins
   }
-  MK_DEVICE void wait() const { ptx::barrier_sync(kFirst + warpgroup, kThreads); }
-  MK_DEVICE void pass() const { ptx::barrier_arrive(kFirst + (warpgroup + 1 == kCount ? 0 : warpgroup + 1), kThreads); }
+  MK_DEVICE void wait() const { ptx::barrier_sync(kTurnBarrier + warpgroup, kThreads); }
+  MK_DEVICE void pass() const { ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1 == kCount ? 0 : warpgroup + 1), kThreads); }
 };
 
 // What a warpgroup does about the keys that some of its rows must not see.
@@ -100,7 +101,7 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
   const Turns<Config> turns(ptx::warp_index() / 4 - 1);
   const float scale_log2 = op.scale_log2();
   RingPosition<kItemQueue> item_at;
-  RingPosition<1> query_at;
+  RingPosition<1> query_at, parts_at;
   RingPosition<Config::kStages> key_at, value_at;
   float o[Config::kHeadDim / 2];
 #pragma unroll 1
@@ -116,6 +117,16 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     } else {
 #pragma unroll
       for (float& e : o) e = 0.0f;
+    }
+    if constexpr (Op::kSplits) {
+      if (stores && item.item.parts > 1) {
+        if (item.item.part + 1 < item.item.parts) {
+          leave_part<Config>(call, op, item.item, storage, turns.warpgroup, o, rows);
+          stores = false;
+        } else {
+          stores = merge_parts<Config>(call, op, item.item, storage, turns.warpgroup, parts_at, o, rows);
+        }
+      }
     }
     if (stores) store_item<Config>(call, op, item.item, storage, turns.warpgroup, o, rows);
     ptx::sync_warp();

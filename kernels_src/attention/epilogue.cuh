@@ -43,15 +43,14 @@ template <class Config, AttentionOp Op>
 MK_DEVICE void store_item(const Call& call, const Op& op, const AttentionItem& item, AttentionStorage<Config>& storage, uint32_t warpgroup,
                           float (&o)[Config::kHeadDim / 2], const RowSums& sums) {
   using Shape = AttentionShape<Config>;
-  constexpr uint32_t kFirstBarrier = 4;
   const uint32_t begin = warpgroup * Shape::kBlockRows, rows = item.rows > begin ? item.rows - begin : 0;
   const bool leads = ptx::thread_index() % 128 == 0;
   char* panels = storage.o[warpgroup][0];
   const float factor[2] = {sums.factor(0), sums.factor(1)};
 #pragma unroll
   for (uint32_t j = 0; j < Config::kHeadDim / 2; ++j) o[j] *= factor[j / 2 % 2];
-  if (leads) ptx::store_wait_read<0>();               // of the item before,
-  ptx::barrier_sync(kFirstBarrier + warpgroup, 128);  // whose rows are in the same place
+  if (leads) ptx::store_wait_read<0>();                  // of the item before,
+  ptx::barrier_sync(kEpilogueBarrier + warpgroup, 128);  // whose rows are in the same place
   write_rows<Config>(o, panels);
   const MaybeEntered entered = storage.entries.pass(call);
   if (!entered) return;
@@ -68,7 +67,7 @@ MK_DEVICE void store_item(const Call& call, const Op& op, const AttentionItem& i
     store_valid_rows<Config>(panels, op.o(*entered, item) + begin * row_bytes, row_bytes, rows);
   } else {
     ptx::fence_proxy_async_shared();
-    ptx::barrier_sync(kFirstBarrier + warpgroup, 128);
+    ptx::barrier_sync(kEpilogueBarrier + warpgroup, 128);
     if (leads) {
       ptx::fence_proxy_async();  // the stores come after what the ranks did before they entered
 #pragma unroll

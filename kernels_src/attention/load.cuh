@@ -66,6 +66,23 @@ class Producer {
       block = next;
     }
     load_values();
+    if constexpr (Op::kSplits) {
+      if (item.parts > 1 && item.part + 1 == item.parts) wait_for_parts(item);
+    }
+  }
+
+  MK_DEVICE void wait_for_parts(const AttentionItem& item) {
+    enter();
+    settle();
+    ok_ = ok_ && op_.wait_parts(*entered_, item);
+    ptx::sync_warp();
+    if (is_first_lane_) {
+      storage_.parts.wait_taken(parts_at_);
+      storage_.parts_failed = !ok_;
+      storage_.parts.fill(parts_at_);
+    }
+    parts_at_.advance();
+    ptx::sync_warp();
   }
 
   MK_DEVICE void wait_for(const KeyBlock& block) {
@@ -193,7 +210,7 @@ class Producer {
   const bool is_first_lane_;
   bool has_entered_ = false, ok_ = true;
   RingPosition<kItemQueue> item_at_;
-  RingPosition<1> query_at_;
+  RingPosition<1> query_at_, parts_at_;
   RingPosition<Shape::kStages> key_at_, value_at_;
   bool owes_values_ = false;   // K of storage.owed has been loaded, and V has not
   bool loads_values_ = false;  // false: because the call has failed

@@ -34,10 +34,17 @@ concept AttentionOp = requires(const Op op, const Call& call, const Entered& ent
   op.finish(entered);                             // all items are loaded and all credits given; not after a failure. Producer
 
   // ---- their results
-  { op.o_map() } -> Same<const abi::TensorMap*>;  // boxes of 64 columns and 64 rows
-  { op.o(entered, item) } -> Same<char*>;         // the item's first row of o, and the bytes between rows,
-  { op.o_row_bytes() } -> Same<uint64_t>;         // for warpgroups that have less than 64 valid rows
-  { op.lse(entered, item) } -> Same<float*>;      // of the item's first row; the others follow
+  { op.o_map() } -> Same<const abi::TensorMap*>;     // boxes of 64 columns and 64 rows
+  { op.o(entered, item) } -> Same<char*>;            // the item's first row of o, and the bytes between rows,
+  { op.o_row_bytes() } -> Same<uint64_t>;            // for warpgroups that have less than 64 valid rows
+  { op.lse(entered, item) } -> Same<float*>;         // of the item's first row; the others follow
+  requires Same<decltype(Op::kSplits), const bool>;  // whether item.parts may be more than 1. The numbers of the other parts of an item are
+                                                     // smaller than its last part's, and CTAs take numbers in order
+  requires !Op::kSplits || requires {
+    { op.partial(entered, item, number) } -> Same<char*>;  // kPartialBytes of part `number` of the item; on a multiple of 16
+    op.raise_part(entered, item, number);                  // item.part is there, as far as warpgroup `number` writes it
+    { op.wait_parts(entered, item) } -> Same<bool>;        // until all parts but the last are, of all warpgroups. Producer
+  };
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
 };

@@ -15,6 +15,9 @@ struct AttentionShape {
   static constexpr uint32_t kPanels = kHeadDim / kPanelColumns;
   static constexpr uint32_t kQueryPanel = kBlockRows * kRowBytes, kKeyPanel = kKeyBlock * kRowBytes;  // bytes
   static constexpr uint32_t kQueryBytes = kWarpgroups * kPanels * kQueryPanel, kKeyBytes = kPanels * kKeyPanel;
+  // What one of several CTAs that share an item leaves for the one that merges: every thread's sums of weighted values, and its rows' bases and sums.
+  static constexpr uint32_t kPartialUnits = kHeadDim / 8 + 1;  // of 16 bytes, per thread
+  static constexpr uint32_t kPartialBytes = kWarpgroups * kPartialUnits * 128 * 16;
   static constexpr bool kCausal = Config::kCausal != 0;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
@@ -29,12 +32,14 @@ struct AttentionShape {
 constexpr uint32_t kNoItem = 0xffffffffu;    // instead of an item's number: there are no more
 constexpr uint32_t kNoCredit = 0xffffffffu;  // instead of a block's credit: nobody waits for this block
 
-// A q tile: rows of one head of one batch, whose global positions are consecutive.
+// A q tile: rows of one head of one batch, whose global positions are consecutive. An op that splits keys (Op::kSplits) gives several CTAs the same rows,
+// and each other keys of them. The last part merges all.
 struct AttentionItem {
   uint32_t batch, head;  // coordinates of q's and o's tensor maps
   int32_t row;           // first row in these maps
   uint32_t rows;         // valid ones, 1 .. kQueryRows; the others are neither stored nor have they any effect
   int32_t position;      // global, of the first row: with kCausal row i sees the keys whose position is at most position + i
+  uint32_t part = 0, parts = 1;
 };
 
 // At most kKeyBlock keys of one KV head, whose global positions are consecutive, and their values.

@@ -56,6 +56,17 @@ class RowSums {
       sum_[i] += ptx::shuffle_xor(sum_[i], 2);
     }
   }
+  // Of several parts of the keys: base and sum of row i, and the merged sums of parts that have these.
+  MK_DEVICE float base(uint32_t i) const { return base_[i]; }
+  MK_DEVICE float sum(uint32_t i) const { return sum_[i]; }
+  MK_DEVICE void set_base(uint32_t i, float base) { base_[i] = base; }
+  MK_DEVICE float merge(uint32_t i, float base,
+                        float sum) {  // to sums of this base, which is not smaller; returns what the part is to be multiplied by
+    const float weight = base == minus_infinity() ? 0.0f : ptx::exp2(base - base_[i]);
+    sum_[i] += weight * sum;
+    return weight;
+  }
+
   // What sums of weighted values are multiplied by, and log(sum of exp(score * scale)). A row that has seen no key: 1, since these sums are 0, and
   // -infinity.
   MK_DEVICE float factor(uint32_t i) const { return sum_[i] == 0.0f ? 1.0f : ptx::reciprocal(sum_[i]); }

@@ -21,6 +21,8 @@ struct ItemHeader {
 };
 
 constexpr uint32_t kItemQueue = 2;
+// Named barriers: of the warpgroups' turns (attend.cuh), and of each warpgroup's own threads.
+constexpr uint32_t kTurnBarrier = 1, kEpilogueBarrier = 4;
 
 template <class Config>
 struct AttentionStorage {
@@ -36,7 +38,9 @@ struct AttentionStorage {
   Handshake<1> query;               // producer, consumers
   Handshake<Shape::kStages> keys, values;
   Handshake<kItemQueue> items;
-  uint64_t padded;  // values that the producer completes with zeros before it gives them to the consumers
+  Handshake<1> parts;     // producer, consumers: the other parts of an item are there to be merged,
+  uint32_t parts_failed;  // or the call has failed
+  uint64_t padded;        // values that the producer completes with zeros before it gives them to the consumers
   EntryGate entries;
 };
 
@@ -48,6 +52,7 @@ MK_DEVICE void attention_init(AttentionStorage<Config>& storage) {  // one threa
   storage.keys.init(1, kConsumerWarps);
   storage.values.init(1, kConsumerWarps);
   storage.items.init(1, kConsumerWarps);
+  storage.parts.init(1, kConsumerWarps);
   ptx::mbarrier_init(&storage.padded, 1);
   storage.entries.init();
   for (uint32_t i = 0; i < Shape::kStages; ++i) storage.credit[i] = kNoCredit;

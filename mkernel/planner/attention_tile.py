@@ -41,6 +41,11 @@ class AttentionTile:
         """Of q and o, and of the stages of K and of V."""
         return 2 * self.q_rows * self.head_dim * _ITEM + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
 
+    @property
+    def partial_bytes(self) -> int:
+        """Of the sums that one of several CTAs leaves of a q tile whose keys they share: ``AttentionShape::kPartialBytes``."""
+        return self.q_rows * (self.head_dim + 8) * 4
+
     def constants(self) -> dict[str, int]:
         """``Config`` of ``AttentionShape``, but for the element type and the mask."""
         return {"kHeadDim": self.head_dim, "kKeyBlock": self.key_block, "kStages": self.stages, "kQueryWarpgroups": self.warpgroups}

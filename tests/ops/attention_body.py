@@ -15,9 +15,9 @@ from mkernel.planner.attention_tile import AttentionTile
 from mkernel.tools.attention import reference, worst
 from tests.ops.attention_op import AttentionRows, local_attention
 
-__all__ = ["Case", "check", "run"]
+__all__ = ["Case", "bits", "check", "run"]
 
-_MORE_ROWS = 5
+_MORE_ROWS, _HEAP = 5, 32 << 20
 Array = Any
 
 
@@ -41,6 +41,7 @@ class Case:
     q_position: int = 0
     tile_rows: int = 0
     chunk: int = 0
+    parts: int = 1
     padding: int = 0
     transposed: bool = False
     sizes: str = "plain"  # of scores; "growing": the largest comes last; "large": some outweigh all others
@@ -61,11 +62,19 @@ def _numbers(rng: np.random.Generator, case: Case, heads: int, rows: int) -> Arr
     return rng.standard_normal((case.batches, heads, rows, case.head_dim))
 
 
-def _call(world: Any, case: Case, seed: int) -> str | None:
-    """What is wrong with one rank's call."""
-    rng = np.random.default_rng([seed, world.rank])
+def _scale(case: Case) -> float:
+    return case.scale or 1 / math.sqrt(case.head_dim)
+
+
+def _options(case: Case) -> dict[str, Any]:
+    options = {name: getattr(case, name) for name in ("causal", "q_position", "tile_rows", "chunk", "parts", "tile")}
+    return options | {"scale": _scale(case), "keys": case.keys if case.padding else 0}
+
+
+def _operands(case: Case, rng: np.random.Generator) -> list[Array]:
+    """q, k and v, with the rows of nobody."""
     dtype = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
-    scale = case.scale or 1 / math.sqrt(case.head_dim)
+    scale = _scale(case)
     shapes = {"q": (case.heads, case.rows), "k": (case.kv_heads, case.keys), "v": (case.kv_heads, case.keys)}
     numbers = {name: _numbers(rng, case, *shape) for name, shape in shapes.items()}
     if case.sizes == "growing":  # q and k have a common part, which grows from key to key
@@ -79,13 +88,18 @@ def _call(world: Any, case: Case, seed: int) -> str | None:
         padding = 0 if name == "q" else case.padding
         _, arrays[name] = _array((batches, heads, rows + padding, columns), case.transposed, dtype, np.nan)  # what is nobody's is NaN
         arrays[name][:, :, :rows] = value
-    q, k, v = arrays.values()
+    return list(arrays.values())
+
+
+def _call(world: Any, case: Case, seed: int) -> str | None:
+    """What is wrong with one rank's call."""
+    q, k, v = _operands(case, np.random.default_rng([seed, world.rank]))
+    scale = _scale(case)
     # The call is given some rows after the last one, too.
-    memory, o = _array((*q.shape[:2], case.rows + _MORE_ROWS, q.shape[3]), case.transposed, dtype, np.nan)
+    memory, o = _array((*q.shape[:2], case.rows + _MORE_ROWS, q.shape[3]), case.transposed, q.dtype, np.nan)
     lse_memory = np.full((math.prod(q.shape[:3]) + 7,), np.nan, np.float32)
     lse = lse_memory[: math.prod(q.shape[:3])].reshape(q.shape[:3])
-    options = {name: getattr(case, name) for name in ("causal", "q_position", "tile_rows", "chunk", "tile")}
-    local_attention(q, k, v, out=AttentionRows(o, lse), scale=scale, keys=case.keys if case.padding else 0, **options)
+    local_attention(q, k, v, out=AttentionRows(o, lse), **_options(case))
     k, v = k[:, :, : case.keys], v[:, :, : case.keys]
     outside = memory.copy()
     found = np.array(o)[:, :, : case.rows]
@@ -114,8 +128,19 @@ def _calls(world: Any, cases: tuple[Case, ...], seed: int) -> list[str | None]:
 
 def run(cases: tuple[Case, ...], seed: int, ranks: int = 1) -> str | None:
     """What is wrong with these calls, one after the other."""
-    found = mk.launch(_calls, ranks, ranks, "cpu", (cases, seed), seed=seed, heap_bytes=4 << 20, timeout=5.0, entry_timeout=20.0)
+    found = mk.launch(_calls, ranks, ranks, "cpu", (cases, seed), seed=seed, heap_bytes=_HEAP, timeout=5.0, entry_timeout=20.0)
     return next((wrong for of_rank in found for wrong in of_rank if wrong), None)
+
+
+def _bits(world: Any, case: Case, seed: int) -> bytes:
+    o, lse = local_attention(*_operands(case, np.random.default_rng(seed)), **_options(case))
+    return bytes(o.tobytes() + lse.tobytes())
+
+
+def bits(case: Case, inputs: int, seed: int) -> bytes:
+    """The results of one call with these inputs, under this schedule."""
+    result: bytes = mk.launch(_bits, 1, 1, "cpu", (case, inputs), seed=seed, heap_bytes=_HEAP)[0]
+    return result
 
 
 def check(cases: tuple[Case, ...], seed: int, ranks: int = 1) -> str | None:

@@ -52,7 +52,10 @@ class Parameters(ctypes.Structure):
         ("q_position", ctypes.c_int32),
         ("scale_log2", ctypes.c_float),
         ("waits", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 11),
+        ("parts", ctypes.c_uint32),
+        ("flag_offset", ctypes.c_uint64),
+        ("partials", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint32 * 6),
         ("q_map", abi.TensorMap),
         ("k_map", abi.TensorMap),
         ("v_map", abi.TensorMap),
@@ -71,7 +74,8 @@ class AttentionRows(NamedTuple):
 class AttentionProblem:
     """``tile_rows``: of a q tile, 0: all that it has room for. ``chunk``: keys that are waited for at once, 0: none are.
 
-    ``keys``: how many of the keys there are, 0: all; the others are nobody's. ``tile``: not the usual one.
+    ``keys``: how many of the keys there are, 0: all; the others are nobody's. ``parts``: CTAs that share a tile's keys; if several,
+    ``shared_tiles`` says how many tiles there are. ``tile``: not the usual one.
     """
 
     topology: Topology
@@ -83,7 +87,9 @@ class AttentionProblem:
     tile_rows: int = 0
     chunk: int = 0
     keys: int = 0
+    parts: int = 1
     tile: AttentionTile | None = None
+    shared_tiles: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +101,23 @@ class AttentionPlan:
     split: Split
 
     op = _NAME
-    packet_bytes = staging_bytes = workspace_bytes = flag_words = 0
+    packet_bytes = staging_bytes = 0
 
     @property
     def tile(self) -> AttentionTile:
         return self.problem.tile or AttentionTile.of(self.problem.head_dim, self.problem.causal)
+
+    @property
+    def _parts(self) -> int:
+        return self.problem.shared_tiles * self.problem.parts
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._parts * self.tile.partial_bytes
+
+    @property
+    def flag_words(self) -> int:
+        return self._parts * self.tile.warpgroups
 
     @property
     def digest(self) -> int:
@@ -115,6 +133,7 @@ class AttentionPlan:
         constants = tile.constants() | {
             "kFloat16": int(problem.dtype == "float16"),
             "kCausal": int(problem.causal),
+            "kSplits": int(problem.parts > 1),
             "kNumNodes": problem.topology.num_nodes,
             "kRanksPerNode": problem.topology.ranks_per_node,
         }
@@ -144,6 +163,7 @@ class LocalAttention(Op[AttentionProblem]):
         "tile_rows": 0,
         "chunk": 0,
         "keys": 0,
+        "parts": 1,
         "tile": None,
     }
     result = AttentionRows
@@ -153,7 +173,12 @@ class LocalAttention(Op[AttentionProblem]):
         q, k, v = operands
         if k.shape != v.shape or q.shape[::3] != k.shape[::3] or q.shape[1] % k.shape[1]:
             raise ArgumentError("shapes", (q.shape, k.shape, v.shape), "do not fit each other")
-        return Instance(AttentionProblem(world.topology, q.shape[3], q.dtype, **options), math.prod(q.shape[:3]))
+        problem = AttentionProblem(world.topology, q.shape[3], q.dtype, **options)
+        if problem.parts > 1:
+            tile = problem.tile or AttentionTile.of(problem.head_dim, problem.causal)
+            tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // (problem.tile_rows or tile.q_rows))
+            problem = dataclasses.replace(problem, shared_tiles=tiles)
+        return Instance(problem, math.prod(q.shape[:3]))
 
     def make_plan(
         self, problem: AttentionProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
@@ -205,6 +230,9 @@ class LocalAttention(Op[AttentionProblem]):
             q_position=problem.q_position,
             scale_log2=problem.scale * math.log2(math.e),
             waits=int(problem.chunk > 0),
+            parts=problem.parts,
+            flag_offset=executable.flag_offset,
+            partials=executable.scratch_offset,
             q_map=encoded(q, 64),
             k_map=encoded(k, tile.key_block),
             v_map=encoded(v, tile.key_block),

@@ -16,7 +16,7 @@ from mkernel import env
 from mkernel.jit.headers import kernels_src
 from mkernel.planner.attention_tile import AttentionTile
 from tests.ops import attention_races
-from tests.ops.attention_body import Case, check, run
+from tests.ops.attention_body import Case, bits, check, run
 from tests.ops.attention_op import OP, AttentionPlan, AttentionProblem, Parameters
 from tests.ops.planted_bug import Bug
 from tests.sanitizer import libtsan
@@ -52,10 +52,13 @@ def drawn(rng: np.random.Generator, **fixed: object) -> Case:
     dtype=("bfloat16", "float16"),
     causal=(False, True),
     chunk=(0, 64, 200),
+    parts=(1, 2, 5),
     transposed=(False, True),
 )
-def test_every_element(rng: np.random.Generator, head_dim: int, dtype: str, causal: bool, chunk: int, transposed: bool) -> None:
-    fixed = {"head_dim": head_dim, "dtype": dtype, "causal": causal, "chunk": chunk, "transposed": transposed}
+def test_every_element(rng: np.random.Generator, head_dim: int, dtype: str, causal: bool, chunk: int, parts: int, transposed: bool) -> None:
+    fixed = {"head_dim": head_dim, "dtype": dtype, "causal": causal, "chunk": chunk, "parts": parts, "transposed": transposed}
+    if parts > 1:
+        fixed["tile_rows"] = 0  # few tiles: each takes workspace
     cases = tuple(drawn(rng, **fixed) for _ in range(4))
     seed = int(rng.integers(1 << 30))
     assert run(cases, seed, int(rng.integers(1, 3))) is None, (cases, seed)
@@ -74,6 +77,13 @@ def test_rows_that_see_nothing(rng: np.random.Generator) -> None:
     cases = tuple(Case(200, 100, q_position=position, causal=True) for position in (-1000, -200, -199, -129, -70))
     seed = int(rng.integers(1 << 30))
     assert run(cases, seed) is None, (cases, seed)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_same_bits_in_any_order(rng: np.random.Generator, parts: int) -> None:
+    """Whichever CTA is there first, and whatever comes late."""
+    case, inputs = Case(150, 400, heads=2, parts=parts, sizes="large"), int(rng.integers(1 << 30))
+    assert len({bits(case, inputs, int(rng.integers(1 << 30))) for _ in range(6)}) == 1
 
 
 def test_parameters_are_those_of_the_kernel() -> None:
@@ -97,8 +107,16 @@ def test_the_tile_fits(head_dim: int, causal: bool) -> None:
 _FULL = Case(130, 400, heads=2, sizes="growing")
 _CAUSAL = Case(200, 259, q_position=30, causal=True)
 _CHUNKS = Case(100, 300, chunk=70, head_dim=128, padding=60)
-_WORKLOADS = {"tiles": (_FULL, _FULL), "causal": (_CAUSAL,), "chunks": (_CHUNKS,)}
+_PARTS = Case(130, 770, parts=3, sizes="growing")
+_WORKLOADS = {
+    "tiles": (_FULL, _FULL),
+    "causal": (_CAUSAL,),
+    "chunks": (_CHUNKS,),
+    "parts": (_PARTS, _PARTS),
+    "plain": (Case(130, 384, parts=3),),
+}
 _ATTEND, _LOAD, _SOFTMAX, _STORE = (f"attention/{name}.cuh" for name in ("attend", "load", "softmax", "epilogue"))
+_PARTIAL = "attention/partial.cuh"
 BUGS = [
     Bug("nothing is rescaled", _ATTEND, "    if (rescales) rescale_rows(o, rescale);\n", found_as="wrong: batch"),
     Bug("sums are not rescaled", _SOFTMAX, "sum_[i] * rescale[i]", "sum_[i]", "wrong: batch"),
@@ -183,6 +201,17 @@ BUGS = [
         seeds=16,
     ),
     Bug("no fence before o is stored", _STORE, "    ptx::fence_proxy_async_shared();\n", found_as="missing fence"),
+    Bug("parts are not waited for", _LOAD, "ok_ && op_.wait_parts(*entered_, item)", "ok_", "wrong: batch", workload="parts"),
+    Bug(
+        "a part is announced before it is there",
+        _PARTIAL,
+        "  ptx::barrier_sync(kEpilogueBarrier + warpgroup, 128);  // all have stored\n",
+        workload="parts",
+        found_as="wrong: batch",
+        seeds=16,
+    ),
+    Bug("parts are added as if they had one base", _SOFTMAX, "ptx::exp2(base - base_[i])", "1.0f", "wrong: batch", workload="parts"),
+    Bug("the last part is not scaled", _PARTIAL, "o[j] *= own[j / 2 % 2]", "o[j] *= 1.0f", "wrong: batch", workload="plain"),
     Bug(
         "one row too many",
         _STORE,

@@ -22,7 +22,10 @@ struct alignas(64) Parameters {
   int32_t q_position;   // global, of the first row of q; the first key has 0
   float scale_log2;
   uint32_t waits;  // 1: chunks are waited for
-  uint32_t reserved[11];
+  uint32_t parts;         // CTAs that share a q tile's keys
+  uint64_t flag_offset;
+  uint64_t partials;      // bytes from the start of the heap
+  uint32_t reserved[6];
   abi::TensorMap q_map, k_map, v_map, o_map;
 };
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
@@ -45,23 +48,26 @@ struct Keys {
 };
 
 struct LocalAttention {
-  static constexpr bool kMoves = true;
+  static constexpr bool kMoves = true, kSplits = Config::kSplits != 0;
   const Parameters& p;
   MK_DEVICE float scale_log2() const { return p.scale_log2; }
   MK_DEVICE uint32_t tiles() const { return (p.rows + p.tile_rows - 1) / p.tile_rows; }
   MK_DEVICE uint32_t take(uint32_t i) const {
     const uint32_t number = ptx::cta_index() + i * ptx::cta_count();
-    return number < tiles() * p.heads * p.batches ? number : kNoItem;
+    return number < tiles() * p.heads * p.batches * p.parts ? number : kNoItem;
   }
-  MK_DEVICE AttentionItem item(uint32_t number) const {
+  MK_DEVICE AttentionItem item(uint32_t part_number) const {
+    const uint32_t number = part_number / p.parts;
     // The tiles of a head that have most keys come first.
     const uint32_t tile = tiles() - 1 - number % tiles(), plane = number / tiles(), row = tile * p.tile_rows;
-    return AttentionItem{plane / p.heads, plane % p.heads, int32_t(row), smaller(p.tile_rows, p.rows - row), p.q_position + int32_t(row)};
+    return AttentionItem{plane / p.heads, plane % p.heads, int32_t(row), smaller(p.tile_rows, p.rows - row), p.q_position + int32_t(row),
+                         part_number % p.parts, p.parts};
   }
   MK_DEVICE Keys keys(uint32_t, const AttentionItem& item) const {
     const int32_t seen = item.position + int32_t(item.rows);  // with kCausal, by the last row
     const uint32_t end = !Shape::kCausal ? p.keys : seen > 0 ? smaller(p.keys, seen) : 0;
-    return Keys{p, item.head / (p.heads / p.kv_heads), item.batch, end, 0};
+    const uint32_t each = ((end + p.parts - 1) / p.parts + Shape::kKeyBlock - 1) / Shape::kKeyBlock * Shape::kKeyBlock;
+    return Keys{p, item.head / (p.heads / p.kv_heads), item.batch, smaller(end, (item.part + 1) * each), smaller(end, item.part * each)};
   }
   MK_DEVICE const abi::TensorMap* q_map() const { return &p.q_map; }
   MK_DEVICE const abi::TensorMap* k_map(const KeyBlock&) const { return &p.k_map; }
@@ -77,6 +83,28 @@ struct LocalAttention {
   MK_DEVICE uint64_t o_row_bytes() const { return p.o_row_bytes; }
   MK_DEVICE float* lse(const Entered&, const AttentionItem& item) const {
     return reinterpret_cast<float*>(p.lse) + (uint64_t(item.batch) * p.heads + item.head) * p.rows + item.row;
+  }
+  MK_DEVICE uint32_t plane_tile(const AttentionItem& item) const {
+    return (item.batch * p.heads + item.head) * tiles() + item.row / p.tile_rows;
+  }
+  MK_DEVICE char* partial(const Entered& entered, const AttentionItem& item, uint32_t part) const {
+    return shared_heap(entered, p.world.local_rank) + p.partials + (uint64_t(plane_tile(item)) * p.parts + part) * Shape::kPartialBytes;
+  }
+  MK_DEVICE uint32_t part_flag(const AttentionItem& item, uint32_t part, uint32_t warpgroup) const {
+    return (plane_tile(item) * p.parts + part) * Shape::kWarpgroups + warpgroup;
+  }
+  MK_DEVICE void raise_part(const Entered& entered, const AttentionItem& item, uint32_t warpgroup) const {
+    raise_flag_of(entered, p, part_flag(item, item.part, warpgroup), p.world.local_rank);
+  }
+  struct PartFlags {
+    const LocalAttention& op;
+    const AttentionItem& item;
+    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
+      return wait_flag(entered, op.p, op.part_flag(item, 0, 0) + i, op.p.world.rank);
+    }
+  };
+  MK_DEVICE bool wait_parts(const Entered& entered, const AttentionItem& item) const {
+    return wait_all(entered, PartFlags{*this, item}, (item.parts - 1) * Shape::kWarpgroups);
   }
   MK_DEVICE void move(const Call& call) const {
     if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
