@@ -187,7 +187,7 @@ class Producer {
     if (is_first_lane_) storage_.credit[stage] = kNoCredit;
     ptx::sync_warp();
     enter();  // the credit of keys that nobody had to wait for
-    if (entered_) op_.landed(*entered_, credit);
+    if (ok_) op_.landed(*entered_, credit);
   }
 
   // Waits until everything that has been loaded is there, and gives the credits for it.

@@ -21,8 +21,8 @@ struct AttentionShape {
   static constexpr bool kCausal = Config::kCausal != 0;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
-  static constexpr uint32_t kProducerRegisters = kWarpgroups == 3 ? 32 : kKeyBlock > 128 ? 40 : 56;
-  static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160 : kKeyBlock > 128 ? 232 : 224;
+  static constexpr uint32_t kProducerRegisters = kWarpgroups == 3 ? 32 : kKeyBlock > 128 ? 40 : 72;
+  static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160 : kKeyBlock > 128 ? 232 : 216;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "kHeadDim");
   static_assert(kKeyBlock % 16 == 0 && kKeyBlock <= 256, "kKeyBlock: whole steps of wgmma");
   static_assert(kWarpgroups == 2 || kWarpgroups == 3, "kQueryWarpgroups");

@@ -52,8 +52,12 @@ struct LocalAttention {
   const Parameters& p;
   MK_DEVICE float scale_log2() const { return p.scale_log2; }
   MK_DEVICE uint32_t tiles() const { return (p.rows + p.tile_rows - 1) / p.tile_rows; }
-  MK_DEVICE uint32_t take(uint32_t i) const {
-    const uint32_t number = ptx::cta_index() + i * ptx::cta_count();
+  MK_DEVICE uint32_t take(uint32_t i) const {  // CTAs that have short tiles take more
+    uint32_t number = ptx::cta_index();
+    if (i > 0) {
+      if (ptx::lane_index() == 0) number = ptx::cta_count() + ptx::atomic_add(&control_block(p.world)->tile_counter, 1);
+      number = ptx::broadcast(number, 0);
+    }
     return number < tiles() * p.heads * p.batches * p.parts ? number : kNoItem;
   }
   MK_DEVICE AttentionItem item(uint32_t part_number) const {
