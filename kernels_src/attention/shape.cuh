@@ -15,14 +15,17 @@ struct AttentionShape {
   static constexpr uint32_t kPanels = kHeadDim / kPanelColumns;
   static constexpr uint32_t kQueryPanel = kBlockRows * kRowBytes, kKeyPanel = kKeyBlock * kRowBytes;  // bytes
   static constexpr uint32_t kQueryBytes = kWarpgroups * kPanels * kQueryPanel, kKeyBytes = kPanels * kKeyPanel;
+  // Panels of o that a warpgroup has room for at once: all, where that fits beside q and the stages.
+  static constexpr uint32_t kOutPanels = 2 * kQueryBytes + 2 * kStages * kKeyBytes + 1024 <= 227 * 1024 ? kPanels : 1;
   // What one of several CTAs that share an item leaves for the one that merges: every thread's sums of weighted values, and its rows' bases and sums.
   static constexpr uint32_t kPartialUnits = kHeadDim / 8 + 1;  // of 16 bytes, per thread
   static constexpr uint32_t kPartialBytes = kWarpgroups * kPartialUnits * 128 * 16;
   static constexpr bool kCausal = Config::kCausal != 0;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
-  static constexpr uint32_t kProducerRegisters = kWarpgroups == 3 ? 32 : kKeyBlock > 128 ? 40 : 72;
-  static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160 : kKeyBlock > 128 ? 232 : 216;
+  static constexpr uint32_t kNeeded = kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + 24;  // of a consumer: o, scores, weights, and the rest
+  static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160 : kNeeded <= 216 ? 216 : kNeeded <= 224 ? 224 : 232;
+  static constexpr uint32_t kProducerRegisters = kWarpgroups == 3 ? 32 : (504 - 2 * kConsumerRegisters);
   static_assert(kHeadDim == 64 || kHeadDim == 128, "kHeadDim");
   static_assert(kKeyBlock % 16 == 0 && kKeyBlock <= 256, "kKeyBlock: whole steps of wgmma");
   static_assert(kWarpgroups == 2 || kWarpgroups == 3, "kQueryWarpgroups");

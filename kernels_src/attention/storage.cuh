@@ -30,8 +30,8 @@ struct AttentionStorage {
   alignas(1024) char q[Shape::kWarpgroups][Shape::kPanels][Shape::kQueryPanel];
   alignas(1024) char k[Shape::kStages][Shape::kKeyBytes];
   alignas(1024) char v[Shape::kStages][Shape::kKeyBytes];
-  alignas(1024) char o[Shape::kWarpgroups][Shape::kPanels][Shape::kQueryPanel];  // results on their way out
-  BlockHeader block[Shape::kStages];                                             // comes with K
+  alignas(1024) char o[Shape::kWarpgroups][Shape::kOutPanels][Shape::kQueryPanel];  // results on their way out
+  BlockHeader block[Shape::kStages];                                                // comes with K
   ItemHeader item[kItemQueue];
   KeyBlock owed;                    // the producer's: of which it has loaded K and not V,
   uint32_t credit[Shape::kStages];  // and what it owes the op for the blocks in the stages

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from mkernel.planner.gemm import SHARED_LIMIT
+
 __all__ = ["AttentionTile"]
 
 _ITEM = 2
@@ -38,8 +40,10 @@ class AttentionTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Of q and o, and of the stages of K and of V."""
-        return 2 * self.q_rows * self.head_dim * _ITEM + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
+        """Of q, the stages of K and of V, and o: all columns of it if there is room, else 64 at a time."""
+        q = self.q_rows * self.head_dim * _ITEM
+        others = q + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
+        return others + (q if others + q <= SHARED_LIMIT else self.q_rows * 64 * _ITEM)
 
     @property
     def partial_bytes(self) -> int:
