@@ -80,6 +80,7 @@ struct FinishedRows {
   static constexpr bool kByExpert = true;
   const Parameters& p;
   MK_DEVICE uint32_t window(const Choice& choice) const { return choice.expert * p.windows / Config::kExperts; }
+  MK_DEVICE uint32_t first_expert(uint32_t window) const { return (window * Config::kExperts + p.windows - 1) / p.windows; }
   MK_DEVICE bool is_fetched(const Choice& choice) const {
     return kR > 1 && choice.holder != p.world.local_rank && window(choice) + 1 < p.windows;
   }
@@ -139,41 +140,50 @@ struct Tiles : GroupedTiles<Config, Parameters, Config::kExperts> {
 };
 
 // ---- intra_comm
-struct FetchFlags {  // of the row that the calling lane has
+struct WindowFlags {  // of the experts of a window, of all node mates
   const FinishedRows& rows;
-  const Choice& choice;
-  bool wanted;
-  MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return !wanted || rows.wait_expert(entered, choice); }
+  uint32_t first, count;
+  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
+    const uint32_t holder = local_peer(rows.p.world, 1 + i / count);
+    return rows.wait_expert(entered, Choice{0, holder, 0, first + i % count, true});
+  }
 };
 
-// Finds the rows of a window that this CTA copies: of every stride-th of the tokens of the rail's rank in `node`, `count` there. Warp function.
-MK_DEVICE bool find_rows(const Entered& entered, const Parameters& p, FoundRows& found, uint32_t window, uint32_t distance) {
+// Finds the rows of a window that this CTA copies: of every stride-th of the tokens of the rail's rank at a distance. Warp function.
+constexpr uint32_t kLooks = 4;  // of a lane, under way at once
+MK_DEVICE void find_rows(const Entered& entered, const Parameters& p, FoundRows& found, uint32_t window, uint32_t distance) {
   const FinishedRows rows{p};
   const uint32_t node = node_at(p.world, distance), count = distance == 0 ? p.combining.tokens : count_served(p, distance);
   const uint32_t cta = ptx::cta_index(), stride = num_intra_comm(p), mine = cta < count ? (count - cta - 1) / stride + 1 : 0;
   char* own = shared_heap(entered, p.world.local_rank);
 #pragma unroll 1
-  for (uint32_t base = 0; base < mine * kTopK; base += 32) {  // a choice per lane
-    const uint32_t i = base + ptx::lane_index(), place = cta + i / kTopK * stride;
-    Choice choice{0, 0, 0, 0, false};
-    if (i < mine * kTopK) {
-      const uint32_t token = distance == 0 ? place : load_index(p.combining.listed, token_index(p.combining, node, place));
-      choice = choice_of(p, rows, node, token, i % kTopK);
+  for (uint32_t base = ptx::lane_index(); base - ptx::lane_index() < mine * kTopK; base += kLooks * 32) {  // a choice per lane and look
+    Choice choice[kLooks];
+#pragma unroll
+    for (uint32_t look = 0; look < kLooks; ++look) {
+      const uint32_t i = base + look * 32, place = cta + i / kTopK * stride;
+      const bool exists = i < mine * kTopK;
+      const uint32_t token = distance == 0 || !exists ? place : load_index(p.combining.listed, token_index(p.combining, node, place));
+      choice[look] = choice_of(p, rows, node, token, exists ? i % kTopK : kTopK);
     }
-    const bool wanted = choice.exists && rows.is_fetched(choice) && rows.window(choice) == window;
-    if (!wait_all(entered, FetchFlags{rows, choice, wanted}, 32)) return false;
-    found.add(wanted, wanted ? rows.product(choice) : nullptr, own + rows.fetched_offset(choice.index));
+#pragma unroll
+    for (uint32_t look = 0; look < kLooks; ++look) {
+      const Choice& c = choice[look];
+      const bool wanted = c.exists && rows.is_fetched(c) && rows.window(c) == window;
+      found.add(wanted, wanted ? rows.product(c) : nullptr, own + rows.fetched_offset(c.index));
+    }
   }
-  return true;
 }
 
 MK_DEVICE void find_all_rows(const Entered& entered, const Parameters& p, FetchStorage& storage, FetchBarriers& barriers) {
+  const FinishedRows rows{p};
   FoundRows found(storage, barriers);
-  bool ok = true;
 #pragma unroll 1
-  for (uint32_t window = 0; ok && window + 1 < p.windows; ++window) {
+  for (uint32_t window = 0; window + 1 < p.windows; ++window) {
+    const uint32_t first = rows.first_expert(window), count = rows.first_expert(window + 1) - first;
+    if (!wait_all(entered, WindowFlags{rows, first, count}, count * (kR - 1))) break;
 #pragma unroll 1
-    for (uint32_t distance = 1; ok && distance <= kNodes; ++distance) ok = find_rows(entered, p, found, window, distance % kNodes);
+    for (uint32_t distance = 1; distance <= kNodes; ++distance) find_rows(entered, p, found, window, distance % kNodes);
   }
   found.end();
 }
@@ -189,10 +199,20 @@ MK_DEVICE void copy_rows(const Entered& entered, const Parameters& p, FetchStora
   trace.record(abi::kTraceFetch, ptx::cta_index(), begin);
 }
 
-MK_DEVICE void zero_counters(const Entered& entered, const Parameters& p) {  // one warp of the rank
+// One warp of the rank. Experts without rows have no last tile to tell of them; windows are waited for whole.
+MK_DEVICE void zero_counters(const Entered& entered, const Parameters& p) {
+  Counters& zeroed = counters(entered, p);
+  const int32_t* first_row = reinterpret_cast<const int32_t*>(p.expert_offsets);
 #pragma unroll 1
-  for (uint32_t expert = ptx::lane_index(); expert < Config::kExperts; expert += 32) counters(entered, p).finished[expert] = 0;
-  if (ptx::lane_index() == 0) counters(entered, p).fetched = counters(entered, p).next_item = 0;
+  for (uint32_t expert = ptx::lane_index(); expert < Config::kExperts; expert += 32) {
+    zeroed.finished[expert] = 0;
+    if (kR == 1 || p.windows == 1 || first_row[expert] != first_row[expert + 1]) continue;
+#pragma unroll 1
+    for (uint32_t i = 1; i < kR; ++i) {
+      raise_flag_of(entered, p, expert_flag(p.world.local_rank, expert), local_peer(p.world, i));
+    }
+  }
+  if (ptx::lane_index() == 0) zeroed.fetched = zeroed.next_item = 0;
   ptx::sync_warp();
   if (ptx::lane_index() == 0) raise_flag_of(entered, p, kZeroedFlag, p.world.local_rank);
 }

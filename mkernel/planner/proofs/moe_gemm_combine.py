@@ -61,9 +61,8 @@ class _MoeGemmCombine(CombineCall):
             for expert, (begin, end) in enumerate(itertools.pairwise(self.offsets[rank])):
                 rows = range(math.ceil((end - begin) / BLOCK_M))
                 tiles: list[Step] = [graph.add(("tile", rank, expert, row), [*self.entered(), ("zero", rank)]) for row in rows]
-                if tiles:
-                    graph.add(("finish", rank, expert), tiles)
-
+                if tiles or self.plan.windows > 1:  # of an expert without rows by whoever zeroes the counters
+                    graph.add(("finish", rank, expert), tiles or [("zero", rank)])
             for cta in range(self.ctas):
                 graph.chain(self._fetching_steps(graph, rank, cta))
             if self.plan.windows > 1:
@@ -76,14 +75,16 @@ class _MoeGemmCombine(CombineCall):
 
     def _fetching_steps(self, graph: WaitGraph, rank: int, cta: int) -> Iterator[Step]:
         """What the warp of a CTA that finds rows waits for, in order."""
+        mates = [mate for mate in self.topology.node_ranks(self.topology.node(rank)) if mate != rank]
         for window in range(self.plan.windows - 1):
+            experts = [expert for expert in range(self.problem.experts) if self.window(expert) == window]
+            ready: list[Step] = [("finish", mate, expert) for mate in mates for expert in experts]
             for home in [*self.topology.rail_peers(rank), rank]:
                 tokens = (
                     range(self.tokens[rank]) if home == rank else self.listed[rank][self.topology.node(home)][: self.served(rank, home)]
                 )
                 for token in tokens[cta :: self.ctas]:
-                    if rows := self.rows_of_window(rank, home, token, window):
-                        ready: list[Step] = [("finish", self.holder(rank, row)[0], expert) for row, expert in rows]
+                    if self.rows_of_window(rank, home, token, window):
                         yield graph.add(("fetch", rank, home, token, window), [*self.entered(), *ready])
 
     def combining_steps(self, graph: WaitGraph, rank: int, worker: int) -> Iterator[Step]:
