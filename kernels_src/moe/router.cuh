@@ -28,6 +28,7 @@ struct RoutingScratch {
   uint32_t total[kColumns];
   // by warp and column: how many come before the warp's next group; then which tokens of the group count
   uint32_t before[kPlacers][kColumns], marks[kPlacers][kColumns];
+  uint32_t ids[kPlacers][kGroup][kTopK | 1];  // of each token of the warp's group; an odd stride, so that lanes meet no bank twice
 };
 
 // A fault as one number: the first token's is the least, whatever the order in which it is found. 0 bits: none.
@@ -112,8 +113,8 @@ class Router {
 #pragma unroll 1
     for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
       uint32_t before = 0, total = 0;
-#pragma unroll 4
-      for (uint32_t other = 0; other < ptx::cta_count(); ++other) {
+#pragma unroll 12
+      for (uint32_t other = 0; other < ptx::cta_count(); ++other) {  // many loads under way at once
         if (other == cta) before = total;
         total += tables_.counted(other)[c];
       }
@@ -158,7 +159,11 @@ class Router {
     if (warp < kPlacers) {
       const Range range = groups(warp);
 #pragma unroll 1
-      for (uint32_t group = range.begin; group < range.end; ++group) place_group(warp, token_at(group * kGroup + lane));
+      for (uint32_t group = range.begin; group < range.end; ++group) {
+        const Token token = token_at(group * kGroup + lane);
+        if (token.exists && range.end - range.begin > 1) copy_ids(ids_of(), kept_ids(token));  // else they are still there
+        place_group(warp, token);
+      }
     }
     const uint32_t thread = ptx::cta_index() * kGemmThreads + ptx::thread_index(), threads = ptx::cta_count() * kGemmThreads;
 #pragma unroll 1
@@ -210,17 +215,28 @@ class Router {
     return Token{number, rank, number - scratch_.first_token[rank], exists};
   }
 
-  // Where the ids of a token are kept, kNone where a choice is not routed. Loops over them are not unrolled: the code would be ten times as long.
-  MK_DEVICE uint32_t* ids_of(const Token& token) const { return tables_.ids() + uint64_t(token.number) * kTopK; }
+  // The ids of the lane's token, kNone where a choice is not routed; and where they are kept for when it gets its places. Loops over them are not
+  // unrolled, but where they are copied: the code would be ten times as long.
+  MK_DEVICE uint32_t* ids_of() const { return scratch_.ids[ptx::warp_index()][ptx::lane_index()]; }
+  MK_DEVICE uint32_t* kept_ids(const Token& token) const { return tables_.ids() + uint64_t(token.number) * kTopK; }
+  MK_DEVICE static void copy_ids(uint32_t* to, const uint32_t* from) {
+    uint32_t ids[kTopK];
+#pragma unroll
+    for (uint32_t i = 0; i < kTopK; ++i) ids[i] = ptx::load_word(from + i);
+#pragma unroll
+    for (uint32_t i = 0; i < kTopK; ++i) to[i] = ids[i];
+  }
 
   // Checks the ids of a token, and keeps those that are right. Returns the first fault.
   MK_DEVICE uint64_t read_ids(const Token& token) const {
     const char* given = record(world_, r_, token.rank) + sizeof(Header) + uint64_t(token.index) * kTopK * 4;
-    uint32_t* ids = ids_of(token);
+    uint32_t* ids = ids_of();
     uint64_t fault = kNoFault;
+    copy_ids(ids, reinterpret_cast<const uint32_t*>(given));
 #pragma unroll 1
     for (uint32_t i = 0; i < kTopK; ++i) {
-      uint32_t id = ptx::load_word(given + i * 4), code = 0;
+      const uint32_t id = ids[i];
+      uint32_t code = 0;
       if (id != kNone && id >= kAllExperts) code = kBadExpert;
 #pragma unroll 1
       for (uint32_t j = 0; j < i; ++j) {
@@ -229,6 +245,9 @@ class Router {
       if (code != 0 && fault == kNoFault) fault = fault_of(token.number, i, code);
       ids[i] = code != 0 ? kNone : id;
     }
+    uint32_t* kept = kept_ids(token);
+#pragma unroll
+    for (uint32_t i = 0; i < kTopK; ++i) kept[i] = ids[i];
     return fault;
   }
   MK_DEVICE static bool is_on(uint32_t id, uint32_t first_rank, uint32_t ranks) {  // one of the experts of these ranks; kNone is not
@@ -239,7 +258,7 @@ class Router {
     uint32_t first = kNone;
 #pragma unroll 1
     for (uint32_t i = 0; i < kTopK; ++i) {
-      const uint32_t expert = ids_of(token)[i] - world_.rank * kExperts;
+      const uint32_t expert = ids_of()[i] - world_.rank * kExperts;
       if (expert < kExperts && expert < first) first = expert;
     }
     return first;
@@ -247,7 +266,7 @@ class Router {
   MK_DEVICE bool is_listed(const Token& token, uint32_t node) const {
     bool listed = false;
 #pragma unroll 1
-    for (uint32_t i = 0; i < kTopK; ++i) listed = listed || is_on(ids_of(token)[i], node * kR, kR);
+    for (uint32_t i = 0; i < kTopK; ++i) listed = listed || is_on(ids_of()[i], node * kR, kR);
     return listed;
   }
   // Calls f(column, i) for each column that a token counts for, each with an i of its own; below kTopK it is the choice.
@@ -260,7 +279,7 @@ class Router {
     for (uint32_t i = 0; i < kTopK + 1 + others; ++i) {  // one loop, so that f is there once
       uint32_t column = kNone;
       if (i < kTopK) {
-        column = ids_of(token)[i];
+        column = ids_of()[i];
       } else if (i == kTopK) {
         const uint32_t first = first_expert(token);
         if (first != kNone) column = kFirstOf + first;
@@ -392,7 +411,7 @@ class Router {
     const bool on_rail = token.rank % kR == world_.local_rank, own = token.rank == world_.rank;
 #pragma unroll 1
     for (uint32_t i = 0; i < kTopK; ++i) {
-      const uint32_t id = ids_of(token)[i];
+      const uint32_t id = ids_of()[i];
       const uint64_t choice = (uint64_t(node) * r_.max_tokens + token.index) * kTopK + i;
       if (own) word(r_.topk_ids, uint64_t(token.index) * kTopK + i) = id;
       if (on_rail && !is_on(id, world_.node * kR, kR)) word(r_.rows, choice) = kNone, word(r_.experts, choice) = kNone;
