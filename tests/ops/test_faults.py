@@ -41,7 +41,14 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
     return [result.lines[0] for rank, result in enumerate(results) if rank != but]
 
 
-@some(("1x3", "2x2", "3x1"), ("1x3", "one_shot"), ("1x3", "packets"), ("2x2", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+@some(
+    ("1x3", "2x2", "3x1"),
+    ("1x3", "one_shot"),
+    ("1x3", "packets"),
+    ("2x2", "gemm_reduce_scatter"),
+    ("2x2", "two_shot"),
+    ("2x2", "moe_dispatch_gemm"),
+)
 def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "killed", world, how, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
     assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results

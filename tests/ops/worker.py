@@ -58,8 +58,11 @@ def calls() -> None:
 
 # ---- faults: rank 1 is the one that fails
 
-_SMALL, _LARGE = 40, 16000 if HOW == "packets" else 12000  # rows of a; the large call takes a second or more, on a fast machine too
+_LARGES = {"packets": 16000, "moe_dispatch_gemm": 2500}
+_SMALL, _LARGE = 40, _LARGES.get(HOW, 12000)  # rows of a; the large call takes a second or more, on a fast machine too
 _K = 1024 if HOW == "packets" else 512
+_MOE = HOW == "moe_dispatch_gemm"
+_MOST_TOKENS, _EXPERTS = 2500, 3  # of a rank
 _TILES = 6  # so many have been taken in the middle of a kernel: more than there are CTAs, fewer than there are tiles
 _NEVER = 600.0  # seconds; a deadline that no test lives to see
 
@@ -69,18 +72,31 @@ def _operands(world: Any, rows: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(rows)
     if HOW in ("gemm_reduce_scatter", "two_shot"):  # one_shot: everyone adds up everything
         rows *= world.size
-    return tuple(rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, _K), (_K, 256)))
+    a, b = (rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, _K), (_K, 256)))
+    if _MOE:  # two experts of each token, often on other ranks; all experts have the same weights
+        ids = (np.arange(rows)[:, None] + np.array([0, _EXPERTS])) % (_EXPERTS * world.size)
+        return a, ids.astype(np.int32), np.stack([b] * _EXPERTS)
+    return a, b
 
 
 def _options() -> dict[str, Any]:
+    if _MOE:
+        return {"max_tokens": _MOST_TOKENS}
     return {"algorithm": HOW} if HOW in ("one_shot", "two_shot") else {"algorithm": "two_shot"} if HOW == "packets" else {}
 
 
 def _op() -> str:
-    return _ALL if _options() else HOW
+    return _ALL if _options() and not _MOE else HOW
 
 
-def _call(world: Any, a: Any, b: Any) -> None:
+def _call(world: Any, a: Any, *others: Any) -> None:
+    if _MOE:
+        ids, w = others
+        d = mk.moe_dispatch_gemm(a, ids, w, world=world, **_options())
+        rows = d.rows()
+        assert (d.y[:rows] == (a.astype(np.float32) @ w[0].astype(np.float32))[d.source[:rows, 1]]).all()
+        return
+    (b,) = others
     c = getattr(mk, _op())(a, b, world=world, **_options())
     product = a.astype(np.float32) @ b.astype(np.float32)
     if HOW == "allgather_gemm":
@@ -98,7 +114,7 @@ def _small_call(world: Any) -> None:
 def _large_operands(world: Any) -> tuple[Any, Any]:
     """Arguments of a call that is planned, so that it begins with its kernel."""
     operands = _operands(world, _LARGE)
-    plan = mk.plan(_op(), *operands, world=world, **_options())
+    plan = mk.plan(_op(), *operands, *([None] if _MOE else []), world=world, **_options())
     assert HOW != "packets" or plan.workspace_bytes == 0
     world.barrier()
     return operands
@@ -116,12 +132,12 @@ def _resources() -> dict[str, int]:
 
 
 def _inside(world: Any, action: Callable[[], None]) -> None:
-    """Do something in the middle of this rank's next kernel: it has taken some tiles, and has more to take."""
+    """Do something in the middle of this rank's next kernel: it has taken some tiles, and has more to take; of MoE before rows travel."""
     control = abi.ControlBlock.from_address(world.header.control)
 
     def wait() -> None:
-        while control.tile_counter < _TILES:
-            time.sleep(0.001)
+        while control.tile_counter < _TILES and not (_MOE and control.sync_counter):
+            time.sleep(0 if _MOE else 0.001)
         action()
 
     threading.Thread(target=wait, daemon=True).start()
