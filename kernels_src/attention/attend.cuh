@@ -5,6 +5,7 @@
 #include "attention/partial.cuh"
 #include "attention/products.cuh"
 #include "attention/softmax.cuh"
+#include "trace.cuh"
 
 namespace mkernel {
 
@@ -100,6 +101,7 @@ template <class Config, AttentionOp Op>
 MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Config>& storage) {
   const Turns<Config> turns(ptx::warp_index() / 4 - 1);
   const float scale_log2 = op.scale_log2();
+  const bool traces = ptx::thread_index() == 128;
   RingPosition<kItemQueue> item_at;
   RingPosition<1> query_at, parts_at;
   RingPosition<Config::kStages> key_at, value_at;
@@ -111,6 +113,7 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     if (item.number == kNoItem) break;
     RowSums rows;
     bool stores = true;
+    if (traces) storage.began = Trace(call.world, 1).now();
     if (item.has_keys != 0) {
       const int32_t position = item.item.position + turns.warpgroup * AttentionShape<Config>::kBlockRows;
       stores = attend_item<Config>(storage, turns, scale_log2, position, query_at, key_at, value_at, o, rows);
@@ -129,6 +132,7 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
       }
     }
     if (stores) store_item<Config>(call, op, item.item, storage, turns.warpgroup, o, rows);
+    if (traces) Trace(call.world, 1).record(abi::kTraceTile, item.number, storage.began);  // made anew: no registers while it computes
     ptx::sync_warp();
     if (ptx::lane_index() == 0) storage.items.take(item_at);
     item_at.advance();

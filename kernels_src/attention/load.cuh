@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/op.cuh"
 #include "attention/storage.cuh"
+#include "trace.cuh"
 
 namespace mkernel {
 
@@ -56,7 +57,7 @@ class Producer {
     offer(item, number, more);
 #pragma unroll 1
     while (more) {
-      if (block.waits) wait_for(block);
+      if (block.waits) wait_for(block, number);
       more = ok_ && keys.next(next);
       load_keys(block, !more);
       if (is_first) load_query(item);
@@ -85,12 +86,15 @@ class Producer {
     ptx::sync_warp();
   }
 
-  MK_DEVICE void wait_for(const KeyBlock& block) {
+  MK_DEVICE void wait_for(const KeyBlock& block, uint32_t number) {
     enter();
     if (ok_ && !op_.is_ready(*entered_, block)) {  // others may wait for what this CTA owes: it gives all that before it waits itself
       load_values();
       settle();
+      Trace trace(call_.world, 0);
+      const uint64_t begin = trace.now();
       ok_ = op_.wait(*entered_, block);
+      if (is_first_lane_) trace.record(abi::kTraceWait, number, begin);
     }
     ptx::fence_proxy_async();  // what has been acquired becomes visible to the loads below
     ptx::sync_warp();

@@ -24,11 +24,11 @@ struct AttentionShape {
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
   static constexpr uint32_t kNeeded = kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + 24;  // of a consumer: o, scores, weights, and the rest
-  static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160 : kNeeded <= 216 ? 216 : kNeeded <= 224 ? 224 : 232;
-  static constexpr uint32_t kProducerRegisters = kWarpgroups == 3 ? 32 : (504 - 2 * kConsumerRegisters);
+  static constexpr uint32_t kConsumerRegisters = kNeeded <= 216 ? 216 : kNeeded <= 224 ? 224 : 232;
+  static constexpr uint32_t kProducerRegisters = 504 - 2 * kConsumerRegisters;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "kHeadDim");
   static_assert(kKeyBlock % 16 == 0 && kKeyBlock <= 256, "kKeyBlock: whole steps of wgmma");
-  static_assert(kWarpgroups == 2 || kWarpgroups == 3, "kQueryWarpgroups");
+  static_assert(kWarpgroups == 2, "kQueryWarpgroups: with three the producer would have too few registers");
   static_assert(128 * (kProducerRegisters + kWarpgroups * kConsumerRegisters) <= 65536, "register file");
 };
 

@@ -42,6 +42,7 @@ struct AttentionStorage {
   uint32_t parts_failed;  // or the call has failed
   uint64_t padded;        // values that the producer completes with zeros before it gives them to the consumers
   EntryGate entries;
+  uint64_t began;  // when the first consumer warpgroup began with its item, for the trace
 };
 
 template <class Config>

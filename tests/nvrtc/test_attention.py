@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -22,17 +23,22 @@ from tests.ops.attention_op import AttentionPlan, AttentionProblem
 _INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)(?:[ ]+([^;]*))?;", re.MULTILINE)
 
 
-def plan_of(head_dim: int, dtype: str, causal: bool, q_position: int = 0) -> AttentionPlan:
-    return AttentionPlan(AttentionProblem(Topology(4, 4), head_dim, dtype, causal, q_position=q_position), 8192, Split(132, 0, 0, 0))
+# Tiles that tests/gpu/attention.py compares: keys of a block by columns of a head.
+_OTHER_TILES = {64: AttentionTile(64, 192, 2, 2), 128: AttentionTile(128, 176, 2, 2)}
 
 
-@pytest.mark.cases(head_dim=(64, 128), dtype=("bfloat16", "float16"), causal=(False, True))
-def test_kernel(caplog: pytest.LogCaptureFixture, head_dim: int, dtype: str, causal: bool) -> None:
-    sass = cuda.disassemble(fits(caplog, plan_of(head_dim, dtype, causal).spec))
+def plan_of(head_dim: int, dtype: str, causal: bool, parts: int = 1, tile: AttentionTile | None = None) -> AttentionPlan:
+    return AttentionPlan(AttentionProblem(Topology(4, 4), head_dim, dtype, causal, parts=parts, tile=tile), 8192, Split(132, 0, 0, 0))
+
+
+@pytest.mark.cases(head_dim=(64, 128), dtype=("bfloat16", "float16"), causal=(False, True), parts=(1, 2), usual=(True, False))
+def test_kernel(caplog: pytest.LogCaptureFixture, head_dim: int, dtype: str, causal: bool, parts: int, usual: bool) -> None:
+    tile = AttentionTile.of(head_dim, causal) if usual else _OTHER_TILES[head_dim]
+    sass = cuda.disassemble(fits(caplog, plan_of(head_dim, dtype, causal, parts, tile).spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     instructions = [(name, operands) for name, operands in _INSTRUCTION.findall(sass)]
     operations = {name.split(".")[0] for name, _ in instructions}
-    tile, kind = AttentionTile.of(head_dim, causal), ".BF16" if dtype == "bfloat16" else ""
+    kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name, _ in instructions if name.startswith("HGMMA")} == {
         f"HGMMA.64x{n}x16.F32{kind}" for n in {tile.key_block, head_dim}
     }
@@ -62,4 +68,5 @@ def check_main_loop(instructions: list[tuple[str, str]], tile: AttentionTile, he
 
 @pytest.mark.slow
 def test_compiling_is_about_as_quick_as_allgather_gemm() -> None:
-    assert relative_cost(lambda k: plan_of(128, "bfloat16", True, k).spec) < 1.6
+    spec = plan_of(128, "bfloat16", True).spec
+    assert relative_cost(lambda k: dataclasses.replace(spec, constants=(*spec.constants, ("kFresh", k)))) < 1.6

@@ -8,16 +8,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import mkernel as mk
 from mkernel import env
+from mkernel.abi import TraceKind
 from mkernel.jit.headers import kernels_src
 from mkernel.planner.attention_tile import AttentionTile
 from tests.ops import attention_races
 from tests.ops.attention_body import Case, bits, check, run
-from tests.ops.attention_op import OP, AttentionPlan, AttentionProblem, Parameters
+from tests.ops.attention_op import OP, AttentionPlan, AttentionProblem, Parameters, local_attention
 from tests.ops.planted_bug import Bug
 from tests.sanitizer import libtsan
 from tests.shared.mirrors import errors_of_mirror
@@ -30,6 +33,10 @@ _KEYS = (1, 2, 16, 127, 128, 129, 255, 256, 257, 384, 400)
 @pytest.fixture(autouse=True)
 def _few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_CPU_SMS", str(_SMS))
+
+
+# Without room for all of o beside q; more stages, of few keys.
+_OTHER_TILES = {64: AttentionTile(64, 64, 3, 2), 128: AttentionTile(128, 176, 2, 2)}
 
 
 def drawn(rng: np.random.Generator, **fixed: object) -> Case:
@@ -54,9 +61,21 @@ def drawn(rng: np.random.Generator, **fixed: object) -> Case:
     chunk=(0, 64, 200),
     parts=(1, 2, 5),
     transposed=(False, True),
+    usual=(True, False),
 )
-def test_every_element(rng: np.random.Generator, head_dim: int, dtype: str, causal: bool, chunk: int, parts: int, transposed: bool) -> None:
-    fixed = {"head_dim": head_dim, "dtype": dtype, "causal": causal, "chunk": chunk, "parts": parts, "transposed": transposed}
+def test_every_element(
+    rng: np.random.Generator, head_dim: int, dtype: str, causal: bool, chunk: int, parts: int, transposed: bool, usual: bool
+) -> None:
+    fixed: dict[str, object] = {
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "causal": causal,
+        "chunk": chunk,
+        "parts": parts,
+        "transposed": transposed,
+    }
+    if not usual:
+        fixed["tile"] = _OTHER_TILES[head_dim]
     if parts > 1:
         fixed["tile_rows"] = 0  # few tiles: each takes workspace
     cases = tuple(drawn(rng, **fixed) for _ in range(4))
@@ -84,6 +103,18 @@ def test_same_bits_in_any_order(rng: np.random.Generator, parts: int) -> None:
     """Whichever CTA is there first, and whatever comes late."""
     case, inputs = Case(150, 400, heads=2, parts=parts, sizes="large"), int(rng.integers(1 << 30))
     assert len({bits(case, inputs, int(rng.integers(1 << 30))) for _ in range(6)}) == 1
+
+
+def _traced(world: Any) -> int:
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 2, 300, 64)).astype(np.float16) for _ in range(3))
+    with mk.trace(world) as recorded:
+        local_attention(q, k, v)
+    return int(np.sum(recorded.events["kind"] == TraceKind.tile))
+
+
+def test_the_trace_has_every_tile() -> None:
+    assert mk.launch(_traced, 1, 1, "cpu") == [2 * 3]
 
 
 def test_parameters_are_those_of_the_kernel() -> None:
