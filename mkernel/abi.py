@@ -7,6 +7,8 @@ import enum
 
 __all__ = [
     "CHECK_BITS",
+    "COUNTED_OFFSET",
+    "COUNTED_WORDS",
     "FLAG_BYTES",
     "HALTED",
     "MAX_RANKS",
@@ -144,7 +146,9 @@ class SignalHeader(ctypes.Structure):
 
 
 SIGNAL_FLAGS = ctypes.sizeof(SignalHeader)
-FLAG_BYTES = 4 << 20  # of the signal segment: the header and the flags of the ops; then come
+FLAG_BYTES = 4 << 20  # of the signal segment: the header, the flags of the ops, and last those that count within a call; then come
+COUNTED_WORDS = 8192  # flags that count: of no other use, because other flags hold epochs
+COUNTED_OFFSET = FLAG_BYTES - 8 * COUNTED_WORDS
 PACKET_BYTES = 18 << 20  # packets: words that are data and flag at once; results of 8 MiB in two steps, and tiles that are not full
 
 

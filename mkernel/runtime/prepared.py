@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Agreed", "Executable", "Prepared", "Problems", "check_of"]
 
 _CHECK_FACTORS = 0x9E3779, 0x85EBCB, 0xC2B2AF  # odd, so that a difference in only one of the three numbers always changes the sum
-_FLAG_WORDS = (abi.FLAG_BYTES - abi.SIGNAL_FLAGS) // 8
+_FOLD = 0x27D4EB
+_FLAG_WORDS = (abi.COUNTED_OFFSET - abi.SIGNAL_FLAGS) // 8
 
 
 class Traced(Protocol):
@@ -60,9 +61,11 @@ class Agreed(Traced, Protocol):
 def check_of(problem: int, rows: int, schedule: int) -> int:
     """What an entry flag carries beside the epoch: ``abi.CHECK_BITS`` bits.
 
-    Two calls that differ in only one of the numbers have different checks, as long as each number is below 2^24.
+    Two calls that differ in only one of the numbers have different checks, as long as each number is below 2^24. Of larger ones all bits
+    count, too.
     """
     first, second, third = _CHECK_FACTORS
+    rows += (rows >> abi.CHECK_BITS) * _FOLD
     return (first * problem + second * rows + third * schedule) & ((1 << abi.CHECK_BITS) - 1)
 
 

@@ -103,7 +103,7 @@ def test_a_staging_area_that_grows_leaves_the_old_one(target: str) -> None:
 
 def test_too_many_flags() -> None:
     def use(w: World) -> None:
-        fits = (abi.FLAG_BYTES - abi.SIGNAL_FLAGS) // 8
+        fits = (abi.FLAG_BYTES - abi.SIGNAL_FLAGS) // 8 - abi.COUNTED_WORDS
         w.executable(1, lambda: FakePlan(digest=1, flag_words=fits))
         with pytest.raises(ArgumentError) as caught:
             w.executable(2, lambda: FakePlan(digest=2, flag_words=fits + 1))
