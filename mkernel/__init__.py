@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.moe_layer import moe_layer
     from mkernel.ops.prepared_plan import PreparedPlan, plan
+    from mkernel.ops.ring_attention import Attended, ring_attention
     from mkernel.ops.split_search import TuneResult, tune
     from mkernel.ops.zigzag import zigzag_shard, zigzag_unshard
     from mkernel.planner.moe import RoutingError
@@ -46,6 +47,7 @@ __version__ = VERSION
 _EXPORTS = {
     "AbortedError": "errors",
     "ArgumentError": "errors",
+    "Attended": "ops.ring_attention",
     "CallError": "errors",
     "CompileError": "errors",
     "Dispatched": "ops.moe_dispatch_gemm",
@@ -71,6 +73,7 @@ _EXPORTS = {
     "moe_gemm_combine": "ops.moe_gemm_combine",
     "moe_layer": "ops.moe_layer",
     "plan": "ops.prepared_plan",
+    "ring_attention": "ops.ring_attention",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
     "tune": "ops.split_search",
@@ -81,6 +84,7 @@ _EXPORTS = {
 __all__ = [
     "AbortedError",
     "ArgumentError",
+    "Attended",
     "CallError",
     "CompileError",
     "Dispatched",
@@ -106,6 +110,7 @@ __all__ = [
     "moe_gemm_combine",
     "moe_layer",
     "plan",
+    "ring_attention",
     "shutdown",
     "trace",
     "tune",

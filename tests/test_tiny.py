@@ -67,9 +67,19 @@ def test_mixture_of_experts() -> None:
     assert mk.launch(rank, ranks=W, target="cpu") == [True] * W
 
 
+def test_ring_attention() -> None:
+    def rank(world: mk.World) -> bool:
+        q = np.zeros((1, 1, 4, 64), np.float16)
+        v = np.full((1, 1, 4, 64), world.rank, np.float16)
+        o, lse = mk.ring_attention(q, q, v)  # all keys weigh the same
+        return bool((o == (W - 1) / 2).all() and np.allclose(lse, np.log(4 * W)))
+
+    assert mk.launch(rank, ranks=W, target="cpu") == [True] * W
+
+
 def test_every_op_is_above() -> None:
     reductions = {"gemm_reduce_scatter", "gemm_allreduce"}
-    assert set(names()) == {"allgather_gemm", *reductions, "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"}
+    assert set(names()) == {"allgather_gemm", *reductions, "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine", "ring_attention"}
 
 
 def test_ranks_that_call_different_things_are_told_so() -> None:

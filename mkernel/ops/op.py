@@ -8,11 +8,13 @@ from __future__ import annotations
 import abc
 import ctypes
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from mkernel import env
 from mkernel.errors import ArgumentError
+from mkernel.ops.arguments import check_extents
+from mkernel.planner.row_classes import classes
 from mkernel.planner.split import COMMUNICATION_ROLES, Split
 
 if TYPE_CHECKING:
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "names", "register"]
 
 # Each a module of this package, which registers the op of its name.
-BUILT_IN = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
+BUILT_IN = (
+    *("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"),
+    *("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"),
+    "ring_attention",
+)
 
 
 class OpProblem(Protocol):
@@ -116,6 +122,19 @@ class Op(abc.ABC, Generic[Problem]):
     def plan_rows(self, rows: int, ranks: int) -> int:
         """How plans count ``rows`` rows of the first operand, in a world of so many ranks."""
         return rows
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """How many rows the first operand has, as callers count them where they say how many there may be."""
+        return shape[0]
+
+    def largest(self, max_rows: int, ranks: int) -> Iterable[int]:
+        """Rows, as plans count them, of calls of up to ``max_rows`` rows: of each class, and of those that need most memory.
+
+        Raises ArgumentError where matrices would be too large.
+        """
+        most = self.plan_rows(max_rows, ranks)
+        check_extents(most * ranks)
+        return (*classes(most), most)
 
     def all_operands(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arrays of a caller, and None for each operand at the end that is left out. Raises ArgumentError where the number is wrong."""

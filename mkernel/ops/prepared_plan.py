@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_extents
 from mkernel.ops.call import ask, call, stream_of
 from mkernel.ops.op import Instance, find
 from mkernel.ops.schedule import Choice, choice_of, executable, plan_for, prepare
-from mkernel.planner.row_classes import classes
 from mkernel.runtime import current
 from mkernel.runtime.plan import title_of
 
@@ -87,11 +85,11 @@ class PreparedPlan:
         ArgumentError
             The first operand has more than ``max_rows`` rows; or as the op itself.
         """
+        op = find(self.op)
         if self.max_rows is not None and arrays:
             shape = getattr(arrays[0], "shape", None) or self.world.backend.view(arrays[0]).shape  # what comes by DLPack may have none
             if shape:  # else the op says what is wrong
-                self._checked(shape[0])
-        op = find(self.op)
+                self._checked(op.rows_of(shape))
         return call(op, op.all_operands(arrays), self._options, world=self.world, out=out, split=self._choice, stream=stream)
 
     def __repr__(self) -> str:
@@ -160,18 +158,18 @@ def plan(
         max_rows = max_rows if of.by_rows else None
     arrays, given = of.all_operands(arrays), of.option_values(options)
     with w.lock:
-        _, instance = ask(w, of, arrays, given)
+        views, instance = ask(w, of, arrays, given)
         choice = choice_of(split, specialize)
         most = None if max_rows is None else of.plan_rows(int(max_rows), w.size)
-        if most is not None and most < instance.rows:
+        if max_rows is not None and max_rows < of.rows_of(views[0].shape):
             raise ArgumentError("max_rows", max_rows, "is less than the arrays have", "give the most rows that a call will have")
         queue = stream_of(w, arrays, stream)
         made = executable(w, of, instance, choice, queue) if most is None else None
         workspace = made.plan.workspace_bytes if made is not None else 0
-        if most is not None:
-            check_extents(most * w.size)
+        if most is not None and max_rows is not None:
+            largest = of.largest(int(max_rows), w.size)
             prepared = prepare(w, of, instance, choice, queue, most)
-            plans = [plan_for(w, of, Instance(instance.problem, rows), choice) for rows in (*classes(most), instance.rows, most)]
+            plans = [plan_for(w, of, Instance(instance.problem, rows), choice) for rows in (*largest, instance.rows)]
             # The largest first: then an error says what all need, and the staging area is made once.
             for one in sorted(plans, key=lambda one: -one.workspace_bytes - one.staging_bytes):
                 w.problems.executable(prepared, one)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
-from tests.ops import moe_body
+from tests.ops import moe_body, ring_body
 from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
 from tests.virtual_time import sleep
 
@@ -87,6 +87,8 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     """What is wrong with at most so many calls: a result, a complaint of the emulator, a deadlock."""
     if workload == "dispatch":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
+    if workload in ring_body.PLANTED_SCALES:
+        return ring_body.found_wrong(world, ring_body.PLANTED, seed, ring_body.PLANTED_SIZES[:most], ring_body.PLANTED_SCALES[workload])
     if workload == "dispatch from the heap":
         return moe_body.found_overwritten(world, seed)
     shape, network_us = topology(world), WORKLOADS[workload][-1] if workload in WORKLOADS else 0.0

@@ -14,6 +14,7 @@ from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
 from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
 from mkernel.planner.reduce import ReduceProblem
+from mkernel.planner.ring_problem import RingAttentionProblem
 from mkernel.planner.topology import Topology
 from tests.shared.mirrors import errors_of_mirror, layout
 
@@ -29,6 +30,7 @@ PROBLEMS: dict[str, list[Any]] = {
     "moe_dispatch_gemm": [MoeDispatchGemmProblem(TOPOLOGY, 256, 64, "bfloat16", True, 2, 4, 64, 512, 1, True, True, 7.0)],
     "moe_combine": [MoeCombineProblem(TOPOLOGY, 256, "bfloat16", 2, 4, 64, 512, True)],
     "moe_gemm_combine": [MoeGemmCombineProblem(MoeCombineProblem(TOPOLOGY, 256, "bfloat16", 2, 4, 64, 512, True), 64, True)],
+    "ring_attention": [RingAttentionProblem(TOPOLOGY, 8, 2, 64, "bfloat16", True, "zigzag", 0.125)],
 }
 
 

@@ -26,13 +26,14 @@ from tests.ops.planted_bug import Bug
 from tests.ops.planted_common import COMMON
 from tests.ops.planted_moe import MOE
 from tests.ops.planted_reductions import REDUCTIONS
+from tests.ops.planted_ring import RING
 from tests.sanitizer import libtsan
 
 _ROOT = Path(__file__).parents[2]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *REDUCTIONS, *MOE]
+BUGS = [*COMMON, *REDUCTIONS, *MOE, *RING]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "packets"),
         ("1x2", "dispatch"),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
+        *(pytest.param(world, "ring", marks=pytest.mark.slow) for world in ("1x2", "2x2", "4x1")),
         *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
         pytest.param("1x2", "warps short", marks=pytest.mark.slow),
         *(

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
-__all__ = ["FLAGS", "HEAP", "PACKETS", "STAGING", "Access", "Area", "Call", "unordered"]
+__all__ = ["COUNTED", "FLAGS", "HEAP", "PACKETS", "STAGING", "Access", "Area", "Call", "unordered"]
 
-# What areas lie in: the workspace and the staging area of the data heap; flags and packets of the signal segment.
-HEAP, STAGING, FLAGS, PACKETS = "workspace", "staging", "flags", "packets"
+# What areas lie in: the workspace and the staging area of the data heap; flags, counted flags and packets of the signal segment.
+HEAP, STAGING, FLAGS, COUNTED, PACKETS = "workspace", "staging", "flags", "counted flags", "packets"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Area:
     Attributes
     ----------
     name, segment
-        What it holds, and which of ``HEAP``, ``STAGING``, ``FLAGS`` and ``PACKETS`` it lies in.
+        What it holds, and which of ``HEAP``, ``STAGING``, ``FLAGS``, ``COUNTED`` and ``PACKETS`` it lies in.
     offset, bytes
         Where it begins in its segment, and its size.
     writers, readers

@@ -1,0 +1,245 @@
+// ring_attention: every rank's queries attend to the keys and values of all ranks. Included by the generated source after `struct Config`.
+//
+// A compute CTA takes one tile of queries after the other, and for each goes through this rank's keys, where the caller has them, then through those of
+// the other ranks, which come chunk by chunk into a window of this rank's heap. intra_comm pushes chunks to the node's other ranks, inter_send puts them
+// to other nodes (attention/exchange.cuh). A slot of the window is written again when all CTAs of its rank have read it.
+#pragma once
+#include "attention/exchange.cuh"
+#include "attention/role.cuh"
+
+namespace mkernel {
+
+// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
+using Shape = AttentionShape<Config>;
+
+// ---- arguments
+struct alignas(64) Parameters {
+  abi::World world;
+  RingArguments ring;
+  uint64_t o, lse;
+  uint64_t o_batch_bytes, o_head_bytes, o_row_bytes;
+  uint64_t flag_offset;  // signal segment: one per CTA that reads rings, raised when its progress is valid
+  uint32_t rows;         // of this rank, per head
+  float scale_log2;
+  uint32_t reserved[12];                      // the maps are 64-byte aligned
+  abi::TensorMap q_map, k_map, v_map, o_map;  // (B, heads, rows, D)
+  abi::TensorMap copy_k_map, copy_v_map;      // k and v in the boxes of copies
+  abi::TensorMap window_k_map, window_v_map;  // (slots, chunk_rows, D)
+  abi::TensorMap push_map;                    // (ranks of the node, planes: K and V of each slot, chunk_rows, D)
+};
+static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
+
+// Where the producer warp is in the keys of its item. In shared memory: it has few registers.
+struct KeyPosition {
+  KeyBlock block;
+  uint32_t more;
+  uint32_t number, head, batch;  // of the item; the KV head
+  int32_t last_position;         // of its rows
+  uint32_t base, next_base;      // numbers of its first chunk, and of the first one of this CTA's next item
+  uint32_t stage, source, part;  // stage 0: this rank's keys; else those of ring stage - 1
+  uint32_t row, seen;            // of the part: where the next block begins, and how many are seen
+  uint32_t chunk, in_chunk;      // of the part, and row in it
+};
+struct Storage {
+  union {
+    AttentionStorage<Config> attention;
+    CopyStorage copy;
+  };
+  KeyPosition keys;
+};
+static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
+
+// ---- compute: the keys of an item. This rank's first, then those of the rings in turn.
+constexpr uint32_t kOwnKeys = 0xfe;  // in a credit, in place of a ring
+
+// The first chunk of the next item of the CTA that has this one.
+MK_DEVICE uint32_t base_after(const RingArguments& r, uint32_t number) {
+  const uint32_t wave = number / r.ctas, inside = number - wave * r.ctas, cta = wave % 2 == 0 ? inside : r.ctas - 1 - inside;
+  const uint32_t next = item_of(r, wave + 1, cta);
+  return next < r.items ? chunk_base(r, next) : r.total;
+}
+
+class Keys {  // functions of the producer warp
+ public:
+  MK_DEVICE Keys(const Parameters& p, KeyPosition& at, uint32_t number, const AttentionItem& item) : p_(p), at_(at) {
+    if (ptx::lane_index() == 0) {
+      at.number = number, at.head = item.head / p.ring.group, at.batch = item.batch;
+      at.last_position = item.position + static_cast<int32_t>(item.rows) - 1;
+      at.base = chunk_base(p.ring, number), at.next_base = base_after(p.ring, number);
+      at.stage = 0;
+      begin_source(p.world.rank);
+    }
+    ptx::sync_warp();
+  }
+
+  MK_DEVICE bool next(KeyBlock& block) {
+    if (ptx::lane_index() == 0) {
+      at_.more = find();
+      if (at_.more != 0) take(at_.block);
+    }
+    ptx::sync_warp();
+    const bool more = at_.more != 0;
+    if (more) block = at_.block;
+    ptx::sync_warp();  // all lanes have read
+    return more;
+  }
+
+ private:                      // the first lane's
+  MK_DEVICE uint32_t find() {  // goes on to a part of which something is left; 0: there is none
+#pragma unroll 1
+    while (at_.row >= at_.seen) {
+      if (at_.part + 1 < kParts) {
+        begin_part(at_.part + 1);
+      } else if (at_.stage < kRings) {
+        begin_source(source_of(p_.world, at_.stage++));
+      } else {
+        return 0;
+      }
+    }
+    return 1;
+  }
+  MK_DEVICE void take(KeyBlock& block) {
+    const RingArguments& r = p_.ring;
+    const uint32_t row = at_.row, in_chunk = at_.in_chunk, part = at_.part, stage = at_.stage;
+    const uint32_t number = at_.base + part * r.chunks_per_part + at_.chunk;
+    block.rows = smaller(kKeyBlock, r.part_rows - row);
+    block.position = part_position(r, at_.source, part) + static_cast<int32_t>(row);
+    block.credit = kNoCredit;
+    const bool chunk_ends = in_chunk + kKeyBlock == r.chunk_rows, part_ends = row + kKeyBlock >= at_.seen;
+    const bool source_ends = part_ends && (part + 1 == kParts || seen_rows(r, at_.source, part + 1, at_.last_position) == 0);
+    at_.row = row + kKeyBlock, at_.in_chunk = chunk_ends ? 0 : in_chunk + kKeyBlock;
+    if (chunk_ends) ++at_.chunk;
+    if (stage == 0) {
+      block.map = 0;
+      block.row = static_cast<int32_t>(part * r.part_rows + row);
+      block.head = at_.head, block.batch = at_.batch;
+      block.is_padded = part + 1 < kParts;
+      block.waits = false;
+      if (kRings > 0 && source_ends) block.credit = kOwnKeys << kCountBits | at_.number / r.ctas;
+    } else {
+      block.map = 1 + number;
+      block.row = static_cast<int32_t>(in_chunk);
+      block.head = slot_word(r, stage - 1, number), block.batch = 0;
+      block.is_padded = true;
+      block.waits = in_chunk == 0;
+      if (source_ends || part_ends || chunk_ends) block.credit = (stage - 1) << kCountBits | (source_ends ? at_.next_base : number + 1);
+    }
+  }
+  MK_DEVICE void begin_source(uint32_t source) {
+    at_.source = source;
+    begin_part(0);
+  }
+  MK_DEVICE void begin_part(uint32_t part) {
+    at_.part = part, at_.row = at_.in_chunk = at_.chunk = 0;
+    at_.seen = seen_rows(p_.ring, at_.source, part, at_.last_position);
+  }
+
+  const Parameters& p_;
+  KeyPosition& at_;
+};
+
+struct RingAttention {
+  static constexpr bool kMoves = true, kSplits = false;
+  const Parameters& p;
+  KeyPosition& position;
+
+  MK_DEVICE float scale_log2() const { return p.scale_log2; }
+  MK_DEVICE uint32_t cta() const { return ptx::cta_index() - p.ring.intra_comm - p.ring.inter_send; }
+
+  // ---- items
+  MK_DEVICE uint32_t take(uint32_t wave) const {
+    const uint32_t number = item_of(p.ring, wave, cta());
+    return number < p.ring.items ? number : kNoItem;
+  }
+  MK_DEVICE AttentionItem item(uint32_t number) const {
+    const RingArguments& r = p.ring;
+    const uint32_t pair = number / r.items_per_pair, tile = tile_of(r, number), part = part_of(r, tile), row = row_in_part(r, tile);
+    const uint32_t head = pair % r.kv_heads * r.group + number % r.items_per_pair % r.group;
+    return AttentionItem{pair / r.kv_heads, head, static_cast<int32_t>(part * r.part_rows + row), smaller(kQueryRows, r.part_rows - row),
+                         part_position(r, p.world.rank, part) + static_cast<int32_t>(row)};
+  }
+  MK_DEVICE Keys keys(uint32_t number, const AttentionItem& item) const { return Keys(p, position, number, item); }
+
+  // ---- their inputs
+  MK_DEVICE const abi::TensorMap* q_map() const { return &p.q_map; }
+  MK_DEVICE const abi::TensorMap* k_map(const KeyBlock& block) const { return block.map == 0 ? &p.k_map : &p.window_k_map; }
+  MK_DEVICE const abi::TensorMap* v_map(const KeyBlock& block) const { return block.map == 0 ? &p.v_map : &p.window_v_map; }
+  MK_DEVICE bool is_ready(const Entered& entered, const KeyBlock& block) const {
+    const uint64_t* flag = counted_flag(p.world, p.ring, block.head);
+    const bool came = ptx::any_of_warp(ptx::lane_index() == 0 && ptx::load_acquire_sys(flag) >= counted(entered.call(), block.map));
+    ptx::sync_warp();  // a vote orders no memory
+    return came;
+  }
+  MK_DEVICE bool wait(const Entered& entered, const KeyBlock& block) const {
+    const uint32_t feeder = feeder_of(p.world, block.head / p.ring.depth);
+    const bool came = ptx::all_of_warp(ptx::lane_index() != 0 || wait_counted(entered, p.ring, block.head, block.map, feeder));
+    ptx::sync_warp();
+    return came;
+  }
+  MK_DEVICE void landed(const Entered& entered, uint32_t credit) const {
+    const uint32_t ring = credit >> kCountBits, number = credit & ((1u << kCountBits) - 1);
+    if (ring == kOwnKeys) {
+      begin_reading(entered, number);
+    } else if (ptx::lane_index() == 0) {
+      publish_progress(entered, p.ring, ring, cta(), number);
+    }
+  }
+  // The rings of which this item sees nothing are free for the next one. After the first item's own keys, all of this CTA's progress is valid.
+  MK_DEVICE void begin_reading(const Entered& entered, uint32_t wave) const {
+    const RingArguments& r = p.ring;
+    const uint32_t number = item_of(r, wave, cta());
+    const int32_t last = last_position(r, p.world.rank, tile_of(r, number));
+#pragma unroll 1
+    for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) {
+      const bool reads = visible_chunks(r, source_of(p.world, ring), last) != 0;
+      publish_progress(entered, r, ring, cta(), reads ? chunk_base(r, number) : base_after(r, number));
+    }
+    if (wave == 0) tell(entered);
+  }
+  MK_DEVICE void finish(const Entered& entered) const {
+    if constexpr (kRings > 0) {
+#pragma unroll 1
+      for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), p.ring.total);
+      if (item_of(p.ring, 0, cta()) >= p.ring.items) tell(entered);  // it has had no item
+    }
+  }
+  MK_DEVICE void tell(const Entered& entered) const {
+    ptx::sync_warp();
+    if (ptx::lane_index() == 0) raise_flag_of(entered, p, cta(), p.world.local_rank);
+  }
+
+  // ---- their results
+  MK_DEVICE const abi::TensorMap* o_map() const { return &p.o_map; }
+  MK_DEVICE char* o(const Entered&, const AttentionItem& item) const {
+    return reinterpret_cast<char*>(p.o) + item.batch * p.o_batch_bytes + item.head * p.o_head_bytes + item.row * p.o_row_bytes;
+  }
+  MK_DEVICE uint64_t o_row_bytes() const { return p.o_row_bytes; }
+  MK_DEVICE float* lse(const Entered&, const AttentionItem& item) const {
+    const uint64_t heads = uint64_t(p.ring.kv_heads) * p.ring.group;
+    return reinterpret_cast<float*>(p.lse) + (item.batch * heads + item.head) * p.rows + item.row;
+  }
+  MK_DEVICE void move(const Call& call) const {
+    if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
+  }
+};
+
+// ---- the role switch
+MK_KERNEL(Shape::kThreads)(MK_GRID_CONSTANT Parameters p) {
+  Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
+  const uint32_t cta = ptx::cta_index(), moving = p.ring.intra_comm + p.ring.inter_send;
+  const abi::Role role = cta + 1 > moving ? abi::kCompute : cta + 1 > p.ring.intra_comm ? abi::kInterSend : abi::kIntraComm;
+  const Call call = begin_call(p.world, role);
+  if (role == abi::kCompute) {
+    attention_role<Config>(call, RingAttention{p, storage.keys}, storage.attention);
+    return;
+  }
+  if constexpr (kMates > 0) {
+    if (role == abi::kIntraComm) push_role(call, p, storage.copy);
+  }
+  if constexpr (kNodes > 1) {
+    if (role == abi::kInterSend) send_role(call, p, storage.copy);
+  }
+  if (ptx::thread_index() == 0) leave_call(call);
+}
+
+}  // namespace mkernel

@@ -1,0 +1,280 @@
+"""Ring attention: who waits for whom, and who accesses which bytes (``kernels_src/attention/exchange.cuh``, ``ops/ring_attention.cuh``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mkernel.planner.proofs.areas import COUNTED, FLAGS, HEAP, Access, Area, Call
+from mkernel.planner.proofs.wait_graph import Step, WaitGraph
+from mkernel.planner.ring_attention import SEND_SLOTS, RingAttentionPlan
+
+__all__ = ["RingAttentionCall", "call_of"]
+
+_WORD = 8
+
+
+def call_of(plan: RingAttentionPlan) -> Call:
+    """One call of ``mk.ring_attention``."""
+    return RingAttentionCall(plan).call()
+
+
+class Moved(NamedTuple):
+    """A chunk that a CTA moves: of the source at a distance of nodes (0: its own rank)."""
+
+    distance: int
+    number: int
+
+
+class RingAttentionCall:
+    """The steps of a call, and what they access.
+
+    Steps: ``("enter", rank)``; ``("begin", rank, cta, wave)``: an item's own keys have been read; ``("read", rank, cta, ring, number)``:
+    a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder of a ring is told how many chunks have been read;
+    ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first; ``("push", rank, cta, distance, number)``;
+    ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``.
+    """
+
+    def __init__(self, plan: RingAttentionPlan) -> None:
+        self.plan, self.problem = plan, plan.problem
+        self.topology = self.problem.topology
+        self.ranks = range(self.topology.size)
+        self.segments = list(plan.segments())
+        rings, others = self.problem.rings, self.topology.num_nodes > 1
+        sent = frozenset({"put"}) if others else frozenset[str]()
+        pushed = frozenset({"push"}) if self.plan.copying[0] else frozenset[str]()
+        forwards = pushed if others else frozenset[str]()
+        begun = frozenset({"begin", "finish"}) | (frozenset({"forward"}) if forwards else frozenset())
+        self.window = Area("keys and values of other ranks", HEAP, 0, plan.window_bytes, pushed | sent, frozenset({"read"}) | forwards)
+        self.sending = Area("keys and values to send", HEAP, plan.window_bytes, plan.send_bytes, frozenset({"stage"}), sent)
+        self.progress = Area(
+            "what CTAs have read", HEAP, plan.progress_offset, plan.progress_bytes, begun | {"read"} | forwards, frozenset({"credit"})
+        )
+        self.begun = Area("flags of CTAs", FLAGS, 0, _WORD * plan.flag_words if rings else 0, begun, frozenset({"credit"}))
+        self.counted = Area(
+            "flags of chunks and credits",
+            COUNTED,
+            0,
+            _WORD * plan.counted_words,
+            pushed | sent | {"credit"},
+            frozenset({"read"}) | pushed | sent,
+        )
+        # After which step of a reader of a ring its next chunk is at least so: by rank and ring, for each reader, pairs in order.
+        self.steps_of: dict[tuple[int, int], dict[int, list[tuple[int, Step]]]] = {}
+
+    def call(self) -> Call:
+        graph = WaitGraph()
+        for rank in self.ranks:
+            graph.add(("enter", rank))
+            self._computing_steps(graph, rank)
+            self._pushing_steps(graph, rank)
+            self._sending_steps(graph, rank)
+        for rank in self.ranks:
+            self._credits(graph, rank)
+        accesses = tuple(access for step in graph for access in self.accesses(step))
+        return Call(graph, (self.window, self.sending, self.progress, self.begun, self.counted), accesses)
+
+    def entered(self) -> list[Step]:
+        return [("enter", rank) for rank in self.ranks]
+
+    def _publish(self, rank: int, ring: int, reader: int, number: int, step: Step) -> None:
+        self.steps_of.setdefault((rank, ring), {}).setdefault(reader, []).append((number, step))
+
+    # ---- compute
+    def _computing_steps(self, graph: WaitGraph, rank: int) -> None:
+        plan = self.plan
+        for cta in range(plan.ctas):
+            steps: list[Step] = []
+            wave = 0
+            while (item := plan.item_of(wave, cta)) is not None:
+                following = plan.item_of(wave + 1, cta)
+                base = plan.segment(item).base
+                after = plan.total if following is None else plan.segment(following).base
+                steps.append(graph.add(("begin", rank, cta, wave), self.entered()))
+                seen = [plan.visible(plan.source_of(rank, ring), rank, plan.tile_of(item)) for ring in range(self.problem.rings)]
+                for ring, chunks in enumerate(seen):
+                    self._publish(rank, ring, cta, base if chunks else after, steps[-1])
+                for ring, chunks in enumerate(seen):
+                    for chunk in range(chunks):
+                        number = base + chunk
+                        steps.append(graph.add(("read", rank, cta, ring, number), [*self.entered(), self.filling(rank, ring, number)]))
+                        self._publish(rank, ring, cta, after if chunk + 1 == chunks else number + 1, steps[-1])
+                wave += 1
+            steps.append(graph.add(("finish", rank, cta), self.entered()))
+            for ring in range(self.problem.rings):
+                self._publish(rank, ring, cta, plan.total, steps[-1])
+            graph.chain(steps)
+
+    def filling(self, rank: int, ring: int, number: int) -> Step:
+        """The step that brings a chunk to a ring."""
+        plan, feeder = self.plan, self.plan.feeder_of(rank, ring)
+        if self.topology.node(feeder) != self.topology.node(rank):
+            cta = self.mover(number, plan.copying[1], self.topology.num_nodes - 1, self.node_distance(feeder, rank) - 1)
+            return ("put", feeder, cta, number)
+        mates = self.topology.ranks_per_node - 1
+        cta = self.mover(number, plan.copying[0], mates, (rank - feeder) % self.topology.ranks_per_node - 1)
+        return ("push", feeder, cta, self.node_distance(feeder, plan.source_of(rank, ring)), number)
+
+    def node_distance(self, rank: int, other: int) -> int:
+        return (self.topology.node(other) - self.topology.node(rank)) % self.topology.num_nodes
+
+    @staticmethod
+    def mover(number: int, ctas: int, flows: int, flow: int) -> int:
+        """Which of the CTAs that serve a flow moves a chunk."""
+        return flow + flows * (number % len(range(flow, ctas, flows)))
+
+    def moved(self, cta: int, ctas: int, flows: int, counts: list[list[int]]) -> Iterator[Moved]:
+        """What a CTA moves, in order. ``counts``: of each segment, chunks of each source."""
+        for segment, of_sources in zip(self.segments, counts, strict=True):
+            for distance, chunks in enumerate(of_sources):
+                for number in range(segment.base, segment.base + chunks):
+                    if self.mover(number, ctas, flows, cta % flows) == cta:
+                        yield Moved(distance, number)
+
+    def credit_for(self, rank: int, ring: int, number: int) -> list[Step]:
+        """What the feeder of a ring waits for before it writes a chunk."""
+        plan = self.plan
+        if number < plan.depth:
+            return []
+        needed = -(-(number - plan.depth + 1) // plan.credit_step) * plan.credit_step
+        return [("credit", rank, ring, min(needed, plan.total - plan.depth))]
+
+    # ---- intra_comm
+    def _pushing_steps(self, graph: WaitGraph, rank: int) -> None:
+        plan, per_node, nodes = self.plan, self.topology.ranks_per_node, self.topology.num_nodes
+        for cta in range(plan.copying[0]):
+            mate = self.topology.rank(self.topology.node(rank), (self.topology.local_rank(rank) + 1 + cta % (per_node - 1)) % per_node)
+            sources = [rank, *self.topology.rail_peers(rank)]
+            counts = [[plan.streamed(segment, source, mate) for source in sources] for segment in self.segments]
+            moved = list(self.moved(cta, plan.copying[0], per_node - 1, counts))
+            steps: list[Step] = []
+            if nodes > 1:
+                steps.append(graph.add(("forward", rank, cta), self.entered()))
+            for distance in range(1, nodes):
+                first = next((one.number for one in moved if one.distance == distance), plan.total)
+                self._publish(rank, plan.ring_of(rank, sources[distance]), plan.ctas + cta, first, steps[0])
+            for at, one in enumerate(moved):
+                source = sources[one.distance]
+                waits = [*self.entered(), *self.credit_for(mate, plan.ring_of(mate, source), one.number)]
+                if one.distance:
+                    waits.append(self.filling(rank, plan.ring_of(rank, source), one.number))
+                steps.append(graph.add(("push", rank, cta, one.distance, one.number), waits))
+                if one.distance:
+                    following = next((later.number for later in moved[at + 1 :] if later.distance == one.distance), plan.total)
+                    self._publish(rank, plan.ring_of(rank, source), plan.ctas + cta, following, steps[-1])
+            graph.chain(steps)
+
+    # ---- inter_send
+    def _sending_steps(self, graph: WaitGraph, rank: int) -> None:
+        plan, peers = self.plan, self.topology.rail_peers(rank)
+        for cta in range(plan.copying[1]):
+            peer = peers[cta % len(peers)]
+            counts = [[plan.sent(segment, rank, self.topology.node(peer))] for segment in self.segments]
+            steps: list[Step] = []
+            for one in self.moved(cta, plan.copying[1], len(peers), counts):
+                steps.append(graph.add(("stage", rank, cta, one.number), self.entered()))
+                credit = self.credit_for(peer, plan.ring_of(peer, rank), one.number)
+                steps.append(graph.add(("put", rank, cta, one.number), [*self.entered(), *credit]))
+            graph.chain(steps)
+
+    # ---- credits
+    def _credits(self, graph: WaitGraph, rank: int) -> None:
+        plan = self.plan
+        for ring in range(self.problem.rings):
+            is_rail = self.topology.node(plan.feeder_of(rank, ring)) != self.topology.node(rank)
+            readers = range(plan.readers if is_rail else plan.ctas)
+            steps: list[Step] = []
+            number = 0
+            while number < plan.total - plan.depth:
+                number = min(number + plan.credit_step, plan.total - plan.depth)
+                told = [next(step for at, step in self.steps_of[rank, ring][reader] if at >= number) for reader in readers]
+                begun = [self.begins(rank, reader) for reader in readers]
+                steps.append(graph.add(("credit", rank, ring, number), [*self.entered(), *begun, *told]))
+            graph.chain(steps)
+
+    def begins(self, rank: int, reader: int) -> Step:
+        """The step after which the progress of a reader is valid."""
+        if reader >= self.plan.ctas:
+            return ("forward", rank, reader - self.plan.ctas)
+        return ("begin", rank, reader, 0) if self.plan.item_of(0, reader) is not None else ("finish", rank, reader)
+
+    # ---- who accesses what
+    def slot(self, step: Step, rank: int, ring: int, number: int, *, writes: bool) -> Iterator[Access]:
+        """A chunk in a ring, and its flag."""
+        plan, word = self.plan, self.plan.slot_word(ring, number % self.plan.depth)
+        yield Access(step, rank, self.window, word * 2 * plan.plane_bytes, 2 * plan.plane_bytes, writes)
+        yield Access(step, rank, self.counted, word * _WORD, _WORD, writes)
+
+    def progress_word(self, step: Step, rank: int, ring: int, reader: int, *, writes: bool) -> Access:
+        return Access(step, rank, self.progress, self.plan.progress_word(ring, reader) * _WORD, _WORD, writes)
+
+    def credit_word(self, rank: int, ring: int) -> tuple[int, int]:
+        """The rank that feeds a ring of ``rank``, and the word of its credits there."""
+        plan, feeder = self.plan, self.plan.feeder_of(rank, ring)
+        source = plan.source_of(rank, ring)
+        if self.topology.node(feeder) != self.topology.node(rank):
+            return feeder, plan.credit_word(self.node_distance(feeder, rank), 0)
+        return feeder, plan.credit_word(self.node_distance(feeder, source), (rank - feeder) % self.topology.ranks_per_node)
+
+    def accesses(self, step: Step) -> Iterator[Access]:
+        """What a step reads and writes of what ranks share."""
+        plan, (kind, rank, *rest) = self.plan, step
+        assert isinstance(rank, int)
+        match kind, rest:
+            case (("begin" | "finish" | "forward"), [int(cta), *_]):
+                yield from self._beginning_accesses(step, rank, cta)
+            case "read", [int(cta), int(ring), int(number)]:
+                yield from self.slot(step, rank, ring, number, writes=False)
+                yield self.progress_word(step, rank, ring, cta, writes=True)
+            case "push", [int(cta), int(distance), int(number)]:
+                yield from self._pushing_accesses(step, rank, cta, distance, number)
+            case "stage", [int(cta), int(number)]:
+                yield self._staged(step, rank, cta, number, writes=True)
+            case "put", [int(cta), int(number)]:
+                peers = self.topology.rail_peers(rank)
+                peer = peers[cta % len(peers)]
+                yield self._staged(step, rank, cta, number, writes=False)
+                yield from self._feeding(step, peer, plan.ring_of(peer, rank), number)
+            case "credit", [int(ring), int()]:
+                feeder, word = self.credit_word(rank, ring)
+                for reader in range(plan.readers if self.topology.node(feeder) != self.topology.node(rank) else plan.ctas):
+                    yield self.progress_word(step, rank, ring, reader, writes=False)
+                    yield Access(step, rank, self.begun, reader * _WORD, _WORD, writes=False)
+                yield Access(step, feeder, self.counted, word * _WORD, _WORD, writes=True)
+
+    def _beginning_accesses(self, step: Step, rank: int, cta: int) -> Iterator[Access]:
+        """Words of progress of all rings that a CTA reads, and its flag, at its first such step."""
+        rings: Iterable[int] = range(self.problem.rings)
+        reader = cta
+        if step[0] == "forward":
+            rings = [self.plan.ring_of(rank, peer) for peer in self.topology.rail_peers(rank)]
+            reader += self.plan.ctas
+        for ring in rings:
+            yield self.progress_word(step, rank, ring, reader, writes=True)
+        if self.problem.rings and step == self.begins(rank, reader):
+            yield Access(step, rank, self.begun, reader * _WORD, _WORD, writes=True)
+
+    def _feeding(self, step: Step, rank: int, ring: int, number: int) -> Iterator[Access]:
+        """Writing a chunk to a ring of ``rank``, after a look at the credit for it."""
+        yield from self.slot(step, rank, ring, number, writes=True)
+        if number >= self.plan.depth:
+            feeder, word = self.credit_word(rank, ring)
+            yield Access(step, feeder, self.counted, word * _WORD, _WORD, writes=False)
+
+    def _pushing_accesses(self, step: Step, rank: int, cta: int, distance: int, number: int) -> Iterator[Access]:
+        plan, per_node = self.plan, self.topology.ranks_per_node
+        mate = self.topology.rank(self.topology.node(rank), (self.topology.local_rank(rank) + 1 + cta % (per_node - 1)) % per_node)
+        source = rank if distance == 0 else self.topology.rail_peers(rank)[distance - 1]
+        yield from self._feeding(step, mate, plan.ring_of(mate, source), number)
+        if distance:
+            ring = plan.ring_of(rank, source)
+            yield from self.slot(step, rank, ring, number, writes=False)
+            yield self.progress_word(step, rank, ring, plan.ctas + cta, writes=True)
+
+    def _staged(self, step: Step, rank: int, cta: int, number: int, *, writes: bool) -> Access:
+        """A chunk in one of the slots of its CTA, which takes them in turn."""
+        peers = self.topology.rail_peers(rank)
+        counts = [[self.plan.sent(segment, rank, self.topology.node(peers[cta % len(peers)]))] for segment in self.segments]
+        numbers = [one.number for one in self.moved(cta, self.plan.copying[1], len(peers), counts)]
+        slot = cta * SEND_SLOTS + numbers.index(number) % SEND_SLOTS
+        return Access(step, rank, self.sending, slot * 2 * self.plan.plane_bytes, 2 * self.plan.plane_bytes, writes)

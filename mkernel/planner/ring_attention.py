@@ -1,0 +1,428 @@
+"""Ring attention: problem and plan. Pure Python; the device side is ``kernels_src/ops/ring_attention.cuh``.
+
+Work is dealt statically. An *item* is a tile of query rows of one head; a *pair* is a batch and a KV head, whose items follow each other.
+The items that the compute CTAs of a rank work on at the same time are a *wave*; the part of a wave that belongs to one pair is a *segment*.
+In each segment every rank streams the pair's keys and values of all other ranks, chunk by chunk, through a *ring* of slots per source rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mkernel.abi import COUNTED_WORDS
+from mkernel.jit.spec import KernelSpec
+from mkernel.planner.gemm import digest_of
+from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
+from mkernel.planner.split import Split, SplitError
+
+__all__ = ["COUNT_BITS", "ITEM", "OP", "RingAttentionPlan", "Scale", "Segment", "make_plan"]
+
+OP = "ring_attention"
+PARAMETER_BYTES = 1472  # sizeof(Parameters); ops/ring_attention.py mirrors the struct
+ITEM = 2  # bytes of a value
+COPY_ROWS = 128  # of a box that is copied: 64 columns, 16 KiB
+SEND_SLOTS = 2  # of each inter_send CTA, where chunks wait for the network
+COUNT_BITS = 24  # of a counted flag (docs/memory_model.md): the others are the epoch
+
+_ALIGNMENT = 128  # of areas
+_WORD = 8
+_KEYS_SHARED_BYTES = 1024  # where the keys of a tile are gone through
+_COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, and a queue of chunks
+_COPY_RATE = 40e9  # bytes per second of one copying CTA (docs/planner.md)
+_FLOPS = 4.5e12  # per second, of the attention loop on one SM
+_MOST_COPYING = 9  # CTAs: more of them push no faster
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scale:
+    """How finely keys travel.
+
+    Attributes
+    ----------
+    chunk_bytes
+        What K and V of a chunk may have together.
+    window_bytes
+        What the rings of a rank may have together, as long as each has ``fewest`` slots.
+    """
+
+    chunk_bytes: int = 512 * 1024
+    window_bytes: int = 64 << 20
+    fewest: int = 2
+
+
+SCALE = Scale()  # of all plans; tests make it smaller
+
+
+class Segment(NamedTuple):
+    """The items of one wave that belong to one pair: items ``first`` to ``end - 1``."""
+
+    wave: int
+    pair: int
+    first: int
+    end: int
+    base: int  # number of its first chunk, in every ring
+
+
+@dataclasses.dataclass(frozen=True)
+class RingAttentionPlan:
+    """CTAs, chunks and buffers of one call. ``rows``: the code of its ``Sizes``; ``wanted``: the split that was asked for."""
+
+    problem: RingAttentionProblem
+    rows: int
+    sm_count: int
+    wanted: Split
+    scale: Scale
+
+    op = OP
+    packet_bytes = 0
+    staging_bytes = 0
+
+    def of_rows(self, rows: int) -> RingAttentionPlan:
+        """The plan of a call of other sizes."""
+        return self if rows == self.rows else dataclasses.replace(self, rows=rows)
+
+    @functools.cached_property
+    def digest(self) -> int:
+        return digest_of(self)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.rows)
+
+    # ---- work
+    @property
+    def part_rows(self) -> int:
+        """Rows of a part of this rank's, or any rank's, rows."""
+        return self.sizes.length // self.problem.parts
+
+    @property
+    def tiles_per_part(self) -> int:
+        return math.ceil(self.part_rows / self.problem.tile.q_rows)
+
+    @property
+    def tiles(self) -> int:
+        """Of one query head."""
+        return self.problem.parts * self.tiles_per_part
+
+    @property
+    def items_per_pair(self) -> int:
+        return self.tiles * self.problem.group
+
+    @property
+    def pairs(self) -> int:
+        return self.sizes.batches * self.problem.kv_heads
+
+    @property
+    def items(self) -> int:
+        return self.pairs * self.items_per_pair
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """SMs per role: as few that copy as bring the keys of a wave in the time that it computes."""
+        topology, sms = self.problem.topology, self.sm_count
+        mates, others = topology.ranks_per_node - 1, topology.num_nodes - 1
+        copying = 0
+        if mates:
+            per_flow = max(1, min(_MOST_COPYING // mates, sms // (8 * mates)))
+            if self.items:
+                pairs = min(self.pairs, 1 + (sms - 1) / self.items_per_pair)  # whose keys a wave streams
+                moved = self.problem.rings * ITEM * 2 * self.problem.head_dim * pairs
+                computed = 4 * self.problem.tile.q_rows * self.problem.head_dim * topology.size / _FLOPS
+                per_flow = max(1, min(per_flow, math.ceil(1.5 * moved / computed / _COPY_RATE / mates)))
+            copying = per_flow * mates
+        split = self.wanted.complete(Split(intra_comm=copying, inter_send=others, inter_reduce=0), sms)
+        for role, needed in (("intra_comm", mates), ("inter_send", others)):
+            if (getattr(split, role) or 0) < needed:
+                raise SplitError(self.wanted, f"{role} needs an SM for each rank that it writes to", f"give it at least {needed}")
+        return split
+
+    @property
+    def ctas(self) -> int:
+        """That compute."""
+        return self.split.compute or 0
+
+    @property
+    def copying(self) -> tuple[int, int]:
+        """CTAs that push to node mates, and that send to other nodes."""
+        return self.split.intra_comm or 0, self.split.inter_send or 0
+
+    @property
+    def grid(self) -> int:
+        return self.split.total
+
+    def item_of(self, wave: int, cta: int) -> int | None:
+        """The item of a CTA in a wave: every other wave is dealt backwards, so that no CTA always has the longest items."""
+        item = wave * self.ctas + (cta if wave % 2 == 0 else self.ctas - 1 - cta)
+        return item if item < self.items else None
+
+    def tile_of(self, item: int) -> int:
+        """The tile of an item, in its head: the last rows first, which see most keys."""
+        return self.tiles - 1 - item % self.items_per_pair // self.problem.group
+
+    @property
+    def period(self) -> int:
+        """Every so many waves end where a pair ends."""
+        return self.items_per_pair // math.gcd(self.items_per_pair, self.ctas) if self.items else 1
+
+    def base(self, wave: int, pair: int) -> int:
+        """Number of the first chunk of a segment, in every ring."""
+        return (pair + wave - wave // self.period) * self.chunks
+
+    def segment(self, first: int) -> Segment:
+        """The segment that begins with an item."""
+        wave, pair = first // self.ctas, first // self.items_per_pair
+        end = min((wave + 1) * self.ctas, (pair + 1) * self.items_per_pair, self.items)
+        return Segment(wave, pair, first, end, self.base(wave, pair))
+
+    def segments(self) -> Iterator[Segment]:
+        first = 0
+        while first < self.items:
+            segment = self.segment(first)
+            yield segment
+            first = segment.end
+
+    @property
+    def total(self) -> int:
+        """Numbers of chunks in a ring: of all segments, also of chunks that no row sees."""
+        if not self.items:
+            return 0
+        wave, pair = (self.items - 1) // self.ctas, self.pairs - 1
+        return self.base(wave, pair) + self.chunks
+
+    # ---- chunks
+    @functools.cached_property
+    def chunk_blocks(self) -> int:
+        """Key blocks of a chunk."""
+        tile, blocks = self.problem.tile, self.blocks
+        most = max(1, self.scale.chunk_bytes // (2 * tile.key_block * self.problem.head_dim * ITEM))
+        while True:
+            chunks = max(1, math.ceil(blocks / most))
+            segments = 0 if not self.items else self.pairs + self.items // self.ctas + 1
+            if segments * chunks * self.problem.parts < 1 << COUNT_BITS or most >= blocks:
+                return max(1, math.ceil(blocks / chunks))
+            most *= 2
+
+    @property
+    def blocks(self) -> int:
+        """Key blocks of a part."""
+        return math.ceil(self.part_rows / self.problem.tile.key_block)
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.chunk_blocks * self.problem.tile.key_block
+
+    @property
+    def chunks_per_part(self) -> int:
+        return math.ceil(self.part_rows / self.chunk_rows)
+
+    @property
+    def chunks(self) -> int:
+        """Of one pair's keys of one rank."""
+        return self.problem.parts * self.chunks_per_part
+
+    @property
+    def plane_bytes(self) -> int:
+        """K, or V, of a full chunk."""
+        return self.chunk_rows * self.problem.head_dim * ITEM
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Slots of a ring."""
+        rings = self.problem.rings
+        if not rings or not self.items:
+            return 0
+        wanted = max(self.scale.fewest, self.scale.window_bytes // (rings * 2 * self.plane_bytes))
+        return max(1, min(wanted, self.total, (COUNTED_WORDS - rings) // rings))
+
+    @property
+    def credit_step(self) -> int:
+        """Chunks that are given back at once."""
+        return max(1, self.depth // 4)
+
+    def last_position(self, rank: int, tile: int) -> int:
+        """Global position of the last row of a tile of ``rank``."""
+        part, inside = divmod(tile, self.tiles_per_part)
+        rows = min((inside + 1) * self.problem.tile.q_rows, self.part_rows)
+        return self.problem.part_position(rank, part, self.part_rows) + rows - 1
+
+    def visible(self, source: int, reader: int, tile: int) -> int:
+        """Chunks of ``source``, its first ones, of which a tile of ``reader`` sees a key."""
+        if not self.problem.causal:
+            return self.chunks
+        position = self.last_position(reader, tile)
+        for part in reversed(range(self.problem.parts)):
+            rows = position - self.problem.part_position(source, part, self.part_rows) + 1
+            if rows > 0:
+                return part * self.chunks_per_part + math.ceil(min(rows, self.part_rows) / self.chunk_rows)
+        return 0
+
+    def node_reader(self, node: int, tile: int) -> int:
+        """The rank of a node whose tile of this number sees most keys."""
+        ranks = self.problem.topology.node_ranks(node)
+        return ranks[0] if tile >= self.tiles_per_part else ranks[-1]
+
+    def streamed(self, segment: Segment, source: int, reader: int) -> int:
+        """Chunks of ``source`` that ``reader`` streams in a segment: those that its first item sees, which sees most."""
+        return self.visible(source, reader, self.tile_of(segment.first))
+
+    def sent(self, segment: Segment, source: int, node: int) -> int:
+        """Chunks of ``source`` that are sent to another node in a segment: those that any rank there streams."""
+        return self.streamed(segment, source, self.node_reader(node, self.tile_of(segment.first)))
+
+    # ---- rings: of the node's other ranks from the next one on, then of the other nodes from the next one on, local rank 0 first. All
+    # ranks of a node take those of other nodes in the same order: who forwards a chunk and who gets it must not wait for each other.
+    def source_of(self, rank: int, ring: int) -> int:
+        topology = self.problem.topology
+        node, per_node = topology.node(rank), topology.ranks_per_node
+        if ring < per_node - 1:
+            return topology.rank(node, (topology.local_rank(rank) + 1 + ring) % per_node)
+        distance, local = divmod(ring - (per_node - 1), per_node)
+        return topology.rank((node + 1 + distance) % topology.num_nodes, local)
+
+    def ring_of(self, rank: int, source: int) -> int:
+        """The ring of ``rank`` in which the keys of ``source`` come."""
+        topology = self.problem.topology
+        per_node, nodes = topology.ranks_per_node, topology.num_nodes
+        distance = (topology.node(source) - topology.node(rank)) % nodes
+        if distance == 0:
+            return (source - rank) % per_node - 1
+        return per_node - 1 + (distance - 1) * per_node + topology.local_rank(source)
+
+    def feeder_of(self, rank: int, ring: int) -> int:
+        """Who writes to a ring of ``rank``: the source, or the node mate on its rail."""
+        topology, source = self.problem.topology, self.source_of(rank, ring)
+        if topology.node(source) == topology.node(rank) or topology.local_rank(source) == topology.local_rank(rank):
+            return source
+        return topology.rank(topology.node(rank), topology.local_rank(source))
+
+    # ---- flags of this rank, by number: CTAs that have begun; counted ones: chunks in slots, credits; and words of the workspace: progress
+    @property
+    def readers(self) -> int:
+        """CTAs that read rings: those that compute, then those that forward."""
+        return self.ctas + self.copying[0]
+
+    @property
+    def flag_words(self) -> int:
+        return self.readers
+
+    def slot_word(self, ring: int, slot: int) -> int:
+        """Counted flag of a slot: the chunk that is in it."""
+        return ring * self.depth + slot
+
+    def credit_word(self, distance: int, mate: int) -> int:
+        """Counted flag of what ``mate`` (distance in the node, from 1 on) has read of the ring that this rank feeds.
+
+        ``distance``: of the node whose keys they are; 0: this rank's own. ``mate`` 0: what the rail peer at that distance has read.
+        """
+        per_node, nodes = self.problem.topology.ranks_per_node, self.problem.topology.num_nodes
+        first = self.problem.rings * self.depth
+        return first + (distance * (per_node - 1) + mate - 1 if mate else nodes * (per_node - 1) + distance - 1)
+
+    @property
+    def counted_words(self) -> int:
+        return self.problem.rings * (self.depth + 1)
+
+    def progress_word(self, ring: int, reader: int) -> int:
+        return ring * self.readers + reader
+
+    def flag_name(self, rank: int, index: int) -> str:
+        """What a flag tells ``rank``, for reports."""
+        topology, rings = self.problem.topology, self.problem.rings
+        if index < self.flag_words:
+            return f"reader {index} has begun"
+        index -= self.flag_words
+        if index < rings * self.depth:
+            ring, slot = divmod(index, self.depth)
+            return f"chunk of rank {self.source_of(rank, ring)} in slot {slot}"
+        index -= rings * self.depth
+        mates = topology.ranks_per_node - 1
+        if index < topology.num_nodes * mates:
+            distance, mate = divmod(index, mates)
+            local = (topology.local_rank(rank) + 1 + mate) % topology.ranks_per_node
+            node = (topology.node(rank) + distance) % topology.num_nodes
+            reader, source = topology.rank(topology.node(rank), local), topology.rank(node, topology.local_rank(rank))
+            return f"what rank {reader} has read of the chunks of rank {source}"
+        index -= topology.num_nodes * mates
+        if index < topology.num_nodes - 1:
+            return f"what node {topology.node(topology.rail_peers(rank)[index])} has read of this rank's chunks"
+        ring, reader = divmod(index - (topology.num_nodes - 1), self.readers)
+        return f"what reader {reader} has read of the chunks of rank {self.source_of(rank, ring)}"
+
+    # ---- areas of the workspace
+    @property
+    def window_bytes(self) -> int:
+        return self.problem.rings * self.depth * 2 * self.plane_bytes
+
+    @property
+    def send_bytes(self) -> int:
+        return self.copying[1] * SEND_SLOTS * 2 * self.plane_bytes if self.items else 0
+
+    @property
+    def planes(self) -> int:
+        """Of the window and of what is to be sent, which follows it: K and V of each slot."""
+        return (self.window_bytes + self.send_bytes) // self.plane_bytes if self.items else 0
+
+    @property
+    def progress_offset(self) -> int:
+        return -(-(self.window_bytes + self.send_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def progress_bytes(self) -> int:
+        return self.problem.rings * self.readers * _WORD
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.progress_offset + self.progress_bytes
+
+    @functools.cached_property
+    def spec(self) -> KernelSpec:
+        problem, tile = self.problem, self.problem.tile
+        constants = tile.constants() | {
+            "kFloat16": int(problem.dtype == "float16"),
+            "kCausal": int(problem.causal),
+            "kParts": problem.parts,
+            "kNumNodes": problem.topology.num_nodes,
+            "kRanksPerNode": problem.topology.ranks_per_node,
+        }
+        shared = max(tile.shared_bytes, _COPY_SHARED_BYTES) + _KEYS_SHARED_BYTES  # a CTA does one or the other
+        return KernelSpec(OP, tuple(constants.items()), tile.threads, shared, PARAMETER_BYTES)
+
+    # ---- for people
+    def received_bytes(self, rank: int) -> tuple[int, int]:
+        """Bytes of keys and values that come to ``rank`` in a call: from its node, and over the network."""
+        topology, near, far = self.problem.topology, 0, 0
+        for segment in self.segments():
+            for ring in range(self.problem.rings):
+                source = self.source_of(rank, ring)
+                if self.feeder_of(rank, ring) == source and topology.node(source) != topology.node(rank):
+                    far += self.sent(segment, source, topology.node(rank))
+                else:
+                    near += self.streamed(segment, source, rank)
+        return near * 2 * self.plane_bytes, far * 2 * self.plane_bytes
+
+    def describe(self) -> str:
+        p, sizes, (pushing, sending) = self.problem, self.sizes, self.copying
+        world = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}"
+        waves = math.ceil(self.items / self.ctas)
+        near, far = self.received_bytes(p.topology.size - 1)  # no rank receives more
+        return (  # the first line stands for the plan in messages: it tells any two apart
+            f"{OP}: B {sizes.batches}, {sizes.length} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
+            f"{'causal' if p.causal else 'full'}, {p.layout}, scale {p.scale:g}, {world} ranks, {self.ctas}/{pushing}/{sending} SMs\n"
+            f"tiles of {p.tile.q_rows} query rows, {self.items} items in {waves} waves; chunks of {self.chunk_rows} keys, "
+            f"{self.total} per source, {self.depth} slots\n"
+            f"SMs: compute {self.ctas}, intra_comm {pushing} push, inter_send {sending}; received at most {near} bytes inside the node, "
+            f"{far} from other nodes; workspace {self.workspace_bytes} bytes, of which {self.window_bytes} are for keys of other ranks"
+        )
+
+
+def make_plan(
+    problem: RingAttentionProblem, rows: int, sm_count: int, split: Split | None = None, scale: Scale | None = None
+) -> RingAttentionPlan:
+    """The plan of a call on a device with ``sm_count`` SMs; ``rows``: ``Sizes.code``. Raises SplitError."""
+    plan = RingAttentionPlan(problem, rows, sm_count, split or Split(), scale or SCALE)
+    assert plan.split.total <= sm_count
+    return plan

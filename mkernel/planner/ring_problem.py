@@ -1,0 +1,85 @@
+"""What the ranks agree on before they attend to a sequence together: the problem, once, and the sizes of each call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from mkernel.planner.attention_tile import AttentionTile
+from mkernel.planner.topology import Topology
+
+__all__ = ["LAYOUTS", "RingAttentionProblem", "Sizes"]
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+class Sizes(NamedTuple):
+    """What changes from call to call: B, and the rows of q, k and v that a rank holds, S / W.
+
+    A plan counts both as one number, ``code``: ranks agree on it in every call, and it is 0 where there is nothing to do.
+    """
+
+    batches: int
+    length: int
+
+    @property
+    def code(self) -> int:
+        bits = self.length.bit_length()
+        if not self.batches or not bits:
+            return 0
+        return ((self.batches << (bits - 1) | self.length - (1 << (bits - 1))) << 5) | bits
+
+    @classmethod
+    def of(cls, code: int) -> Sizes:
+        """The sizes of a code."""
+        bits, rest = code & 31, code >> 5
+        if not bits:
+            return cls(0, 0)
+        return cls(rest >> (bits - 1), (1 << (bits - 1)) | rest & ((1 << (bits - 1)) - 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RingAttentionProblem:
+    """What the ranks agree on once. B and the rows of a rank are each call's (``Sizes``).
+
+    Attributes
+    ----------
+    q_heads, kv_heads, head_dim
+        Hq, Hkv and D.
+    layout
+        Which rows of a sequence a rank holds: one of ``LAYOUTS``.
+    scale
+        What scores are multiplied by.
+    """
+
+    topology: Topology
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    layout: str
+    scale: float
+
+    @property
+    def parts(self) -> int:
+        """Runs of consecutive positions that a rank holds."""
+        return 2 if self.layout == "zigzag" else 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def tile(self) -> AttentionTile:
+        return AttentionTile.of(self.head_dim, self.causal)
+
+    @property
+    def rings(self) -> int:
+        """Sources whose keys a rank streams."""
+        return self.topology.size - 1
+
+    def part_position(self, rank: int, part: int, part_rows: int) -> int:
+        """Global position of the first row of a part that ``rank`` holds."""
+        return (rank if part == 0 else 2 * self.topology.size - 1 - rank) * part_rows

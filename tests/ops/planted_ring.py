@@ -1,0 +1,95 @@
+"""Mistakes in the device code of ring attention: what moves keys, and who gives credits for them."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.ops.planted_bug import Bug
+
+__all__ = ["RING"]
+
+_EXCHANGE, _WINDOW, _OP = "attention/exchange.cuh", "attention/window.cuh", "ops/ring_attention.cuh"
+_Bug = functools.partial(Bug, workload="ring")
+_WAITS_FOR_CREDIT = "wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth + 1, reader)"
+
+RING = [
+    _Bug(
+        "a slot is written one credit too early",
+        _EXCHANGE,
+        _WAITS_FOR_CREDIT,
+        "wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth, reader)",
+    ),
+    _Bug(
+        "a stale chunk is read",
+        _OP,
+        "wait_counted(entered, p.ring, block.head, block.map, feeder)",
+        "wait_counted(entered, p.ring, block.head, block.map - 1, feeder)",
+        also=((">= counted(entered.call(), block.map));", ">= counted(entered.call(), block.map - 1));"),),
+    ),
+    _Bug("a stale chunk counts as ready", _OP, ">= counted(entered.call(), block.map));", ">= counted(entered.call(), 1));", slow=True),
+    _Bug(
+        "a rail's slot is written one credit too early",
+        _EXCHANGE,
+        "wait_counted(entered, r, rail_credit_word(r, distance), number - r.depth + 1, peer)",
+        "wait_counted(entered, r, rail_credit_word(r, distance), number - r.depth, peer)",
+        world="4x1",
+        slow=True,
+    ),
+    _Bug(
+        "nobody waits for those that forward",
+        _EXCHANGE,
+        "const uint32_t readers = is_rail ? num_readers(r) : r.ctas,",
+        "const uint32_t readers = r.ctas,",
+        world="2x2",
+        seeds=20,
+    ),
+    _Bug(
+        "a chunk of another node is forwarded before it has come",
+        _EXCHANGE,
+        "      if (!wait_counted(entered, r, word, number + 1, rail_peer(world, distance))) return;\n",
+        world="2x2",
+        slow=True,
+    ),
+    _Bug(
+        "progress is read before it is valid",
+        _EXCHANGE,
+        " || !wait_all(entered, ReadersBegun<Parameters>{p}, readers)) return;",
+        ") return;",
+        seeds=20,
+        slow=True,
+    ),
+    _Bug("a CTA says too early that it is done with a ring", _OP, "(source_ends ? at_.next_base : number + 1)", "at_.next_base", slow=True),
+    _Bug(
+        "a missing proxy fence before a slot is written again",
+        _EXCHANGE,
+        "    ptx::fence_proxy_async();  // what was acquired",
+        "    // what was acquired",
+        found_as="missing fence.proxy.async",
+        world="2x2",
+        slow=True,
+    ),
+    _Bug("keys are put before they are staged", _EXCHANGE, "    copies.copy(staged);\n", world="4x1", slow=True),
+    _Bug(
+        "what is to be sent is overwritten",
+        _EXCHANGE,
+        "    if (before != 0 && !wait_put(call, before, peer)) return;\n",
+        world="4x1",
+        workload="ring deep",
+        slow=True,
+    ),
+    _Bug(
+        "the second half of a zigzag rank lies elsewhere",
+        _WINDOW,
+        "(part == 0 ? rank : 2 * kWorldSize - 1 - rank)",
+        "(part == 0 ? rank : 2 * kWorldSize - 2 - rank)",
+    ),
+    _Bug(
+        "progress without a release",
+        _WINDOW,
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), number);",
+        "  *reinterpret_cast<uint64_t*>(word) = number;",
+        found_as="data race",
+        tsan=True,
+        slow=True,
+    ),
+]
