@@ -70,7 +70,10 @@ def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> 
     """Add the options that say what runs on which world; ``Asked`` reads them."""
     parser.add_argument("op", nargs="?", choices=ops, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(ops))
     shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
-    shapes += "for gemm_allreduce also large, small; of MoE T, T:MODEL:ROUTING, TxHxFxExK:ROUTING, random:N:SEED, decode, models, routings "
+    shapes += (
+        "for gemm_allreduce also large, small; of MoE T, T:MODEL:ROUTING, TxHxFxExK:ROUTING, random:N:SEED, decode, models, routings; "
+    )
+    shapes += "of ring_attention BxHqxHkvxSxD (c after it: causal), causal, gqa, long, random:N:SEED "
     shapes += "(default: all of the op's)"
     parser.add_argument("--shapes", help=shapes)
     parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")

@@ -169,6 +169,7 @@ class RingAttention(Op[RingAttentionProblem]):
     operands = ("q", "k", "v")
     options: ClassVar[Mapping[str, Any]] = {"causal": False, "scale": None, "layout": "contiguous"}
     result = Attended
+    bench = "mkernel.bench.cases.ring_attention"
     by_rows = False
     tunable = ()
     parameters = Parameters

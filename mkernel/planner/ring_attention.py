@@ -229,6 +229,11 @@ class RingAttentionPlan:
         """K, or V, of a full chunk."""
         return self.chunk_rows * self.problem.head_dim * ITEM
 
+    @property
+    def put_bytes(self) -> int:
+        """Of a put: a full chunk."""
+        return 2 * self.plane_bytes
+
     @functools.cached_property
     def depth(self) -> int:
         """Slots of a ring."""

@@ -77,6 +77,35 @@ def test_example_of_a_layer_of_experts_is_right(tmp_path: Path) -> None:
     assert all("y is (50, 256)" in line and line.endswith("right") for line in lines)
 
 
+@pytest.mark.mpi
+def test_example_of_a_long_sequence_is_right(tmp_path: Path) -> None:
+    status, lines = _example("long_context_attention.py", tmp_path)
+    assert status == 0, lines
+    assert [line.split(" on ")[0] for line in lines] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all("o is (1, 8, 192, 64)" in line and line.endswith("right") for line in lines)
+
+
+def test_the_example_of_a_long_sequence_sees_a_wrong_element() -> None:
+    root = Path(__file__).parents[2]
+    example = str(root / "examples" / "long_context_attention.py")
+    code = """
+import runpy, sys
+import mkernel as mk
+real = mk.ring_attention
+def spoiled(*arrays, **options):
+    result = real(*arrays, **options)
+    result.o[0, 3, -1, 7] += 0.25
+    return result
+mk.ring_attention = spoiled
+sys.argv[1:] = ["--rows", "64"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    command = [sys.executable, "-c", f"import sys; sys.argv[0] = {example!r}" + code]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.endswith("WRONG\n")
+
+
 def test_example_of_tuning_draws(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "examples" / "explore_split.py"), "--ranks", "2", "--m", "256", "--n", "136", "--k", "136"]
