@@ -325,6 +325,10 @@ MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_
   const uint64_t address = (shared_address(smem) & 0x3ffffu) >> 4;
   return address | (uint64_t(leading >> 4) << 16) | (uint64_t(stride >> 4) << 32) | (uint64_t(1) << 62);
 }
+// The same `bytes` further on, without leaving shared memory: addresses are in the low word, and add up to less than it holds.
+MK_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
 MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <uint32_t Pending, uint32_t Count>

@@ -5,7 +5,6 @@
 #include "attention/partial.cuh"
 #include "attention/products.cuh"
 #include "attention/softmax.cuh"
-#include "trace.cuh"
 
 namespace mkernel {
 
@@ -101,9 +100,8 @@ template <class Config, AttentionOp Op>
 MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Config>& storage) {
   const Turns<Config> turns(ptx::warp_index() / 4 - 1);
   const float scale_log2 = op.scale_log2();
-  const bool traces = ptx::thread_index() == 128;
   RingPosition<kItemQueue> item_at;
-  RingPosition<1> query_at, parts_at;
+  RingPosition<1> query_at, parts_at, left_at;
   RingPosition<Config::kStages> key_at, value_at;
   float o[Config::kHeadDim / 2];
 #pragma unroll 1
@@ -113,7 +111,6 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     if (item.number == kNoItem) break;
     RowSums rows;
     bool stores = true;
-    if (traces) storage.began = Trace(call.world, 1).now();
     if (item.has_keys != 0) {
       const int32_t position = item.item.position + turns.warpgroup * AttentionShape<Config>::kBlockRows;
       stores = attend_item<Config>(storage, turns, scale_log2, position, query_at, key_at, value_at, o, rows);
@@ -124,7 +121,7 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     if constexpr (Op::kSplits) {
       if (stores && item.item.parts > 1) {
         if (item.item.part + 1 < item.item.parts) {
-          leave_part<Config>(call, op, item.item, storage, turns.warpgroup, o, rows);
+          leave_part<Config>(call, op, item, storage, turns.warpgroup, left_at, o, rows);
           stores = false;
         } else {
           stores = merge_parts<Config>(call, op, item.item, storage, turns.warpgroup, parts_at, o, rows);
@@ -132,11 +129,11 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
       }
     }
     if (stores) store_item<Config>(call, op, item.item, storage, turns.warpgroup, o, rows);
-    if (traces) Trace(call.world, 1).record(abi::kTraceTile, item.number, storage.began);  // made anew: no registers while it computes
     ptx::sync_warp();
     if (ptx::lane_index() == 0) storage.items.take(item_at);
     item_at.advance();
   }
+  if constexpr (Op::kSplits) post_part(storage, left_at, kNoItem);
   if (ptx::thread_index() % 128 == 0) ptx::store_wait_read<0>();  // kernel exit completes the stores
 }
 

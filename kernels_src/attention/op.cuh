@@ -42,8 +42,8 @@ concept AttentionOp = requires(const Op op, const Call& call, const Entered& ent
                                                      // smaller than its last part's, and CTAs take numbers in order
   requires !Op::kSplits || requires {
     { op.partial(entered, item, number) } -> Same<char*>;  // kPartialBytes of part `number` of the item; on a multiple of 16
-    op.raise_part(entered, item, number);                  // item.part is there, as far as warpgroup `number` writes it
-    { op.wait_parts(entered, item) } -> Same<bool>;        // until all parts but the last are, of all warpgroups. Producer
+    op.raise_part(entered, item);                          // item.part is there
+    { op.wait_parts(entered, item) } -> Same<bool>;        // until all parts but the last are. Producer
   };
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function

@@ -13,13 +13,38 @@ MK_DEVICE char* partial_unit(char* partial, uint32_t warpgroup, uint32_t unit) {
   return partial + ((warpgroup * Shape::kPartialUnits + unit) * 128 + ptx::thread_index() % 128) * 16;
 }
 
+// Parts are announced by a warp that has nothing else to do. A release by a consumer would cost its main loop the uniform registers (role.cuh: trace_items).
+// All consumer warps post alike: the number of each part that they leave, and kNoItem at the end.
+template <class Config>
+MK_DEVICE void post_part(AttentionStorage<Config>& storage, RingPosition<1>& at, uint32_t number) {
+  storage.left.wait_taken(at);
+  ptx::sync_warp();  // all lanes have stored
+  if (ptx::thread_index() == 128) storage.left_number = number;
+  if (ptx::lane_index() == 0) storage.left.fill(at);
+  at.advance();
+}
 template <class Config, AttentionOp Op>
-MK_DEVICE void leave_part(const Call& call, const Op& op, const AttentionItem& item, AttentionStorage<Config>& storage, uint32_t warpgroup,
-                          const float (&o)[Config::kHeadDim / 2], const RowSums& sums) {
+MK_DEVICE void announce_parts(const MaybeEntered& entered, const Op& op, AttentionStorage<Config>& storage) {  // one warp
+  RingPosition<1> at;
+#pragma unroll 1
+  while (true) {
+    storage.left.wait_filled(at);
+    const uint32_t number = storage.left_number;
+    ptx::sync_warp();
+    if (ptx::lane_index() == 0) storage.left.take(at);
+    at.advance();
+    if (number == kNoItem) return;
+    if (entered && ptx::lane_index() == 0) op.raise_part(*entered, op.item(number));
+  }
+}
+
+template <class Config, AttentionOp Op>
+MK_DEVICE void leave_part(const Call& call, const Op& op, const ItemHeader& header, AttentionStorage<Config>& storage, uint32_t warpgroup,
+                          RingPosition<1>& at, const float (&o)[Config::kHeadDim / 2], const RowSums& sums) {
   using Shape = AttentionShape<Config>;
   const MaybeEntered entered = storage.entries.pass(call);
   if (!entered) return;
-  char* to = op.partial(*entered, item, item.part);
+  char* to = op.partial(*entered, header.item, header.item.part);
 #pragma unroll
   for (uint32_t u = 0; u + 1 < Shape::kPartialUnits; ++u) {
     const float* e = &o[4 * u];
@@ -28,8 +53,7 @@ MK_DEVICE void leave_part(const Call& call, const Op& op, const AttentionItem& i
   }
   ptx::store_global(partial_unit<Config>(to, warpgroup, Shape::kPartialUnits - 1),
                     ptx::Words{{ptx::bits(sums.base(0)), ptx::bits(sums.base(1)), ptx::bits(sums.sum(0)), ptx::bits(sums.sum(1))}});
-  ptx::barrier_sync(kEpilogueBarrier + warpgroup, 128);  // all have stored
-  if (ptx::thread_index() % 128 == 0) op.raise_part(*entered, item, warpgroup);
+  post_part(storage, at, header.number);
 }
 
 // Adds the other parts to this one, which is the last: first to last, so that the bits do not depend on which was there first. Returns false where the call

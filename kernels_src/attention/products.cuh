@@ -12,13 +12,14 @@ constexpr uint32_t kStep = 16, kAtom = 1024;  // k of one wgmma; 8 rows of 128 b
 template <class Config>
 MK_DEVICE void multiply_keys(float (&s)[Config::kKeyBlock / 2], const char* q, const char* k) {
   using Shape = AttentionShape<Config>;
+  const uint64_t a = ptx::matrix_descriptor(q, 16, detail::kAtom), b = ptx::matrix_descriptor(k, 16, detail::kAtom);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t column = 0; column < Shape::kHeadDim; column += detail::kStep) {
     const uint32_t panel = column / Shape::kPanelColumns, inside = column % Shape::kPanelColumns * 2;
-    const uint64_t a = ptx::matrix_descriptor(q + panel * Shape::kQueryPanel + inside, 16, detail::kAtom);
-    const uint64_t b = ptx::matrix_descriptor(k + panel * Shape::kKeyPanel + inside, 16, detail::kAtom);
-    ptx::wgmma<Shape::kKeyBlock, Shape::kElement, ptx::Major::kK, ptx::Major::kK>(s, a, b, column > 0);
+    ptx::wgmma<Shape::kKeyBlock, Shape::kElement, ptx::Major::kK, ptx::Major::kK>(
+        s, ptx::advance_descriptor(a, panel * Shape::kQueryPanel + inside), ptx::advance_descriptor(b, panel * Shape::kKeyPanel + inside),
+        column > 0);
   }
   ptx::wgmma_commit();
 }
@@ -27,11 +28,12 @@ MK_DEVICE void multiply_keys(float (&s)[Config::kKeyBlock / 2], const char* q, c
 template <class Config>
 MK_DEVICE void multiply_values(float (&o)[Config::kHeadDim / 2], const uint32_t (&weights)[Config::kKeyBlock / 4], const char* v) {
   using Shape = AttentionShape<Config>;
+  const uint64_t b = ptx::matrix_descriptor(v, Shape::kKeyPanel, detail::kAtom);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t key = 0; key < Shape::kKeyBlock; key += detail::kStep) {
-    const uint64_t b = ptx::matrix_descriptor(v + key * Shape::kRowBytes, Shape::kKeyPanel, detail::kAtom);
-    ptx::wgmma_registers<Shape::kHeadDim, Shape::kElement, ptx::Major::kMN>(o, &weights[key / 4], b, true);
+    ptx::wgmma_registers<Shape::kHeadDim, Shape::kElement, ptx::Major::kMN>(o, &weights[key / 4],
+                                                                            ptx::advance_descriptor(b, key * Shape::kRowBytes), true);
   }
   ptx::wgmma_commit();
 }

@@ -40,20 +40,22 @@ struct AttentionStorage {
   Handshake<kItemQueue> items;
   Handshake<1> parts;     // producer, consumers: the other parts of an item are there to be merged,
   uint32_t parts_failed;  // or the call has failed
+  Handshake<1> left;      // consumers, warp 1: what they leave of a part is in memory,
+  uint32_t left_number;   // and this is the part's number; kNoItem at the end
   uint64_t padded;        // values that the producer completes with zeros before it gives them to the consumers
   EntryGate entries;
-  uint64_t began;  // when the first consumer warpgroup began with its item, for the trace
 };
 
 template <class Config>
-MK_DEVICE void attention_init(AttentionStorage<Config>& storage) {  // one thread
+MK_DEVICE void attention_init(AttentionStorage<Config>& storage, bool traces) {  // one thread
   using Shape = AttentionShape<Config>;
   constexpr uint32_t kConsumerWarps = 4 * Shape::kWarpgroups;
   storage.query.init(1, kConsumerWarps);
   storage.keys.init(1, kConsumerWarps);
   storage.values.init(1, kConsumerWarps);
-  storage.items.init(1, kConsumerWarps);
+  storage.items.init(1, kConsumerWarps + (traces ? 1 : 0));
   storage.parts.init(1, kConsumerWarps);
+  storage.left.init(kConsumerWarps, 1);
   ptx::mbarrier_init(&storage.padded, 1);
   storage.entries.init();
   for (uint32_t i = 0; i < Shape::kStages; ++i) storage.credit[i] = kNoCredit;

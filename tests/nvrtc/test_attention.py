@@ -56,6 +56,9 @@ def check_main_loop(instructions: list[tuple[str, str]], tile: AttentionTile, he
     assert len(products) == 2 * (scores + values)
     begin, end = products[scores], products[2 * scores + values]
     loop = instructions[begin:end]
+    moved = [name for name, _ in loop].count("R2UR")
+    assert moved < scores + values, "what the warp has in common is in uniform registers, descriptors of operands above all"
+    assert products[2 * scores + values - 1] - begin < 5 * (scores + values) + 16, "the products follow each other"
     waits = [i for i, (name, _) in enumerate(loop) if name == "WARPGROUP.DEPBAR.LE"]
     assert [loop[i][1].split(",")[-1].strip() for i in waits] == ["0x1"], "the wait for the values comes after the softmax"
     softmax = [name.split(".")[0] for name, _ in loop[waits[0] :]]

@@ -117,7 +117,7 @@ class AttentionPlan:
 
     @property
     def flag_words(self) -> int:
-        return self._parts * self.tile.warpgroups
+        return self._parts
 
     @property
     def digest(self) -> int:

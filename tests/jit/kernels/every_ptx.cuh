@@ -30,7 +30,7 @@ MK_DEVICE void multiply_registers(char* smem) {
   const uint32_t t = ptx::thread_index(), a[4] = {t, t + 1, t + 2, t + 3};
   float d[32];
   ptx::wgmma_fence();
-  ptx::wgmma_registers<64, kElement, Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN>(d, a, ptx::matrix_descriptor(smem, 16, 1024), false);
+  ptx::wgmma_registers<64, kElement, Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN>(d, a, ptx::advance_descriptor(ptx::matrix_descriptor(smem, 16, 1024), 2048), false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>(d);
   float sum = 0.0f;

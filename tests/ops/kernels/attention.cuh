@@ -94,21 +94,19 @@ struct LocalAttention {
   MK_DEVICE char* partial(const Entered& entered, const AttentionItem& item, uint32_t part) const {
     return shared_heap(entered, p.world.local_rank) + p.partials + (uint64_t(plane_tile(item)) * p.parts + part) * Shape::kPartialBytes;
   }
-  MK_DEVICE uint32_t part_flag(const AttentionItem& item, uint32_t part, uint32_t warpgroup) const {
-    return (plane_tile(item) * p.parts + part) * Shape::kWarpgroups + warpgroup;
-  }
-  MK_DEVICE void raise_part(const Entered& entered, const AttentionItem& item, uint32_t warpgroup) const {
-    raise_flag_of(entered, p, part_flag(item, item.part, warpgroup), p.world.local_rank);
+  MK_DEVICE uint32_t part_flag(const AttentionItem& item, uint32_t part) const { return plane_tile(item) * p.parts + part; }
+  MK_DEVICE void raise_part(const Entered& entered, const AttentionItem& item) const {
+    raise_flag_of(entered, p, part_flag(item, item.part), p.world.local_rank);
   }
   struct PartFlags {
     const LocalAttention& op;
     const AttentionItem& item;
     MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
-      return wait_flag(entered, op.p, op.part_flag(item, 0, 0) + i, op.p.world.rank);
+      return wait_flag(entered, op.p, op.part_flag(item, i), op.p.world.rank);
     }
   };
   MK_DEVICE bool wait_parts(const Entered& entered, const AttentionItem& item) const {
-    return wait_all(entered, PartFlags{*this, item}, (item.parts - 1) * Shape::kWarpgroups);
+    return wait_all(entered, PartFlags{*this, item}, item.parts - 1);
   }
   MK_DEVICE void move(const Call& call) const {
     if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
