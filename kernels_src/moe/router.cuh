@@ -215,8 +215,8 @@ class Router {
     return Token{number, rank, number - scratch_.first_token[rank], exists};
   }
 
-  // The ids of the lane's token, kNone where a choice is not routed; and where they are kept for when it gets its places. Loops over them are not
-  // unrolled, but where they are copied: the code would be ten times as long.
+  // The ids of the lane's token, kNone where a choice is not routed; and where they are kept for when it gets its places. Loops over them are unrolled
+  // only where they are copied, or the code would be ten times as long.
   MK_DEVICE uint32_t* ids_of() const { return scratch_.ids[ptx::warp_index()][ptx::lane_index()]; }
   MK_DEVICE uint32_t* kept_ids(const Token& token) const { return tables_.ids() + uint64_t(token.number) * kTopK; }
   MK_DEVICE static void copy_ids(uint32_t* to, const uint32_t* from) {
@@ -236,8 +236,7 @@ class Router {
 #pragma unroll 1
     for (uint32_t i = 0; i < kTopK; ++i) {
       const uint32_t id = ids[i];
-      uint32_t code = 0;
-      if (id != kNone && id >= kAllExperts) code = kBadExpert;
+      uint32_t code = id != kNone && id >= kAllExperts ? kBadExpert : 0;
 #pragma unroll 1
       for (uint32_t j = 0; j < i; ++j) {
         if (id != kNone && id == ids[j]) code = kTwice;
