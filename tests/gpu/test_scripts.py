@@ -53,6 +53,13 @@ def test_sanitizer(errors: str, status: int, op: str, tmp_path: Path, monkeypatc
     assert outcomes == {"memcheck 1x2": "FAILED" if status else "ok"}, text
 
 
+def test_attention() -> None:
+    command = [sys.executable, str(HERE / "attention.py"), "--target", "cpu", "--shapes", "2x4x2x200x64c", "1x2x2x300x64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" error 0.") == 2, done.stdout
+
+
 @pytest.mark.parametrize("arguments", [["--ranks", "2"], pytest.param(["--ranks", "4", "--ranks-per-node", "2"], marks=pytest.mark.slow)])
 def test_notebook(arguments: list[str]) -> None:
     status, outcomes, text = _results(str(HERE / "notebook.py"), "--target", "cpu", *arguments)

@@ -42,6 +42,7 @@ class Case:
     tile_rows: int = 0
     chunk: int = 0
     parts: int = 1
+    missing: int = -1
     padding: int = 0
     transposed: bool = False
     sizes: str = "plain"  # of scores; "growing": the largest comes last; "large": some outweigh all others
@@ -67,7 +68,7 @@ def _scale(case: Case) -> float:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    options = {name: getattr(case, name) for name in ("causal", "q_position", "tile_rows", "chunk", "parts", "tile")}
+    options = {name: getattr(case, name) for name in ("causal", "q_position", "tile_rows", "chunk", "parts", "missing", "tile")}
     return options | {"scale": _scale(case), "keys": case.keys if case.padding else 0}
 
 

@@ -55,7 +55,8 @@ class Parameters(ctypes.Structure):
         ("parts", ctypes.c_uint32),
         ("flag_offset", ctypes.c_uint64),
         ("partials", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint32 * 6),
+        ("missing", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 5),
         ("q_map", abi.TensorMap),
         ("k_map", abi.TensorMap),
         ("v_map", abi.TensorMap),
@@ -75,7 +76,8 @@ class AttentionProblem:
     """``tile_rows``: of a q tile, 0: all that it has room for. ``chunk``: keys that are waited for at once, 0: none are.
 
     ``keys``: how many of the keys there are, 0: all; the others are nobody's. ``parts``: CTAs that share a tile's keys; if several,
-    ``shared_tiles`` says how many tiles there are. ``tile``: not the usual one.
+    ``shared_tiles`` says how many tiles there are. ``missing``: the chunk that never comes.
+    ``tile``: not the usual one.
     """
 
     topology: Topology
@@ -88,6 +90,7 @@ class AttentionProblem:
     chunk: int = 0
     keys: int = 0
     parts: int = 1
+    missing: int = -1
     tile: AttentionTile | None = None
     shared_tiles: int = 0
 
@@ -117,7 +120,7 @@ class AttentionPlan:
 
     @property
     def flag_words(self) -> int:
-        return self._parts
+        return self._parts + (self.problem.missing >= 0)
 
     @property
     def digest(self) -> int:
@@ -164,6 +167,7 @@ class LocalAttention(Op[AttentionProblem]):
         "chunk": 0,
         "keys": 0,
         "parts": 1,
+        "missing": -1,
         "tile": None,
     }
     result = AttentionRows
@@ -231,6 +235,7 @@ class LocalAttention(Op[AttentionProblem]):
             scale_log2=problem.scale * math.log2(math.e),
             waits=int(problem.chunk > 0),
             parts=problem.parts,
+            missing=problem.missing & 0xFFFFFFFF,
             flag_offset=executable.flag_offset,
             partials=executable.scratch_offset,
             q_map=encoded(q, 64),

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.ops.attention_body import Case, run
 
-CASES = (Case(130, 400, heads=2), Case(150, 300, causal=True, chunk=70))
+CASES = (Case(130, 400, heads=2), Case(150, 300, causal=True, chunk=70, padding=20, parts=2))
 
 
 def main() -> int:

@@ -25,7 +25,8 @@ struct alignas(64) Parameters {
   uint32_t parts;         // CTAs that share a q tile's keys
   uint64_t flag_offset;
   uint64_t partials;      // bytes from the start of the heap
-  uint32_t reserved[6];
+  uint32_t missing;       // the chunk that never comes, if there is one
+  uint32_t reserved[5];
   abi::TensorMap q_map, k_map, v_map, o_map;
 };
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
@@ -76,8 +77,14 @@ struct LocalAttention {
   MK_DEVICE const abi::TensorMap* q_map() const { return &p.q_map; }
   MK_DEVICE const abi::TensorMap* k_map(const KeyBlock&) const { return &p.k_map; }
   MK_DEVICE const abi::TensorMap* v_map(const KeyBlock&) const { return &p.v_map; }
-  MK_DEVICE bool is_ready(const Entered&, const KeyBlock& block) const { return block.row % 2 == 0; }
-  MK_DEVICE bool wait(const Entered&, const KeyBlock&) const { return true; }
+  MK_DEVICE bool is_ready(const Entered&, const KeyBlock& block) const { return block.row % 2 == 0 && block.row / p.chunk != p.missing; }
+  struct MissingFlag {  // one that nobody raises
+    const Parameters& p;
+    MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return wait_flag(entered, p, 0, p.world.rank); }
+  };
+  MK_DEVICE bool wait(const Entered& entered, const KeyBlock& block) const {
+    return block.row / p.chunk != p.missing || wait_all(entered, MissingFlag{p}, 1);
+  }
   MK_DEVICE void landed(const Entered&, uint32_t) const {}
   MK_DEVICE void finish(const Entered&) const {}
   MK_DEVICE const abi::TensorMap* o_map() const { return &p.o_map; }
