@@ -133,7 +133,7 @@ MK_DEVICE uint64_t progress_offset(const RingArguments& r, uint32_t ring, uint32
 }
 MK_DEVICE void publish_progress(const Entered& entered, const RingArguments& r, uint32_t ring, uint32_t reader, uint32_t number) {
   char* word = shared_heap(entered, entered.world().local_rank) + progress_offset(r, ring, reader);
-  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), number);
+  ptx::store_release_gpu(reinterpret_cast<uint64_t*>(word), number);
 }
 
 }  // namespace mkernel

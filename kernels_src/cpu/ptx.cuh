@@ -116,6 +116,7 @@ inline T atomic_add(T* p, T v, int order) {
 MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) { return detail::load_acquire(p); }
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
+MK_DEVICE void store_release_gpu(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }
 MK_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
 MK_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_ACQ_REL); }

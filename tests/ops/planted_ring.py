@@ -86,7 +86,7 @@ RING = [
     _Bug(
         "progress without a release",
         _WINDOW,
-        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), number);",
+        "  ptx::store_release_gpu(reinterpret_cast<uint64_t*>(word), number);",
         "  *reinterpret_cast<uint64_t*>(word) = number;",
         found_as="data race",
         tsan=True,

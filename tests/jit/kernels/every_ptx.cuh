@@ -102,6 +102,7 @@ MK_DEVICE void memory(uint64_t* words) {
   while (ptx::load_acquire_sys(words + 4) < now) ptx::pause(words + 4, now, now);
   ptx::store_release_sys(words + 5, now);
   ptx::add_release(words + 6, now);
+  ptx::store_release_gpu(words + 5, now);
   ptx::store_word(halves + 14, ptx::load_word(halves + 15) + ptx::count_bits(ptx::load_input_word(halves + 16)));
 }
 
