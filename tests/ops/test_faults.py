@@ -22,11 +22,14 @@ _SECONDS = 200.0
 _OTHERS = ("gemm_reduce_scatter", "two_shot", "one_shot")  # ops, and algorithms of gemm_allreduce
 
 
-def some(worlds: tuple[str, ...], *others: tuple[str, str]) -> pytest.MarkDecorator:
+def some(worlds: tuple[str, ...], *others: Any) -> pytest.MarkDecorator:
     """allgather_gemm in these worlds, and so many of the rest; all with --full."""
     rest = [(world, how) for world in worlds for how in _OTHERS if (world, how) not in others]
     slow = [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
     return pytest.mark.parametrize(("world", "how"), [*((world, "allgather_gemm") for world in worlds), *others, *slow])
+
+
+_RING_TOO = pytest.param("2x2", "ring_attention", marks=pytest.mark.slow)
 
 
 def ranks(notes: Path, scenario: str, world: str, how: str, **environment: str) -> list[Result]:
@@ -48,6 +51,7 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
     ("2x2", "gemm_reduce_scatter"),
     ("2x2", "two_shot"),
     ("2x2", "moe_dispatch_gemm"),
+    ("2x2", "ring_attention"),
 )
 def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "killed", world, how, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
@@ -84,7 +88,7 @@ def test_a_rank_that_never_calls(tmp_path: Path, world: str, how: str) -> None:
         assert line["closing"]["error"] is None
 
 
-@some(("1x2", "2x2"), ("1x2", "gemm_reduce_scatter"), ("1x2", "packets"), ("2x2", "two_shot"))
+@some(("1x2", "2x2"), ("1x2", "gemm_reduce_scatter"), ("1x2", "packets"), ("2x2", "two_shot"), _RING_TOO)
 def test_a_rank_that_hangs_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "slow_inside", world, how)
     assert [result.code for result in results] == [0] * len(results), results

@@ -1,4 +1,4 @@
-"""Random sequences of MoE and GEMM ops on overlapping areas: every element, in small integers that float16 holds exactly."""
+"""Random sequences of MoE ops, GEMM ops and attention on overlapping areas: every element; of sums in integers that float16 holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mkernel import env
 from mkernel.errors import CompileError
 from mkernel.jit.headers import kernels_src
 from mkernel.planner import moe_dispatch_gemm as planner
+from mkernel.planner import ring_attention
 from mkernel.transport import emulated
+from tests.ops import ring_body
 from tests.ops.body import topology
 from tests.ops.moe_body import ROUTINGS, Model, draw_ids
 from tests.ops.planted_bug import Bug
@@ -97,6 +99,13 @@ def there_and_back(world: Any, step: Step) -> bool:
     return np.array_equal(y, x * (weights * np.where(ids >= 0, factors[ids], 0)).sum(1, keepdims=True))
 
 
+def attention(world: Any, step: Step) -> bool:
+    sizes = 1 + step.seed % 2, 2 * (1 + step.rows // 8)
+    gathered = [ring_body.inputs(ring_body.PLANTED, step.seed, rank, 0, *sizes) for rank in range(world.size)]
+    found = ring_body.one_call(ring_body.PLANTED, ring_body.inputs(ring_body.PLANTED, step.seed, world.rank, 0, *sizes))
+    return not ring_body.errors(ring_body.PLANTED, world.size, world.rank, gathered, *found)
+
+
 def refused(world: Any, step: Step) -> bool:
     x, ids, _, factors = routed(world, step)
     if world.rank == step.seed % world.size:
@@ -114,6 +123,7 @@ KINDS = {
     "layer": layer,
     "dispatch and combine": there_and_back,
     "refused": refused,
+    "attention": attention,
 }
 
 
@@ -133,7 +143,8 @@ def found_wrong(world: str, rng: np.random.Generator) -> str | None:
     steps = draw(rng, shape.size)
     faults = dataclasses.replace(emulated.Faults(), seed=seed, delay_us=float(rng.integers(100)), reorder_us=20.0, ack_us=20.0)
     options = {"seed": seed, "heap_bytes": 64 << 20, "timeout": 5.0, "entry_timeout": 60.0}
-    with mock.patch.object(emulated, "Faults", lambda: faults), mock.patch.object(planner, "PUT_BYTES", 256):
+    network = mock.patch.object(emulated, "Faults", lambda: faults)
+    with network, mock.patch.object(planner, "PUT_BYTES", 256), mock.patch.object(ring_attention, "SCALE", ring_body.TINY):
         found = mk.launch(program, shape.size, shape.ranks_per_node, "cpu", (steps,), **options)
     return None if not any(found) else f"{found}: {steps}"
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel import abi
+from mkernel.planner import ring_attention
 from tests.ops.body import Case, back_to_back, bits, problems
 from tests.runtime.notes import await_notes, note, of_others
 from tests.runtime.worker import outcome, tell
@@ -58,18 +59,24 @@ def calls() -> None:
 
 # ---- faults: rank 1 is the one that fails
 
-_LARGES = {"packets": 16000, "moe_dispatch_gemm": 2500}
+_LARGES = {"packets": 16000, "moe_dispatch_gemm": 2500, "ring_attention": 1500}
 _SMALL, _LARGE = 40, _LARGES.get(HOW, 12000)  # rows of a; the large call takes a second or more, on a fast machine too
 _K = 1024 if HOW == "packets" else 512
 _MOE = HOW == "moe_dispatch_gemm"
 _MOST_TOKENS, _EXPERTS = 2500, 3  # of a rank
+_RING = HOW == "ring_attention"
+if _RING:
+    ring_attention.SCALE = ring_attention.Scale(chunk_bytes=1, window_bytes=1, fewest=2)  # chunks are always under way
 _TILES = 6  # so many have been taken in the middle of a kernel: more than there are CTAs, fewer than there are tiles
 _NEVER = 600.0  # seconds; a deadline that no test lives to see
 
 
-def _operands(world: Any, rows: int) -> tuple[Any, Any]:
+def _operands(world: Any, rows: int) -> tuple[Any, ...]:
     """The same on every rank, and so small that all sums are exact."""
     rng = np.random.default_rng(rows)
+    if _RING:  # all keys weigh the same
+        q = np.zeros((1, 2, rows, 64), np.float16)
+        return q, q, np.full_like(q, 2 * world.rank)
     if HOW in ("gemm_reduce_scatter", "two_shot"):  # one_shot: everyone adds up everything
         rows *= world.size
     a, b = (rng.integers(-1, 2, shape).astype(np.float16) for shape in ((rows, _K), (_K, 256)))
@@ -90,6 +97,9 @@ def _op() -> str:
 
 
 def _call(world: Any, a: Any, *others: Any) -> None:
+    if _RING:
+        assert (mk.ring_attention(a, *others, world=world).o == world.size - 1).all()
+        return
     if _MOE:
         ids, w = others
         d = mk.moe_dispatch_gemm(a, ids, w, world=world, **_options())
@@ -111,7 +121,7 @@ def _small_call(world: Any) -> None:
     _call(world, *_operands(world, _SMALL))
 
 
-def _large_operands(world: Any) -> tuple[Any, Any]:
+def _large_operands(world: Any) -> tuple[Any, ...]:
     """Arguments of a call that is planned, so that it begins with its kernel."""
     operands = _operands(world, _LARGE)
     plan = mk.plan(_op(), *operands, *([None] if _MOE else []), world=world, **_options())
@@ -134,9 +144,14 @@ def _resources() -> dict[str, int]:
 def _inside(world: Any, action: Callable[[], None]) -> None:
     """Do something in the middle of this rank's next kernel: it has taken some tiles, and has more to take; of MoE before rows travel."""
     control = abi.ControlBlock.from_address(world.header.control)
+    progress = np.empty(0, np.uint64)
+    if _RING:  # what its CTAs have read: it has begun to read keys of others
+        plan = mk.plan("ring_attention", *_operands(world, _LARGE), world=world).plan()
+        progress = world.backend.wrap(world.heap_address + plan.progress_offset, (plan.progress_bytes // 8,), "uint64", None)
+        progress[:] = 0
 
     def wait() -> None:
-        while control.tile_counter < _TILES and not (_MOE and control.sync_counter):
+        while control.tile_counter < _TILES and not (_MOE and control.sync_counter) and not (progress > 2).any():
             time.sleep(0 if _MOE else 0.001)
         action()
 
