@@ -13,39 +13,39 @@ class RowSums {
 
   MK_DEVICE RowSums() {
 #pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) base_[i] = minus_infinity(), sum_[i] = 0.0f;
+    for (uint32_t i = 0; i < 2; ++i) base_[i] = minus_infinity(), shift_[i] = sum_[i] = 0.0f;
   }
   MK_DEVICE static float minus_infinity() { return ptx::from_bits(0xff800000u); }
 
-  // Makes weights of scores and adds them to the sums. Returns whether `rescale`, which what has been summed up so far is to be multiplied by, is not 1
-  // in some row of the warp. Warp function.
+  // Makes weights of scores and adds them to the sums. Returns whether some base of the warp's rows has changed; then what has been summed up so far is to
+  // be multiplied by `rescale`. Each lane compares its own scores; the lanes of a row tell each other only where one of them has found a larger base, which
+  // is seldom after the first blocks. Warp function.
   template <uint32_t Count>
   MK_DEVICE bool add(float (&s)[Count], float scale_log2, float (&rescale)[2]) {
-    bool grows = false;
-    float base[2];
+    float largest[2];
 #pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-      float largest = ptx::maximum(s[2 * i], s[2 * i + 1]);
+    for (uint32_t i = 0; i < 2; ++i) largest[i] = largest_of_row(s, i) * scale_log2;
+    const bool grows = ptx::any_of_warp(largest[0] > base_[0] + kSlack || largest[1] > base_[1] + kSlack);
+    if (grows) {
 #pragma unroll
-      for (uint32_t j = 4; j < Count; j += 4) largest = ptx::maximum(ptx::maximum(largest, s[j + 2 * i]), s[j + 2 * i + 1]);
-      largest = ptx::maximum(largest, ptx::shuffle_xor(largest, 1));
-      largest = ptx::maximum(largest, ptx::shuffle_xor(largest, 2)) * scale_log2;
-      const bool row_grows = largest > base_[i] + kSlack;
-      grows = grows || row_grows;
-      rescale[i] = row_grows ? ptx::exp2(base_[i] - largest) : 1.0f;
-      base_[i] = row_grows ? largest : base_[i];
-      base[i] = base_[i] == minus_infinity() ? 0.0f : base_[i];  // a row that has seen no key yet: all of its weights are 0
+      for (uint32_t i = 0; i < 2; ++i) {
+        largest[i] = ptx::maximum(largest[i], ptx::shuffle_xor(largest[i], 1));
+        largest[i] = ptx::maximum(largest[i], ptx::shuffle_xor(largest[i], 2));
+        const bool row_grows = largest[i] > base_[i] + kSlack;
+        rescale[i] = row_grows ? ptx::exp2(base_[i] - largest[i]) : 1.0f;
+        sum_[i] *= rescale[i];
+        base_[i] = row_grows ? largest[i] : base_[i];
+        shift_[i] = base_[i] == minus_infinity() ? 0.0f : base_[i];  // a row that has seen no key yet: all of its weights are 0
+      }
     }
 #pragma unroll
-    for (uint32_t j = 0; j < Count; ++j) s[j] = ptx::exp2(s[j] * scale_log2 - base[j / 2 % 2]);
+    for (uint32_t j = 0; j < Count; ++j) s[j] = ptx::exp2(s[j] * scale_log2 - shift_[j / 2 % 2]);
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      float sum = sum_[i] * rescale[i];
 #pragma unroll
-      for (uint32_t j = 0; j < Count; j += 4) sum += s[j + 2 * i], sum += s[j + 2 * i + 1];
-      sum_[i] = sum;
+      for (uint32_t j = 0; j < Count; j += 4) sum_[i] += s[j + 2 * i], sum_[i] += s[j + 2 * i + 1];
     }
-    return ptx::any_of_warp(grows);
+    return grows;
   }
 
   // The sums of whole rows instead of each thread's own part; once, after the last add(). Warp function.
@@ -76,7 +76,21 @@ class RowSums {
   }
 
  private:
-  float base_[2], sum_[2];
+  // By four chains, so that none of them has to wait for itself.
+  template <uint32_t Count>
+  MK_DEVICE static float largest_of_row(const float (&s)[Count], uint32_t i) {
+    float largest[4];
+#pragma unroll
+    for (uint32_t c = 0; c < 4; ++c) largest[c] = s[4 * (c / 2) + 2 * i + c % 2];
+#pragma unroll
+    for (uint32_t j = 8; j < Count; j += 4) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) largest[j / 4 % 2 * 2 + h] = ptx::maximum(largest[j / 4 % 2 * 2 + h], s[j + 2 * i + h]);
+    }
+    return ptx::maximum(ptx::maximum(largest[0], largest[1]), ptx::maximum(largest[2], largest[3]));
+  }
+
+  float base_[2], shift_[2], sum_[2];  // shift_: the base, or 0 where that is minus infinity
 };
 
 // Hides keys from rows: of the thread's rows i = 0, 1 the first seen[i] keys of the block are seen.

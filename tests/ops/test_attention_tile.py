@@ -159,7 +159,16 @@ _ATTEND, _LOAD, _SOFTMAX, _STORE = (f"attention/{name}.cuh" for name in ("attend
 _PARTIAL = "attention/partial.cuh"
 BUGS = [
     Bug("nothing is rescaled", _ATTEND, "    if (rescales) rescale_rows(o, rescale);\n", found_as="wrong: batch"),
-    Bug("sums are not rescaled", _SOFTMAX, "sum_[i] * rescale[i]", "sum_[i]", "wrong: batch"),
+    Bug("sums are not rescaled", _SOFTMAX, "        sum_[i] *= rescale[i];\n", found_as="wrong: batch"),
+    Bug("lanes of a row have bases of their own", _SOFTMAX, "ptx::shuffle_xor(largest[i], 2)", "largest[i]", "wrong: batch"),
+    Bug(
+        "a base that one lane alone has found is missed",
+        _SOFTMAX,
+        "ptx::any_of_warp(",
+        "ptx::all_of_warp(",
+        "wrong: batch",
+        workload="float16",
+    ),
     Bug("a row is rescaled by the other's factor", "attention/products.cuh", "factor[j / 2 % 2]", "factor[1 - j / 2 % 2]", "wrong: batch"),
     Bug(
         "the mask's edge is one too far",
@@ -253,13 +262,17 @@ BUGS = [
     Bug(
         "one row too many",
         _STORE,
-        "      if (row < rows) ptx::store_global",
-        "      if (row <= rows) ptx::store_global",
-        "wrong: elements outside",
+        "    if (row < rows) ptx::store_global",
+        "    if (row <= rows) ptx::store_global",
+        "wrong: ",
     ),
     Bug("one sum too many", _STORE, "if (row < rows) ptx::store_word", "if (row <= rows) ptx::store_word", "wrong:"),
     Bug(
-        "a tile that is not full is stored whole", _STORE, "if (rows < Shape::kBlockRows) {", "if (rows == 0) {", "wrong: elements outside"
+        "a tile that is not full is stored whole",
+        _STORE,
+        "is_whole = rows >= Shape::kBlockRows;",
+        "is_whole = rows > 0;",
+        "wrong: elements outside",
     ),
     Bug("rows that see nothing are divided by 0", _SOFTMAX, "sum_[i] == 0.0f ? 1.0f : ptx", "ptx", "wrong: batch", workload="nothing"),
     Bug(
@@ -274,6 +287,7 @@ BUGS = [
 _WORKLOADS |= {
     "edge": (Case(64, 128, q_position=126, causal=True),),
     "items": (Case(128, 200, heads=12),),
+    "float16": (Case(128, 400, dtype="float16", sizes="large"),),
     "nothing": (Case(150, 100, q_position=-70, causal=True),),
 }
 
