@@ -200,8 +200,7 @@ class Producer {
     at.parity ^= 1;  // of the lap before: from the oldest stage to the newest
 #pragma unroll 1
     for (uint32_t i = 0; i < Shape::kStages; ++i, at.advance()) {
-      if (storage_.credit[at.index] == kNoCredit) continue;
-      storage_.keys.wait_filled(at);
+      storage_.keys.wait_filled(at);  // of every stage: a credit is for the blocks before it, too, and loads end in any order
       storage_.values.wait_filled(at);
       give_credit(at.index);
     }

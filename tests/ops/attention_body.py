@@ -43,6 +43,7 @@ class Case:
     chunk: int = 0
     parts: int = 1
     missing: int = -1
+    reuses: bool = False
     padding: int = 0
     transposed: bool = False
     sizes: str = "plain"  # of scores; "growing": the largest comes last; "large": some outweigh all others
@@ -68,7 +69,7 @@ def _scale(case: Case) -> float:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    options = {name: getattr(case, name) for name in ("causal", "q_position", "tile_rows", "chunk", "parts", "missing", "tile")}
+    options = {name: getattr(case, name) for name in ("causal", "q_position", "tile_rows", "chunk", "parts", "missing", "reuses", "tile")}
     return options | {"scale": _scale(case), "keys": case.keys if case.padding else 0}
 
 
@@ -100,8 +101,9 @@ def _call(world: Any, case: Case, seed: int) -> str | None:
     memory, o = _array((*q.shape[:2], case.rows + _MORE_ROWS, q.shape[3]), case.transposed, q.dtype, np.nan)
     lse_memory = np.full((math.prod(q.shape[:3]) + 7,), np.nan, np.float32)
     lse = lse_memory[: math.prod(q.shape[:3])].reshape(q.shape[:3])
+    given = k[:, :, : case.keys].copy(), v[:, :, : case.keys].copy()
     local_attention(q, k, v, out=AttentionRows(o, lse), **_options(case))
-    k, v = k[:, :, : case.keys], v[:, :, : case.keys]
+    k, v = given
     outside = memory.copy()
     found = np.array(o)[:, :, : case.rows]
     _inside(outside, case.transposed, q.shape)[...] = np.nan

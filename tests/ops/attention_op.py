@@ -56,7 +56,9 @@ class Parameters(ctypes.Structure):
         ("flag_offset", ctypes.c_uint64),
         ("partials", ctypes.c_uint64),
         ("missing", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 5),
+        ("key_bytes", ctypes.c_uint32),
+        ("k", ctypes.c_uint64),
+        ("v", ctypes.c_uint64),
         ("q_map", abi.TensorMap),
         ("k_map", abi.TensorMap),
         ("v_map", abi.TensorMap),
@@ -76,7 +78,8 @@ class AttentionProblem:
     """``tile_rows``: of a q tile, 0: all that it has room for. ``chunk``: keys that are waited for at once, 0: none are.
 
     ``keys``: how many of the keys there are, 0: all; the others are nobody's. ``parts``: CTAs that share a tile's keys; if several,
-    ``shared_tiles`` says how many tiles there are. ``missing``: the chunk that never comes.
+    ``shared_tiles`` says how many tiles there are. ``missing``: the chunk that never comes. ``reuses``: keys
+    become NaNs when they have landed.
     ``tile``: not the usual one.
     """
 
@@ -91,6 +94,7 @@ class AttentionProblem:
     keys: int = 0
     parts: int = 1
     missing: int = -1
+    reuses: bool = False
     tile: AttentionTile | None = None
     shared_tiles: int = 0
 
@@ -168,6 +172,7 @@ class LocalAttention(Op[AttentionProblem]):
         "keys": 0,
         "parts": 1,
         "missing": -1,
+        "reuses": False,
         "tile": None,
     }
     result = AttentionRows
@@ -235,6 +240,9 @@ class LocalAttention(Op[AttentionProblem]):
             scale_log2=problem.scale * math.log2(math.e),
             waits=int(problem.chunk > 0),
             parts=problem.parts,
+            key_bytes=k.strides[2] if problem.reuses else 0,
+            k=k.address,
+            v=v.address,
             missing=problem.missing & 0xFFFFFFFF,
             flag_offset=executable.flag_offset,
             partials=executable.scratch_offset,

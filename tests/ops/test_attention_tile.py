@@ -126,6 +126,13 @@ def test_keys_that_never_come(rng: np.random.Generator, missing: int) -> None:
     assert "TimeoutError" in report, (report, case, seed)
 
 
+def test_keys_that_are_used_again(rng: np.random.Generator) -> None:
+    """A credit says that the chunk has been read: then it becomes NaNs."""
+    cases = tuple(Case(int(rng.integers(1, 129)), keys, chunk=chunk, padding=7, reuses=True) for keys, chunk in ((900, 141), (700, 65)))
+    for seed in rng.integers(1 << 30, size=6):
+        assert run(cases, int(seed)) is None, (cases, seed)
+
+
 def test_parameters_are_those_of_the_kernel() -> None:
     from mkernel.planner.topology import Topology
 
@@ -250,6 +257,15 @@ BUGS = [
         seeds=16,
     ),
     Bug("no fence before o is stored", _STORE, "    ptx::fence_proxy_async_shared();\n", found_as="missing fence"),
+    Bug(
+        "a credit is given while a block before it is loaded",
+        _LOAD,
+        "      storage_.keys.wait_filled(at);  // of",
+        "      if (storage_.credit[at.index] == kNoCredit) continue;\n      storage_.keys.wait_filled(at);  // of",
+        workload="credits",
+        seeds=16,
+    ),
+    Bug("a credit is given before loads have landed", _LOAD, "      storage_.values.wait_filled(at);\n", workload="credits"),
     Bug("parts are not waited for", _LOAD, "ok_ && op_.wait_parts(*entered_, item)", "ok_", "wrong: batch", workload="parts"),
     Bug(
         "a part is announced before it is there",
@@ -287,6 +303,7 @@ BUGS = [
 _WORKLOADS |= {
     "edge": (Case(64, 128, q_position=126, causal=True),),
     "items": (Case(128, 200, heads=12),),
+    "credits": (Case(64, 900, chunk=141, padding=5, reuses=True),),
     "float16": (Case(128, 400, dtype="float16", sizes="large"),),
     "nothing": (Case(150, 100, q_position=-70, causal=True),),
 }

@@ -26,7 +26,8 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;
   uint64_t partials;      // bytes from the start of the heap
   uint32_t missing;       // the chunk that never comes, if there is one
-  uint32_t reserved[5];
+  uint32_t key_bytes;     // not 0: keys that have landed become NaNs; bytes between rows of K, and of V
+  uint64_t k, v;          // of these
   abi::TensorMap q_map, k_map, v_map, o_map;
 };
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
@@ -85,7 +86,18 @@ struct LocalAttention {
   MK_DEVICE bool wait(const Entered& entered, const KeyBlock& block) const {
     return block.row / p.chunk != p.missing || wait_all(entered, MissingFlag{p}, 1);
   }
-  MK_DEVICE void landed(const Entered&, uint32_t) const {}
+  // Who waits for a credit may use the memory again, as this does. One item,
+  // one head: nobody else reads these keys.
+  MK_DEVICE void landed(const Entered&, uint32_t credit) const {
+    if (p.key_bytes == 0) return;
+    const uint32_t begin = credit * p.chunk, end = smaller(p.keys, begin + p.chunk), units = Config::kHeadDim / 8;
+    const ptx::Words nans{{0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu}};
+    for (uint32_t i = begin * units + ptx::lane_index(); i < end * units; i += 32) {
+      const uint64_t at = uint64_t(i / units) * p.key_bytes + i % units * 16;
+      ptx::store_global(reinterpret_cast<char*>(p.k) + at, nans);
+      ptx::store_global(reinterpret_cast<char*>(p.v) + at, nans);
+    }
+  }
   MK_DEVICE void finish(const Entered&) const {}
   MK_DEVICE const abi::TensorMap* o_map() const { return &p.o_map; }
   MK_DEVICE char* o(const Entered&, const AttentionItem& item) const {
