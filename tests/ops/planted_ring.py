@@ -25,6 +25,7 @@ RING = [
         "wait_counted(entered, p.ring, block.head, block.map, feeder)",
         "wait_counted(entered, p.ring, block.head, block.map - 1, feeder)",
         also=((">= counted(entered.call(), block.map));", ">= counted(entered.call(), block.map - 1));"),),
+        slow=True,
     ),
     _Bug("a stale chunk counts as ready", _OP, ">= counted(entered.call(), block.map));", ">= counted(entered.call(), 1));", slow=True),
     _Bug(
@@ -82,6 +83,7 @@ RING = [
         _WINDOW,
         "(part == 0 ? rank : 2 * kWorldSize - 1 - rank)",
         "(part == 0 ? rank : 2 * kWorldSize - 2 - rank)",
+        slow=True,
     ),
     _Bug(
         "progress without a release",
