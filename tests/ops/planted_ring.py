@@ -14,6 +14,17 @@ _WAITS_FOR_CREDIT = "wait_counted(entered, r, mate_credit_word(r, distance, mate
 
 RING = [
     _Bug(
+        "a credit is given while an earlier block is still loaded",
+        "attention/load.cuh",
+        "      storage_.keys.wait_filled(at);  // of every stage",
+        "      if (storage_.credit[at.index] == kNoCredit) continue;\n      storage_.keys.wait_filled(at);  // of every stage",
+        workload="ring of longer chunks",
+        world="1x4",
+        seeds=40,
+        sms=6,
+        slow=True,
+    ),
+    _Bug(
         "a slot is written one credit too early",
         _EXCHANGE,
         _WAITS_FOR_CREDIT,

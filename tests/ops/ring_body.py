@@ -49,7 +49,11 @@ class Model:
 
 PLANTED = Model(2, 1, 64, "bfloat16", True, "zigzag")  # of calls that a faulty kernel makes
 PLANTED_SIZES = ((1, 520), (2, 140), (1, 2))
-PLANTED_SCALES = {"ring": TINY, "ring deep": planner.Scale(chunk_bytes=1, window_bytes=1, fewest=8)}  # by workload
+PLANTED_SCALES = {  # by workload
+    "ring": TINY,
+    "ring deep": planner.Scale(chunk_bytes=1, window_bytes=1, fewest=8),
+    "ring of longer chunks": planner.Scale(chunk_bytes=100_000, window_bytes=1, fewest=1),
+}
 
 
 def draw_model(rng: np.random.Generator, d: int, causal: bool, layout: str, dtype: str) -> Model:
