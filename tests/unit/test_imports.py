@@ -319,7 +319,7 @@ def test_no_nvlink_multicast_and_no_managed_memory() -> None:
 
 def test_kernels_use_atomics_on_their_own_memory_only() -> None:
     """Flags may lie in host memory, where a GPU's atomics need PCIe atomics. The control block and the data heap never do."""
-    own = ("control", "finished_tiles(")
+    own = ("control", "counters(")
     kernels = [file for file in (ROOT / "kernels_src").rglob("*.cuh") if file.name != "ptx.cuh"]
     users = [line for file in kernels for line in file.read_text().splitlines() if "ptx::atomic_" in line or "compare_and_swap" in line]
     assert len(users) >= 4

@@ -60,7 +60,7 @@ MK_DEVICE void collective(char* smem) {
   ptx::barrier_arrive(1, Config::kThreads);
   ptx::barrier_sync(2, Config::kThreads);
   uint32_t votes = ptx::all_of_warp(ptx::lane_index() < Config::kLanes) + ptx::any_of_warp(ptx::thread_index() < Config::kLanes);
-  votes += ptx::broadcast(votes, 3);
+  votes += ptx::broadcast(votes, 3) + ptx::votes(votes > 1);
   ptx::stmatrix_x4(smem, votes, ptx::pack<ptx::Element::kBFloat16>(1.0f, 2.0f), ptx::pack<ptx::Element::kFloat16>(1.0f, 2.0f), 0);
   if (ptx::warp_index() < 4) {
     ptx::registers_decrease<40>();
