@@ -69,6 +69,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     axes = dict(marker.kwargs)
     valid = axes.pop("valid", None)
     cases = (product if metafunc.config.getoption("--full") else pairwise)(axes, valid)
+    drawn = metafunc.definition.get_closest_marker("drawn")
+    if drawn is not None and not metafunc.config.getoption("--full"):
+        rng = np.random.default_rng([metafunc.config.getoption("--seed"), zlib.crc32(metafunc.definition.nodeid.encode())])
+        cases = [cases[at] for at in sorted(rng.permutation(len(cases))[: drawn.args[0]])]
     names = list(axes)
     values = [tuple(case[name] for name in names) for case in cases]
     ids = ["-".join(f"{name}={_label(case[name])}" for name in names) for case in cases]

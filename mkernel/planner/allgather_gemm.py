@@ -23,7 +23,7 @@ from mkernel.planner.gemm import (
     seconds_to_multiply,
     shift_of,
 )
-from mkernel.planner.row_classes import MOST_ROWS, class_of, classes
+from mkernel.planner.row_classes import class_of, classes
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -47,6 +47,7 @@ _IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk shoul
 _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 _MOST_KERNELS = 8  # of one N and K, where the split is compiled in
+_EXAMINED_ROWS = 1 << 17  # of a rank: from some tens of waves on, all classes choose the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,24 +262,25 @@ def make_plan(
         ``split`` does not fit.
     """
     compiled_in, of_class = parse(specialize, SPECIALIZED), class_of(rows)
+    plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in)
     if split is None and tile is None and "split" in compiled_in:
-        tile, split = _kept_kernels(problem, sm_count, compiled_in).get(of_class, (None, None))
-    return _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in).of_rows(rows)
+        kept = _kept_kernels(problem, sm_count, compiled_in)
+        if all(plan.spec != other.spec for other in kept):
+            near = min(kept, key=lambda other: (abs(other.rows - of_class), other.rows))
+            plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in)
+    return plan.of_rows(rows)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> dict[int, tuple[GemmTile, Split]]:
-    """Tile and split of the classes that do not get the kernel of their own choice, because that would make too many kernels.
+def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> list[AllGatherGemmPlan]:
+    """Plans of the classes that choose one of the kernels that the most classes choose.
 
-    The kernels that the fewest classes have chosen are given up, and each of those classes takes what the nearest class has.
+    A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too.
     """
-    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize) for rows in classes(MOST_ROWS // problem.topology.size)]
+    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize) for rows in classes(_EXAMINED_ROWS)]
     chosen = collections.Counter(plan.spec for plan in plans)
     kept = {spec for spec, _ in chosen.most_common(_MOST_KERNELS)}  # among equals the first, of the fewest rows
-    indices = [i for i, plan in enumerate(plans) if plan.spec in kept]
-    given_up = [i for i, plan in enumerate(plans) if plan.spec not in kept]
-    nearest = {i: plans[min(indices, key=lambda j, i=i: (abs(j - i), j))] for i in given_up}  # type: ignore[misc]
-    return {plans[i].rows: (plan.tile, plan.split) for i, plan in nearest.items()}
+    return [plan for plan in plans if plan.spec in kept]
 
 
 def _plan_of_class(

@@ -69,8 +69,10 @@ print("ended")
 """
 
 
-_CALLS = [(2, "allgather_gemm"), (1, "allgather_gemm"), (2, "gemm_reduce_scatter"), (1, "gemm_allreduce algorithm=two_shot")]
+_CALLS = [(2, "allgather_gemm"), (1, "gemm_allreduce algorithm=two_shot")]
 _MORE = [
+    (1, "allgather_gemm"),
+    (2, "gemm_reduce_scatter"),
     *((2, call) for call in ("gemm_allreduce algorithm=one_shot", "gemm_allreduce algorithm=two_shot")),
     *((1, call) for call in ("gemm_allreduce algorithm=one_shot", "gemm_reduce_scatter")),
     *((ranks, "gemm_reduce_scatter partials=float32") for ranks in (2, 1)),

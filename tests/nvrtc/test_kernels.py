@@ -71,6 +71,7 @@ def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
     return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256),
     world=("1x1", "1x4", "2x2", "4x1", "4x8"),
@@ -132,6 +133,7 @@ def loops(sass: str, holds: str) -> list[list[str]]:
     return [body for body in bodies if any(re.search(rf"\b{holds}\b", line) for line in body)]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x4", "2x2"), row_major=(True, False))
 def test_the_main_loop_has_hardly_more_to_do_where_less_is_compiled_in(block_n: int, world: str, row_major: bool) -> None:
     """It multiplies, waits and reports; what comes with the call is worked out before it. Measured: 92 to 98 instructions, 3 more."""

@@ -42,6 +42,7 @@ def packets_of(
     return plan
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.cases(
     how=HOWS,
     block_n=(64, 128, 192, 256),
@@ -72,6 +73,7 @@ def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, specialize: s
     fits(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize).spec)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.cases(
     algorithm=ALGORITHMS,
     size=tuple(range(2, 9)),

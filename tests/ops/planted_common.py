@@ -269,6 +269,7 @@ COMMON = [
         found_as="data race",
         workload="warps short",
         tsan=True,
+        slow=True,
     ),
     Bug(
         "ordinary stores of zeros",

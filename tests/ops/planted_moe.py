@@ -21,7 +21,7 @@ MOE = [
     ),
     _Bug("one slot only", _PULL, "i < of.slots[item.row % kGroup]; ++i", "i < 1; ++i", slow=True),
     _Bug("a slot off by one", _ROUTER, "scratch_.first_slot[expert] + at;", "scratch_.first_slot[expert] + (at ^ 1);"),
-    _Bug("blocks are released one row early", _ROUTER, "kSegmentRows - left : 0;", "kSegmentRows - left + 1 : 1;", seeds=20),
+    _Bug("blocks are released a message early", _ROUTER, "kSegmentRows - left : 0;", "kSegmentRows - left + 8 : 8;", seeds=20),
     _Bug(
         "counts of the call before",
         _ROUTER,

@@ -39,7 +39,7 @@ def test_not_paced() -> None:
         check_signal_never_before_data(network)
 
 
-@pytest.mark.parametrize("mood", ["plain", "reorder"])
+@pytest.mark.parametrize("mood", ["plain", pytest.param("reorder", marks=pytest.mark.slow)])
 def test_ring_wraps_a_hundred_times(mood: str) -> None:
     with EmulatedNetwork(2, faults=MOODS[mood]) as network:
         check_wrap(network, 100 * 1024 + 7)
