@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from covering import pairwise, product
 
+_SEED = "MKERNEL_TEST_SEED"
+
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--seed") is None:
-        config.option.seed = secrets.randbelow(2**31)
+    if config.getoption("--seed") is None:  # a worker of pytest-xdist has its parent's, which is printed
+        config.option.seed = int(os.environ.setdefault(_SEED, str(secrets.randbelow(2**31))))
     if not os.environ.get("MKERNEL_CACHE_DIR"):
         # The run's own cache, never the user's; set it yourself to keep compiled kernels between runs.
         folder = tempfile.TemporaryDirectory(prefix="mkernel-test-cache-", ignore_cleanup_errors=True)
