@@ -283,15 +283,19 @@ def test_a_rank_that_goes_on_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> 
     assert pids() == before
 
 
-def test_a_rank_that_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mkernel.runtime.workers.pool._LEAVE_SECONDS", 0.1)
     monkeypatch.setattr("mkernel.runtime.workers.pool._KILL_SECONDS", 0.5)
+    deaf = tmp_path / "deaf"
 
     def use(world: World) -> None:
         if world.rank == 1:
+            while not deaf.exists():  # an interrupt before the other's loop would end it
+                time.sleep(0.01)
             raise ValueError("planned")
         while True:
             with contextlib.suppress(BaseException):
+                deaf.touch()
                 time.sleep(10 * SECONDS)
 
     before = pids()
