@@ -42,11 +42,14 @@ class Engine:
         self.transport = transport
         self.clock_ns = clock_ns
         self.error: TransportError | None = None
-        self._held: deque[Put] = deque()  # taken from the ring and not yet accepted by the transport
+        self._held: dict[int, deque[Put]] = {}  # by destination: taken from the ring and not yet accepted by the transport, in order
+        self._arrived = transport.arrived
         self._closed = False
 
     def step(self) -> bool:
-        """Take commands, post, flush, poll and return credits, once. Never blocks. Returns whether anything moved.
+        """Take commands, post, flush, poll and return credits, once. Never blocks. Returns whether anything moved, arrivals included.
+
+        A put that the transport refuses is held, and with it all later puts to its destination; puts to other ranks go on.
 
         Raises
         ------
@@ -59,35 +62,49 @@ class Engine:
             return False
         put: Put | None = None
         try:
-            held = self._held
-            if not held:
-                held.extend(self.ring.take(BATCH))
-            posted = 0
-            post = self.transport.post
-            while held:
-                put = held[0]
-                if not post(put):
-                    break
-                held.popleft()
-                posted += 1
+            transport = self.transport
+            posted = self._post_held() if self._held else 0
+            for put in self.ring.take(BATCH):
+                if put.dst_rank in self._held:
+                    self._held[put.dst_rank].append(put)
+                elif transport.post(put):
+                    posted += 1
+                else:
+                    self._held[put.dst_rank] = deque((put,))
             put = None
             if posted:
-                self.transport.flush()
-            done = self.transport.poll()
+                transport.flush()
+            done = transport.poll()
             if done:
                 self.ring.complete_all(done)
+            arrived, self._arrived = self._arrived, transport.arrived
         except Exception as error:
-            self.error = _as_transport_error(error, put)
+            self.error = self.error or _as_transport_error(error, put)
             if self.error is error:
                 raise
             raise self.error from error
-        return bool(posted or done)
+        return bool(posted or done or arrived != self._arrived)
+
+    def _post_held(self) -> int:
+        """Offer what the transport has refused again; returns how many puts it took."""
+        posted = 0
+        for rank, queue in list(self._held.items()):
+            try:
+                while queue and self.transport.post(queue[0]):
+                    queue.popleft()
+                    posted += 1
+            except Exception as error:
+                self.error = _as_transport_error(error, queue[0])
+                raise
+            if not queue:
+                del self._held[rank]
+        return posted
 
     def next_event_ns(self) -> int | None:
         """When ``step`` may next do something, on ``clock_ns``. 0: now. None: not before the device issues another command."""
         if self.error is not None or self._closed:
             return None
-        if not self._held and self.ring.waiting():
+        if self.ring.waiting():
             return 0
         return self.transport.next_event_ns()
 

@@ -16,7 +16,6 @@ import logging
 import mmap
 import os
 import platform
-import select
 import signal
 import socket
 import struct
@@ -30,6 +29,7 @@ from typing import Any
 from mkernel.errors import ArgumentError, Error, TransportError
 from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.engine import SPIN_NS, Engine
+from mkernel.proxy.naps import Naps
 from mkernel.proxy.ring import RING_BYTES, RingReader
 from mkernel.proxy.spawn import die_with, how_it_ended, scrubbed_environment, spawn
 from mkernel.transport import Card, Wiring, create
@@ -42,6 +42,7 @@ _LENGTH = struct.Struct("=I")
 _START_SECONDS = 120.0  # the longest start: pinning a large heap takes time
 _NAP_NS = 1_000_000  # the longest sleep: kernels of replayed graphs put without a launch that wakes the engine
 _CLOSE_SECONDS = 10.0  # the longest end, before the process is killed
+_KILL_SECONDS = 5.0  # the longest end of a killed process: a driver may hold it in the kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,7 +217,10 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             _log.error("the engine process of rank %d did not stop within %g s: killed", self.rank, timeout)
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                _log.error("the engine process of rank %d (%d) is killed and does not end: see dmesg", self.rank, self.pid)
         with contextlib.suppress(OSError):
             self._channel.socket.shutdown(socket.SHUT_RDWR)  # ends the watcher's wait
         if self._watcher is not None and self._watcher is not threading.current_thread():
@@ -345,7 +349,7 @@ class _Loop:
 
     def __init__(self, engine: Engine, channel: _Channel, wake: int, spin_ns: int) -> None:
         self._engine, self._channel, self._wake, self._spin_ns = engine, channel, wake, spin_ns
-        self._files = [channel.socket.fileno(), wake]
+        self._naps = Naps((channel.socket.fileno(), wake))
 
     def run(self) -> None:
         step, now_ns = self._engine.step, time.monotonic_ns
@@ -380,7 +384,7 @@ class _Loop:
 
     def _wait(self, nap_ns: int) -> bool:
         """Sleep at most that long; returns whether the rank has said something, e.g. that it has launched a kernel."""
-        ready, _, _ = select.select(self._files, (), (), nap_ns * 1e-9)
+        ready = self._naps.sleep(nap_ns)
         if self._channel.socket.fileno() in ready:
             self._channel.fill()
         if self._wake in ready:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from mkernel.abi import RING_SLOTS, Command, Ring
 from mkernel.transport.base import Put
 
-__all__ = ["RING_BYTES", "RingReader"]
+__all__ = ["RING_BYTES", "RingReader", "destination"]
 
 RING_BYTES = ctypes.sizeof(Ring)
 
@@ -18,6 +18,12 @@ _SLOT_BYTES = ctypes.sizeof(Command)
 _MASK = RING_SLOTS - 1
 _PAYLOAD_OFFSET: int = _SLOTS_OFFSET + Command.channel.offset
 _PAYLOAD = struct.Struct("=IIQQQQQ")  # Command from `channel` to `signal_value`
+
+
+def destination(ring: int, ticket: int) -> int | None:
+    """The rank to which command ``ticket`` of the ring at address ``ring`` goes; None if its slot holds another command, or none."""
+    slot = Ring.from_address(ring).slots[ticket & _MASK]
+    return int(slot.dst_rank) if slot.ticket == ticket + 1 else None
 
 
 class RingReader:

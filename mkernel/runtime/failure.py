@@ -80,11 +80,18 @@ class Failure:
 
 
 def read_host_block(
-    block: abi.HostBlock, *, timeout_ns: int, entry_timeout_ns: int, plan_of: Callable[[int, int, int], Plan | None]
+    block: abi.HostBlock,
+    *,
+    timeout_ns: int,
+    entry_timeout_ns: int,
+    plan_of: Callable[[int, int, int], Plan | None],
+    destination_of: Callable[[int], int | None] = lambda ticket: None,
 ) -> Failure | None:
     """The failure that a kernel left in ``block``; None while all is well.
 
     ``plan_of(problem, rows, schedule)``: what the call did, by its numbers; it names flags, also those of a graph's replay.
+    ``destination_of(ticket)``: the rank to which that command of the ring goes, if it is still there. A kernel that waits for its own put
+    waits for all before it, so that the rank that is missing is that of the first command that is not complete.
     """
     state = block.state
     if state == abi.State.running:
@@ -93,13 +100,16 @@ def read_host_block(
     plan = plan_of(block.problem, block.rows, block.schedule)
     named = plan.flag_name(block.rank, block.flag_index) if plan is not None and block.flag_kind == abi.FlagKind.chunk else ""
     title = title_of(plan)
+    in_ring = block.flag_kind in (abi.FlagKind.ring_slot, abi.FlagKind.ring_done)
+    first = destination_of(block.seen) if in_ring else None
+    peer = block.peer if first is None else first
     record = errors.FailureRecord(
         state=state,
         rank=block.rank,
         role=_name(abi.Role, block.role),
         cta=block.cta,
         flag=f"{kind.replace('_', ' ')} flag {block.flag_index}{f' ({named})' if named else ''}",
-        peer=block.peer,
+        peer=peer,
         epoch=block.epoch,
         expected=block.expected,
         seen=block.seen,
@@ -109,6 +119,11 @@ def read_host_block(
         if block.flag_kind == abi.FlagKind.entry:
             message = (
                 f"{who} waited {entry_timeout_ns / 1e9:.1f} s for rank {record.peer}, which never entered call {record.epoch} ({title})"
+            )
+        elif in_ring:
+            message = (
+                f"{who} waited {timeout_ns / 1e9:.1f} s in call {record.epoch} ({title}) for its engine to complete {record.expected} puts:"
+                f" put {record.seen}, to rank {record.peer}, is not complete"
             )
         else:
             message = (

@@ -47,6 +47,7 @@ class Watched(Protocol):
 
     def title_of(self, position: int) -> str: ...
     def plan_of(self, problem: int, rows: int, schedule: int) -> Plan | None: ...
+    def put_destination(self, ticket: int) -> int | None: ...
     def let_go(self) -> None:
         """Let go of memory that was kept for launches which have ended."""
 
@@ -137,7 +138,13 @@ class FailureWatch:
         world = self._world
         if self._report is None:
             timeout_ns, entry_timeout_ns = (int(seconds * 1e9) for seconds in (world.options.timeout, world.options.entry_timeout))
-            self._report = read_host_block(self._block, timeout_ns=timeout_ns, entry_timeout_ns=entry_timeout_ns, plan_of=world.plan_of)
+            self._report = read_host_block(
+                self._block,
+                timeout_ns=timeout_ns,
+                entry_timeout_ns=entry_timeout_ns,
+                plan_of=world.plan_of,
+                destination_of=world.put_destination,
+            )
         report, known = self._report, world.failure
         if report is None:
             return

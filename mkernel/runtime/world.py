@@ -368,6 +368,12 @@ class World:
         """What a call did, by the numbers that its kernel reports; None where this rank does not know."""
         return self.problems.plan_of(problem, rows, schedule)
 
+    def put_destination(self, ticket: int) -> int | None:
+        """The rank to which this rank's put number ``ticket`` goes; None where its command is no longer in the ring."""
+        from mkernel.proxy.ring import destination
+
+        return None if self._ring is None or self._closed else destination(self._ring.address, ticket)
+
     def has_failed(self) -> bool:
         """Whether the world has failed, after a look at what its kernels say."""
         self.failures.look()

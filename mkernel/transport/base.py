@@ -26,7 +26,14 @@ class Transport(abc.ABC):
 
     The contract: when the receiver's device sees the signal, all bytes of that put and of earlier puts on the same channel (to the same
     rank) are visible to it. Nothing here blocks. A failure raises ``mkernel.errors.TransportError`` (peer, op, status) and is final.
+
+    Attributes
+    ----------
+    arrived
+        Messages of peers that ``poll`` has handled so far, where receivers take part in a put. An engine that sees it grow stays awake.
     """
+
+    arrived: int = 0
 
     @abc.abstractmethod
     def post(self, put: Put) -> bool:

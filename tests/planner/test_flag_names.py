@@ -151,3 +151,20 @@ def test_a_report_says_so(rng: np.random.Generator, how: str) -> None:
             assert name_of(plan, call, writer) in error
             assert plan.describe().splitlines()[0] in error
             assert "rank" in name_of(plan, call, writer), "whose it is"
+
+
+@pytest.mark.parametrize("kind", [abi.FlagKind.ring_done, abi.FlagKind.ring_slot])
+def test_a_put_that_is_stuck_names_its_own_destination(kind: abi.FlagKind) -> None:
+    """A kernel waits for its last put, to rank 2, and behind it hides an earlier one, to rank 5, that does not complete."""
+    block = abi.HostBlock(rank=1, flag_kind=kind, flag_index=9, peer=2, epoch=3, expected=9, seen=4, state=abi.State.timed_out)
+    for known, missing in ((5, 5), (None, 2)):
+        failure = read_host_block(
+            block,
+            timeout_ns=10**9,
+            entry_timeout_ns=10**9,
+            plan_of=lambda *key: None,
+            destination_of=lambda ticket: known if ticket == 4 else 7,  # noqa: B023
+        )
+        assert failure is not None and failure.record is not None
+        assert failure.record.peer == missing
+        assert f"put 4, to rank {missing}, is not complete" in failure.message

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from mkernel.abi import RING_SLOTS
@@ -28,12 +29,13 @@ class ScriptedTransport(Transport):
         self.log: list[str] = []
         self.posted: list[Put] = []
         self.room = 10**9
+        self.refused: set[int] = set()  # destinations
         self.to_complete: list[int] = []
         self.closed = 0
 
     def post(self, put: Put) -> bool:
         self.log.append("post")
-        if len(self.posted) >= self.room:
+        if len(self.posted) >= self.room or put.dst_rank in self.refused:
             return False
         self.posted.append(put)
         return True
@@ -114,6 +116,49 @@ def test_a_refused_put_is_held_and_not_reordered() -> None:
     assert [put.ticket for put in transport.posted] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_refused_put_holds_back_its_own_destination_only() -> None:
+    engine, transport, producer = scripted()
+    transport.refused = {1}
+    for rank in (1, 2, 1, 3, 2):
+        issue(producer, 1, rank)
+    assert engine.step()
+    assert [put.ticket for put in transport.posted] == [1, 3, 4]
+    assert not engine.step(), "refused again: nothing moved"
+    issue(producer, 1, 1)
+    issue(producer, 1, 3)
+    assert engine.next_event_ns() == 0, "commands wait, whatever is held"
+    assert engine.step()
+    assert [put.ticket for put in transport.posted] == [1, 3, 4, 6]
+    transport.refused, transport.to_complete = set(), [1, 3, 4, 6]
+    assert engine.step()
+    assert [put.ticket for put in transport.posted if put.dst_rank == 1] == [0, 2, 5], "in order"
+    assert producer.completed == 0, "credits are a prefix"
+
+
+def test_what_is_held_to_many_ranks_keeps_its_order(rng: np.random.Generator) -> None:
+    """Puts to five ranks, which are refused at random: those to one rank are posted in order, and in the end all of them."""
+    engine, transport, producer = scripted()
+    ranks = rng.integers(5, size=3 * RING_SLOTS)
+    while len(transport.posted) < len(ranks):
+        transport.refused = set(rng.permutation(5)[: rng.integers(5)])
+        while producer.head < len(ranks) and producer.head - producer.completed < RING_SLOTS:
+            issue(producer, 1, int(ranks[producer.head]))
+        before = len(transport.posted)
+        engine.step()
+        transport.to_complete = [put.ticket for put in transport.posted[before:]]
+    for rank in range(5):
+        assert [put.ticket for put in transport.posted if put.dst_rank == rank] == np.flatnonzero(ranks == rank).tolist()
+
+
+def test_arrivals_are_movement() -> None:
+    """A receiver that takes part in puts stays awake while they come, whether or not it sends."""
+    engine, transport, _ = scripted()
+    assert not engine.step()
+    transport.arrived += 3
+    assert engine.step()
+    assert not engine.step()
+
+
 def test_next_event() -> None:
     engine, transport, producer = scripted()
     assert engine.next_event_ns() is None
@@ -152,6 +197,16 @@ def test_any_failure_of_a_post_becomes_a_transport_error_with_peer() -> None:
         engine.step()
     assert (caught.value.peer, caught.value.op, caught.value.status) == (5, "put_signal", "OSError")
     assert caught.value.__cause__ is cause
+
+
+def test_a_put_that_fails_when_it_is_offered_again_is_named() -> None:
+    engine, transport, producer = scripted()
+    transport.refused = {5}
+    issue(producer, 1, dst_rank=5)
+    engine.step()
+    transport.post = _raise(OSError(5, "device gone"))  # type: ignore[method-assign]
+    with pytest.raises(TransportError, match=r"put 0 to rank 5.*device gone"):
+        engine.step()
 
 
 def test_any_failure_of_a_poll_becomes_a_transport_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -106,6 +107,49 @@ def test_it_wakes_without_being_told() -> None:
         time.sleep(0.3)
         issue(producer)
         wait_completed(producer)
+
+
+def test_a_rank_with_thousands_of_descriptors() -> None:
+    """Its engine inherits descriptors under their numbers, and ``select`` takes none from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip(f"no more than {hard} descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    more = [os.dup(null) for _ in range(1100)]
+    try:
+        with started() as (engine, producer):
+            errors: list[TransportError] = []
+            engine.watch(errors.append)
+            time.sleep(0.05)  # it naps, and so has looked at its descriptors
+            issue(producer)
+            wait_completed(producer)
+            assert errors == []
+    finally:
+        for fd in (null, *more):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_cannot_be_killed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may hold it in the kernel: closing a world ends all the same."""
+    with started() as (engine, _):
+        real = engine._process
+        waits: list[float | None] = []
+
+        class Stuck:
+            pid = real.pid
+
+            def wait(self, timeout: float | None = None) -> int:
+                waits.append(timeout)
+                raise subprocess.TimeoutExpired("engine", timeout or 0)
+
+            def kill(self) -> None: ...
+
+        monkeypatch.setattr(engine, "_process", Stuck())
+        engine.close(0.1)
+        assert None not in waits
+        real.wait(SECONDS)
 
 
 def test_close_twice_and_at_once() -> None:

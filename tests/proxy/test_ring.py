@@ -8,7 +8,7 @@ import random
 import pytest
 
 from mkernel.abi import RING_SLOTS, Ring
-from mkernel.proxy.ring import RING_BYTES, RingReader
+from mkernel.proxy.ring import RING_BYTES, RingReader, destination
 from mkernel.transport.base import Put
 from tests.transport.harness import Producer
 
@@ -35,6 +35,17 @@ def test_take_returns_commands_in_order_and_once() -> None:
     assert reader.take() == []
     assert not reader.waiting()
     assert (reader.taken, reader.completed, reader.in_flight) == (5, 0, 5)
+
+
+def test_where_a_command_goes() -> None:
+    producer = Producer()
+    ring = ctypes.addressof(producer.ring)
+    assert destination(ring, 0) is None
+    issue(producer, 4)
+    assert [destination(ring, ticket) for ticket in range(5)] == [0, 1, 2, 3, None]
+    producer.ring.completed = RING_SLOTS
+    issue(producer, RING_SLOTS)
+    assert destination(ring, 2) is None, "its slot holds a later command"
 
 
 def test_every_field_survives_its_whole_range() -> None:
