@@ -142,6 +142,14 @@ def _bytes(text: str) -> int:
     return int(size)
 
 
+def _pkey(text: str) -> int:
+    """``0x8001``, ``8001`` or ``1``: hexadecimal. The top bit, full membership, is not compared."""
+    value = int(text, 16)
+    if not value & 0x7FFF > 0 or value > 0xFFFF:
+        raise ValueError("from 0x1 to 0xffff, and not 0x8000")
+    return value & 0x7FFF
+
+
 def _secret(text: str) -> str:
     if len(text) < 32:
         raise ValueError("make one by: python -c 'import secrets; print(secrets.token_hex(32))'")
@@ -285,6 +293,9 @@ NIC = _declare(
     "network cards by rank of a host (else the nearest)",
 )
 GID_INDEX = _declare("MKERNEL_GID_INDEX", "an integer >= 0", _optional(_natural), None, "index of the GID to use (else chosen by content)")
+PKEY = _declare(
+    "MKERNEL_PKEY", "e.g. 0x8001", _optional(_pkey), None, "partition of InfiniBand to use (else the first of the port's table)"
+)
 TRAFFIC_CLASS = _declare("MKERNEL_TRAFFIC_CLASS", "0 to 255", _byte, 0, "traffic class of RDMA packets (RoCE: four times the DSCP)")
 SERVICE_LEVEL = _declare("MKERNEL_SERVICE_LEVEL", "0 to 15", _nibble, 0, "service level of RDMA packets (InfiniBand)")
 RC_SIGNAL = _declare(
@@ -294,7 +305,7 @@ RC_SIGNAL = _declare(
     "auto",
     "how rc raises a flag: behind an atomic, by a plain write (no routing may be adaptive), or by a message (imm)",
 )
-RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "an integer >= 1", _positive, 4, "queue pairs of rc to each peer; channels share them")
+RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "1 to 256", _between(1, 256), 4, "queue pairs of rc to each peer; channels share them")
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _bandwidth, 50.0, "bandwidth of one emulated link; 0: not paced")
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _number(0, 1e7), 5.0, "latency of one emulated link")
 EMULATED_HOST_SIGNALS = _declare(

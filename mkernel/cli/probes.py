@@ -213,6 +213,10 @@ def _port(port: devices.DevicePort) -> Finding:
     gid = devices.choose_gid(port)
     kind = f"{port.link_layer or 'unknown link layer'}, {port.state.lower() or 'state unknown'}, {port.rate or 'rate unknown'}"
     detail = f"{kind}, for {port.transport}, GID {gid or 'none'}"
+    if port.iwarp:
+        return Finding(
+            "note", port.name, f"{detail}: iWARP", "rc needs RoCE: switch the card over, e.g. irdma by `options irdma roce_ena=1`"
+        )
     if not port.active:
         return Finding("note", port.name, detail, "check cable and switch; `ibv_devinfo`, `ip link`")
     if gid is None:
@@ -280,8 +284,8 @@ def _pyverbs() -> Generator[Finding, None, bool]:
 
 def _loopback(port: devices.DevicePort, gid_index: int) -> Finding:
     """Whether a put of the port to itself arrives."""
-    card = f"Card({port.device!r}, {port.port}, {gid_index})"
-    result = _run([sys.executable, "-c", f"from mkernel.transport import Card, rc; print(rc.loopback({card}))"])
+    card = f"Card({port.device!r}, {port.port}, {gid_index}, {devices.pkey_index(port)})"
+    result = _run([sys.executable, "-c", f"from mkernel.transport import Card, loopback; print(loopback.loopback({card}))"])
     if result.returncode == 0:
         return Finding("ok", f"{port.name} loopback", f"a put arrived (signal: {result.stdout.splitlines()[-1]})")
     lines = result.stderr.strip().splitlines() or ["no message"]

@@ -74,11 +74,14 @@ class Card:
         Number of its port, from 1.
     gid_index
         Entry of the port's GID table to speak with.
+    pkey_index
+        Entry of the port's table of partitions to be in.
     """
 
     device: str
     port: int
     gid_index: int
+    pkey_index: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,25 @@ from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.transport import Card
 
-__all__ = ["DevicePort", "Gid", "bar_bytes", "card_for", "choose_gid", "describe_distance", "distance", "find", "local_cpus", "problem"]
+__all__ = [
+    "DevicePort",
+    "Gid",
+    "bar_bytes",
+    "card_for",
+    "choose_gid",
+    "describe_distance",
+    "distance",
+    "find",
+    "links",
+    "local_cpus",
+    "pkey_index",
+    "problem",
+    "usable",
+]
 
 SYSFS = Path("/sys")
 _ROCE_V2, _ROCE_V1 = "RoCE v2", "IB/RoCE v1"
+_PARTITION = 0x7FFF  # bits of a P_Key that name the partition; the other one says full or limited member
 _FAR = 1 << 16  # distance of devices that share no PCI root
 
 
@@ -48,6 +63,18 @@ class DevicePort:
     path: Path | None  # of the PCI device
     numa: int  # NUMA node; -1: unknown
     gids: tuple[Gid, ...]
+    node_type: str = ""  # "CA" (InfiniBand, RoCE), "RNIC" (iWARP), "UNSPECIFIED" (EFA)
+
+    @property
+    def iwarp(self) -> bool:
+        """Whether the device speaks iWARP, which has neither immediates nor atomics, and connects otherwise."""
+        return self.node_type == "RNIC"
+
+    @property
+    def gigabits(self) -> float:
+        """Its rate in 10^9 bits per second; 0 if unknown."""
+        number = self.rate.partition(" ")[0]
+        return float(number) if number.replace(".", "", 1).isdigit() else 0.0
 
     @property
     def active(self) -> bool:
@@ -74,7 +101,7 @@ def find(root: Path = SYSFS) -> list[DevicePort]:
         pci = device / "device"
         path = pci.resolve() if pci.exists() else None
         driver = (pci / "driver").resolve().name if (pci / "driver").exists() else ""
-        numa = _text(pci / "numa_node")
+        numa, node_type = _text(pci / "numa_node"), _text(device / "node_type").partition(":")[2].strip()
         for port in sorted(ports.iterdir(), key=lambda p: p.name) if ports.is_dir() else ():
             found.append(
                 DevicePort(
@@ -87,6 +114,7 @@ def find(root: Path = SYSFS) -> list[DevicePort]:
                     path,
                     int(numa) if numa.lstrip("-").isdigit() else -1,
                     tuple(_gids(port)),
+                    node_type,
                 )
             )
     return found
@@ -108,11 +136,29 @@ def choose_gid(port: DevicePort) -> Gid | None:
     return min(port.gids, key=rank, default=None)
 
 
+def usable(name: str, ports: Sequence[DevicePort]) -> list[DevicePort]:
+    """Those of the ports over which the transport ``name`` works."""
+    return [port for port in ports if port.transport == name and not port.iwarp and port.active and choose_gid(port)]
+
+
+def links(ports: Sequence[DevicePort]) -> dict[str, float]:
+    """The link layers over which ``rc`` can go from this host, of the ports that ``MKERNEL_NIC`` allows, each with its fastest rate."""
+    wished = env.NIC.get()
+    found: dict[str, float] = {}
+    for port in usable("rc", ports):
+        if not wished or port.device in wished or port.name in wished:
+            found[port.link_layer] = max(port.gigabits, found.get(port.link_layer, 0.0))
+    return found
+
+
 def problem(name: str, ports: Sequence[DevicePort]) -> str:
     """Why the transport ``name`` cannot be used with these ports, in words; empty if it can."""
     mine = [port for port in ports if port.transport == name]
     if not mine:
         return "no EFA device" if name == "srd" else "no RDMA device"
+    if all(port.iwarp for port in mine):
+        return f"{mine[0].name} speaks iWARP, and rc needs InfiniBand or RoCE (irdma: load it with roce_ena=1)"
+    mine = [port for port in mine if not port.iwarp]
     if not any(port.active for port in mine):
         return "no port is up: " + ", ".join(f"{port.name} is {port.state or 'in an unknown state'}" for port in mine)
     up = [port for port in mine if port.active]
@@ -121,10 +167,12 @@ def problem(name: str, ports: Sequence[DevicePort]) -> str:
     return ""
 
 
-def card_for(name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | None = None, root: Path = SYSFS) -> Card:
-    """The network card of one of a host's ranks: the one that ``MKERNEL_NIC`` names, else the nearest to its GPU.
+def card_for(
+    name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | None = None, root: Path = SYSFS, link: str | None = None
+) -> Card:
+    """The network card of one of a host's ranks: the one that ``MKERNEL_NIC`` names, else the nearest to its GPU, then the fastest.
 
-    Ranks share cards that are equally near in turns.
+    Ranks share cards that are equally near and fast in turns.
 
     Parameters
     ----------
@@ -134,6 +182,8 @@ def card_for(name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | 
         Number of the rank among those of its host.
     gpu
         PCI address of its GPU, e.g. ``"0000:1b:00.0"``; empty on target cpu.
+    link
+        The link layer of all ranks; None: any.
 
     Raises
     ------
@@ -142,7 +192,7 @@ def card_for(name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | 
     """
     ports = find(root) if ports is None else ports
     remedy = "see `python -m mkernel doctor`"
-    candidates = [port for port in ports if port.transport == name and port.active and choose_gid(port)]
+    candidates = [port for port in usable(name, ports) if link in (None, port.link_layer)]
     wished = env.NIC.get()
     if wished:
         wish = wished[slot % len(wished)]
@@ -150,12 +200,17 @@ def card_for(name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | 
         candidates = [port for port in named if port in candidates]
         if not candidates:
             there = ", ".join(f"{port.name} ({port.state.lower()})" for port in ports) or "none"
-            raise ArgumentError("MKERNEL_NIC", wish, f"no such port, or it cannot be used for {name}: there are {there}", remedy)
+            over = f" over {link}" if link and named else ""
+            raise ArgumentError("MKERNEL_NIC", wish, f"no such port, or it cannot be used for {name}{over}: there are {there}", remedy)
+    if not candidates and link and not problem(name, ports):
+        raise ArgumentError("transport", repr(name), f"no port is {link}, as those of other ranks are", "choose cards with MKERNEL_NIC")
     if not candidates:
         raise ArgumentError("transport", repr(name), problem(name, ports), remedy)
     if gpu:
         apart = [distance(gpu, port, root) for port in candidates]
         candidates = [port for port, far in zip(candidates, apart, strict=True) if far == min(apart)]
+    fastest = max(port.gigabits for port in candidates)
+    candidates = [port for port in candidates if port.gigabits == fastest]
     port = candidates[slot % len(candidates)]
     gid = choose_gid(port)
     assert gid is not None
@@ -163,7 +218,27 @@ def card_for(name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | 
     if index is not None and index not in {g.index for g in port.gids}:
         there = ", ".join(map(str, port.gids))
         raise ArgumentError("MKERNEL_GID_INDEX", index, f"{port.name} has no such GID: there are {there}", "unset it")
-    return Card(port.device, port.port, gid.index if index is None else index)
+    return Card(port.device, port.port, gid.index if index is None else index, pkey_index(port, root))
+
+
+def pkey_index(port: DevicePort, root: Path = SYSFS) -> int:
+    """The entry of the port's table of partitions that ``MKERNEL_PKEY`` names; 0 if it is not set. Raises ArgumentError."""
+    wished = env.PKEY.get()
+    if wished is None:
+        return 0
+    folder = root / "class/infiniband" / port.device / f"ports/{port.port}/pkeys"
+    there: dict[int, int] = {}
+    for index in sorted(int(entry.name) for entry in folder.glob("*")):
+        text = _text(folder / str(index))
+        key = int(text, 16) if text else 0
+        if key & _PARTITION == wished:
+            return index
+        if key:
+            there[key] = index
+    known = ", ".join(map(hex, there)) or "none"
+    raise ArgumentError(
+        "MKERNEL_PKEY", env.PKEY.show(), f"{port.name} is in no such partition: there are {known}", "see the subnet manager"
+    )
 
 
 def distance(gpu: str, port: DevicePort, root: Path = SYSFS) -> int:

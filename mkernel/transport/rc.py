@@ -8,13 +8,11 @@ another rank may raise a flag between two calls of this one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
 import itertools
 import json
-import mmap
 import secrets
 import time
 from collections import deque
@@ -22,13 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mkernel import env
-from mkernel.errors import ArgumentError, TransportError
-from mkernel.transport import Card, Wiring, rdma, verbs
+from mkernel.errors import ArgumentError
+from mkernel.transport import Wiring, rdma, verbs
 from mkernel.transport.base import Put
 
-__all__ = ["RcTransport", "create", "loopback"]
+__all__ = ["MOST_QUEUE_PAIRS", "RcTransport", "create", "open_transport", "retry_policy"]
 
 SEND_DEPTH = 256  # work requests of a queue pair
+MOST_QUEUE_PAIRS = 256  # to a peer: what the number of a work request has room for
 RECEIVE_DEPTH = 512  # mode imm: receives of a queue pair
 _NUDGE_NS = 10_000_000  # time without a completion after which doorbells are rung again
 _NUMBERS = (1 << 38) - 1  # mask of a put's number inside a work request's
@@ -45,12 +44,13 @@ class _Pending:
     put: Put
     number: int
     requests: int
+    ordered: bool  # its flag must wait for what is before it
 
 
 class _Connection:
     """One queue pair to one peer."""
 
-    __slots__ = ("accepted", "index", "pair", "peer", "position", "posted", "psn", "retired", "room", "waiting")
+    __slots__ = ("accepted", "data", "index", "pair", "peer", "position", "posted", "psn", "retired", "room", "waiting")
 
     def __init__(self, pair: verbs.QueuePair, peer: int, index: int, position: int, room: int) -> None:
         self.pair, self.peer, self.index, self.room = pair, peer, index, room  # index: among the peer's; room: free work requests
@@ -59,6 +59,7 @@ class _Connection:
         self.waiting: list[_Pending] = []  # accepted since the last flush
         self.posted: deque[tuple[int, int, int]] = deque()  # (number, ticket, work requests), oldest first
         self.accepted = self.retired = 0  # numbers of puts
+        self.data: dict[int, int] = {}  # channel -> number of its last put with bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,9 +96,9 @@ class RcTransport(rdma.RdmaTransport):
     Raises
     ------
     ArgumentError
-        ``signal`` is ``"imm"`` without ``signal_address`` or ``store``.
+        ``signal`` is ``"imm"`` without ``signal_address`` or ``store``, or there are more than ``MOST_QUEUE_PAIRS``.
     TransportError
-        The card refused something.
+        The card refused something, or has not so many queue pairs.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class RcTransport(rdma.RdmaTransport):
         self.signal = signal
         self._count = queue_pairs
         self._retry = retry or verbs.RetryPolicy()
+        self._port_seconds = min(rdma.PORT_SECONDS, self._retry.seconds / 2)
         self._signal_address, self._store = signal_address, store
         self._extra = 2 if signal == "atomic" else 1  # work requests of a put in addition to its writes
         self._targets: dict[int, _Target] = {}
@@ -134,6 +136,9 @@ class RcTransport(rdma.RdmaTransport):
         with self._opening():
             if signal == "imm" and (store is None or not signal_address):
                 raise ArgumentError("MKERNEL_RC_SIGNAL", signal, "the engine cannot write flags in GPU memory", "use atomic")
+            if not 0 < queue_pairs <= MOST_QUEUE_PAIRS:
+                raise ArgumentError("MKERNEL_RC_QUEUE_PAIRS", queue_pairs, f"must be from 1 to {MOST_QUEUE_PAIRS}")
+            self._check_pairs(total, "fewer MKERNEL_RC_QUEUE_PAIRS, or fewer ranks")
             words = _SCRATCH + total * self._receives + total * self._depth
             self._scratch = (ctypes.c_uint64 * words)()  # the word for atomics, their answers, received values, values to send
             access = verbs.Access.local_write | (verbs.Access.remote_atomic if limits.atomics else 0)
@@ -189,26 +194,37 @@ class RcTransport(rdma.RdmaTransport):
     # ---- the transport
     def post(self, put: Put) -> bool:
         connection, data = self._check(put)
-        requests = data + self._extra
+        key, number = (put.dst_rank, put.signal_offset), connection.accepted
+        owner, last = self._flags.get(key, (connection, -1))
+        ordered = self._needs_order(connection, put, last if owner is connection else -1)
+        requests = data + (self._extra if ordered else 1)
         if requests > self._depth:
             room = (self._depth - self._extra) * self._max_message
             raise self._error(put.dst_rank, "put_signal", "too long", f"{put.bytes} bytes, the card takes {room} in one put")
         if connection.room < requests or self._completions_left < requests:
             return False
-        key, number = (put.dst_rank, put.signal_offset), connection.accepted
-        owner, last = self._flags.get(key, (connection, 0))
         if owner is not connection and last >= owner.retired:
             text = f"flag at {put.signal_offset} is under way on channel {put.channel} and another, which have no common order"
             raise self._error(put.dst_rank, "put_signal", "two channels", text)
         self._flags[key] = (connection, number)
+        if put.bytes:
+            connection.data[put.channel] = number
         connection.accepted = number + 1
         connection.room -= requests
         self._completions_left -= requests
         self._outstanding += 1
         if not connection.waiting:
             self._dirty.append(connection)
-        connection.waiting.append(_Pending(put, number, requests))
+        connection.waiting.append(_Pending(put, number, requests, ordered))
         return True
+
+    def _needs_order(self, connection: _Connection, put: Put, last: int) -> bool:
+        """Whether bytes, or another value of the flag, are under way that must be in memory before the flag is written.
+
+        ``last``: number of the last put with this flag on this queue pair, or -1.
+        """
+        retired = connection.retired
+        return put.bytes > 0 or last >= retired or connection.data.get(put.channel, -1) >= retired
 
     def _check(self, put: Put) -> tuple[_Connection, int]:
         """The queue pair of a put, and the number of writes that carry its bytes."""
@@ -226,6 +242,11 @@ class RcTransport(rdma.RdmaTransport):
 
     def _build(self, connection: _Connection, waiting: Sequence[_Pending]) -> None:
         last = waiting[-1]
+        if self.signal == "atomic":
+            only_flags = not any(pending.ordered for pending in waiting)
+            for pending in waiting:  # first: behind a fenced request they would wait
+                if not pending.ordered:
+                    self._raise(connection, pending, signaled=only_flags and pending is last, fenced=False)
         for pending in waiting:
             self._write(connection, pending)
             connection.posted.append((pending.number, pending.put.ticket, pending.requests))
@@ -234,11 +255,16 @@ class RcTransport(rdma.RdmaTransport):
             elif self.signal == "imm":
                 self._tell(connection, pending, signaled=pending is last)
         if self.signal == "atomic":
+            ordered = [pending for pending in waiting if pending.ordered]
+            if not ordered:
+                return
             self._order(connection, last)
             # Only the last value of each flag is written: fenced writes have no order among themselves.
-            newest = {pending.put.signal_offset: pending for pending in waiting}
+            newest = {pending.put.signal_offset: pending for pending in ordered}
             for pending in sorted(newest.values(), key=_number):
-                self._raise(connection, pending, signaled=pending is last, fenced=True)
+                final = pending is ordered[-1]
+                # The last request of the batch has its completion, and so the number of its last put.
+                self._raise(connection, dataclasses.replace(pending, number=last.number) if final else pending, signaled=final, fenced=True)
 
     def _name(self, connection: _Connection, pending: _Pending, kind: int) -> int:
         """The number of a work request. It tells queue pair, put and kind."""
@@ -327,6 +353,7 @@ class RcTransport(rdma.RdmaTransport):
 
     def _raise_flag(self, completion: verbs.Completion) -> None:
         """Raise the flag of a message, before which its sender's writes are in memory, and post its receive again."""
+        self.arrived += 1
         position, slot = completion.wr_id >> 32, completion.wr_id & 0xFFFFFFFF
         connection = self._connections[position]
         offset = _WORD * (completion.imm or 0)
@@ -405,53 +432,3 @@ def create(wiring: Wiring) -> RcTransport:
     """Open the card, exchange addresses with all ranks, and connect. Collective. Raises as ``rdma.join`` and ``open_transport`` do."""
     options: dict[str, Any] = {"signal": env.RC_SIGNAL.get(), "queue_pairs": env.RC_QUEUE_PAIRS.get()}
     return rdma.join(wiring, functools.partial(open_transport, **options))
-
-
-def loopback(card: Card, timeout: float = 5.0, open_card: Callable[[Card, int], verbs.Nic] = rdma.open_card) -> str:
-    """Send one put from a port to itself, and wait for it; returns how its flag was raised (``"atomic"`` ...).
-
-    Raises
-    ------
-    TransportError
-        The card cannot be opened, or the put did not arrive unharmed within ``timeout`` seconds.
-    """
-    size = mmap.PAGESIZE
-    memories = [mmap.mmap(-1, 2 * size) for _ in range(2)]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-    with contextlib.ExitStack() as undo:
-        ends = []
-        for rank in range(2):
-            wiring = Wiring(
-                rank=rank,
-                heap_address=addresses[rank],
-                heap_bytes=size,
-                signal_bytes=size,
-                peers={1 - rank: (0, 0)},
-                copier=_no_copier,
-                clock_ns=time.monotonic_ns,
-                signal_address=addresses[rank] + size,
-                store=lambda address, value: setattr(ctypes.c_uint64.from_address(address), "value", value),
-                timeout=timeout,
-            )
-            end = open_transport(open_card(card, rank), wiring, signal=env.RC_SIGNAL.get(), queue_pairs=1)
-            undo.callback(end.close)
-            ends.append(end)
-        exchanged = [end.address for end in ends]
-        for end in ends:
-            end.connect(exchanged)
-        memories[0][:size] = secrets.token_bytes(size)
-        ends[0].post(Put(0, 0, 1, 0, 0, size, 0, 1))
-        ends[0].flush()
-        deadline = time.monotonic() + timeout
-        while ctypes.c_uint64.from_address(addresses[1] + size).value != 1:
-            for end in ends:
-                end.poll()
-            if time.monotonic() > deadline:
-                raise TransportError(f"a put from {card.device}:{card.port} to itself did not arrive in {timeout:g} s", status="timeout")
-        if memories[0][:size] != memories[1][:size]:
-            raise TransportError(f"a put from {card.device}:{card.port} to itself arrived damaged", status="data")
-        return ends[0].signal
-
-
-def _no_copier() -> Any:
-    raise AssertionError("rc copies nothing in this process")

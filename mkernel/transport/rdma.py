@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,7 +17,10 @@ from mkernel.transport.verbs import pyverbs
 
 __all__ = ["EXPLAIN_SECONDS", "RdmaTransport", "join", "open_card", "register"]
 
+_log = logging.getLogger("mkernel")
+
 EVENT_POLLS = 64  # polls from one look for asynchronous events to the next
+PORT_SECONDS = 1.0  # how long a port may be down; less than a card tries again, if the transport says how long that is
 EXPLAIN_SECONDS = 1.0  # how long to look for the cause of a queue pair's error
 _EXPLAIN_PAUSE = 0.002  # seconds between two looks
 _POLL = 64  # completions a poll takes at most
@@ -52,6 +56,8 @@ class RdmaTransport(Transport):
         self._max_message = nic.limits.max_message
         self._outstanding = 0  # puts accepted and not completed
         self._polls = 0
+        self._port_seconds = PORT_SECONDS
+        self._down_since: float | None = None  # when the port was found down
         self._closed = False
         self._undo = contextlib.ExitStack()
         self._undo.callback(nic.close)
@@ -67,6 +73,12 @@ class RdmaTransport(Transport):
         except BaseException:
             self.close()
             raise
+
+    def _check_pairs(self, count: int, remedy: str) -> None:
+        """Raise TransportError if the card has not so many queue pairs."""
+        most = self._nic.limits.max_pairs
+        if count > most:
+            raise self._error(None, "open", "too many", f"{count} queue pairs are needed, and the card has {most}", remedy)
 
     def _queue(self, entries: int) -> verbs.CompletionQueue:
         queue = self._nic.completion_queue(max(1, min(entries, self._nic.limits.max_completions)))
@@ -170,15 +182,32 @@ class RdmaTransport(Transport):
         return 0 if self._outstanding else None
 
     # ---- failures
-    def _look_at_events(self) -> None:
+    def _look_at_events(self, *, patient: bool = True) -> None:
+        """Raise TransportError for an event that ends things. ``patient``: a port that is down may come up again."""
         try:
             events = self._nic.events()
+            if self._down_since is not None or any(event.kind == verbs.PORT_ERROR for event in events):
+                self._look_at_port(patient)
         except verbs.VerbsError as error:
             raise self._refused("events", error) from error
         for event in events:
             name, fatal, meaning, remedy = verbs.EVENTS.get(event.kind, (f"event {event.kind}", False, "unknown", ""))
-            if fatal:
+            if fatal and event.kind != verbs.PORT_ERROR:
                 raise self._error(None, "asynchronous event", name, meaning, remedy)
+
+    def _look_at_port(self, patient: bool) -> None:
+        """The event says only that a port of the device went down. Raise TransportError if it is this one, and for long."""
+        if self._nic.active():
+            if self._down_since is not None:
+                _log.warning("%s: the port was down, and is up again", _where(self._rank, self._nic.port))
+            self._down_since = None
+            return
+        now = time.monotonic()
+        if self._down_since is None:
+            self._down_since = now
+        if not patient or now - self._down_since >= self._port_seconds:
+            name, _, meaning, remedy = verbs.EVENTS[verbs.PORT_ERROR]
+            raise self._error(None, "asynchronous event", name, meaning, remedy)
 
     @abc.abstractmethod
     def _operation(self, wr_id: int) -> str:
@@ -186,6 +215,8 @@ class RdmaTransport(Transport):
 
     def _failure(self, queue: verbs.CompletionQueue, failed: Sequence[verbs.Completion]) -> TransportError:
         """The error that names the first cause. If an asynchronous event is the cause, its error is raised instead."""
+        if self._down_since is not None:
+            self._look_at_events(patient=False)
         first = next((completion for completion in failed if completion.status != verbs.FLUSHED), None)
         if first is None:
             queue, first = self._explain(queue, failed[0])
@@ -203,7 +234,7 @@ class RdmaTransport(Transport):
         """
         end = time.monotonic() + EXPLAIN_SECONDS
         while True:
-            self._look_at_events()
+            self._look_at_events(patient=False)
             for other in dict.fromkeys((self._sends, self._arrivals)):
                 for completion in self._take(other):
                     if completion.status not in (verbs.SUCCESS, verbs.FLUSHED):
@@ -244,7 +275,7 @@ def open_card(card: Card, rank: int) -> verbs.Nic:
     """Open the port of a card. Raises TransportError if pyverbs is missing, or the port cannot be opened."""
     try:
         with _naming(f"rank {rank}"):
-            return pyverbs.open_nic(card.device, card.port, card.gid_index)
+            return pyverbs.open_nic(card.device, card.port, card.gid_index, card.pkey_index)
     except ImportError as error:
         remedy = "install pyverbs: docs/transports.md"
         raise TransportError(f"rank {rank}: {error} ({remedy})", op="import pyverbs", status="ImportError", remedy=remedy) from error

@@ -267,6 +267,7 @@ class SrdTransport(rdma.RdmaTransport):
 
     def _open(self, peers: Sequence[int], depth: int, credits: int) -> None:
         limits, count = self._nic.limits, max(len(peers), 1)
+        self._check_pairs(len(peers), "fewer ranks")
         self._depth = min(depth, limits.max_send, limits.max_completions // count)
         receives = min(credits + SPARE, limits.max_receive, limits.max_completions // count)
         if self._depth < 2 or receives < SPARE + 4:
@@ -379,7 +380,7 @@ class SrdTransport(rdma.RdmaTransport):
     def poll(self) -> list[int]:
         self._polled()
         for completion in self._completions(self._arrivals):
-            self._arrived(completion)
+            self._take_message(completion)
         done: list[int] = []
         depth = self._depth
         for completion in self._completions(self._sends):
@@ -409,7 +410,8 @@ class SrdTransport(rdma.RdmaTransport):
         region = self._slots_region
         peer.pair.receive(peer.position * self._receives + slot, region.address + offset, _SLOT, region.lkey)
 
-    def _arrived(self, completion: verbs.Completion) -> None:
+    def _take_message(self, completion: verbs.Completion) -> None:
+        self.arrived += 1
         position, slot = divmod(completion.wr_id, self._receives)
         peer = self._peers[position]
         try:

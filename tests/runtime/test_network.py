@@ -168,7 +168,7 @@ def test_engines_get_the_memory_they_can_write(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process, "EngineProcess", Engine)
     monkeypatch.setattr(infos, "networks_here", lambda: {"rc": "", "srd": ""})
-    monkeypatch.setattr(devices, "card_for", lambda *args: None)
+    monkeypatch.setattr(devices, "card_for", lambda *args, **more: None)
     gpu = target == "cuda"
     for layout, heap, signals in ranks(use, 4, 2, transport, target):
         assert layout.heap.dmabuf == gpu

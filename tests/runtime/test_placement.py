@@ -7,7 +7,17 @@ import dataclasses
 import pytest
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.opening.placement import Gpu, RankInfo, choose_device, choose_signals, choose_target, choose_topology, require_equal
+from mkernel.runtime.opening.placement import (
+    Gpu,
+    RankInfo,
+    choose_device,
+    choose_link,
+    choose_network,
+    choose_signals,
+    choose_target,
+    choose_topology,
+    require_equal,
+)
 
 
 def gpus(count: int, capability: tuple[int, int] = (9, 0), host: str = "a", peers: bool = True) -> tuple[Gpu, ...]:
@@ -122,3 +132,27 @@ def test_cards_travel_as_json() -> None:
 
     info = RankInfo("a", {"heap_bytes": None}, gpus(2), "", 1, {"rc": ""}, ["srd"], True)
     assert RankInfo.from_json(json.loads(json.dumps(info.to_json()))) == info
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        ([{}, {}], None),
+        ([{"Ethernet": 100.0}, {"Ethernet": 400.0}], "Ethernet"),
+        ([{"Ethernet": 400.0, "InfiniBand": 400.0}, {"InfiniBand": 400.0, "Ethernet": 400.0}], "InfiniBand"),
+        ([{"Ethernet": 800.0, "InfiniBand": 200.0}, {"InfiniBand": 400.0, "Ethernet": 400.0}], "Ethernet"),
+        ([{"Ethernet": 800.0, "InfiniBand": 200.0}, {"InfiniBand": 400.0}], "InfiniBand"),
+    ],
+)
+def test_one_link_layer(links: list[dict[str, float]], expected: str | None) -> None:
+    infos = [RankInfo(f"host{i}", {}, networks={"rc": "", "srd": "no device"}, links=some) for i, some in enumerate(links)]
+    assert choose_link(infos) == expected
+    assert choose_network(infos) == "rc"
+
+
+def test_no_link_layer_in_common() -> None:
+    infos = [RankInfo(f"host{i}", {}, networks={"rc": ""}, links={link: 400.0}) for i, link in enumerate(("InfiniBand", "Ethernet"))]
+    with pytest.raises(ArgumentError, match=r"no link layer in common \(rank 0: InfiniBand; rank 1: Ethernet\).*MKERNEL_NIC"):
+        choose_link(infos)
+    with pytest.raises(ArgumentError, match=r"rc: the ranks' cards have no link layer in common"):
+        choose_network(infos)

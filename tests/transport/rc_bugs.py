@@ -8,7 +8,7 @@ from mkernel.transport import verbs
 from mkernel.transport.base import Put
 from mkernel.transport.rc import RcTransport, _Connection, _Pending
 
-__all__ = ["BUGS", "EpochEarly", "SignalBeforeData", "SignalOnAnotherQueuePair"]
+__all__ = ["BUGS", "EpochEarly", "FlagsDoNotWaitForThemselves", "SignalBeforeData", "SignalOnAnotherQueuePair"]
 
 
 class SignalBeforeData(RcTransport):
@@ -45,6 +45,20 @@ class NoAtomic(RcTransport):
 
     def _order(self, connection: _Connection, pending: _Pending) -> None:
         pass
+
+
+class EmptyPutsNeverWait(RcTransport):
+    """Also where bytes of their channel are under way."""
+
+    def _needs_order(self, connection: _Connection, put: Put, last: int) -> bool:
+        return put.bytes > 0
+
+
+class FlagsDoNotWaitForThemselves(RcTransport):
+    """Two values of a flag are under way, and nothing orders them."""
+
+    def _needs_order(self, connection: _Connection, put: Put, last: int) -> bool:
+        return super()._needs_order(connection, put, -1)
 
 
 class EpochEarly(RcTransport):
@@ -115,6 +129,7 @@ BUGS: list[tuple[type[RcTransport], str, str]] = [
     (SignalOnAnotherQueuePair, "atomic", _EARLY),
     (NoFence, "atomic", _EARLY),
     (NoAtomic, "atomic", _EARLY),
+    (EmptyPutsNeverWait, "atomic", _EARLY),
     (EpochEarly, "atomic", _EARLY),
     (EpochEarly, "imm", _EARLY),
     (ReceiversOwnEpoch, "imm", "never sent|visible before the bytes|signals arrived"),

@@ -1,9 +1,9 @@
 """Network cards in this process, behind the verbs boundary, that do whatever the standards allow, as late as they allow it.
 
 Bytes are read at the source, and land, piece by piece, when ``Fabric.step`` says so: out of order, split, any time before the operation
-completes. On RC queue pairs atomics and messages wait for the operations before them, fenced writes for the atomics before them, and other
-writes for nothing, where the network is ``adaptive``; sends complete in order. On SRD queue pairs nothing has an order. The cards are in
-standin_card.py.
+completes. On RC queue pairs atomics and messages wait for the operations before them; fenced writes for the atomics before them, and what
+is behind a fenced write that waits, waits with it; other writes for nothing, where the network is ``adaptive``. Sends complete in order. On
+SRD queue pairs nothing has an order. The cards are in standin_card.py.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Mood:
         Limits of the cards.
     atomics
         Whether the cards have them.
+    max_pairs
+        Queue pairs of a card.
     forgetful
         What has to wait for an atomic goes on only at the next doorbell, as rxe may have it.
     """
@@ -56,6 +58,7 @@ class Mood:
     max_receive: int = 1 << 12
     max_completions: int = 1 << 16
     atomics: bool = True
+    max_pairs: int = 1 << 16
     forgetful: bool = False
 
 
@@ -96,6 +99,7 @@ class Fabric:
         self.numbers = itertools.count(0x100)
         self.keys = itertools.count(0x1000)
         self.serials = itertools.count()
+        self.posted: list[str] = []  # kinds of all requests, in order
 
     def nic(self, index: int, *, srd: bool = False) -> StandinNic:
         return StandinNic(self, index, srd=srd)
@@ -157,10 +161,12 @@ class Fabric:
         for work in itertools.islice(pair.work, 8):
             if work.ended:
                 continue
+            if work.fenced and atomics:  # it has not begun, and a queue pair begins its requests in order
+                pair.asleep = pair.asleep or self.mood.forgetful
+                break
             plain = (work.kind == "write" and work.imm is None) or work.kind == "inline"
-            if (not before) or (self.mood.adaptive and plain and not (work.fenced and atomics)):
+            if (not before) or (self.mood.adaptive and plain):
                 free.append(work)
-            pair.asleep = pair.asleep or (self.mood.forgetful and work.fenced and atomics > 0)
             before += 1
             atomics += work.kind == "add"
         return self.random.choice(free) if free else None

@@ -194,6 +194,7 @@ class CardPair(verbs.QueuePair):
         for work in batch:
             work.serial = next(self.nic.fabric.serials)
             self.work.append(work)
+            self.nic.fabric.posted.append(work.kind)
         if self.state == "ERR":
             self.flush()
 
@@ -251,7 +252,9 @@ class StandinNic(verbs.Nic):
             atomics=mood.atomics and not srd,
             atomics_in_flight=0 if srd else 16,
             srd=srd,
+            max_pairs=mood.max_pairs,
         )
+        self.up = True  # the port
         self.pairs: dict[int, CardPair] = {}
         self.pending_events: list[Event] = []
         self.closed = False
@@ -290,6 +293,9 @@ class StandinNic(verbs.Nic):
 
     def destination(self, gid: str, qp: int, qkey: int) -> verbs.Destination:
         return CardDestination(self, gid, qp, qkey)
+
+    def active(self) -> bool:
+        return self.up
 
     def events(self) -> list[Event]:
         events, self.pending_events = self.pending_events, []

@@ -46,6 +46,9 @@ class Host:
         driver: str = "mlx5_core",
         numa: str = "0",
         cpus: str = "",
+        rate: str = "400 Gb/sec (4X NDR)",
+        node_type: str = "1: CA",
+        pkeys: tuple[str, ...] = ("0xffff",),
     ) -> None:
         device = self.root / "class/infiniband" / name
         port = device / "ports/1"
@@ -53,7 +56,11 @@ class Host:
             (port / folder).mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "link_layer").write_text(link + "\n")
-        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+        (port / "rate").write_text(rate + "\n")
+        (device / "node_type").write_text(node_type + "\n")
+        (port / "pkeys").mkdir()
+        for index, pkey in enumerate(pkeys):
+            (port / "pkeys" / str(index)).write_text(pkey + "\n")
         for index, (gid, kind) in enumerate(GIDS if gids is None else gids):
             (port / "gids" / str(index)).write_text(gid + "\n")
             if kind:
@@ -70,8 +77,8 @@ class Host:
     def ports(self) -> list[devices.DevicePort]:
         return devices.find(self.root)
 
-    def choose(self, name: str = "rc", place: int = 0, gpu: str = "") -> Card:
-        return devices.card_for(name, place, gpu, root=self.root)
+    def choose(self, name: str = "rc", place: int = 0, gpu: str = "", link: str | None = None) -> Card:
+        return devices.card_for(name, place, gpu, root=self.root, link=link)
 
 
 @pytest.fixture
@@ -193,6 +200,57 @@ def test_switches(two_roots: Host) -> None:
         assert two_roots.choose().gid_index == 1
     with env.override(MKERNEL_GID_INDEX=4), pytest.raises(ArgumentError, match=r"MKERNEL_GID_INDEX = 4.*3: 10\.78\.0\.1"):
         two_roots.choose()
+
+
+def test_of_equally_near_cards_the_faster(host: Host) -> None:
+    """A storage card of 100 Gb/s beside the GPU's switch is as near as the compute card."""
+    host.pci("pci0000:00/0000:01:00.0/0000:21:00.0", numa_node="0")
+    for name, rate in (("mlx5_0", "100 Gb/sec (4X EDR)"), ("mlx5_1", "400 Gb/sec (4X NDR)"), ("mlx5_2", "400 Gb/sec (4X NDR)")):
+        host.card(name, f"pci0000:00/0000:01:00.0/0000:3{name[-1]}:00.0", rate=rate)
+    host.card("mlx5_3", "pci0000:00/0000:02:00.0/0000:41:00.0", rate="800 Gb/sec (4X XDR)")
+    assert [host.choose(place=place, gpu="0000:21:00.0").device for place in range(3)] == ["mlx5_1", "mlx5_2", "mlx5_1"], "nearness first"
+    assert [port.gigabits for port in host.ports] == [100, 400, 400, 800]
+    host.card("odd", rate="")
+    assert host.ports[-1].gigabits == 0
+
+
+def test_one_link_layer_on_all_ranks(host: Host) -> None:
+    host.card("mlx5_0", link="InfiniBand", gids=[(LINK_LOCAL, "")])
+    host.card("mlx5_1", rate="800 Gb/sec (4X XDR)")
+    host.card("mlx5_2", rate="100 Gb/sec (4X EDR)")
+    assert devices.links(host.ports) == {"InfiniBand": 400, "Ethernet": 800}
+    with env.override(MKERNEL_NIC="mlx5_2:1"):
+        assert devices.links(host.ports) == {"Ethernet": 100}
+    assert host.choose(link="InfiniBand").device == "mlx5_0"
+    assert host.choose(link="Ethernet").device == "mlx5_1"
+    with env.override(MKERNEL_NIC="mlx5_0"), pytest.raises(ArgumentError, match="cannot be used for rc over Ethernet"):
+        host.choose(link="Ethernet")
+    with pytest.raises(ArgumentError, match=r"no port is Unspecified.*MKERNEL_NIC"):
+        host.choose(link="Unspecified")
+
+
+def test_iwarp_is_not_for_rc(host: Host) -> None:
+    """It has no immediates and no atomics, and needs another way to connect: said before it is chosen."""
+    host.card("irdma0", node_type="4: RNIC")
+    assert devices.problem("rc", host.ports).startswith("irdma0:1 speaks iWARP")
+    assert devices.links(host.ports) == {}
+    with pytest.raises(ArgumentError, match="iWARP"):
+        host.choose()
+    host.card("irdma1")
+    assert host.choose().device == "irdma1"
+
+
+def test_partitions(host: Host) -> None:
+    host.card("mlx5_0", link="InfiniBand", gids=[(LINK_LOCAL, "")], pkeys=("0xffff", "0x0000", "0x8012", "0x0013"))
+    assert host.choose().pkey_index == 0
+    for text, index in (("0x8012", 2), ("12", 2), ("0x12", 2), ("8013", 3), ("0xffff", 0)):
+        with env.override(MKERNEL_PKEY=text):
+            assert host.choose().pkey_index == index
+    with env.override(MKERNEL_PKEY="0x8055"), pytest.raises(ArgumentError, match=r"MKERNEL_PKEY.*mlx5_0:1.*0xffff, 0x8012, 0x13"):
+        host.choose()
+    for bad in ("0x8000", "0x12345", "mine"):
+        with env.override(MKERNEL_PKEY=bad), pytest.raises(ArgumentError, match="MKERNEL_PKEY"):
+            host.choose()
 
 
 def test_memory_windows(host: Host) -> None:

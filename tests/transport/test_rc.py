@@ -13,10 +13,10 @@ from mkernel.proxy.engine import Engine
 from mkernel.proxy.ring import RingReader
 from mkernel.transport import verbs
 from mkernel.transport.base import Put
-from mkernel.transport.rc import RcTransport, open_transport
+from mkernel.transport.rc import RcTransport, _Pending, open_transport
 from tests.transport.contract import CHECKS, check_signal_never_before_data
 from tests.transport.harness import Producer
-from tests.transport.rc_bugs import BUGS
+from tests.transport.rc_bugs import BUGS, FlagsDoNotWaitForThemselves
 from tests.transport.rc_standin import opener, wiring
 from tests.transport.standin import MOODS, Fabric, Mood, StandinNetwork
 
@@ -125,6 +125,74 @@ def test_selective_signaling() -> None:
             polled += len(transport._sends.entries)
             done += transport.poll()
         assert polled == 2
+
+
+def requests(network: StandinNetwork) -> list[str]:
+    """The kinds of all requests that cards have been given since the last time."""
+    found, network.fabric.posted = network.fabric.posted, []
+    return found
+
+
+def test_an_entry_is_one_request_and_no_round_trip() -> None:
+    """An empty put waits for nothing where no bytes of its channel, and no other value of its flag, are under way."""
+    with StandinNetwork(opener()) as network:
+        producer = network.producers[0]
+        for epoch in range(1, 6):
+            for peer in (1, 2):
+                producer.issue(0, peer, 0, 0, 0, network.flag_offset(epoch & 1), epoch)
+            network.settle()
+            assert requests(network) == ["inline", "inline"]
+        producer.issue(2, 1, 0, 0, 64, network.flag_offset(2), 1)  # the same queue pair
+        producer.issue(0, 1, 0, 0, 0, network.flag_offset(0), 6)
+        network.settle()
+        assert requests(network) == ["inline", "write", "add", "inline"], "the entry does not wait for another channel"
+        producer.issue(2, 1, 0, 0, 64, network.flag_offset(2), 2)
+        producer.issue(2, 1, 0, 0, 0, network.flag_offset(3), 1)
+        network.settle()
+        assert requests(network) == ["write", "add", "inline", "inline"], "it waits for its own"
+
+
+def flag_values(network: StandinNetwork) -> list[int]:
+    """What a flag was while many values of it were under way, by empty puts."""
+    seen = [0]
+
+    def watch() -> None:
+        if network.flag(1, 0) != seen[-1]:
+            seen.append(network.flag(1, 0))
+
+    network.watcher = watch
+    for value in range(1, 400):
+        network.producers[0].issue(0, 1, 0, 0, 0, network.flag_offset(0), value)
+        network.turn()
+    network.settle()
+    return seen
+
+
+def test_values_of_a_flag_keep_their_order_without_bytes() -> None:
+    with StandinNetwork(opener()) as network:
+        seen = flag_values(network)
+        assert seen == sorted(seen) and seen[-1] == 399
+    with StandinNetwork(opener(kind=FlagsDoNotWaitForThemselves)) as network:
+        seen = flag_values(network)
+        assert seen != sorted(seen), "the test can fail"
+
+
+def test_the_standin_holds_back_what_is_behind_a_fenced_request() -> None:
+    """As queue pairs do: they begin their requests in order, and a fenced one begins when the atomics before it have been answered."""
+    with StandinNetwork(opener(), ranks=2, mood=Mood(pieces=1)) as network:
+        transport, fabric = network.transports[0], network.fabric
+        connection, target, heap = transport._by_peer[1][0], transport._targets[1], transport._heap
+        network.write(0, 0, b"x" * 8)
+        fabric.mood = Mood(pieces=1, lazy=1.0)
+        transport._order(connection, _Pending(Put(0, 0, 1, 0, 0, 0, 0, 0), 0, 1, True))
+        pair = connection.pair
+        pair.write_inline(1, 7, target.signals, target.signal_key, signaled=False, fenced=True)
+        pair.write(2, heap.address, 8, heap.lkey, target.heap, target.heap_key, signaled=False)
+        pair.commit()
+        for _ in range(50):
+            assert fabric._choose(pair).kind == "add"
+        fabric._advance(pair)
+        assert {fabric._choose(pair).kind for _ in range(50)} == {"inline", "write"}, "both may begin now, in any order"
 
 
 def test_what_arrives_always_has_room() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import types
 
 import pytest
 
 from mkernel.errors import TransportError
-from mkernel.transport import rc, verbs
+from mkernel.transport import rc, rdma, verbs
 from tests.transport.rc_standin import issue, opener, run_until_error
 from tests.transport.standin import Mood, StandinNetwork
 
@@ -31,6 +32,17 @@ def test_a_signal_that_fails_is_named() -> None:
     with StandinNetwork(opener()) as network:
         network.fabric.cut.add(1)
         issue(network, 1, size=0)
+        assert run_until_error(network).op == "signal"
+
+
+def test_an_atomic_that_fails_is_named() -> None:
+    with StandinNetwork(opener()) as network:
+        issue(network, 1)
+        pair = network.transports[0]._by_peer[1][1].pair
+        network.engines[0].step()
+        while pair.work[0].kind != "add":  # until the bytes have come
+            network.fabric._advance(pair)
+        network.fabric.cut.add(1)
         assert run_until_error(network).op == "fetch_add"
 
 
@@ -85,6 +97,8 @@ def test_events(kind: int) -> None:
     name, fatal, _, remedy = verbs.EVENTS[kind]
     with StandinNetwork(opener()) as network:
         network.transports[0]._nic.pending_events.append(verbs.Event(kind))
+        network.transports[0]._nic.up = kind != verbs.PORT_ERROR
+        network.transports[0]._port_seconds = 0.0
         if fatal:
             error = run_until_error(network)
             assert (error.status, error.op, error.remedy) == (name, "asynchronous event", remedy)
@@ -92,6 +106,65 @@ def test_events(kind: int) -> None:
             issue(network)
             network.settle()
             assert network.flag(1, 0) == 5
+
+
+def test_another_port_of_the_device_may_go_down() -> None:
+    with StandinNetwork(opener()) as network:
+        transport = network.transports[0]
+        transport._nic.pending_events.append(verbs.Event(verbs.PORT_ERROR))
+        for _ in range(3 * rdma.EVENT_POLLS):
+            transport.poll()
+        assert not transport._nic.pending_events
+        issue(network)
+        network.settle()
+        assert network.flag(1, 0) == 5
+
+
+@pytest.mark.parametrize("up_again", [True, False])
+def test_a_port_may_be_down_for_a_moment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, up_again: bool) -> None:
+    """Cards try longer than that, so that nothing is lost."""
+    now = [100.0]
+    monkeypatch.setattr(rdma, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    with StandinNetwork(opener()) as network:
+        transport = network.transports[0]
+        nic, grace = transport._nic, transport._port_seconds
+        assert 0.05 < grace <= transport._retry.seconds / 2
+
+        def look() -> None:
+            for _ in range(rdma.EVENT_POLLS):
+                transport.poll()
+
+        nic.up = False
+        nic.pending_events.append(verbs.Event(verbs.PORT_ERROR))
+        look()
+        now[0] += grace * 0.9
+        look()
+        if up_again:
+            nic.up = True
+            look()
+            assert "is up again" in caplog.text
+            now[0] += grace
+            look()
+            issue(network)
+            network.settle()
+            assert network.flag(1, 0) == 5
+        else:
+            now[0] += grace * 0.2
+            with pytest.raises(TransportError) as caught:
+                look()
+            assert caught.value.status == "IBV_EVENT_PORT_ERR"
+
+
+def test_a_port_that_is_down_explains_a_lost_peer() -> None:
+    with StandinNetwork(opener()) as network:
+        network.fabric.cut.add(1)
+        nic = network.transports[0]._nic
+        nic.up = False
+        nic.pending_events.append(verbs.Event(verbs.PORT_ERROR))
+        for _ in range(rdma.EVENT_POLLS):
+            network.transports[0].poll()
+        issue(network)
+        assert run_until_error(network).status == "IBV_EVENT_PORT_ERR"
 
 
 def test_an_event_explains_flushed_requests() -> None:

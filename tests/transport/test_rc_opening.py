@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from mkernel import env
 from mkernel.errors import ArgumentError, TransportError
-from mkernel.transport import Card, verbs
-from mkernel.transport.rc import RcTransport, loopback, open_transport, retry_policy
+from mkernel.transport import Card, srd, verbs
+from mkernel.transport.loopback import loopback
+from mkernel.transport.rc import MOST_QUEUE_PAIRS, RcTransport, open_transport, retry_policy
 from tests.transport.rc_standin import issue, opener, wiring
 from tests.transport.standin import Fabric, Mood, StandinNetwork
 
@@ -120,6 +122,27 @@ def test_retries_end_before_the_kernels_give_up(timeout: float) -> None:
     longest = 4 * 7 * 4.096e-6 * 2**policy.timeout
     assert longest <= max(timeout / 2, 0.05)
     assert longest >= min(timeout / 4, 10)
+
+
+@pytest.mark.parametrize("count", [0, MOST_QUEUE_PAIRS + 1])
+def test_queue_pairs_have_a_maximum(count: int) -> None:
+    """A work request's number has room for no more."""
+    nic = Fabric().nic(0)
+    with pytest.raises(ArgumentError, match=r"MKERNEL_RC_QUEUE_PAIRS.*from 1 to 256"):
+        open_transport(nic, wiring(), signal="atomic", queue_pairs=count)
+    assert nic.closed
+    with env.override(MKERNEL_RC_QUEUE_PAIRS=count), pytest.raises(ArgumentError, match="MKERNEL_RC_QUEUE_PAIRS"):
+        env.RC_QUEUE_PAIRS.get()
+
+
+@pytest.mark.parametrize("transport", ["rc", "srd"])
+def test_a_card_with_too_few_queue_pairs(transport: str) -> None:
+    """Said before any is made, and how many it would take."""
+    nic = Fabric(Mood(max_pairs=3)).nic(0, srd=transport == "srd")
+    given = wiring(peers=dict.fromkeys(range(1, 5), (0, 0)))
+    with pytest.raises(TransportError, match=r"\d+ queue pairs are needed, and the card has 3.*fewer"):
+        srd.open_transport(nic, given) if transport == "srd" else open_transport(nic, given, signal="atomic", queue_pairs=4)
+    assert nic.closed and not nic.pairs
 
 
 def test_loopback() -> None:

@@ -109,3 +109,10 @@ def test_what_comes_meanwhile_and_explains_nothing_is_passed_over(network: Stand
     clock.after(0.02, lambda: transport._nic.pending_events.append(verbs.Event(4)))  # COMM_EST
     pair.fail()
     assert error_of(network).status == "IBV_WC_WR_FLUSH_ERR"
+
+
+def test_an_engine_counts_what_arrives(network: StandinNetwork) -> None:
+    """Where receivers take part, so that theirs stay awake."""
+    receiver = network.transports[1]
+    network.settle()
+    assert (receiver.arrived > 0) == (getattr(receiver, "signal", "imm") == "imm")

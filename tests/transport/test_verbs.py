@@ -119,3 +119,14 @@ def test_retries_are_bounded(field: str, least: int, most: int) -> None:
 )
 def test_an_error_tells_all_that_is_known(code: int, text: str, told: str) -> None:
     assert str(verbs.VerbsError("posting", code, text)) == told
+
+
+@pytest.mark.parametrize(
+    ("infiniband", "demanded", "subnet", "by_gid"),
+    [(True, False, "fe80", False), (True, True, "fe80", True), (True, False, "fec0", True), (False, False, "fe80", True)],
+)
+def test_packets_have_a_global_route_where_they_need_one(infiniband: bool, demanded: bool, subnet: str, by_gid: bool) -> None:
+    """Between subnets, outside InfiniBand, and where the port demands it (IBV_QPF_GRH_REQUIRED), e.g. with virtual functions."""
+    gid = "fe80:0000:0000:0000:0000:0000:0000:0001"
+    port = verbs.Port("mlx5_0", 1, 0, gid, 7, infiniband, 5, global_route=demanded)
+    assert port.routes_by_gid(gid.replace("fe80", subnet)) == by_gid

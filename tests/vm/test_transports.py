@@ -22,7 +22,10 @@ def run(machines: Machines, job: Job, count: int, timeout: float) -> list[Outcom
 
 @pytest.mark.parametrize(
     ("count", "signals"),
-    [(2, "atomic"), pytest.param(2, "imm write", marks=pytest.mark.slow), pytest.param(4, "atomic", marks=pytest.mark.slow)],
+    [
+        (2, "atomic"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "imm write"), (2, "classic-atomic classic-imm"), (4, "atomic"))),
+    ],
 )
 def test_contract(machines: Machines, count: int, signals: str) -> None:
     outcomes = run(machines, Job(JOBS / "contract.py", ("rc", *signals.split())), count, 200)

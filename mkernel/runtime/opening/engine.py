@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.opening.placement import RankInfo, choose_network, choose_signals, host_slot
+from mkernel.runtime.opening.placement import RankInfo, choose_link, choose_network, choose_signals, host_slot
 from mkernel.runtime.opening.together import together
 from mkernel.transport import TRANSPORTS, own_process
 
@@ -79,7 +79,7 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
     rdma = TRANSPORTS[name].rdma
     assert parts.ring is not None
     ring = parts.ring.fd
-    slot = host_slot(infos, rank)
+    slot, link = host_slot(infos, rank), choose_link(infos) if name == "rc" else None
 
     def memory(segment: Segment) -> Memory:
         if segment.mappable:
@@ -87,7 +87,7 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
         return Memory(segment.dmabuf() if rdma else -1, segment.size, dmabuf=True)
 
     def start() -> EngineProcess:
-        card = devices.card_for(name, slot, backend.pci_address) if rdma else None
+        card = devices.card_for(name, slot, backend.pci_address, link=link) if rdma else None
         process = EngineProcess(
             Layout(
                 transport=name,

@@ -13,7 +13,7 @@ from mkernel.runtime.opening.placement import RankInfo, require_same_build
 from mkernel.runtime.opening.target import gpus_here
 from mkernel.runtime.options import Options
 from mkernel.runtime.ranks.bootstrap import Bootstrap, host_identity
-from mkernel.transport import TRANSPORTS, host_signals
+from mkernel.transport import TRANSPORTS, devices, host_signals
 from mkernel.version import VERSION
 
 __all__ = ["exchange_infos", "networks_here", "sources"]
@@ -29,6 +29,7 @@ def exchange_infos(bootstrap: Bootstrap, options: Options, *, probe: bool) -> li
         problem,
         preferred,
         networks=networks_here(),
+        links=devices.links(devices.find()),
         host_signals=list(filter(host_signals, TRANSPORTS)),
         shares=env.SHARE_GPUS.get(),
         version=VERSION,
@@ -50,8 +51,6 @@ def sources() -> str:
 
 def networks_here() -> dict[str, str]:
     """Why each RDMA transport, in order of preference, cannot be used here; empty if it can. Reads sysfs only."""
-    from mkernel.transport import devices
-
     ports = devices.find()
     missing = "pyverbs is not installed" if ports and importlib.util.find_spec("pyverbs") is None else ""
     rdma = [name for name, entry in TRANSPORTS.items() if entry.rdma]

@@ -14,6 +14,7 @@ __all__ = [
     "RankInfo",
     "Gpu",
     "choose_device",
+    "choose_link",
     "choose_signals",
     "choose_target",
     "choose_topology",
@@ -43,6 +44,7 @@ class RankInfo:
     gpu_problem: str = ""  # why GPUs that seem to be there cannot be used
     preferred: int | None = None  # the ordinal the process has made current itself
     networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
+    links: dict[str, float] = dataclasses.field(default_factory=dict)  # link layers of ports for rc, with their fastest rates (Gb/s)
     host_signals: list[str] = dataclasses.field(default_factory=list)  # transports whose flags lie in host memory
     shares: bool = False  # it may share a GPU with another rank: both are processes, whose kernels take turns by time slices
     version: str = ""  # of mkernel
@@ -104,11 +106,36 @@ def choose_network(infos: Sequence[RankInfo]) -> str:
     reasons = []
     for name in infos[0].networks:
         rank = next((rank for rank, info in enumerate(infos) if info.networks.get(name, "unknown")), None)
-        if rank is None:
+        mixed = _different_links(infos) if name == "rc" else ""
+        if rank is None and not mixed:
             return name
+        if rank is None:
+            reasons.append(f"{name}: {mixed}")
+            continue
         reasons.append(f"{name}: rank {rank}: {infos[rank].networks.get(name, 'unknown')}")
     rule = f"the ranks are on several hosts, and no network fits all ({'; '.join(reasons)})"
     raise ArgumentError("transport", "auto", rule, "see `python -m mkernel doctor`")
+
+
+def choose_link(infos: Sequence[RankInfo]) -> str | None:
+    """The link layer of ``rc`` on all ranks: of those that all have the fastest, by the slowest rank. None where no rank tells any.
+
+    Raises ArgumentError where there is none in common.
+    """
+    if not any(info.links for info in infos):
+        return None
+    common = [link for link in infos[0].links if all(link in info.links for info in infos)]
+    if not common:
+        raise ArgumentError("transport", "'rc'", _different_links(infos), "choose cards of one network with MKERNEL_NIC")
+    return max(sorted(common, reverse=True), key=lambda link: min(info.links[link] for info in infos))  # InfiniBand before Ethernet
+
+
+def _different_links(infos: Sequence[RankInfo]) -> str:
+    """Why the ranks' cards do not go together; empty if they do."""
+    if not any(info.links for info in infos) or set.intersection(*(set(info.links) for info in infos)):
+        return ""
+    there = "; ".join(f"rank {rank}: {', '.join(info.links) or 'none'}" for rank, info in enumerate(infos))
+    return f"the ranks' cards have no link layer in common ({there})"
 
 
 def choose_signals(infos: Sequence[RankInfo], transport: str) -> bool:

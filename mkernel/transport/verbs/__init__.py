@@ -1,7 +1,8 @@
 """The boundary to verbs, the C interface of RDMA network cards.
 
 interface.py: what transports need of a card, and what they hand to it.
-pyverbs.py:   the real cards; the only file that imports pyverbs.
+pyverbs.py:   the real cards.
+classic.py:   the same where providers lack newer functions. Only these two import pyverbs.
 status.py:    the numbers that cards report, in words.
 """
 
@@ -22,12 +23,13 @@ from mkernel.transport.verbs.interface import (
     RetryPolicy,
     VerbsError,
 )
-from mkernel.transport.verbs.status import ERRNO_REMEDIES, EVENTS, FLUSHED, STATUSES, SUCCESS
+from mkernel.transport.verbs.status import ERRNO_REMEDIES, EVENTS, FLUSHED, PORT_ERROR, STATUSES, SUCCESS
 
 __all__ = [
     "ERRNO_REMEDIES",
     "EVENTS",
     "FLUSHED",
+    "PORT_ERROR",
     "STATUSES",
     "SUCCESS",
     "Access",

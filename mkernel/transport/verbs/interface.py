@@ -88,6 +88,7 @@ class Limits:
     atomics_in_flight: int  # per queue pair
     rdma_write: bool = True  # False on older generations of EFA
     srd: bool = False  # the card has SRD queue pairs
+    max_pairs: int = 1 << 24  # queue pairs of the device, which all its users share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +102,12 @@ class Port:
     lid: int  # 0 on Ethernet and EFA
     infiniband: bool  # addressed by LID; else by GID
     mtu: int  # ibv_mtu of the active MTU: 1 (256 bytes) to 5 (4096)
+    pkey_index: int = 0  # of the partition that this rank's queue pairs are in
+    global_route: bool = False  # the port demands a global route (GRH) in every packet, also inside a subnet
+
+    def routes_by_gid(self, gid: str) -> bool:
+        """Whether packets to the port with that GID need a global route. Inside a subnet of InfiniBand the LID is enough for most ports."""
+        return not self.infiniband or self.global_route or gid.split(":")[:4] != self.gid.split(":")[:4]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +149,11 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         if not (0 < self.timeout < 32 and 0 <= self.retry_count <= 6 and 0 <= self.rnr_retry <= 6 and 0 < self.rnr_timer < 32):
             raise ValueError(f"{self}: unbounded or out of range")
+
+    @property
+    def seconds(self) -> float:
+        """The least time after which a card gives up."""
+        return (self.retry_count + 1) * 4.096e-6 * float(1 << self.timeout)
 
 
 class Region(abc.ABC):
@@ -299,8 +311,15 @@ class Nic(abc.ABC):
         """The way to queue pair ``qp`` of the port with that GID."""
 
     @abc.abstractmethod
+    def active(self) -> bool:
+        """Whether the port is up now. Raises VerbsError."""
+
+    @abc.abstractmethod
     def events(self) -> list[Event]:
-        """Take and acknowledge asynchronous events, oldest first; more may be left. Never waits. Raises VerbsError."""
+        """Take and acknowledge asynchronous events of the device, oldest first; more may be left. Never waits. Raises VerbsError.
+
+        Events of its other ports are among them.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

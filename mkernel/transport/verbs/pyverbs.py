@@ -1,4 +1,4 @@
-"""The network cards of this host by pyverbs: the only file that names it.
+"""The network cards of this host by pyverbs, which nothing names but this file and classic.py.
 
 pyverbs is imported when a card is opened or its version is asked for. Its functions that block are not used: they would keep the GIL.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mkernel import env
+from mkernel.transport.verbs import classic
 from mkernel.transport.verbs.interface import (
     Access,
     Completion,
@@ -87,8 +88,10 @@ def _verb(op: str) -> Iterator[None]:
         raise VerbsError(op, abs(code) if code not in (-1, 0) else 0, "" if code > 0 else str(error)) from error
 
 
-def open_nic(device: str, port: int, gid_index: int) -> Nic:
-    """Open a port of a device. ``port`` counts from 1; ``gid_index`` is the entry of its GID table to speak with.
+def open_nic(device: str, port: int, gid_index: int, pkey_index: int = 0, *, classic: bool = False) -> Nic:
+    """Open a port of a device. ``port`` counts from 1; ``gid_index`` and ``pkey_index`` are entries of its tables to speak with.
+
+    ``classic``: post by ibv_post_send and poll by ibv_poll_cq, as it is done anyway where the provider has nothing newer.
 
     Raises
     ------
@@ -97,11 +100,11 @@ def open_nic(device: str, port: int, gid_index: int) -> Nic:
     VerbsError
         There is no such device, or it cannot be opened.
     """
-    return _PyverbsNic(device, port, gid_index)
+    return _PyverbsNic(device, port, gid_index, pkey_index, classic=classic)
 
 
 class _PyverbsNic(Nic):
-    def __init__(self, device: str, port: int, gid_index: int) -> None:
+    def __init__(self, device: str, port: int, gid_index: int, pkey_index: int = 0, *, classic: bool = False) -> None:
         from pyverbs.device import Context
         from pyverbs.pd import PD
 
@@ -111,8 +114,10 @@ class _PyverbsNic(Nic):
         with _verb(f"opening {device}"):
             self.context = efa.EfaContext(name=device) if efa is not None else Context(name=device)
         self._event_files = _event_files() - before  # pyverbs does not tell which descriptor delivers asynchronous events
+        self._events = select.poll()  # not select, which takes no descriptors from 1024 on
         for fd in self._event_files:
             os.set_blocking(fd, False)
+            self._events.register(fd, select.POLLIN)
         try:
             with _verb(f"asking {device} for its attributes"):
                 attributes, port_attributes = self.context.query_device(), self.context.query_port(port)
@@ -122,9 +127,11 @@ class _PyverbsNic(Nic):
         except BaseException:
             self.context.close()
             raise
-        self.efa = efa
+        self.efa, self._classic = efa, classic
         infiniband = port_attributes.link_layer == self.enums.IBV_LINK_LAYER_INFINIBAND
-        self.port = Port(device, port, gid_index, gid, port_attributes.lid, infiniband, int(port_attributes.active_mtu))
+        global_route = bool(getattr(port_attributes, "flags", 0) & _GLOBAL_ROUTE)
+        mtu = int(port_attributes.active_mtu)
+        self.port = Port(device, port, gid_index, gid, port_attributes.lid, infiniband, mtu, pkey_index, global_route)
         self.limits = self._limits(attributes, port_attributes, srd)
 
     def _limits(self, attributes: Any, port: Any, srd: Any) -> Limits:
@@ -142,6 +149,7 @@ class _PyverbsNic(Nic):
                 atomics_in_flight=0,
                 rdma_write=bool(writes),
                 srd=True,
+                max_pairs=attributes.max_qp,
             )
         return Limits(
             max_send=depth,
@@ -152,6 +160,7 @@ class _PyverbsNic(Nic):
             atomics=attributes.atomic_caps != self.enums.IBV_ATOMIC_NONE,
             # 16 is what cards offer. rxe offers 128: a retransmission of so much takes longer than the timeout, and never ends.
             atomics_in_flight=min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom, 16),
+            max_pairs=attributes.max_qp,
         )
 
     def register(self, address: int, size: int, access: int) -> Region:
@@ -167,19 +176,36 @@ class _PyverbsNic(Nic):
             return _PyverbsRegion(DmaBufMR(self.pd, size, access, dmabuf=fd, offset=0), 0, size)
 
     def completion_queue(self, capacity: int) -> CompletionQueue:
-        return _PyverbsCompletionQueue(self, capacity)
+        if not self._classic:
+            try:
+                return _PyverbsCompletionQueue(self, capacity)
+            except VerbsError as error:
+                if self.efa is not None or error.code not in _NOT_THERE:
+                    raise
+                self._classic = True  # the first queue is made before any queue pair, so that all of them are of one kind
+        return classic.ClassicQueue(self.context, capacity, _verb)
 
     def rc_pair(self, sends: CompletionQueue, receives: CompletionQueue, *, max_send: int, max_receive: int) -> QueuePair:
         from pyverbs.qp import QPEx
 
+        assert isinstance(sends, _PyverbsCompletionQueue | classic.ClassicQueue)
+        assert isinstance(receives, _PyverbsCompletionQueue | classic.ClassicQueue)
         operations = self.enums.ibv_qp_create_send_ops_flags
         flags = operations.IBV_QP_EX_WITH_RDMA_WRITE | operations.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
         flags |= operations.IBV_QP_EX_WITH_SEND | operations.IBV_QP_EX_WITH_SEND_WITH_IMM
         if self.limits.atomics:
             flags |= operations.IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD
-        attributes = self._attributes(self.enums.IBV_QPT_RC, sends, receives, max_send, max_receive, flags, inline=8)
-        with _verb("creating an RC queue pair"):
-            return _PyverbsQueuePair(self, QPEx(self.context, attributes))
+        if not self._classic:
+            attributes = self._attributes(self.enums.IBV_QPT_RC, sends, receives, max_send, max_receive, flags, inline=_INLINE)
+            try:
+                with _verb("creating an RC queue pair"):
+                    return _PyverbsQueuePair(self, QPEx(self.context, attributes))
+            except VerbsError as error:
+                if error.code not in _NOT_THERE:
+                    raise
+        # Queue pairs of this kind work with either kind of completion queue.
+        pair = classic.queue_pair(self.pd, sends.queue, receives.queue, max_send, max_receive, _INLINE, _verb)
+        return classic.ClassicPair(self, pair, _verb)
 
     def srd_pair(self, sends: CompletionQueue, receives: CompletionQueue, *, max_send: int, max_receive: int, qkey: int) -> QueuePair:
         from pyverbs.qp import QPAttr
@@ -196,7 +222,7 @@ class _PyverbsNic(Nic):
             pair = efadv.SRDQPEx(self.context, attributes, kind)
         with _verb("starting an SRD queue pair"):
             state = QPAttr(port_num=self.port.number)
-            state.qkey, state.pkey_index, state.sq_psn = qkey, 0, 0
+            state.qkey, state.pkey_index, state.sq_psn = qkey, self.port.pkey_index, 0
             pair.to_rts(state)
         return _PyverbsQueuePair(self, pair)
 
@@ -229,13 +255,33 @@ class _PyverbsNic(Nic):
         """The AHAttr that leads to a peer's port."""
         from pyverbs.addr import GID, AHAttr, GlobalRoute
 
-        # Inside a subnet of InfiniBand the LID is enough. Everywhere else a global route is needed.
-        same_subnet = self.port.infiniband and gid.split(":")[:4] == self.port.gid.split(":")[:4]
+        is_global = 1 if self.port.routes_by_gid(gid) else 0
         route = GlobalRoute(dgid=GID(gid), sgid_index=self.port.gid_index, hop_limit=64, traffic_class=env.TRAFFIC_CLASS.get())
-        return AHAttr(dlid=lid, port_num=self.port.number, is_global=0 if same_subnet else 1, gr=route, sl=env.SERVICE_LEVEL.get())
+        return AHAttr(dlid=lid, port_num=self.port.number, is_global=is_global, gr=route, sl=env.SERVICE_LEVEL.get())
+
+    def connect(self, pair: Any, remote: Remote, mtu: int, psn: int, retry: RetryPolicy) -> None:
+        """Take a queue pair of pyverbs from RESET to RTS, as ``QueuePair.connect`` says."""
+        from pyverbs.qp import QPAttr
+
+        limits, port = self.limits, self.port
+        state = QPAttr(port_num=port.number)
+        state.pkey_index = port.pkey_index
+        state.qp_access_flags = Access.local_write | Access.remote_write | (Access.remote_atomic if limits.atomics else 0)
+        state.ah_attr = self.route(remote.gid, remote.lid)
+        state.path_mtu, state.dest_qp_num, state.rq_psn, state.sq_psn = mtu, remote.qp, remote.psn, psn
+        state.max_rd_atomic = state.max_dest_rd_atomic = limits.atomics_in_flight
+        state.min_rnr_timer, state.timeout = retry.rnr_timer, retry.timeout
+        state.retry_cnt, state.rnr_retry = retry.retry_count, retry.rnr_retry
+        for step in ("init", "rtr", "rts"):
+            with _verb(f"moving a queue pair to {step.upper()}"):
+                getattr(pair, f"to_{step}")(state)
+
+    def active(self) -> bool:
+        with _verb("asking for the state of the port"):
+            return bool(self.context.query_port(self.port.number).state == self.enums.IBV_PORT_ACTIVE)
 
     def events(self) -> list[Event]:
-        if not self._event_files or not select.select(list(self._event_files), [], [], 0)[0]:
+        if not self._events.poll(0):
             return []
         with _verb("reading an asynchronous event"):
             event = self.context.get_async_event()
@@ -311,6 +357,10 @@ class _PyverbsCompletionQueue(CompletionQueue):
             self.queue.close()
 
 
+_INLINE = 8  # bytes of a write that travel in the request
+_GLOBAL_ROUTE = 1  # IBV_QPF_GRH_REQUIRED, of a port's flags
+# How providers and the kernel say that they have no extended queues (create_cq_ex) or no posting by functions (ibv_wr_*).
+_NOT_THERE = (0, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _RECEIVE = 128  # IBV_WC_RECV: a bit that the opcodes of all receives have
 
 
@@ -328,20 +378,7 @@ class _PyverbsQueuePair(QueuePair):
         self._open = False  # whether a batch has begun
 
     def connect(self, remote: Remote, mtu: int, psn: int, retry: RetryPolicy) -> None:
-        from pyverbs.qp import QPAttr
-
-        limits, port = self._nic.limits, self._nic.port
-        state = QPAttr(port_num=port.number)
-        state.pkey_index = 0
-        state.qp_access_flags = Access.local_write | Access.remote_write | (Access.remote_atomic if limits.atomics else 0)
-        state.ah_attr = self._nic.route(remote.gid, remote.lid)
-        state.path_mtu, state.dest_qp_num, state.rq_psn, state.sq_psn = mtu, remote.qp, remote.psn, psn
-        state.max_rd_atomic = state.max_dest_rd_atomic = limits.atomics_in_flight
-        state.min_rnr_timer, state.timeout = retry.rnr_timer, retry.timeout
-        state.retry_cnt, state.rnr_retry = retry.retry_count, retry.rnr_retry
-        for step in ("init", "rtr", "rts"):
-            with _verb(f"moving a queue pair to {step.upper()}"):
-                getattr(self._pair, f"to_{step}")(state)
+        self._nic.connect(self._pair, remote, mtu, psn, retry)
 
     def _begin(self, wr_id: int, signaled: bool) -> Any:
         pair = self._pair
@@ -414,18 +451,10 @@ class _PyverbsQueuePair(QueuePair):
             self._pair.wr_complete()
 
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
-        from pyverbs.wr import SGE, RecvWR
-
-        with _verb("posting a receive"):
-            entry = SGE(local, size, lkey)
-            self._pair.post_recv(RecvWR(wr_id=wr_id, num_sge=1, sg=[entry]))
-            entry.close()
+        classic.post_receive(self._pair, wr_id, local, size, lkey, _verb)
 
     def fail(self) -> None:
-        from pyverbs.qp import QPAttr
-
-        with _verb("moving a queue pair to ERR"):
-            self._pair.modify(QPAttr(qp_state=self._nic.enums.IBV_QPS_ERR), self._nic.enums.IBV_QP_STATE)
+        classic.to_error(self._pair, self._nic.enums, _verb)
 
     def close(self) -> None:
         with _verb("destroying a queue pair"):

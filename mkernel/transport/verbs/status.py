@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-__all__ = ["ERRNO_REMEDIES", "EVENTS", "FLUSHED", "STATUSES", "SUCCESS", "errno_name"]
+__all__ = ["ERRNO_REMEDIES", "EVENTS", "FLUSHED", "PORT_ERROR", "STATUSES", "SUCCESS", "errno_name"]
 
 SUCCESS = 0  # IBV_WC_SUCCESS
 FLUSHED = 5  # IBV_WC_WR_FLUSH_ERR: the queue pair had failed before; the first other status says why
@@ -36,6 +36,8 @@ STATUSES: dict[int, tuple[str, str, str]] = {
     22: ("IBV_WC_TM_ERR", "tag matching failed", "a bug: none is used"),
     23: ("IBV_WC_TM_RNDV_INCOMPLETE", "tag matching failed", "a bug: none is used"),
 }
+
+PORT_ERROR = 10  # IBV_EVENT_PORT_ERR: a port of the device is down, perhaps another one, perhaps for a moment
 
 # ibv_event_type: number -> (name, fatal, what it means, remedy)
 EVENTS: dict[int, tuple[str, bool, str, str]] = {

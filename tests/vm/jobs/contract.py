@@ -1,10 +1,12 @@
 """``python contract.py <transport> <signal> ...``: the contract's body between machines, for each way to raise signals.
 
-Machine 0 drives, and prints one line per check.
+``classic-atomic`` is ``atomic`` over ibv_post_send and ibv_poll_cq, as for providers that have nothing newer. Machine 0 drives, and prints
+one line per check.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -13,13 +15,17 @@ import time
 
 from node import MACHINE, Node, RemoteNetwork, Wires, send, serve
 
+from mkernel.transport.verbs import pyverbs
 from tests.transport.contract import CHECKS
+
+OPEN_NIC = pyverbs.open_nic
 
 
 def main(transport: str, signals: list[str]) -> None:
     wires = Wires()
     for signal, name in itertools.product(signals, CHECKS):
-        os.environ["MKERNEL_RC_SIGNAL"] = signal
+        os.environ["MKERNEL_RC_SIGNAL"] = signal.removeprefix("classic-")
+        pyverbs.open_nic = functools.partial(OPEN_NIC, classic=signal.startswith("classic-"))
         node = Node(wires, transport)
         if MACHINE:
             serve(node, wires.all[0])
