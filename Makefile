@@ -29,7 +29,7 @@ else
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full test-gpu test-rdma test-mutants lint clean
+.PHONY: demo test test-full test-gpu test-rdma test-mutants lint docs dist clean
 
 demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
@@ -60,8 +60,17 @@ lint: $(call stamp,lint)
 	$(PY) -m codespell_lib
 	PATH="$(dir $(PY)):$$PATH" clang-format --dry-run --Werror $$(find kernels_src -name '*.cuh' -o -name '*.h' -o -name '*.hpp' -o -name '*.cpp')
 
+# The site: build/docs/index.html. Any warning fails, as does a link between pages that leads nowhere.
+docs: $(call stamp,docs)
+	$(PY) -m sphinx -W --keep-going -q -j auto -b html -d build/doctrees docs build/docs
+	$(PY) docs/check_links.py build/docs
+
+# What would be uploaded: a wheel and a source distribution, in dist/.
+dist: $(call stamp,test)
+	$(PY) -m hatchling build
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist docs/reference .pytest_cache .mypy_cache .ruff_cache
 	find mkernel tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without ensurepip (Debian without python3-venv) the interpreter's own pip installs into a bare environment.

@@ -27,6 +27,7 @@ from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import ALGORITHMS, PARTIALS
 from mkernel.planner.split import COMMUNICATION_ROLES
 from mkernel.planner.topology import Topology
+from mkernel.runtime import progress
 from mkernel.tools import launcher
 from mkernel.tools.output import require_writable
 
@@ -219,7 +220,8 @@ def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: 
     command += ["--command", options.command, "--cooldown", str(options.cooldown)]
     command += ["--allow-cpu"] if options.allow_cpu else []
     command += ["--without", *options.without] if options.without else []
-    return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher)
+    with progress.relayed(f"bench {arguments[0]}") as output:
+        return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher, output=output)
 
 
 @contextlib.contextmanager

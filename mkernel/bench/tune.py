@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mkernel.bench.command import Asked, open_world, problem_arguments, rank_arguments, require_gpus
 from mkernel.ops.op import names
+from mkernel.runtime import progress
 from mkernel.tools import launcher
 
 __all__ = ["main"]
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_gpus(options)
     world = f"{asked.topology.num_nodes}x{asked.topology.ranks_per_node}"
     command = ["-m", "mkernel", "tune", *words, "--world", world, "--worker"]
-    return launcher.run(asked.topology.size, command, timeout=options.timeout, kind=options.launcher)
+    with progress.relayed(f"tune {asked.op.name}") as output:
+        return launcher.run(asked.topology.size, command, timeout=options.timeout, kind=options.launcher, output=output)
 
 
 def _worker(asked: Asked) -> int:

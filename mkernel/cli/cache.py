@@ -26,11 +26,7 @@ _PARTS = {
 
 def main(argv: Sequence[str]) -> int:
     """``show`` (the default) or ``clear``. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="mkernel cache", description="The cache of compiled kernels and tuned splits (MKERNEL_CACHE_DIR moves it)."
-    )
-    parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
-    action, folder = parser.parse_args(argv).action, env.CACHE_DIR.get()
+    action, folder = _parser().parse_args(argv).action, env.CACHE_DIR.get()
     print(folder)
     before = {target: _content(folder / target, target) for target in _PARTS}
     if action == "show":
@@ -45,6 +41,14 @@ def main(argv: Sequence[str]) -> int:
     left = sum(_content(folder / target, target)[0] for target in _PARTS)
     print(f"removed {sum(n for n, _ in before.values()) - left} files" + (f"; {left} could not be removed" if left else ""))
     return 1 if left else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mkernel cache", description="The cache of compiled kernels and tuned splits (MKERNEL_CACHE_DIR moves it)."
+    )
+    parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
+    return parser
 
 
 def _order(name: str) -> list[tuple[int, str]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from mkernel.cli import demo_rank
 from mkernel.cli.demo_rank import Outcome
 from mkernel.errors import Error
+from mkernel.runtime import progress
 from mkernel.tools import launcher
 from mkernel.tools.output import require_writable
 from mkernel.tools.table import format_table
@@ -134,7 +135,10 @@ def _run(group: Group, options: argparse.Namespace) -> Result:
         environment = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads)  # for the reference
         problem = ""
         try:
-            status = launcher.run(group.ranks, arguments, timeout=options.timeout, kind=options.launcher, environment=environment)
+            with progress.relayed(f"world {group.name}, target {group.target}") as output:
+                status = launcher.run(
+                    group.ranks, arguments, timeout=options.timeout, kind=options.launcher, environment=environment, output=output
+                )
             problem = f"a rank ended with status {status}" if status else ""
         except launcher.LauncherError as error:
             problem = str(error)

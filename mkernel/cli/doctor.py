@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
 
 from mkernel.cli.probes import PROBES, Finding
+from mkernel.version import VERSION
 
 __all__ = ["examine", "main"]
 
@@ -14,18 +17,33 @@ _TARGETS = {"cuda": "the fused kernels on this machine's GPUs", "cpu": "the same
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 0 if at least one target is usable here."""
-    argparse.ArgumentParser(prog="mkernel doctor", description=__doc__).parse_args(argv)
+    options = _parser().parse_args(argv)
     findings = examine()
+    blocked = {target for finding in findings if finding.state in ("missing", "broken") for target in finding.needed_by}
+    if options.json:
+        usable = {target: target not in blocked for target in _TARGETS}
+        found = {"version": VERSION, "targets": usable, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(json.dumps(found, indent=2))
+    else:
+        _show(findings, blocked)
+    return 1 if _TARGETS.keys() <= blocked else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mkernel doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print version, usable targets and all findings as one JSON object")
+    return parser
+
+
+def _show(findings: Sequence[Finding], blocked: Collection[str]) -> None:
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         print(f"{finding.state:<8} {finding.subject:<{width}}  {finding.detail}")
         if finding.remedy:
             print(f"{'':<8} {'':<{width}}  -> {finding.remedy}")
-    blocked = {target for finding in findings if finding.state in ("missing", "broken") for target in finding.needed_by}
     print()
     for target, meaning in _TARGETS.items():
         print(f"target {target:<4}  {'not usable' if target in blocked else 'usable'}: {meaning}")
-    return 1 if _TARGETS.keys() <= blocked else 0
 
 
 def examine() -> list[Finding]:

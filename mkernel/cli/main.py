@@ -25,6 +25,7 @@ COMMANDS = {
         "what mkernel would do for a shape, or for any number of rows, and how long its parts would take; needs no GPU",
     ),
     "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels and tuned splits"),
+    "completion": ("mkernel.cli.completion", "print what makes bash, zsh or tcsh complete these commands and their options"),
 }
 
 

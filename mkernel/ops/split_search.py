@@ -20,7 +20,7 @@ from mkernel.ops.schedule import executable, tuning_name
 from mkernel.planner.row_classes import span
 from mkernel.planner.split import COMMUNICATION_ROLES, Split
 from mkernel.planner.split_search import search
-from mkernel.runtime import current
+from mkernel.runtime import current, progress
 from mkernel.runtime import tuning_cache as tuned
 from mkernel.runtime.pictures.barchart import Bar, draw
 
@@ -194,7 +194,8 @@ def tune_calls(
     def measure(calls: Sequence[Sequence[Call]]) -> list[list[float]]:
         return _measure(world, calls, samples, queue)
 
-    seen = _search(world, lambda split: of.make_plan(*instance, backend.sm_count, split), of.tunable, ready, measure)
+    with progress.steps(f"tuning {op}", None):
+        seen = _search(world, lambda split: of.make_plan(*instance, backend.sm_count, split), of.tunable, ready, measure)
     result = TuneResult(op, next(iter(seen.plan.describe().splitlines())), seen.plan.split, seen.default, tuple(seen.trials))
     found = dataclasses.replace(result.best, compute=None) if result.best != result.default else None
     key = tuning_name(*instance)

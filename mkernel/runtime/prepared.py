@@ -14,6 +14,7 @@ from mkernel import abi
 from mkernel.errors import ArgumentError, CompileError
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.gemm import digest_of
+from mkernel.runtime import progress
 from mkernel.runtime.plan import Plan, may_refuse
 
 if TYPE_CHECKING:
@@ -229,17 +230,19 @@ class Problems:
         """Compile and load on every rank, after the agreement. Returns when all ranks are ready to launch."""
         world = self._world
         if len(specs) > 1:  # ranks and cores share the work of compiling; loading finds the kernels in the cache, or meets the error again
-            self._compile(specs[world.rank :: world.size])
+            self._compile(title, specs[world.rank :: world.size])
             world.collective(f"compiled {digest_of(specs):016x}", f"compiling {title}")
         loaded: dict[KernelSpec, Kernel] = {}
         problem: Exception | None = None
         try:
             if specs:
                 world.wait_for_kernels()  # modules must not be loaded beside a kernel that waits
-            for spec in specs:
-                loaded[spec] = kernel = world.backend.load(spec)
-                if grid > kernel.max_ctas():
-                    raise ArgumentError("grid", grid, f"only {kernel.max_ctas()} CTAs fit on this device at once")
+            with progress.steps(f"compiling and loading {title}", len(specs)) as is_loaded:
+                for spec in specs:
+                    loaded[spec] = kernel = world.backend.load(spec)
+                    if grid > kernel.max_ctas():
+                        raise ArgumentError("grid", grid, f"only {kernel.max_ctas()} CTAs fit on this device at once")
+                    is_loaded()
         except Exception as error:  # told to the other ranks, then raised
             problem = error
         told = b"" if problem is None else f"{type(problem).__name__}: {problem}".encode()
@@ -251,7 +254,7 @@ class Problems:
                 raise CompileError(f"{title} could not be loaded on rank {rank}", log=text.decode(errors="replace"))
         self._kernels.update(loaded)
 
-    def _compile(self, specs: Sequence[KernelSpec]) -> None:
+    def _compile(self, title: str, specs: Sequence[KernelSpec]) -> None:
         if not specs:
             return
         world = self._world
@@ -260,6 +263,11 @@ class Problems:
         def one(spec: KernelSpec) -> None:
             with contextlib.suppress(Exception):
                 world.backend.compile(spec)
+            is_compiled()
 
-        with concurrent.futures.ThreadPoolExecutor(min(threads, len(specs)), "mkernel-compile") as pool:
+        workers = min(threads, len(specs))
+        with (
+            progress.steps(f"compiling {title}", len(specs)) as is_compiled,
+            concurrent.futures.ThreadPoolExecutor(workers, "mkernel-compile") as pool,
+        ):
             list(pool.map(one, specs))

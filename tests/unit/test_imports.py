@@ -33,7 +33,7 @@ LAYERS = (
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # The same inside the runtime, by folder or file: those of one floor are ignorant of each other.
 RUNTIME_FLOORS = (
-    ("arrays", "closing", "heap", "logs", "options", "pictures", "plan", "tuning_cache"),
+    ("arrays", "closing", "heap", "logs", "options", "pictures", "plan", "progress", "tuning_cache"),
     ("backend", "failure", "trace"),
     ("ranks", "cpu", "cuda"),  # how ranks hear each other; the two targets
     ("call_errors", "ending", "heap_arrays", "parts", "prepared", "recorder"),

@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
         ("test-gpu", "13", "test,cuda13"),
         ("test-mutants", "13", "test"),
         ("lint", "", "lint"),
+        ("docs", "13", "docs"),
+        ("dist", "", "test"),
     ],
 )
 def test_extras(target: str, cuda: str, extras: str, tmp_path: Path) -> None:
