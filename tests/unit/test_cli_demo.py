@@ -70,6 +70,15 @@ def test_example_of_a_tensor_parallel_block_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_example_of_a_cupy_program_runs_with_numpy_where_there_is_no_gpu(tmp_path: Path) -> None:
+    status, lines = _example("cupy_app.py", tmp_path)
+    assert status == 0, lines
+    assert lines[0].startswith("no GPU: NumPy in place of CuPy")
+    assert [line.split(" on ")[0] for line in lines[1:]] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all(line.endswith("right") for line in lines[1:])
+
+
+@pytest.mark.mpi
 def test_example_of_a_layer_of_experts_is_right(tmp_path: Path) -> None:
     status, lines = _example("moe_layer.py", tmp_path)
     assert status == 0, lines
