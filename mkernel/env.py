@@ -261,6 +261,20 @@ SPECIALIZE = _declare(
     "default",
     "what is compiled into kernels; the rest comes with every call, so that one kernel serves many shapes",
 )
+PLANNER = _declare(
+    "MKERNEL_PLANNER",
+    "rules or model",
+    _choice("rules", "model"),
+    "rules",
+    "what chooses tiles and splits of the GEMM ops: rules of thumb, or the cost model (docs/model.md); the same on every rank",
+)
+MACHINE = _declare(
+    "MKERNEL_MACHINE",
+    "h100, h200 or a path",
+    _optional(str),
+    None,
+    "the machine of the cost model: one that ships (h200), or a file of `mkernel calibrate`; the same on every rank",
+)
 OPS = _declare(
     "MKERNEL_OPS", "modules, by comma", _optional(_modules), None, "further ops, which register themselves (docs/adding_an_op.md)"
 )

@@ -1,4 +1,4 @@
-"""``python -m mkernel model``: what mkernel would do for a shape, or for any number of rows, and how long its parts would take.
+"""``python -m mkernel model``: what mkernel would do for a shape, or for any number of rows, how long that takes, and what binds.
 
 Needs no GPU.
 """
@@ -6,38 +6,52 @@ Needs no GPU.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from mkernel import env
 from mkernel.bench.cases import Case, ops
 from mkernel.bench.classes import describe_classes
 from mkernel.bench.command import Asked, parse_split, problem_arguments
-from mkernel.bench.stats import LINK_GB_PER_S, NETWORK_GB_PER_S, milliseconds
+from mkernel.bench.model_error import error_table, measured
 from mkernel.errors import ArgumentError
-from mkernel.planner.gemm import seconds_to_multiply
+from mkernel.planner.choice import ranked
+from mkernel.planner.machine import Machine, Network, machine_named
+from mkernel.planner.prediction import BATCH, Prediction
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.tools.table import format_table
 
-__all__ = ["main"]
+__all__ = ["comparison", "main", "machine_of"]
 
-_H200_SMS = 132
-_MEMORY_GB_PER_S = 4800.0  # of an H200, as its data sheet says
-_ITEM = 2  # bytes of a 16-bit element
+_RESOURCES = ("tensor", "load", "memory", "link", "network", "start", "latency")
+_HEAD = ("shape", "predicted ms", "back to back", "binds", *(f"{name} ms" for name in _RESOURCES))
+_DIFFER = 20  # lines of a comparison
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mkernel model",
-        description="The plan for each shape, and about how long its parts take at rates measured on H200 (memory: its data sheet's; "
-        "network: MKERNEL_EMULATED_GBPS). What waits for what is not modelled: what a call takes is what `bench` measures.",
+        description="The plan for each shape, how long a call is predicted to take, alone and behind others, and what binds it "
+        "(docs/model.md says how, and how far predictions were from measurements).",
     )
     problem_arguments(parser, ops())
-    parser.add_argument("--sms", type=int, default=_H200_SMS, help=f"of the device (default {_H200_SMS}: H100, H200)")
+    parser.add_argument("--machine", help="h100, h200, or a file of `mkernel calibrate` (if not given: MKERNEL_MACHINE, then h200)")
+    parser.add_argument("--sms", type=int, help="of the device (default: all of the machine's)")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's untuned choice)")
+    network = parser.add_argument_group("network, in place of the emulated one")
+    network.add_argument("--nics", type=int, help="network cards per GPU")
+    network.add_argument("--nic-gbps", type=float, default=50.0, help="GB/s of a card (default 50: 400 Gb/s)")
+    network.add_argument("--oversubscription", type=float, default=1.0, help="of the switches between nodes (default 1: none)")
     parser.add_argument(
         "--max-rows", type=int, metavar="R", help="instead: what calls of 1 to R rows of the first operand do, by classes of rows"
+    )
+    parser.add_argument("--compare", action="store_true", help="instead: where the model would choose otherwise, largest gain first")
+    parser.add_argument(
+        "--error", type=Path, metavar="FOLDER", help="instead: how far predictions are from the reports of `bench` in a folder"
     )
     parser.add_argument(
         "--specialize", help="what is compiled into kernels: default, all, none, or of n, k, split (if not given: MKERNEL_SPECIALIZE)"
@@ -48,33 +62,81 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints; exit status 0."""
     options = _parser().parse_args(argv)
-    if options.sms < 1:
-        raise ArgumentError("--sms", options.sms, "must be a positive integer")
-    if options.max_rows is not None and options.max_rows < 1:
-        raise ArgumentError("--max-rows", options.max_rows, "must be a positive integer")
+    for name, value in (("--sms", options.sms), ("--max-rows", options.max_rows), ("--nics", options.nics)):
+        if value is not None and value < 1:
+            raise ArgumentError(name, value, "must be a positive integer")
+    if options.nic_gbps <= 0 or options.oversubscription < 1:
+        raise ArgumentError("--nic-gbps, --oversubscription", (options.nic_gbps, options.oversubscription), "must be above 0, and at least 1")
     split = Split(**parse_split(options.split)) if options.split else None
     specialize: str | None = options.specialize
     try:
         parse(specialize)
     except ValueError as error:
         raise ArgumentError("--specialize", specialize, str(error)) from None
+    machine = machine_of(options)
+    if options.error is not None:
+        print(error_table(measured(options.error), machine))
+        return 0
     cases = Asked.of(options).cases
+    if options.compare:
+        print(comparison(cases, machine, specialize))
+        return 0
     if options.max_rows is not None:
         problems = {case.title: case for case in cases}  # shapes that differ in M are one problem
         for i, case in enumerate(problems.values()):
-            table = functools.partial(describe_classes, case, options.max_rows, options.sms, split, specialize)
-            print(("\n" if i else "") + _fitting(table, options.sms, split))
+            table = functools.partial(describe_classes, case, options.max_rows, machine.sms, split, specialize)
+            print(("\n" if i else "") + _fitting(table, machine.sms, split))
         return 0
-    network = env.EMULATED_GBPS.get() or NETWORK_GB_PER_S
     rows = []
     for case in cases:
-        print(_fitting(functools.partial(_described, case, options.sms, split, specialize), options.sms, split) + "\n")
-        rows.append([case.label, *(f"{ms:.4f}" for ms in _parts(case, options.sms, network))])
-    multiplying = seconds_to_multiply(1, 1, 1, options.sms)
-    print(format_table(["shape", "multiplying ms", "memory ms", "NVLink ms", "network ms", "longest ms"], rows))
-    print(f"\n{options.sms} SMs: {2e-12 / multiplying:.0f} TFLOP/s together; memory: {_MEMORY_GB_PER_S:g} GB/s, operands and product once;")
-    print(f"NVLink: {LINK_GB_PER_S:g} GB/s into one GPU; network: {network:g} GB/s")
+        print(_fitting(functools.partial(_described, case, machine.sms, split, specialize), machine.sms, split) + "\n")
+        rows.append(_row(case, machine, split))
+    print(format_table(_HEAD, rows))
+    print(f"\n{_in_words(machine)}")
     return 0
+
+
+def machine_of(options: argparse.Namespace) -> Machine:
+    """The machine that the options describe. Raises ArgumentError."""
+    machine = machine_named(options.machine or env.MACHINE.get(), options.sms)
+    paced, latency = env.EMULATED_GBPS.get(), env.EMULATED_LATENCY_US.get()
+    if options.nics is not None:
+        bandwidth = options.nics * options.nic_gbps * 1e9
+        # A hot engine on real cards: no measurement (docs/model.md).
+        return machine.with_network(Network(bandwidth, 4e-6, 2e-6, 10e-6, 5e-6, options.oversubscription))
+    network = dataclasses.replace(machine.network, oversubscription=options.oversubscription)
+    if env.EMULATED_GBPS.is_set() and paced:
+        network = dataclasses.replace(network, bandwidth=paced * 1e9)
+    if env.EMULATED_LATENCY_US.is_set():
+        network = dataclasses.replace(network, latency=latency * 1e-6)
+    return machine.with_network(network)
+
+
+def comparison(cases: Sequence[Case], machine: Machine, specialize: str | None = None) -> str:
+    """The shapes where the cost model would choose another plan than the rules, those with the largest predicted gain first."""
+    rows = []
+    for case in cases:
+        plan = case.plan(machine.sms, specialize=specialize)
+        if plan.op not in ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"):
+            raise ArgumentError("--compare", plan.op, "the model chooses for the fused GEMMs only")
+        problem: Any = plan.problem
+        found = ranked(problem, plan.rows, machine.sms, machine, specialize)
+        rules = next(one for one in found if one.plan.digest == plan.of_rows(one.plan.rows).digest)
+        best = found[0]
+        if best.seconds < rules.seconds:
+            how = [f"{one.plan.tile.block_n} wide, {_sms(one.plan)}" for one in (rules, best)]
+            rows.append((best.seconds / rules.seconds, [case.label, f"{rules.seconds * 1e3:.4f}", how[0], f"{best.seconds * 1e3:.4f}", how[1]]))
+    rows.sort(key=lambda row: row[0])
+    lines = [[*cells, f"{ratio:.2f}"] for ratio, cells in rows[:_DIFFER]]
+    table = format_table(["shape", "rules ms", "rules", "model ms", "model", "model / rules"], lines)
+    return f"{len(rows)} of {len(cases)} shapes differ; predicted, not measured\n\n{table}" if rows else "the model would choose as the rules do"
+
+
+def _sms(plan: Any) -> str:
+    if getattr(plan, "packets", False):
+        return "packets"
+    groups = f", groups of {plan.group_tiles}" if hasattr(plan, "group_tiles") else ""
+    return f"{plan.split.compute}/{plan.split.intra_comm} SMs{groups}"
 
 
 def _described(case: Case, sms: int, split: Split | None, specialize: str | None) -> str:
@@ -89,12 +151,27 @@ def _fitting(describe: Callable[[], str], sms: int, split: Split | None) -> str:
         raise ArgumentError("--split" if split else "--sms", error.split if split else sms, error.rule, error.remedy) from None
 
 
-def _parts(case: Case, sms: int, network: float) -> list[float]:
-    of_solo = 0 if case.solo is None else case.solo.m * case.solo.k + case.solo.k * case.solo.n + case.solo.m * case.solo.n
-    parts = [
-        seconds_to_multiply(1, 1, 1, sms) * case.flops / 2 * 1e3,
-        milliseconds(_ITEM * of_solo or case.weight_bytes, _MEMORY_GB_PER_S),
-        milliseconds(case.link_bytes, LINK_GB_PER_S),
-        milliseconds(case.network_bytes, network),
-    ]
-    return [*parts, max(parts)]
+def _row(case: Case, machine: Machine, split: Split | None) -> list[str]:
+    alone = case.predicted(machine, split=split)
+    behind = case.predicted(machine, BATCH, split)
+    if alone is None or behind is None:
+        return [case.label, *["-"] * (len(_HEAD) - 1)]
+    return [case.label, _ms(alone.seconds), _ms(behind.seconds), alone.binds, *_parts(alone)]
+
+
+def _parts(prediction: Prediction) -> list[str]:
+    return [_ms(getattr(prediction, name)) for name in _RESOURCES]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4f}"
+
+
+def _in_words(machine: Machine) -> str:
+    network = machine.network
+    return (
+        f"{machine.name}, {machine.sms} SMs: {machine.sm_flops * machine.sms / 1e12:.0f} TFLOP/s together after a rest; "
+        f"memory {machine.memory / 1e9:g} GB/s;\n"
+        f"NVLink {machine.link / 1e9:g} GB/s into one GPU, {machine.link_pair / 1e9:g} between two; network {network.bandwidth / 1e9:g} GB/s, "
+        f"a put at least {network.put * 1e6:g} us, first reaction {network.reaction * 1e6:g} us, oversubscription {network.oversubscription:g}"
+    )

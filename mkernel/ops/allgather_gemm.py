@@ -14,7 +14,8 @@ from mkernel.ops.gemm import GemmOp, map_of_b
 from mkernel.ops.op import Instance, register
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.allgather_gemm import OP as OP_NAME
-from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem
+from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.planner.gemm import BLOCK_K
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     def make_plan(
         self, problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
     ) -> AllGatherGemmPlan:
-        return make_plan(problem, rows, sm_count, split, specialize=specialize)
+        return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize)
 
     def mechanism(self, plan: Any) -> str:
         return "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send"

@@ -13,7 +13,8 @@ from mkernel.ops.gemm import GemmOp, map_of_b
 from mkernel.ops.op import Instance
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.gemm import BLOCK_K
-from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.choice import plan_reduce
+from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
@@ -69,7 +70,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
     def make_plan(
         self, problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
     ) -> ReducePlan:
-        return make_plan(problem, rows, sm_count, split, specialize=specialize)
+        return plan_reduce(problem, rows, sm_count, split, specialize=specialize)
 
     def mechanism(self, plan: Any) -> str:
         return "partial tiles" if plan.op == REDUCE_SCATTER else f"{plan.algorithm}{' in packets' if plan.packets else ''}"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.base import Case, LocalGemm, Op, up
+from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
-from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.tools.check import worst_product
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class AllgatherGemm(Case):
         self.title = f"{OP.name}: b ({k}, {n}), {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
-        return make_plan(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
+        return plan_allgather_gemm(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
 
     def setup(self, timing: Timing, seed: int) -> None:
         rank, size = timing.world.rank, timing.world.size
@@ -90,6 +92,9 @@ class _Op(Op):
     name = "allgather_gemm"
     title = "M = K = S, N = S/W per rank"
     sizes = ("2048", "4096", "8192", "16384", "32768")
+
+    def expand(self, text: str, topology: Topology) -> Sequence[str]:
+        return expand(text, topology, splits_k=False)
 
     def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
         sizes = ((512, 512, 512), (200, 288, 136)) if target == "cpu" else ((4096, 4096, 4096), (1000, 1048, 1032))

@@ -7,8 +7,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.planner.predict import predict
+from mkernel.planner.prediction import ALONE, Conditions, Prediction
+
 if TYPE_CHECKING:
     from mkernel.bench.timing import Call, Timing
+    from mkernel.planner.machine import Machine
     from mkernel.planner.split import Split
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
@@ -50,6 +54,10 @@ class Case(abc.ABC):
         ``rows``: as plans count them, in place of the case's; ``specialize``: what is compiled in, as ``mk.plan`` takes it (None: as the
         environment says).
         """
+
+    def predicted(self, machine: Machine, conditions: Conditions = ALONE, split: Split | None = None) -> Prediction | None:
+        """What the cost model says of one call on such a machine; None where it knows nothing of the op. Raises SplitError."""
+        return predict(self.plan(machine.sms, split), machine, conditions, self.shape.get("T"))
 
     @abc.abstractmethod
     def setup(self, timing: Timing, seed: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.allgather_gemm import AllgatherGemm
 from mkernel.bench.cases.base import Op
+from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ class _Op(Op):
     name = "gemm"
     title = "C = A @ B in a world of one (M x N x K)"
     sizes = ("8192x8192x8192", "16384x4096x8192")
+
+    def expand(self, text: str, topology: Topology) -> Sequence[str]:
+        return expand(text, topology, splits_k=False)
 
     def case(self, size: str, topology: Topology, dtype: str, **options: str) -> _Gemm:
         if topology.size != 1:

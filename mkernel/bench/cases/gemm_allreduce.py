@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.bench.cases.base import Op, up
 from mkernel.bench.cases.reduce import ReduceCase, parse_size
+from mkernel.bench.shapes import expand
 from mkernel.planner.reduce import ALLREDUCE, ReduceProblem
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class _Op(Op):
     sizes = (*_LARGE, *_SMALL)
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {"large": _LARGE, "small": _SMALL}
     options = ("partials", "algorithm")
+
+    def expand(self, text: str, topology: Topology) -> Sequence[str]:
+        return self.groups.get(text) or expand(text, topology, splits_k=True)
 
     def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
         # The second has few rows, which go in one step.

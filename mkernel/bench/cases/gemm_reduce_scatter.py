@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.base import Op, up
 from mkernel.bench.cases.reduce import ReduceCase, parse_size
+from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import REDUCE_SCATTER, ReduceProblem
 
@@ -33,6 +34,9 @@ class _Op(Op):
     title = "M = N = S, K = S/W per rank"
     sizes = ("2048", "4096", "8192", "16384", "32768")
     options = ("partials",)
+
+    def expand(self, text: str, topology: Topology) -> Sequence[str]:
+        return expand(text, topology, splits_k=True)
 
     def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
         sizes = ((512, 512, 512), (200, 288, 136)) if target == "cpu" else ((4096, 4096, 4096), (1000, 1048, 1032))

@@ -10,11 +10,14 @@ from mkernel.bench.cases.moe import MoeCase, MoeOp
 from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner import moe_dispatch_gemm, moe_gemm_combine
 from mkernel.planner.moe_combine import MoeCombineProblem
+from mkernel.planner.predict import predict
+from mkernel.planner.prediction import ALONE, Conditions, Prediction
 from mkernel.tools.check_moe import Rows, exact, product, rounded, swiglu, worst_rows
 
 if TYPE_CHECKING:
     from mkernel.bench.baselines import TorchBaselines
     from mkernel.bench.timing import Call, Timing
+    from mkernel.planner.machine import Machine
     from mkernel.planner.split import Split
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
@@ -39,11 +42,19 @@ class MoeLayerCase(MoeCase):
         sizes = topology, self.inner, self.hidden, dtype, True, self.experts, self.topk, self.max_tokens, self.max_rows
         self.problem = moe_dispatch_gemm.MoeDispatchGemmProblem(*sizes, alignment=1, weighted=False, gated=True, clamp=0.0)
         combined = MoeCombineProblem(topology, self.hidden, dtype, self.topk, self.experts, self.max_tokens, self.max_rows, weighted=True)
-        second = moe_gemm_combine.make_plan(moe_gemm_combine.MoeGemmCombineProblem(combined, self.inner, True), 0, 132)
+        self._second = moe_gemm_combine.MoeGemmCombineProblem(combined, self.inner, True)
+        second = moe_gemm_combine.make_plan(self._second, 0, 132)
         self.heap_bytes = max(self.plan(132).workspace_bytes, second.workspace_bytes) + _SLACK
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
         return moe_dispatch_gemm.make_plan(self.problem, sm_count, split, specialize=specialize)
+
+    def predicted(self, machine: Machine, conditions: Conditions = ALONE, split: Split | None = None) -> Prediction | None:
+        """Of both kernels, one after the other; ``split``: of the first."""
+        tokens = self.shape["T"]
+        first = predict(self.plan(machine.sms, split), machine, conditions, tokens)
+        second = predict(moe_gemm_combine.make_plan(self._second, 0, machine.sms), machine, conditions._replace(hot=True), tokens)
+        return None if first is None or second is None else Prediction(*(one + other for one, other in zip(first, second, strict=True)))
 
     def setup(self, timing: Timing, seed: int) -> None:
         rank = timing.world.rank

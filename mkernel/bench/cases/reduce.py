@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.base import Case, LocalGemm
 from mkernel.errors import ArgumentError
-from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.choice import plan_reduce
+from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.topology import Topology
 from mkernel.tools.check import node_sums, worst_sum
 
@@ -44,7 +45,7 @@ class ReduceCase(Case):
         self.title = f"{problem.op}: b ({problem.k}, {problem.n}), {problem.dtype}, partials {problem.partials}, {world} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> ReducePlan:
-        return make_plan(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
+        return plan_reduce(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
 
     def setup(self, timing: Timing, seed: int) -> None:
         self._timing, self._seed = timing, seed

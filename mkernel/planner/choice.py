@@ -1,0 +1,118 @@
+"""What the cost model would choose: the candidates of a problem and a class of rows, and the one that is predicted to be fastest.
+
+Until GPUs have confirmed it, the rules of thumb of each op choose (docs/planner.md), unless ``MKERNEL_PLANNER`` says ``model``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from mkernel import env
+from mkernel.planner import allgather_gemm, reduce
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
+from mkernel.planner.gemm import GemmTile
+from mkernel.planner.machine import Machine, machine_named
+from mkernel.planner.predict import predict
+from mkernel.planner.prediction import ALONE, Conditions
+from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
+from mkernel.planner.row_classes import class_of
+from mkernel.planner.specialize import parse
+from mkernel.planner.split import Split, SplitError
+
+__all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
+
+_WIDTHS = (256, 192, 128, 64)
+_PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
+_PULLING = (4, 8, 14)
+_FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
+_WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel
+
+
+class Ranked(NamedTuple):
+    """A candidate and the seconds that it is predicted to take."""
+
+    seconds: float
+    plan: Any
+
+
+def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> Any:
+    if isinstance(problem, AllGatherGemmProblem):
+        return allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize)
+    return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
+
+
+def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
+    """Plans that kernels can do: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
+    yield _rules(problem, rows, sm_count, specialize)
+    topology = problem.topology
+    most = max(1, sm_count // 4)
+    inside = topology.num_nodes == 1 < topology.size
+    if isinstance(problem, AllGatherGemmProblem):
+        for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if inside else [Split()]:
+            for width in _WIDTHS:
+                yield allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
+        return
+    pulls = problem.op == ALLREDUCE and inside
+    for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
+        for width in _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]:
+            tile = GemmTile.deepest(width, sent=True)
+            try:
+                plan = reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
+            except SplitError:  # in one step nobody pulls
+                break
+            if plan.tile.block_n == width:  # packets, and one step, have no wider tiles than 128 columns
+                yield plan
+            if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
+                yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
+
+
+def ranked(
+    problem: Any, rows: int, sm_count: int, machine: Machine, specialize: str | None = None, conditions: Conditions = ALONE
+) -> list[Ranked]:
+    """All candidates for the class of ``rows``, the fastest first; of equals the one that comes first, so that all ranks agree."""
+    found = [_predicted(plan, machine, conditions) for plan in candidates(problem, class_of(rows), sm_count, specialize)]
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> Ranked:
+    prediction = predict(plan, machine, conditions)
+    assert prediction is not None, "there is a model of every op with candidates"
+    return Ranked(prediction.seconds, plan)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
+    """The plan for a class of rows: the fastest candidate, if it is faster than the rules' plan by more than the model can tell apart."""
+    rules, *others = (_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize))
+    best = min(others, key=lambda one: one.seconds, default=rules)
+    return best.plan if best.seconds < _WORTH * rules.seconds else rules.plan
+
+
+def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:
+    """The model's plan; None where the rules decide: they were asked to, or a split is given, or kernels are compiled for one split each."""
+    if split is not None or env.PLANNER.get() != "model":
+        return None
+    default = allgather_gemm.SPECIALIZED if isinstance(problem, AllGatherGemmProblem) else reduce.SPECIALIZED[problem.op]
+    fields = parse(specialize, default)
+    if "split" in fields:
+        return None
+    machine = machine_named(env.MACHINE.get(), sm_count)
+    return choose(problem, class_of(rows), sm_count, machine, str(fields)).of_rows(rows)
+
+
+def plan_allgather_gemm(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+) -> AllGatherGemmPlan:
+    """The plan of a call, by the rules or by the model (``MKERNEL_PLANNER``). Raises SplitError."""
+    chosen: AllGatherGemmPlan | None = _chosen(problem, rows, sm_count, split, specialize)
+    return chosen or allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize)
+
+
+def plan_reduce(
+    problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+) -> ReducePlan:
+    """The plan of a call, by the rules or by the model (``MKERNEL_PLANNER``). Raises SplitError."""
+    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize)
+    return chosen or reduce.make_plan(problem, rows, sm_count, split, specialize=specialize)

@@ -1,0 +1,217 @@
+"""What the cost model knows of a machine: rates, latencies and fixed costs of one GPU, its links and its network.
+
+Values of H200 come from the measurements in docs/planner.md ("The measurements behind the numbers") where there is one. The others, marked
+"fitted", make the predictions agree with measured calls; docs/model.md says with which, and how large the error is on the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mkernel.errors import ArgumentError
+
+__all__ = ["EMULATED", "H100", "H200", "MACHINES", "RDMA", "Machine", "Network", "load", "machine_named", "machine_of", "save"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Network:
+    """What carries data between nodes; each field is of one rank and one direction.
+
+    Attributes
+    ----------
+    bandwidth
+        Bytes per second of a rank's network card, or of all cards that serve its GPU.
+    latency
+        Seconds from the end of a put until its flag is seen.
+    put
+        Seconds that the engine needs for a put, however small.
+    reaction
+        Seconds until the engine has seen the first command of a call that comes after a pause,
+    reaction_hot
+        and of one that follows another.
+    oversubscription
+        How many times less the switches above a node carry than its cards; 1: full bisection.
+    """
+
+    bandwidth: float
+    latency: float
+    put: float
+    reaction: float
+    reaction_hot: float
+    oversubscription: float = 1.0
+
+
+# 50 GB/s and 5 us are what it is paced to. A put and the reaction are Python's: fitted to "engine alone" of docs/benchmarks/*-2x2-*.json.
+EMULATED = Network(bandwidth=50e9, latency=5e-6, put=26e-6, reaction=190e-6, reaction_hot=60e-6)
+# Not measured here: one 400 Gb/s card per GPU; posting by pyverbs takes 2 us (docs/transports.md), the reaction of a hot engine 5 us.
+RDMA = Network(bandwidth=50e9, latency=4e-6, put=2e-6, reaction=10e-6, reaction_hot=5e-6)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of GPU in a node of its kind. Rates in bytes, or floating-point operations, per second; times in seconds.
+
+    Attributes
+    ----------
+    sms
+        SMs.
+    sm_flops
+        The tile loop of one SM, 16-bit operands, at the clock of a GPU that has rested.
+    slow_after, slow_octave
+        A GPU that has worked longer than ``slow_after`` loses this share of ``sm_flops`` with every doubling of that time: it is at its
+        power limit.
+    warm
+        How long it has worked before a call that no rest precedes.
+    sm_load
+        From L2 into the shared memory of one SM.
+    narrow
+        Of ``sm_flops``, that instructions for 64 columns reach.
+    misaligned
+        How many times as long a load takes whose rows do not begin at multiples of 128 bytes.
+    memory
+        Device memory, read.
+    l2_bytes
+        Of L2 that a matrix may fill and stay.
+    start, start_hot
+        What a call takes beside its work, alone and behind another call: launch, prologue, first loads, end.
+    tile
+        Per tile of 128 x 256: its result leaves the registers, and the next tile's first loads arrive. In proportion to its size.
+    link
+        NVLink out of one GPU, or into it, to all peers together.
+    link_pair
+        The same where there is one peer.
+    cta_link
+        What one communication CTA sends or fetches beside tiles.
+    warps_link
+        What a copying warp of every computing CTA moves together.
+    entry
+        Until a rank knows that all ranks have entered a call.
+    flag
+        From a peer's store until a waiting CTA goes on.
+    add
+        Bytes of partial tiles that one SM reads and adds.
+    beside
+        By how much longer a tile takes while links carry as much as they can, as a share.
+    attention_flops, attention_item
+        The attention loop of one SM, and what a tile of query rows takes beside it.
+    network
+        Between nodes.
+    """
+
+    name: str
+    sms: int
+    sm_flops: float
+    slow_after: float
+    slow_octave: float
+    warm: float
+    sm_load: float
+    narrow: float
+    misaligned: float
+    memory: float
+    l2_bytes: int
+    start: float
+    start_hot: float
+    tile: float
+    link: float
+    link_pair: float
+    cta_link: float
+    warps_link: float
+    entry: float
+    flag: float
+    add: float
+    beside: float
+    attention_flops: float
+    attention_item: float
+    network: Network
+
+    def speed(self, busy: float) -> float:
+        """The share of ``sm_flops`` that is left after so many seconds of work."""
+        return 1.0 if busy <= self.slow_after else max(0.6, 1 - self.slow_octave * math.log2(busy / self.slow_after))
+
+    def with_network(self, network: Network) -> Machine:
+        return dataclasses.replace(self, network=network)
+
+
+H200 = Machine(
+    name="NVIDIA H200",
+    sms=132,
+    sm_flops=6.6e12,  # 131,072 cycles of a tile of 128 x 256 x 8192 (docs/speed_log.md) at 1.6 GHz
+    slow_after=1e-3,  # fitted: cuBLAS alone of 8192 to 32768, isolated and back to back
+    slow_octave=0.021,
+    warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
+    sm_load=92e9,  # fitted: tiles of 64 and 128 columns reach 0.58 and 0.88 of the speed of 256 (docs/planner.md)
+    narrow=0.8,  # fitted: few rows, in a world of one
+    misaligned=1.8,  # fitted: development measurements of N and K that are no multiples of 64; such a row of 128 bytes lies in two lines
+    memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
+    l2_bytes=50 << 20,
+    start=7.0e-6,  # fitted: "fused alone" of 2048
+    start_hot=4.2e-6,
+    tile=2.2e-6,  # fitted: the same
+    link=320e9,  # four GPUs all to all
+    link_pair=363e9,
+    cta_link=40e9,
+    warps_link=220e9,
+    entry=3.4e-6,  # fitted: few rows and 2048; two flags of 0.7 us each, and the work around them
+    flag=2.1e-6,  # fitted: few rows; a flag's round trip takes 1.4 us
+    add=60e9,
+    beside=0.12,  # fitted: gemm_reduce_scatter of 8192 on four GPUs
+    attention_flops=5.5e12,  # fitted: a world of one (docs/speed_log.md)
+    attention_item=3.0e-6,
+    network=EMULATED,
+)
+
+# Not measured here: an H200 with the memory of an H100 SXM, in the proportion of the data sheets (3.35 and 4.8 TB/s).
+H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", memory=H200.memory * 3.35 / 4.8)
+
+MACHINES = {"h100": H100, "h200": H200}
+
+
+def machine_of(device: str, sms: int | None = None) -> Machine:
+    """The description of a device by its name, with ``sms`` SMs (None: all of them). A GPU that is not known is taken for an H200."""
+    known = next((machine for word, machine in MACHINES.items() if word in device.lower()), H200)
+    return known if sms is None or sms == known.sms else dataclasses.replace(known, sms=sms)
+
+
+def machine_named(text: str | None, sms: int | None = None) -> Machine:
+    """The description that ``MKERNEL_MACHINE`` names: ``h100``, ``h200`` (None), or a file that ``save`` has written.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such description.
+    """
+    known = MACHINES.get((text or "h200").lower())
+    if known is None:
+        try:
+            known = load(Path(str(text)))
+        except (OSError, ValueError, KeyError) as error:
+            rule = f"must be {', '.join(MACHINES)} or a file of `mkernel calibrate`: {error}"
+            raise ArgumentError("MKERNEL_MACHINE", text, rule) from None
+    return known if sms is None or sms == known.sms else dataclasses.replace(known, sms=sms)
+
+
+def save(machine: Machine, path: Path, remarks: Mapping[str, str]) -> None:
+    """Write a description as JSON; ``remarks``: what is to be known of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"remarks": dict(remarks), "machine": dataclasses.asdict(machine)}, indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Machine:
+    """The description that ``save`` has written. Raises ValueError where a field is missing, unknown or no positive number."""
+    raw: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8"))["machine"])
+    network = raw.pop("network", None)
+    try:
+        machine = Machine(**raw, network=Network(**network))
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for part in (machine, machine.network):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if field.name not in ("name", "network") and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise ValueError(f"{path}: {field.name} is {value!r}, must be a number >= 0")
+    return machine

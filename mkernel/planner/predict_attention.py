@@ -1,0 +1,47 @@
+"""How long a call of ring attention takes, by its plan: waves of items on the compute CTAs, keys through the links."""
+
+from __future__ import annotations
+
+import math
+
+from mkernel.planner.machine import Machine
+from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, blend, busy_of
+from mkernel.planner.ring_attention import RingAttentionPlan
+
+__all__ = ["predict_ring_attention"]
+
+_NARROW = 0.66  # of the speed of D 128, that D 64 reaches: the exponentials take as long as the products (docs/speed_log.md)
+
+
+def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
+    """The time of a call."""
+    problem, sizes, topology = plan.problem, plan.sizes, plan.problem.topology
+    start = machine.start_hot if conditions.hot else machine.start
+    if not plan.items:
+        return Prediction(start, start=start)
+    size, mates = topology.size, topology.ranks_per_node - 1
+    keys = sizes.length * size * (0.5 if problem.causal else 1.0)
+    flops = 4.0 * problem.tile.q_rows * keys * problem.head_dim
+    rate = machine.attention_flops * (1.0 if problem.head_dim > 64 else _NARROW)
+    guess = plan.items * flops / (rate * machine.sms)
+    rate *= machine.speed(busy_of(conditions, machine, guess))
+    # Causal items differ in length, and the longest are dealt first: what is left at the end is half an item.
+    turns = math.ceil(plan.items / plan.ctas) if not problem.causal else plan.items / plan.ctas + 0.5
+    item = flops / rate + machine.attention_item
+    tensor = turns * flops / rate
+    if size == 1:
+        return Prediction(start + turns * item, tensor, start=start)
+    waves = math.ceil(plan.items / plan.ctas)
+    segments = plan.pairs + waves - waves // plan.period
+    shard = 2 * sizes.length * problem.head_dim * ITEM * (0.5 if problem.causal else 1.0)  # K and V of a pair, of one source
+    near = segments * shard * mates * topology.num_nodes
+    link_rate = min(machine.link if mates > 1 else machine.link_pair, max(1, plan.copying[0]) * machine.cta_link)
+    link = near / link_rate if mates else 0.0
+    network = 0.0
+    if topology.num_nodes > 1:
+        far = segments * shard * (topology.num_nodes - 1)
+        paced = far / machine.network.bandwidth * machine.network.oversubscription
+        network = max(paced, math.ceil(far / plan.put_bytes) * machine.network.put)
+    slowed = 1 + machine.beside * min(1.0, max(link, network) / (turns * item))
+    seconds = start + machine.entry + machine.flag + blend(turns * item * slowed, link, network)
+    return Prediction(seconds, tensor, 0.0, 0.0, link, network, start)

@@ -1,0 +1,216 @@
+"""How long a call of the fused GEMMs takes: AllGather+GEMM, GEMM+ReduceScatter and GEMM+AllReduce, by their plans.
+
+One rank is followed, since all do the same: waves of tiles on its SMs, bytes through its links, in the order of the plan. Own tiles, those
+of the node and those of other nodes are taken as a whole, or by groups of tiles where a plan has groups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan
+from mkernel.planner.gemm import BLOCK_M
+from mkernel.planner.machine import Machine
+from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
+
+__all__ = ["predict_allgather_gemm", "predict_reduce"]
+
+_FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
+_HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
+_STEPS = 8  # groups of tiles that are followed one by one
+
+
+class _Work(NamedTuple):
+    """The product of a rank: its tiles, what one costs, all of it on so many CTAs, and the bytes of device memory."""
+
+    tiles: int
+    cost: TileCost
+    seconds: float
+    tensor: float
+    load: float
+    memory: float
+
+
+def waves(tiles: float, ctas: float) -> float:
+    """Tiles one after the other that the busiest CTA takes."""
+    return math.ceil(tiles / ctas - 1e-9) if tiles > 0 else 0.0
+
+
+def _work(
+    machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
+    ctas: float, passes: int, sums: int = 0, halved: bool = False,
+) -> _Work:  # fmt: skip
+    """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
+    tiles = shards * math.ceil(rows / block_m) * math.ceil(n / block_n)
+    guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
+    cost = tile_cost(machine, block_m, block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)), sums)
+    of_b = k * n * ITEM
+    memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
+    turns = tiles // ctas + _HALF_TILE if halved else waves(tiles, ctas)
+    seconds = blend(turns * cost.seconds, memory)
+    return _Work(tiles, cost, seconds, turns * cost.tensor, turns * cost.load, memory)
+
+
+def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
+    """The time of a call. It ends when all SMs have had their tiles, or when the tiles of what comes last are done."""
+    problem, topology = plan.problem, plan.problem.topology
+    size, mates, nodes = topology.size, topology.ranks_per_node - 1, topology.num_nodes
+    rows, n, k = plan.rows, problem.n, problem.k
+    compute, intra = plan.split.compute or 1, plan.split.intra_comm or 0
+    start = machine.start_hot if conditions.hot else machine.start
+    if rows == 0 or n == 0:
+        return Prediction(start, start=start)
+    block_n = plan.tile.block_n
+    tile_rows, tiles_n = math.ceil(rows / BLOCK_M), math.ceil(n / block_n)
+    shard = rows * k * ITEM
+    passes = min(size, math.ceil(tile_rows * size * tiles_n / compute))
+    few = tile_rows * size * tiles_n <= _FEW_WAVES * compute
+    helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
+    work = _work(
+        *(machine, conditions, rows * size, n, k, size, rows, BLOCK_M, block_n, plan.load_rows, helped, passes), halved=plan.slices > 1
+    )
+    t = work.cost.seconds
+    if size == 1:
+        return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
+    begin, pushing, one_chunk = start + machine.entry, 0.0, 0.0
+    if mates:
+        # What has no CTA is pushed by a warp of each computing one. A chunk goes through one CTA.
+        chunk = min(shard, plan.chunk_rows * k * ITEM) / plan.parts * mates
+        most = machine.link if mates > 1 else machine.link_pair
+        own_rate = machine.cta_link if intra else machine.warps_link * min(mates, 1.4) / compute
+        at_once = min(plan.chunks, intra or compute)
+        pushing = shard * mates / min(most, at_once * own_rate)
+        one_chunk = chunk / own_rate
+    # While the links carry what they can, tiles take longer.
+    slowed = 1 + machine.beside * min(1.0, pushing / work.seconds) * (0.5 if intra else 1.0)
+    all_done = start + work.seconds * slowed
+    if mates:
+        if plan.parts > 1:  # of the last group of rows, all is done but the parts of K that come last, together
+            group = min(tile_rows, plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * mates * tiles_n
+            together = min(1.0, max(1 / plan.parts, (intra or compute) / (plan.part_blocks * plan.parts)))
+            rest = waves(group, compute) * t * together
+        else:
+            rest = waves(mates * tiles_n, compute) * t
+        all_done = max(all_done, begin + pushing + machine.flag + rest)
+        # Own tiles are the first; those of the others begin when their first chunk has come.
+        behind = work.seconds - waves(tile_rows * tiles_n, compute) * t
+        all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t))
+    network = 0.0
+    if nodes > 1:
+        network, arrived = _sent(machine, conditions, shard, plan.put_bytes, nodes - 1)
+        forwarded = min(shard, plan.put_bytes) * mates / (max(1, intra) * machine.cta_link) if mates else 0.0
+        last = waves(topology.ranks_per_node * tiles_n * max(1, plan.chunk_rows // BLOCK_M), compute) * t
+        all_done = max(all_done, begin + arrived + forwarded + machine.flag + last)
+    link = pushing + (shard * mates * (nodes - 1) / machine.link if nodes > 1 else 0.0)
+    return Prediction(all_done, work.tensor, work.load, work.memory, link, network, start)
+
+
+def _sent(machine: Machine, conditions: Conditions, to_each: float, put_bytes: float, peers: int) -> tuple[float, float]:
+    """Seconds that the network is busy with so many bytes to each of ``peers`` nodes, and until the last of them has come."""
+    network = machine.network
+    puts = max(1, math.ceil(to_each / max(1.0, put_bytes)))
+    paced = to_each / network.bandwidth * network.oversubscription
+    busy = peers * max(paced, puts * network.put)
+    reaction = network.reaction_hot if conditions.hot else network.reaction
+    return peers * paced, reaction + busy + network.latency
+
+
+def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
+    """The time of a call of gemm_reduce_scatter or gemm_allreduce."""
+    problem, topology = plan.problem, plan.problem.topology
+    size = topology.size
+    start = machine.start_hot if conditions.hot else machine.start
+    if plan.rows == 0 or problem.n == 0:
+        return Prediction(start, start=start)
+    scatters = plan.op == REDUCE_SCATTER
+    m = plan.rows * size if scatters else plan.rows
+    shards, compute = (size if scatters else 1), plan.split.compute or 1
+    work = _work(
+        *(machine, conditions, m, problem.n, problem.k, shards, plan.rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
+        passes=min(shards, math.ceil(plan.tiles * shards / compute)),
+    )
+    if size == 1:
+        return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
+    if plan.packets:
+        return _packets(plan, machine, start, work)
+    if plan.one_shot:
+        return _one_shot(plan, machine, conditions, start, work)
+    return _two_shot(plan, machine, conditions, start, work)
+
+
+def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> Prediction:
+    """Partial values travel in packets, then, in two steps, finished ones; each step begins with the product of the slowest tile."""
+    size = plan.problem.topology.size
+    result = plan.rows * plan.problem.n * ITEM
+    most = machine.link if size > 2 else machine.link_pair
+    steps = 1 if plan.one_shot else 2
+    sent = result * (size - 1) / (1 if plan.one_shot else size)
+    link = steps * sent / most
+    overlapped = link * max(0.0, 1 - 1 / max(1.0, waves(work.tiles, plan.split.compute or 1)))  # all but the last wave's
+    seconds = start + max(work.seconds, overlapped) + (link - overlapped) + steps * machine.flag
+    return Prediction(seconds, work.tensor, work.load, work.memory, link, 0.0, start)
+
+
+def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
+    """Everyone sends its partial tiles to everyone, and adds all of them."""
+    topology = plan.problem.topology
+    result = plan.tiles * plan.partial_bytes
+    mates, others = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
+    link = result * mates / (machine.link if mates > 1 else machine.link_pair)
+    adding = waves(plan.tiles, plan.split.compute or 1) * topology.size * plan.partial_bytes / machine.add
+    network, arrived = _sent(machine, conditions, result, plan.put_bytes, others) if others else (0.0, 0.0)
+    seconds = start + max(machine.entry, work.seconds) + max(link + machine.flag, arrived) + adding
+    return Prediction(seconds, work.tensor, work.load, work.memory, link, network, start)
+
+
+def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
+    """Group by group: others' tiles are multiplied and sent, then own ones, which wait for what the others have sent of the group before.
+
+    An all-reduce's results are pulled over the same links.
+    """
+    problem, topology = plan.problem, plan.problem.topology
+    size, nodes, mates = topology.size, topology.num_nodes, topology.ranks_per_node - 1
+    compute, gathers = plan.split.compute or 1, plan.op == ALLREDUCE
+    # A rank's links carry, in each direction, a partial tile of every other owner of its node, and of every foreign one to its rail peer;
+    # in an all-reduce then its own results to each.
+    near = mates * nodes * plan.tiles * plan.partial_bytes
+    back = mates * nodes * plan.tiles * plan.result_bytes if gathers else 0.0
+    link_rate = machine.link if mates > 1 else machine.link_pair
+    pull_rate = min(link_rate, (plan.split.intra_comm or 1) * machine.cta_link)
+    own_share = 1 / size
+    loaded = min(1.0, (near + back) / link_rate / work.seconds) if mates else 0.0
+    slowed = work.seconds * (1 + machine.beside * loaded) / _STEPS
+    add = waves(plan.tiles, compute) * size * plan.partial_bytes / machine.add / _STEPS
+    t = work.cost.seconds
+    lag = math.ceil(_STEPS / math.ceil(plan.tiles / plan.group_tiles))  # own tiles follow those of others of the next group
+    worked = summed = start  # products of the computing CTAs, sums of own tiles
+    link = start + max(machine.entry, t if mates else 0.0)  # nothing leaves before the first tile is done
+    pulled, arrived = 0.0, []
+    for step in range(_STEPS + lag):
+        if step < _STEPS:
+            worked += slowed * (1 - own_share)
+            link = max(link + near / _STEPS / link_rate, worked)
+            arrived.append(link)
+        if step >= lag:
+            worked += slowed * own_share
+            summed = max(worked, summed, arrived[step - lag] + machine.flag) + add
+            worked = max(worked, summed - t)  # a CTA has one product ahead of its sums
+            if gathers and mates:
+                # Results go over the same links as partial tiles.
+                pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + back / _STEPS / pull_rate
+    last = min(compute, plan.group_tiles, plan.tiles) / plan.tiles  # own tiles that are done at the same time, in the end
+    end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed
+    end += plan.partial_bytes / machine.cta_link
+    network = 0.0
+    if nodes > 1:
+        each = plan.tiles * plan.partial_bytes
+        network, sent = _sent(machine, conditions, each, plan.put_bytes, nodes - 1)
+        first = start + machine.entry + slowed
+        end = max(end, first + sent + add + t)
+        if gathers:
+            again, returned = _sent(machine, conditions._replace(hot=True), plan.tiles * plan.result_bytes, plan.put_bytes, nodes - 1)
+            network += again
+            end = max(end, first + sent + returned - machine.network.reaction_hot + add + t)
+    return Prediction(end, work.tensor, work.load, work.memory, (near + back) / link_rate if mates else 0.0, network, start)

@@ -1,0 +1,114 @@
+"""How long a call of the MoE ops takes under uniform routing of a known number of tokens, by their plans.
+
+Every token chooses its experts at random, so that an expert's rows are a Poisson number. Other routings take longer: the rank with most rows
+decides, and nobody knows it beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mkernel.planner.gemm import BLOCK_M, GemmTile
+from mkernel.planner.machine import Machine
+from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
+from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
+from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
+from mkernel.planner.topology import Topology
+
+__all__ = ["predict_moe_dispatch_gemm", "predict_moe_gemm_combine"]
+
+_ROUTING = 25e-6  # seconds until rows have places, of few tokens: three meetings of all CTAs (docs/moe.md),
+_ROUTING_TOKEN = 4e-9  # and for every token: fitted to docs/benchmarks/moe_*.json
+
+
+def expected_tiles(rows: float) -> float:
+    """Tiles of an expert that gets so many rows in the mean: tiles of ``BLOCK_M`` rows, the last one partly filled."""
+    if rows <= 0:
+        return 0.0
+    tiles = 1 - math.exp(-rows)
+    spread, edge = math.sqrt(rows), BLOCK_M
+    while edge < rows + 6 * spread:
+        tiles += 0.5 * math.erfc((edge + 0.5 - rows) / (spread * math.sqrt(2)))
+        edge += BLOCK_M
+    return tiles
+
+
+def _product(
+    machine: Machine, conditions: Conditions, topology: Topology, experts: int, rows: float, n: int, k: int, tile: GemmTile, ctas: float
+) -> tuple[float, float, float, TileCost]:
+    """A grouped product of ``rows`` rows per expert: seconds of it, of its tensor work and of memory; and the cost of a tile."""
+    tiles = experts * expected_tiles(rows) * math.ceil(n / tile.block_n)
+    guess = 2.0 * tiles * BLOCK_M * tile.block_n * k / (machine.sm_flops * machine.sms)
+    load_rows = int(min(BLOCK_M, max(64.0, rows)))
+    cost = tile_cost(machine, BLOCK_M, tile.block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)))
+    touched = experts * (1 - math.exp(-rows))
+    memory = (touched * n * k + experts * rows * (n + k)) * ITEM / machine.memory
+    turns = math.ceil(tiles / ctas) if tiles < 4 * ctas else tiles / ctas + 0.5
+    return blend(turns * cost.seconds, memory), turns * cost.tensor, memory, cost
+
+
+def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, conditions: Conditions, tokens: int) -> Prediction:
+    """The time of a call; ``tokens``: of all ranks."""
+    problem, topology = plan.problem, plan.problem.topology
+    size, intra = topology.size, plan.split.intra_comm or 1
+    n = problem.n * (2 if problem.gated else 1)
+    per_expert = tokens * problem.topk / problem.all_experts
+    start = machine.start_hot if conditions.hot else machine.start
+    if not tokens:
+        return Prediction(start, start=start)
+    compute = plan.split.compute or 1
+    # A row crosses once to every rank of the node that has an expert of its token; every copy of it is stored into its slots.
+    wanted = 1 - (1 - 1 / size) ** problem.topk
+    link_bytes = tokens * (topology.ranks_per_node - 1) / size * wanted * problem.row_bytes * topology.num_nodes
+    slots = tokens * problem.topk / size * problem.row_bytes
+    fetching = max(link_bytes / machine.link, (link_bytes + slots) / (intra * machine.cta_link * 2))
+    seconds, tensor, memory, cost = _product(
+        machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra / 2
+    )
+    routing = _ROUTING + tokens * _ROUTING_TOKEN
+    begin = start + machine.entry + routing
+    end = begin + max(seconds, fetching + cost.seconds)
+    network = 0.0
+    if topology.num_nodes > 1:
+        far = 1 - (1 - 1 / topology.num_nodes) ** problem.topk
+        rows = tokens / size * far
+        busy, arrived = _sent(machine, conditions, rows * problem.row_bytes * (topology.num_nodes - 1), plan.put_bytes)
+        network, end = busy, max(end, begin + arrived + cost.seconds)
+    return Prediction(end, tensor, 0.0, memory, link_bytes / machine.link, network, start)
+
+
+def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditions: Conditions, tokens: int) -> Prediction:
+    """The time of a call; ``tokens``: of all ranks."""
+    problem, topology = plan.problem, plan.problem.topology
+    combined, size = problem.combined, topology.size
+    start = machine.start_hot if conditions.hot else machine.start
+    if not tokens:
+        return Prediction(start, start=start)
+    experts = combined.experts * size
+    per_expert = tokens * combined.topk / experts
+    compute, intra = plan.split.compute or 1, plan.split.intra_comm or 1
+    seconds, tensor, memory, cost = _product(
+        machine, conditions, topology, combined.experts, per_expert, problem.n, problem.k, plan.tile, compute
+    )
+    rows = tokens * combined.topk / size
+    link_bytes = rows * (topology.ranks_per_node - 1) / size * combined.row_bytes * topology.num_nodes
+    # Rows of all but the last window are fetched while tiles are multiplied; all SMs then sum what a token's experts have made.
+    fetching = link_bytes / min(machine.link, intra * machine.cta_link)
+    share = 1 / plan.windows
+    summing = rows * combined.row_bytes / min(machine.memory, machine.add * machine.sms)
+    begin = start + machine.entry
+    end = begin + max(seconds, fetching * (1 - share) + cost.seconds) + fetching * share + summing + 2 * machine.flag
+    network = 0.0
+    if topology.num_nodes > 1:
+        far = tokens / size * (1 - (1 - 1 / topology.num_nodes) ** combined.topk) * (topology.num_nodes - 1)
+        busy, arrived = _sent(machine, conditions, far * combined.row_bytes, plan.put_bytes)
+        network, end = busy, max(end, begin + seconds * share + arrived + summing)
+    return Prediction(end, tensor, 0.0, memory + summing, link_bytes / machine.link, network, start)
+
+
+def _sent(machine: Machine, conditions: Conditions, count: float, put_bytes: float) -> tuple[float, float]:
+    """Seconds that the network is busy with so many bytes of a rank, and until the last have come."""
+    network = machine.network
+    paced = count / network.bandwidth * network.oversubscription
+    reaction = network.reaction_hot if conditions.hot else network.reaction
+    return paced, reaction + max(paced, math.ceil(count / put_bytes) * network.put) + network.latency

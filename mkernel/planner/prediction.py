@@ -1,0 +1,98 @@
+"""What every part of the cost model shares: under which conditions a call runs, what is predicted of it, and the cost of a tile."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mkernel.planner.gemm import BLOCK_K
+from mkernel.planner.machine import Machine
+
+__all__ = ["ALONE", "BATCH", "BEHIND", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
+
+ITEM = 2  # bytes of a 16-bit element
+_LINE = 128  # bytes
+_BATCH_CALLS = 20
+_BLEND = 3.0
+
+
+class Conditions(NamedTuple):
+    """How a call runs.
+
+    Attributes
+    ----------
+    hot
+        Right behind another call of the same world.
+    calls
+        Calls in a row, without a rest between them.
+    rested
+        Whether the GPU has rested before the first of them.
+    """
+
+    hot: bool = False
+    calls: int = 1
+    rested: bool = True
+
+
+ALONE = Conditions()  # as the bench's mode "isolated"
+BEHIND = Conditions(hot=True)  # as one of a few calls in a stream
+BATCH = Conditions(hot=True, calls=_BATCH_CALLS)  # as the bench's mode "back-to-back"
+
+
+class Prediction(NamedTuple):
+    """Seconds of a call, and how long each resource is busy in them.
+
+    ``tensor``: multiplying; ``load``: from L2 into the SMs; ``memory``, ``link``, ``network``: what goes over each, at its full rate;
+    ``start``: launch, prologue and end. What is left, ``latency``, are waits: for flags, and for what comes last.
+    """
+
+    seconds: float
+    tensor: float = 0.0
+    load: float = 0.0
+    memory: float = 0.0
+    link: float = 0.0
+    network: float = 0.0
+    start: float = 0.0
+
+    @property
+    def latency(self) -> float:
+        """What no resource's work explains."""
+        return max(0.0, self.seconds - self.start - max(self.tensor, self.load, self.memory, self.link, self.network))
+
+    @property
+    def binds(self) -> str:
+        """The name of what takes longest: a resource, ``start`` or ``latency``."""
+        names = ("tensor", "load", "memory", "link", "network", "start", "latency")
+        return max(names, key=lambda name: float(getattr(self, name)))
+
+
+class TileCost(NamedTuple):
+    """Seconds of one tile on one SM: of the tensor cores, of loads, of both together with what a tile costs beside them."""
+
+    tensor: float
+    load: float
+    seconds: float
+
+
+def blend(*seconds: float) -> float:
+    """Seconds of things that are done side by side and disturb each other: more than the longest, less than the sum."""
+    most = max(seconds)
+    return most * float(sum((one / most) ** _BLEND for one in seconds)) ** (1 / _BLEND) if most > 0 else 0.0
+
+
+def tile_cost(machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0) -> TileCost:
+    """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
+
+    ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it.
+    """
+    steps = -(-k // BLOCK_K)
+    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * speed * (machine.narrow if block_n <= 64 else 1.0))
+    of_a = machine.misaligned if k * ITEM % _LINE else 1.0
+    of_b = machine.misaligned if n * ITEM % _LINE else 1.0
+    load = (load_rows * of_a + block_n * of_b) * BLOCK_K * ITEM * steps / machine.sm_load
+    fixed = machine.tile * block_m * block_n / (128 * 256)
+    return TileCost(tensor, load, max(tensor, load) + fixed + sums * block_m * block_n * ITEM / machine.add)
+
+
+def busy_of(conditions: Conditions, machine: Machine, seconds: float) -> float:
+    """How long the GPU has worked without rest at the end of a call of about so many seconds."""
+    return seconds * conditions.calls + (0.0 if conditions.rested else machine.warm)
