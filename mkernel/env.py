@@ -266,14 +266,14 @@ PLANNER = _declare(
     "rules or model",
     _choice("rules", "model"),
     "rules",
-    "what chooses tiles and splits of the GEMM ops: rules of thumb, or the cost model (docs/model.md); the same on every rank",
+    "what chooses tiles and splits of GEMM ops: rules, or the cost model (docs/model.md); alike on all ranks",
 )
 MACHINE = _declare(
     "MKERNEL_MACHINE",
-    "h100, h200 or a path",
-    _optional(str),
+    "a path",
+    _optional(_path),
     None,
-    "the machine of the cost model: one that ships (h200), or a file of `mkernel calibrate`; the same on every rank",
+    "the cost model's machine, a file of `mkernel calibrate` (else an H200); alike on all ranks",
 )
 OPS = _declare(
     "MKERNEL_OPS", "modules, by comma", _optional(_modules), None, "further ops, which register themselves (docs/adding_an_op.md)"

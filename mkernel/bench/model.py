@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value is not None and value < 1:
             raise ArgumentError(name, value, "must be a positive integer")
     if options.nic_gbps <= 0 or options.oversubscription < 1:
-        raise ArgumentError("--nic-gbps, --oversubscription", (options.nic_gbps, options.oversubscription), "must be above 0, and at least 1")
+        raise ArgumentError(
+            "--nic-gbps, --oversubscription", (options.nic_gbps, options.oversubscription), "must be above 0, and at least 1"
+        )
     split = Split(**parse_split(options.split)) if options.split else None
     specialize: str | None = options.specialize
     try:
@@ -116,20 +118,25 @@ def comparison(cases: Sequence[Case], machine: Machine, specialize: str | None =
     """The shapes where the cost model would choose another plan than the rules, those with the largest predicted gain first."""
     rows = []
     for case in cases:
-        plan = case.plan(machine.sms, specialize=specialize)
+        plan: Any = case.plan(machine.sms, specialize=specialize)
         if plan.op not in ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"):
             raise ArgumentError("--compare", plan.op, "the model chooses for the fused GEMMs only")
-        problem: Any = plan.problem
-        found = ranked(problem, plan.rows, machine.sms, machine, specialize)
+        found = ranked(plan.problem, plan.rows, machine.sms, machine, specialize)
         rules = next(one for one in found if one.plan.digest == plan.of_rows(one.plan.rows).digest)
         best = found[0]
         if best.seconds < rules.seconds:
             how = [f"{one.plan.tile.block_n} wide, {_sms(one.plan)}" for one in (rules, best)]
-            rows.append((best.seconds / rules.seconds, [case.label, f"{rules.seconds * 1e3:.4f}", how[0], f"{best.seconds * 1e3:.4f}", how[1]]))
+            rows.append(
+                (best.seconds / rules.seconds, [case.label, f"{rules.seconds * 1e3:.4f}", how[0], f"{best.seconds * 1e3:.4f}", how[1]])
+            )
     rows.sort(key=lambda row: row[0])
     lines = [[*cells, f"{ratio:.2f}"] for ratio, cells in rows[:_DIFFER]]
     table = format_table(["shape", "rules ms", "rules", "model ms", "model", "model / rules"], lines)
-    return f"{len(rows)} of {len(cases)} shapes differ; predicted, not measured\n\n{table}" if rows else "the model would choose as the rules do"
+    return (
+        f"{len(rows)} of {len(cases)} shapes differ; predicted, not measured\n\n{table}"
+        if rows
+        else "the model would choose as the rules do"
+    )
 
 
 def _sms(plan: Any) -> str:
@@ -172,6 +179,7 @@ def _in_words(machine: Machine) -> str:
     return (
         f"{machine.name}, {machine.sms} SMs: {machine.sm_flops * machine.sms / 1e12:.0f} TFLOP/s together after a rest; "
         f"memory {machine.memory / 1e9:g} GB/s;\n"
-        f"NVLink {machine.link / 1e9:g} GB/s into one GPU, {machine.link_pair / 1e9:g} between two; network {network.bandwidth / 1e9:g} GB/s, "
-        f"a put at least {network.put * 1e6:g} us, first reaction {network.reaction * 1e6:g} us, oversubscription {network.oversubscription:g}"
+        f"NVLink {machine.link / 1e9:g} GB/s into one GPU, {machine.link_pair / 1e9:g} between two; "
+        f"network {network.bandwidth / 1e9:g} GB/s, a put at least {network.put * 1e6:g} us, "
+        f"first reaction {network.reaction * 1e6:g} us, oversubscription {network.oversubscription:g}"
     )

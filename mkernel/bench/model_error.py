@@ -10,7 +10,7 @@ from pathlib import Path
 from mkernel.bench.cases import Case, ops
 from mkernel.bench.report import FUSED, MODES, SOLO, Report
 from mkernel.bench.stats import quantile
-from mkernel.planner.machine import Machine
+from mkernel.planner.machine import Machine, changed
 from mkernel.planner.prediction import ALONE, BATCH, Conditions
 from mkernel.planner.topology import Topology
 from mkernel.tools.table import format_table
@@ -94,18 +94,6 @@ def error_table(rows: Sequence[Measured], machine: Machine) -> str:
     return format_table(["op", "world", "rows", "median", "90th", "held out", "median", "90th"], lines)
 
 
-def _get(machine: Machine, name: str) -> float:
-    part, _, field = name.rpartition(".")
-    return float(getattr(getattr(machine, part) if part else machine, field))
-
-
-def _with(machine: Machine, name: str, value: float) -> Machine:
-    part, _, field = name.rpartition(".")
-    if part:
-        return dataclasses.replace(machine, **{part: dataclasses.replace(getattr(machine, part), **{field: value})})
-    return dataclasses.replace(machine, **{field: value})
-
-
 def fit(rows: Sequence[Measured], machine: Machine, names: Sequence[str] = FITTED) -> Machine:
     """The machine with those constants for which the predictions of ``rows`` are nearest, by squares of logarithms: coordinate descent.
 
@@ -113,7 +101,7 @@ def fit(rows: Sequence[Measured], machine: Machine, names: Sequence[str] = FITTE
     """
 
     def cost(candidate: Machine) -> float:
-        moved = sum((math.log(_get(candidate, name) / _get(machine, name)) / _TRUST) ** 2 for name in names)
+        moved = sum((math.log(getattr(candidate, name) / getattr(machine, name)) / _TRUST) ** 2 for name in names)
         return sum(row.error(candidate) ** 2 for row in rows) + 0.01 * moved
 
     best, least = machine, cost(machine)
@@ -121,7 +109,7 @@ def fit(rows: Sequence[Measured], machine: Machine, names: Sequence[str] = FITTE
         before = least
         for name in names:
             for factor in _FACTORS:
-                candidate = _with(best, name, _get(best, name) * factor)
+                candidate = changed(best, **{name: getattr(best, name) * factor})
                 if (found := cost(candidate)) < least:
                     best, least = candidate, found
         if least > 0.999 * before:

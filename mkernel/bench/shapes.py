@@ -1,6 +1,7 @@
 """Shapes of dense products that ``--shapes`` names: drawn ones, and the matrices of models that are split over the ranks of a node.
 
-Both say what a rank multiplies: M rows of all ranks, N columns and K. An all-gather has N of every rank's own columns, a reduction splits K.
+Both say what a rank multiplies: M rows of all ranks, N columns and K. An all-gather has N of every rank's own columns, a reduction
+splits K.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from mkernel.ops.arguments import check_extents, check_operands, row_stride
 from mkernel.ops.gemm import GemmOp, map_of_b
 from mkernel.ops.op import Instance
 from mkernel.ops.parameters import map_places, place_of
-from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.choice import plan_reduce
+from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem
 
 if TYPE_CHECKING:

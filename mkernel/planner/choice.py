@@ -91,7 +91,7 @@ def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, special
 
 
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:
-    """The model's plan; None where the rules decide: they were asked to, or a split is given, or kernels are compiled for one split each."""
+    """The model's plan; None where the rules decide: by default, where a split is given, and where the split is compiled into kernels."""
     if split is not None or env.PLANNER.get() != "model":
         return None
     default = allgather_gemm.SPECIALIZED if isinstance(problem, AllGatherGemmProblem) else reduce.SPECIALIZED[problem.op]

@@ -15,7 +15,7 @@ from typing import Any
 
 from mkernel.errors import ArgumentError
 
-__all__ = ["EMULATED", "H100", "H200", "MACHINES", "RDMA", "Machine", "Network", "load", "machine_named", "machine_of", "save"]
+__all__ = ["EMULATED", "H100", "H200", "MACHINES", "RDMA", "Machine", "Network", "changed", "load", "machine_named", "machine_of", "save"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,24 +171,29 @@ H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", memory=H200.memor
 MACHINES = {"h100": H100, "h200": H200}
 
 
+def changed(machine: Machine, **values: float) -> Machine:
+    """The machine with other values of fields that are rates, shares or times."""
+    return dataclasses.replace(machine, **values)  # type: ignore[arg-type]
+
+
 def machine_of(device: str, sms: int | None = None) -> Machine:
     """The description of a device by its name, with ``sms`` SMs (None: all of them). A GPU that is not known is taken for an H200."""
     known = next((machine for word, machine in MACHINES.items() if word in device.lower()), H200)
     return known if sms is None or sms == known.sms else dataclasses.replace(known, sms=sms)
 
 
-def machine_named(text: str | None, sms: int | None = None) -> Machine:
-    """The description that ``MKERNEL_MACHINE`` names: ``h100``, ``h200`` (None), or a file that ``save`` has written.
+def machine_named(text: str | Path | None, sms: int | None = None) -> Machine:
+    """The description of a name: ``h100``, ``h200`` (None), or a file that ``save`` has written.
 
     Raises
     ------
     ArgumentError
         There is no such description.
     """
-    known = MACHINES.get((text or "h200").lower())
+    known = MACHINES.get(str(text or "h200").lower())
     if known is None:
         try:
-            known = load(Path(str(text)))
+            known = load(Path(text or ""))
         except (OSError, ValueError, KeyError) as error:
             rule = f"must be {', '.join(MACHINES)} or a file of `mkernel calibrate`: {error}"
             raise ArgumentError("MKERNEL_MACHINE", text, rule) from None

@@ -6,11 +6,12 @@ from typing import Any
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
 from mkernel.planner.machine import Machine
+from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
 from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
 from mkernel.planner.predict_attention import predict_ring_attention
 from mkernel.planner.predict_gemm import predict_allgather_gemm, predict_reduce
-from mkernel.planner.predict_moe import predict_moe_dispatch_gemm, predict_moe_gemm_combine
+from mkernel.planner.predict_moe import predict_moe_combine, predict_moe_dispatch_gemm, predict_moe_gemm_combine
 from mkernel.planner.prediction import ALONE, Conditions, Prediction
 from mkernel.planner.reduce import ReducePlan
 from mkernel.planner.ring_attention import RingAttentionPlan
@@ -36,4 +37,6 @@ def predict(plan: Any, machine: Machine, conditions: Conditions = ALONE, tokens:
         return predict_moe_dispatch_gemm(plan, machine, conditions, tokens)
     if tokens is not None and isinstance(plan, MoeGemmCombinePlan):
         return predict_moe_gemm_combine(plan, machine, conditions, tokens)
+    if tokens is not None and isinstance(plan, MoeCombinePlan):
+        return predict_moe_combine(plan, machine, conditions, tokens)
     return None

@@ -170,7 +170,7 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
 
     An all-reduce's results are pulled over the same links.
     """
-    problem, topology = plan.problem, plan.problem.topology
+    topology = plan.problem.topology
     size, nodes, mates = topology.size, topology.num_nodes, topology.ranks_per_node - 1
     compute, gathers = plan.split.compute or 1, plan.op == ALLREDUCE
     # A rank's links carry, in each direction, a partial tile of every other owner of its node, and of every foreign one to its rail peer;

@@ -1,7 +1,7 @@
 """How long a call of the MoE ops takes under uniform routing of a known number of tokens, by their plans.
 
-Every token chooses its experts at random, so that an expert's rows are a Poisson number. Other routings take longer: the rank with most rows
-decides, and nobody knows it beforehand.
+Every token chooses its experts at random, so that an expert's rows are a Poisson number. Other routings take longer: the rank with most
+rows decides, and nobody knows it beforehand.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 
 from mkernel.planner.gemm import BLOCK_M, GemmTile
 from mkernel.planner.machine import Machine
+from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
 from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
-from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
+from mkernel.planner.prediction import ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
 from mkernel.planner.topology import Topology
 
-__all__ = ["predict_moe_dispatch_gemm", "predict_moe_gemm_combine"]
+__all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm_combine"]
 
 _ROUTING = 25e-6  # seconds until rows have places, of few tokens: three meetings of all CTAs (docs/moe.md),
 _ROUTING_TOKEN = 4e-9  # and for every token: fitted to docs/benchmarks/moe_*.json
@@ -104,6 +105,29 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
         busy, arrived = _sent(machine, conditions, far * combined.row_bytes, plan.put_bytes)
         network, end = busy, max(end, begin + seconds * share + arrived + summing)
     return Prediction(end, tensor, 0.0, memory + summing, link_bytes / machine.link, network, start)
+
+
+def predict_moe_combine(plan: MoeCombinePlan, machine: Machine, conditions: Conditions, tokens: int) -> Prediction:
+    """The time of a call; ``tokens``: of all ranks."""
+    problem, topology = plan.problem, plan.problem.topology
+    size, (combining, _) = topology.size, plan.roles
+    start = machine.start_hot if conditions.hot else machine.start
+    if not tokens:
+        return Prediction(start, start=start)
+    rows = tokens * problem.topk / size
+    # Rows are staged for the node, come to their tokens' homes, and are summed there.
+    count = rows * problem.row_bytes
+    staged = 2 * count / machine.memory if plan.node_mates else 0.0
+    link_bytes = count * plan.node_mates / size * topology.num_nodes
+    link = link_bytes / min(machine.link if plan.node_mates > 1 else machine.link_pair, combining * machine.cta_link)
+    memory = staged + (count + tokens / size * problem.row_bytes) / machine.memory
+    end = start + machine.entry + machine.flag + max(staged + link, memory)
+    network = 0.0
+    if topology.num_nodes > 1:
+        far = tokens / size * (1 - (1 - 1 / topology.num_nodes) ** problem.topk) * (topology.num_nodes - 1)
+        network, arrived = _sent(machine, conditions, far * problem.row_bytes, plan.put_bytes)
+        end = max(end, start + machine.entry + staged + arrived)
+    return Prediction(end, memory=memory, link=link, network=network, start=start)
 
 
 def _sent(machine: Machine, conditions: Conditions, count: float, put_bytes: float) -> tuple[float, float]:

@@ -24,34 +24,68 @@ def test_every_default_shape_has_a_plan(op: str, capsys: pytest.CaptureFixture[s
     assert printed.count("workspace") == len(ops()[op].sizes)
 
 
-def test_the_parts_follow_from_rates(capsys: pytest.CaptureFixture[str]) -> None:
+def _predictions(printed: str) -> dict[str, dict[str, str]]:
+    """The last table: cells by shape and column."""
+    lines = printed.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("shape ")]
+    columns = re.split(r"  +", lines[at].strip())
+    rows = itertools.takewhile(bool, lines[at + 2 :])
+    return {row.split()[0]: dict(zip(columns, row.split(), strict=True)) for row in rows}
+
+
+def test_a_prediction_is_no_less_than_what_rates_allow(capsys: pytest.CaptureFixture[str]) -> None:
     model.main(["allgather_gemm", "--world", "1x4", "--shapes", "2048,8192", "--sms", "132"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith(("2048", "8192"))]
-    assert len(rows) == 2
-    for label, *cells in rows:
-        multiplying, memory, link, network, longest = map(float, cells)
+    rows = _predictions(capsys.readouterr().out)
+    assert set(rows) == {"2048", "8192"}
+    for label, row in rows.items():
         case = ops()["allgather_gemm"].case(label, Topology(4, 4), "bfloat16")
-        assert link == pytest.approx(case.link_bytes / 325e6, abs=1e-4)
-        assert network == 0
-        assert longest == max(multiplying, link) > memory > 0
-        assert 600 < case.flops / multiplying / 1e9 < 800, "TFLOP/s of an H200"
+        parts = {name: float(row[f"{name} ms"]) for name in ("tensor", "load", "memory", "link", "network", "start", "latency")}
+        assert parts["link"] == pytest.approx(case.link_bytes / 320e6, abs=1e-4)
+        assert parts["network"] == 0
+        assert float(row["predicted ms"]) >= max(parts.values())
+        assert parts[row["binds"]] == max(parts.values())
+        assert float(row["predicted ms"]) > case.flops / 132 / 6.6e9, "the tensor cores of all SMs"
 
 
-def test_few_rows_take_as_long_as_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_rows_wait_for_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
     model.main(["gemm_allreduce", "--world", "1x4", "--shapes", "1x8192x8192"])
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1x8192x8192"))
-    _, _, memory, _, _, longest = row.split()
-    assert longest == memory == f"{8192 * 2048 * 2 / 4.8e9:.4f}"
+    row = _predictions(capsys.readouterr().out)["1x8192x8192"]
+    assert row["binds"] == "memory"
+    assert float(row["memory ms"]) == pytest.approx(8192 * 2048 * 2 / 4.3e9, rel=0.01)
 
 
-def test_few_tokens_take_as_long_as_the_weights_of_their_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_tokens_wait_for_the_weights_of_their_experts(capsys: pytest.CaptureFixture[str]) -> None:
     for op, matrices in (("moe_dispatch_gemm", 1), ("moe_layer", 3)):
-        model.main([op, "--world", "1x4", "--shapes", "1:mixtral-8x7b:hot"])
-        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1:mixtral-8x7b:hot"))
-        multiplying, memory, *_, longest = map(float, row.split()[1:])
-        experts = memory * 4.8e9 / (matrices * 4096 * 14336 * 2)
-        assert 0.99 < experts < 2.01, "two experts, on one rank or on two"
-        assert longest == memory > 10 * multiplying
+        model.main([op, "--world", "1x4", "--shapes", "4:mixtral-8x7b:uniform"])
+        row = _predictions(capsys.readouterr().out)["4:mixtral-8x7b:uniform"]
+        experts = float(row["memory ms"]) * 4.3e9 / (matrices * 4096 * 14336 * 2)
+        assert 1.1 < experts < 1.4, "4 x 2 choices of 8 experts touch 1 - exp(-1) of the two of a rank, in the mean"
+
+
+def test_a_faster_network_is_worth_its_share(capsys: pytest.CaptureFixture[str]) -> None:
+    times = []
+    for more in ([], ["--nics", "1"], ["--nics", "2"], ["--nics", "2", "--oversubscription", "4"]):
+        model.main(["gemm_allreduce", "--world", "8x2", "--shapes", "8192", *more])
+        row = _predictions(capsys.readouterr().out)["8192"]
+        times.append((float(row["network ms"]), float(row["predicted ms"])))
+    emulated, one, two, blocked = times
+    assert emulated[0] == one[0] == pytest.approx(2 * two[0], rel=1e-3) == pytest.approx(blocked[0] / 2, rel=1e-3)
+    assert emulated[1] > one[1] > two[1] < blocked[1]
+
+
+@pytest.mark.parametrize("wrong", ["--nics 0", "--nics 1 --nic-gbps 0", "--oversubscription 0.5", "--machine a100"])
+def test_wrong_machines_are_refused(wrong: str) -> None:
+    with pytest.raises(ArgumentError):
+        model.main(["allgather_gemm", "--world", "1x4", "--shapes", "8192", *wrong.split()])
+
+
+def test_a_comparison_lists_where_the_model_would_choose_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert model.main(["gemm_allreduce", "--world", "1x4", "--shapes", "random:30:5", "--compare"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert re.match(r"\d+ of 30 shapes differ", first)
+    assert 0.3 < float(last.split()[-1]) < 1
+    with pytest.raises(ArgumentError, match="--compare"):
+        model.main(["ring_attention", "--world", "1x4", "--compare"])
 
 
 def test_a_split_is_taken_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
