@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 import mkernel as mk
 from mkernel import env
@@ -35,6 +36,7 @@ def _rank(world: Any, seed: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_calls_of_the_model_s_plans_are_right(rng: np.random.Generator) -> None:
     with env.override(MKERNEL_SPECIALIZE="k"):
         _both(int(rng.integers(1 << 30)))
