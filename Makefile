@@ -4,6 +4,7 @@
 #   VENV=none           use PYTHON as it is, with what it has installed
 #   PYTEST="-k name"    more arguments for pytest
 #   JOBS=1              tests at once (default: one per core)
+#   TORCH=torch==2.13.0 what `make test-torch` asks pip for
 
 ifndef PYTHON
   PYTHON := $(shell for v in 3.14 3.13 3.12 3.11 3; do \
@@ -29,7 +30,7 @@ else
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full test-gpu test-rdma test-mutants lint docs dist clean
+.PHONY: demo test test-full test-gpu test-torch test-rdma test-mutants lint docs dist clean
 
 demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
@@ -42,6 +43,12 @@ test-full: $(call stamp,test)
 
 test-gpu: $(call stamp,test-gpu)
 	$(PY) -m pytest -m gpu $(PYTEST)
+
+# mkernel.torch on CPU tensors and target cpu. Any torch from 2.11 on will do; its build without CUDA is the smallest, where pip's own
+# configuration (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) names a place that has one.
+TORCH ?= torch==2.13.0
+test-torch: $(call stamp,torch)
+	$(PY) -m pytest tests/with_torch -m "not gpu" --full $(PYTEST)
 
 # Real verbs in virtual machines: root, and apt-get install -y --no-install-recommends qemu-system-x86
 test-rdma: $(call stamp,test)
@@ -81,6 +88,10 @@ $(VENV)/bin/python:
 	elif $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 	  $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install -q pip; \
 	else echo '$(PYTHON) has neither ensurepip nor pip: $(APT)' >&2; exit 1; fi || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.torch: $(VENV)/.test
+	$(PY) -m pip install -q --disable-pip-version-check '$(TORCH)'
+	@touch $@
 
 $(VENV)/.%: $(VENV)/bin/python pyproject.toml
 	$(PY) -m pip install -q --disable-pip-version-check -e '.[$(or $(EXTRAS_$*),$*)]'

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_extents, check_operands, row_stride
-from mkernel.ops.call import call
+from mkernel.ops.arguments import ITEM, check_apart, check_extents, check_matrix, check_operands, check_writable, row_stride
+from mkernel.ops.call import ask, call, remember, stream_of
 from mkernel.ops.gemm import GemmOp, map_of_b
 from mkernel.ops.op import Instance, register
 from mkernel.ops.parameters import map_places, place_of
+from mkernel.ops.schedule import choice_of, executable
 from mkernel.planner.allgather_gemm import OP as OP_NAME
 from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.planner.gemm import BLOCK_K
+from mkernel.runtime import current
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
@@ -65,7 +68,14 @@ _B_MAP, _B_SLICE_MAP, _C_MAP = map_places(Parameters, "b_map", "b_slice_map", "c
 
 
 def allgather_gemm(
-    a: Array, b: Array, *, world: World | None = None, out: Array | None = None, split: Split | None = None, stream: Any = None
+    a: Array,
+    b: Array,
+    *,
+    gathered: Array | None = None,
+    world: World | None = None,
+    out: Array | None = None,
+    split: Split | None = None,
+    stream: Any = None,
 ) -> Array:
     """Gather the row shards of A from all ranks and multiply: ``c = concatenate(a of rank 0, 1, ...) @ b``, in one kernel.
 
@@ -76,6 +86,9 @@ def allgather_gemm(
         saves a staging copy when the world spans nodes.
     b
         (K, N), the dtype of ``a``: this rank's columns, row-major or the transpose view of a (N, K) array. K and N are multiples of 8.
+    gathered
+        (M, K), the dtype of ``a``, contiguous, to be filled with the rows of all ranks, for a backward pass. It costs one copy in the
+        device's memory, after the kernel. None: not wanted; each rank chooses for itself.
     out
         (M, N), the dtype of ``a``, rows contiguous, no byte shared with ``a`` or ``b``; returned as given. None: a new array of
         the library of ``a`` (torch or CuPy; NumPy on target cpu), in memory of ``stream``. CuPy needs it in a capture.
@@ -118,8 +131,67 @@ def allgather_gemm(
     The algorithm: every rank pushes its shard chunk by chunk into the gather buffers of its node while tiles of its own shard are computed;
     tiles of other shards follow as their chunks arrive (kernels_src/ops/allgather_gemm.cuh).
     """
+    if gathered is not None:
+        return _call_and_keep(a, b, gathered, current.current(world), out=out, split=split, stream=stream)
     result: Array = call(OP, (a, b), (), world=world, out=out, split=split, stream=stream)
     return result
+
+
+def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: Any, split: Any, stream: Any) -> Array:
+    """The call, and then a copy of what it has gathered."""
+    with world.lock:
+        libraries, queue = world.backend.libraries, stream_of(world, (a, b), stream)
+        library = libraries[type(gathered)]
+        key = "gathered", choice_of(split), library.key(gathered), *(libraries[type(array)].key(array) for array in (a, b))
+        copies: _Copies | None = world.bound_calls.get(key)
+        if copies is None:
+            (view, b_view), instance = ask(world, OP, (a, b), ())
+            kept = library.view(gathered)
+            _check_gathered(kept, view, b_view, instance)
+            made = executable(world, OP, instance, split, queue)
+            copies = remember(world, key, _copies(world, made, view, kept))
+        result: Array = call(OP, (a, b), (), world=world, out=out, split=split, stream=stream)
+        library.enter(gathered, queue)
+        world.backend.after(queue, copies.make)
+        library.leave(gathered, queue, stream is None)
+        return result
+
+
+def _check_gathered(kept: TensorView, a: TensorView, b: TensorView, instance: Instance[AllGatherGemmProblem]) -> None:
+    problem, rows = instance
+    shape = rows * problem.topology.size, problem.k
+    if check_matrix("gathered", kept, problem.dtype) != shape:
+        raise ArgumentError("gathered.shape", kept.shape, f"must be (M, K) = {shape}")
+    if row_stride("gathered", kept) != problem.k * ITEM:
+        raise ArgumentError("gathered.strides", kept.strides, "gathered must be contiguous")
+    check_writable("gathered", kept)
+    check_apart("gathered", kept, {"a": a, "b": b})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copies:
+    """Arrays of ``world.xp``: what is copied where after a call."""
+
+    pairs: tuple[tuple[Any, Any], ...]
+
+    def make(self) -> None:
+        for target, source in self.pairs:
+            target[...] = source
+
+
+def _copies(world: World, made: Executable, a: TensorView, kept: TensorView) -> _Copies:
+    """Copies of this rank's rows from ``a``, and of the others' from the heap, where each part of K is a matrix of its own."""
+    plan: AllGatherGemmPlan = made.plan
+    (rows, k), rank, size, dtype, wrap = a.shape, world.rank, world.size, plan.problem.dtype, world.backend.wrap
+    if rows == 0:
+        return _Copies(())
+    target = wrap(kept.address, (size, rows, plan.parts, k // plan.parts), dtype, None)
+    own = target[rank].reshape(rows, k), wrap(a.address, (rows, k), dtype, None)
+    if size == 1:
+        return _Copies((own,))
+    shards = wrap(world.heap_address + made.scratch_offset, (size, plan.parts, rows, k // plan.parts), dtype, None).swapaxes(1, 2)
+    others = [(target[ranks], shards[ranks]) for ranks in (slice(rank), slice(rank + 1, size)) if range(size)[ranks]]
+    return _Copies((own, *others))
 
 
 class AllGatherGemm(GemmOp[AllGatherGemmProblem]):

@@ -173,6 +173,13 @@ class Backend(abc.ABC):
         cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL).
         """
 
+    def after(self, stream: Any, action: Callable[[], object]) -> None:
+        """Do ``action``, which reads on ``stream`` what the last launch there has left on the heap, before any later launch.
+
+        ``action`` uses ``xp``, whose current stream is ``stream``.
+        """
+        action()
+
     def release(self) -> None:  # noqa: B027 (where launches are synchronous, nothing is kept)
         """Let go of memory that was kept for launches which have ended. Never blocks."""
 

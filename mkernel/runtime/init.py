@@ -25,6 +25,7 @@ from mkernel.runtime.ranks.bootstrap import Bootstrap, ThreadGroup
 from mkernel.runtime.ranks.choice import choose, under_mpi
 from mkernel.runtime.ranks.connect import connect
 from mkernel.runtime.ranks.control import Waiting, not_told
+from mkernel.runtime.ranks.torch_group import is_process_group
 from mkernel.runtime.world import World
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ def init(
     Parameters
     ----------
     comm
-        mpi4py communicator. By default the ranks meet at ``MKERNEL_RENDEZVOUS``, or are those of MPI's COMM_WORLD under an MPI launcher, or
-        those of torchrun or of a step of Slurm's srun; without any of these the world has one rank.
+        mpi4py communicator, or a process group of torch.distributed, which is used in here only. By default the ranks meet at
+        ``MKERNEL_RENDEZVOUS``, or are those of MPI's COMM_WORLD under an MPI launcher, or those of torchrun or of a step of Slurm's srun;
+        without any of these the world has one rank.
     target
         ``"cuda"``, ``"cpu"``, or ``"auto"``: cuda if every rank has its own sm_90 GPU with peer access inside the node, cpu if there is no
         GPU, else an error.
@@ -120,7 +122,7 @@ def _opening(comm: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if comm is not None or (under_mpi() and not env.RENDEZVOUS.is_set()):
+        if (comm is not None and not is_process_group(comm)) or (under_mpi() and not env.RENDEZVOUS.is_set()):
             ending.note_failure(peer_lost=False, seconds=DEFAULT_TIMEOUT + DEFAULT_ENTRY_TIMEOUT)
         raise
 

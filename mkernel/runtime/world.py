@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import logging
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -33,11 +35,21 @@ if TYPE_CHECKING:
     from mkernel.runtime.parts import Parts
     from mkernel.typing import Array, DType
 
-__all__ = ["World"]
+__all__ = ["World", "named"]
 
 _log = logging.getLogger("mkernel")
 
 _HISTORY = 64  # recent calls whose plans a report can name; a power of two
+_numbers = itertools.count()
+_by_name: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()  # all worlds of this process that are in use
+
+
+def named(name: str) -> World:
+    """The world of a ``World.name``. Raises Error when this process has none."""
+    world = _by_name.get(name)
+    if world is None:
+        raise Error(f"this process has no world {name!r} (any more): call mk.init() first, and compile or export again what used another")
+    return world
 
 
 class World:
@@ -57,6 +69,8 @@ class World:
         Ordinal of this rank's GPU, or ``"cpu"``.
     xp
         ``cupy`` or ``numpy``: the module of arrays that calls return.
+    name
+        Stands for the world where only text can, as in a compiled graph: ``world0`` is the first one that this process has opened.
 
     Examples
     --------
@@ -76,6 +90,7 @@ class World:
         self.local_rank, self.ranks_per_node = parts.topology.local_rank(parts.rank), parts.topology.ranks_per_node
         self.target, self.device, self.xp = parts.backend.target, parts.device, parts.backend.xp
         self.options, self.over_mpi = parts.options, parts.over_mpi
+        self.name = f"world{next(_numbers)}"
         self.specialize = parts.options.specialize or "default"  # fields that are compiled into kernels
         self.failure: Failure | None = None  # what ended the world
         self.attention = False  # something must be looked at before the next launch
@@ -106,6 +121,7 @@ class World:
         self._stop_engine = parts.start_engine(parts, self.failures.on_transport_error) if parts.start_engine is not None else None
         self._wake = parts.wakers[0] if parts.wakers else None
         ending.born(self)
+        _by_name[self.name] = self
         self._control.start(self.failures)
         if not self._synchronous:
             self.failures.start()

@@ -27,7 +27,7 @@ LAYERS = (
     ("",),  # mkernel itself
     ("tools",),  # what the programs below share
     ("bench",),
-    ("cli",),
+    ("cli", "torch"),
     ("__main__",),
 )
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
@@ -52,7 +52,7 @@ HOMES = {
     "cloudpickle": {"runtime/workers/pickling.py"},
     "mpi4py": {"runtime/ranks/mpi.py"},
     "cuda": {"jit/cache.py", "jit/cuda.py", "memory/driver.py", "runtime/cuda/kernel.py", "cli/probes.py"},
-    "torch": {"bench/baselines.py"},
+    "torch": {"bench/baselines.py", *(f"torch/{file.name}" for file in (PACKAGE / "torch").glob("*.py"))},
     "cutlass_library": set(),
 }
 

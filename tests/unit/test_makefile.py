@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         ("test-full", "", "test"),
         ("test-gpu", "13", "test,cuda13"),
         ("test-mutants", "13", "test"),
+        ("test-torch", "", "test"),
         ("lint", "", "lint"),
         ("docs", "13", "docs"),
         ("dist", "", "test"),

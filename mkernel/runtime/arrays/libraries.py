@@ -131,7 +131,8 @@ class TorchLibrary(Library):
             where = f"is on {array.device}, this rank works on {self._place}"
             raise ArgumentError("array", "Tensor", where, f"move it: .to({str(self._place)!r})")
         if array.requires_grad:
-            raise ArgumentError("array", "Tensor", "requires a gradient, and mkernel has no autograd", "detach() it")
+            rule = "requires a gradient, which this function does not give"
+            raise ArgumentError("array", "Tensor", rule, "use that of mkernel.torch, or detach() it")
         if array.layout is not self._strided:
             raise ArgumentError("array", "Tensor", f"has layout {array.layout}", "use to_dense()")
         if array.is_neg() or array.is_conj():

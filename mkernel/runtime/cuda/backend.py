@@ -261,6 +261,12 @@ class CudaBackend(Backend):
             check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
         self._queue.launched(turn)
 
+    def after(self, stream: int, action: Callable[[], object]) -> None:
+        turn = self._queue.order(stream)
+        with self._current(), self._cupy.on(stream):
+            action()
+            self._queue.launched(turn)  # so that calls on other streams wait for it, too
+
     def synchronize(self) -> None:
         self._queue.synchronize()
 

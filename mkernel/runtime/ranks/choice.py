@@ -9,6 +9,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError, Error
 from mkernel.runtime.ranks import rendezvous
 from mkernel.runtime.ranks.bootstrap import Bootstrap, SingleBootstrap
+from mkernel.runtime.ranks.torch_group import TorchBootstrap, is_process_group
 
 __all__ = ["choose", "launcher_size", "under_mpi"]
 
@@ -34,7 +35,8 @@ def under_mpi() -> bool:
 def choose(comm: Any = None) -> Bootstrap:
     """The way in that the caller, or else the environment, asks for.
 
-    An explicit communicator; else ``MKERNEL_RENDEZVOUS``; else an MPI launcher; else torchrun's or Slurm's variables; else a world of one.
+    An explicit communicator, mpi4py's or torch's; else ``MKERNEL_RENDEZVOUS``; else an MPI launcher; else torchrun's or Slurm's variables;
+    else a world of one.
 
     Raises
     ------
@@ -43,9 +45,11 @@ def choose(comm: Any = None) -> Bootstrap:
     Error
         A launcher started several ranks, but MPI sees one.
     """
+    if is_process_group(comm):
+        return TorchBootstrap(comm)
     if comm is not None:
         if not all(hasattr(comm, name) for name in ("Get_rank", "Get_size", "allgather")):
-            raise ArgumentError("comm", comm, "must be an mpi4py communicator", "omit it to use COMM_WORLD")
+            raise ArgumentError("comm", comm, "must be an mpi4py communicator or a process group of torch", "omit it to use COMM_WORLD")
         return _mpi(comm)
     if env.RENDEZVOUS.get():
         return rendezvous.from_environment()

@@ -1,0 +1,127 @@
+"""A rank of the tests with processes: ``python tests/with_torch/worker.py <scenario>``. Prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import mkernel as mk
+import mkernel.torch as mkt
+
+WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
+ROWS, BATCH, HIDDEN, INNER = 8, 2, 32, 64  # ROWS: of a rank
+
+
+def tell(**fields: Any) -> None:
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
+
+
+class Block(torch.nn.Module):
+    """Two layers as they are in a transformer's feed-forward part."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up = mkt.ColumnParallelLinear(HIDDEN, INNER, **options)
+        self.down = mkt.RowParallelLinear(INNER, HIDDEN, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Whole(torch.nn.Module):
+    """The same on one rank, of torch's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(HIDDEN, INNER, dtype=torch.bfloat16)
+        self.down = torch.nn.Linear(INNER, HIDDEN, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def join_group() -> None:
+    dist.init_process_group("gloo", rank=int(os.environ["MKERNEL_RANK"]), world_size=int(os.environ["MKERNEL_SIZE"]))
+
+
+def compiled() -> None:
+    """The collectives of a compiled block, forward and backward: what its graphs hold, and in which order they run."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if "mkernel" in str(node.target)])
+        return graph.forward
+
+    with mk.init(**WORLD) as world:
+        torch.manual_seed(0)
+        block = Block()
+        launched: list[str] = []
+        launch = world.launch
+        world.launch = lambda executable, *more: (launched.append(executable.plan.op), launch(executable, *more))[1]  # type: ignore[method-assign]
+        x = torch.randn(ROWS, BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        results = []
+        for run in (block, torch.compile(block, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)):
+            x.grad = None
+            block.zero_grad()
+            y = run(x)
+            y.float().square().sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
+        half = len(launched) // 2
+        tell(
+            rank=world.rank,
+            graphs=graphs,
+            eager=launched[:half],
+            compiled=launched[half:],
+            equal=[bool(torch.equal(*pair)) for pair in zip(*results, strict=True)],
+        )
+
+
+def inductor() -> None:
+    """The block compiled by torch's own compiler gives what it gives eagerly."""
+    with mk.init(**WORLD) as world:
+        torch.manual_seed(0)
+        block = Block()
+        x = torch.randn(ROWS, BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        results = []
+        for run in (block, torch.compile(block, fullgraph=True)):
+            x.grad = None
+            block.zero_grad()
+            y = run(x)
+            y.float().square().sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
+        worst = max(float((p - q).abs().max() / p.abs().max()) for p, q in zip(*results, strict=True))
+        tell(rank=world.rank, worst=worst)
+
+
+def group() -> None:
+    """Worlds of process groups: of all ranks, and of halves."""
+    join_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    with mk.init(dist.group.WORLD, **WORLD) as world, mk.init(mesh["tp"].get_group(), **WORLD) as half:
+        a, b = torch.full((8, 8), float(world.rank), dtype=torch.bfloat16), torch.eye(8, dtype=torch.bfloat16)
+        tell(
+            rank=world.rank,
+            sizes=[world.size, half.size],
+            ranks=[world.rank, half.rank],
+            all=mkt.allgather_gemm(a, b, world=world)[::8, 0].tolist(),
+            half=mkt.allgather_gemm(a, b, world=half)[::8, 0].tolist(),
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    SCENARIOS = {function.__name__: function for function in (compiled, inductor, group)}
+    SCENARIOS[sys.argv[1]]()
