@@ -23,6 +23,7 @@ __all__ = ["CupyBaselines", "NoBaselines", "TorchBaselines", "open_baselines"]
 Triple = tuple[Any, Any, Any]  # a, b, c
 
 NCCL, ASYNC_TP = "NCCL+cuBLAS", "torch async-TP"
+ONE_SHOT, TWO_SHOT = "torch one-shot", "torch two-shot"  # all-reduces on symmetric memory, after torch.matmul
 _NCCL_BFLOAT16 = 9  # ncclBfloat16 of nccl.h, which CuPy's constants do not name in every version
 
 
@@ -124,7 +125,42 @@ class TorchBaselines:
             self._torch.matmul(a, b, out=c)
             self._dist.all_reduce(c)
 
-        return {NCCL: [functools.partial(nccl, *triple) for triple in self._tensors(a, b, c)]}
+        sets = self._tensors(a, b, c)
+        calls: dict[str, Sequence[Call]] = {NCCL: [functools.partial(nccl, *triple) for triple in sets]}
+        return calls | self._symmetric(calls[NCCL][0], sets)
+
+    def _symmetric(self, reference: Call, sets: Sequence[Triple]) -> dict[str, Sequence[Call]]:
+        """The product into symmetric memory, then torch's all-reduce of that: in one step into c, or in two where it lies."""
+        names = [name for name in (ONE_SHOT, TWO_SHOT) if name not in self.missing]
+        made: list[Any] = []
+        group = self._dist.group.WORLD.group_name
+
+        def make() -> None:
+            memory = importlib.import_module("torch.distributed._symmetric_memory")
+            memory.enable_symm_mem_for_group(group)
+            c = sets[0][2]
+            made.append(memory.empty(c.shape, dtype=c.dtype, device=c.device))
+            memory.rendezvous(made[0], group)
+
+        if names and (failed := self._try("", make)):
+            self.missing.update(dict.fromkeys(names, failed[""]))
+            return {}
+
+        def one_shot(a: Any, b: Any, c: Any) -> Any:
+            self._torch.matmul(a, b, out=made[0])
+            return self._torch.ops.symm_mem.one_shot_all_reduce_out(made[0], "sum", group, c)
+
+        def two_shot(a: Any, b: Any, c: Any) -> Any:
+            self._torch.matmul(a, b, out=made[0])
+            return self._torch.ops.symm_mem.two_shot_all_reduce_(made[0], "sum", group)
+
+        found: dict[str, Sequence[Call]] = {}
+        for name, call in ((ONE_SHOT, one_shot), (TWO_SHOT, two_shot)):
+            calls = [functools.partial(call, *triple) for triple in sets]
+            if name in names:
+                self.missing.update(self._try(name, functools.partial(self._compare, reference, calls[0], sets[0][2])))
+                found |= {} if name in self.missing else {name: calls}
+        return found
 
     def _tensors(self, a: Sequence[Any], b: Sequence[Any], c: Sequence[Any]) -> list[Triple]:
         return [(self.tensor(x), self.tensor(y), self.tensor(z)) for x, y, z in zip(a, b, c, strict=True)]
@@ -146,14 +182,18 @@ class TorchBaselines:
         return found
 
     def _first_async_tp(self, reference: Call, call: Call, c: Any) -> None:
-        """Call it once and compare its result with NCCL's: the op has no ``out``, so nothing else checks it."""
         memory = importlib.import_module("torch.distributed._symmetric_memory")
         memory.enable_symm_mem_for_group(self._dist.group.WORLD.group_name)
+        self._compare(reference, call, c)
+
+    def _compare(self, reference: Call, call: Call, c: Any) -> None:
+        """Make each call once and compare what they return, or NCCL leaves in ``c``: nothing else checks these results."""
         reference()
+        expected = c.float()  # a copy
         result = call()
         self._torch.cuda.synchronize()
         norm = self._torch.linalg.vector_norm
-        error = float(norm(result.float() - c.float()) / norm(c.float()))
+        error = float(norm(result.float() - expected) / norm(expected))
         if not error < 0.01:
             raise RuntimeError(f"its result is off by {error:.3g} of the norm")
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkernel import env
-from mkernel.bench.baselines import ASYNC_TP, NCCL
+from mkernel.bench.baselines import ASYNC_TP, NCCL, ONE_SHOT, TWO_SHOT
 from mkernel.bench.cases import Case, Op, ops
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
+from mkernel.bench.summary import plot, summarize
 from mkernel.bench.timing import COOLDOWN_MS, LONGEST_COOLDOWN_MS
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import ALGORITHMS, PARTIALS
@@ -40,7 +41,9 @@ _ROLES = ("compute", *COMMUNICATION_ROLES)
 _RESULTS = Path("docs") / "benchmarks"
 _DTYPES = ("bfloat16", "float16")
 _OP_OPTIONS = ("partials", "algorithm")
-_OPTIONAL = (TUNED, NCCL, ASYNC_TP, ALONE, SOLO, ENGINE)  # columns
+_OPTIONAL = (TUNED, NCCL, ASYNC_TP, ONE_SHOT, TWO_SHOT, ALONE, SOLO, ENGINE)  # columns
+_SAMPLES, _DRAWN_SAMPLES, _AGAIN_SAMPLES = 20, 7, 30  # of each contestant and mode; of drawn shapes, and of rows that are measured again
+_DRAWN_COOLDOWN_MS, _DRAWN_SECONDS, _DRAWN_AGAIN = 3.0, 0.8, 0.95
 
 
 def parse_split(text: str) -> dict[str, int]:
@@ -70,10 +73,9 @@ def parse_world(text: str) -> Topology:
 def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> None:
     """Add the options that say what runs on which world; ``Asked`` reads them."""
     parser.add_argument("op", nargs="?", choices=ops, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(ops))
-    shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), "
-    shapes += (
-        "for gemm_allreduce also large, small; of MoE T, T:MODEL:ROUTING, TxHxFxExK:ROUTING, random:N:SEED, decode, models, routings; "
-    )
+    shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), random:N:SEED, MODEL:tpR with "
+    shapes += "MODEL llama-70b, qwen2.5-7b, deepseek-v3 or mixtral and R ranks, for gemm_allreduce also large, small; "
+    shapes += "of MoE T, T:MODEL:ROUTING, TxHxFxExK:ROUTING, random:N:SEED, decode, models, routings; "
     shapes += "of ring_attention BxHqxHkvxSxD (c after it: causal), causal, gqa, long, random:N:SEED "
     shapes += "(default: all of the op's)"
     parser.add_argument("--shapes", help=shapes)
@@ -101,11 +103,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-of-one", action="store_true", help="the GEMM inner loop against cuBLAS: the same as op `gemm`")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
     parser.add_argument("--sweep", nargs="+", default=[], metavar="SPLIT", help="further splits, one column each")
-    parser.add_argument("--samples", type=int, default=20, help="per contestant and mode (default 20; fewer only to try things out)")
+    parser.add_argument("--samples", type=int, help=f"per contestant and mode (default {_SAMPLES}; of random shapes {_DRAWN_SAMPLES})")
     cooldown = (
         f"idle milliseconds before every sample (default {COOLDOWN_MS:g}, more after long samples); 0: as in a loop that never pauses"
     )
-    parser.add_argument("--cooldown", type=float, default=COOLDOWN_MS, metavar="MS", help=cooldown)
+    parser.add_argument("--cooldown", type=float, metavar="MS", help=f"{cooldown}; default of random shapes {_DRAWN_COOLDOWN_MS:g}")
+    parser.add_argument(
+        "--seconds", type=float, help=f"that samples of a shape take, about (default: no limit; random: {_DRAWN_SECONDS:g})"
+    )
+    again = f"measure rows again, with {_AGAIN_SAMPLES} samples, that take more than so much of NCCL+cuBLAS (default of random shapes "
+    parser.add_argument("--again", type=float, metavar="RATIO", help=f"{again}{_DRAWN_AGAIN:g})")
+    parser.add_argument("--graph", action="store_true", help="also 20 calls replayed from a CUDA graph")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratio to NCCL+cuBLAS against M (SVG)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="columns to leave out: " + ", ".join(_OPTIONAL))
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
@@ -133,6 +142,10 @@ class Asked:
         for name in getattr(options, "without", ()):
             if name not in _OPTIONAL:
                 raise ArgumentError("--without", name, "must be one of " + ", ".join(_OPTIONAL))
+        for name in ("seconds", "again"):
+            value = getattr(options, name, None)
+            if value is not None and not 0 < value < float("inf"):
+                raise ArgumentError(f"--{name}", value, "must be a number above 0")
         if not 0 <= getattr(options, "cooldown", 0.0) <= LONGEST_COOLDOWN_MS:
             raise ArgumentError("--cooldown", options.cooldown, f"must be from 0 to {LONGEST_COOLDOWN_MS:g} milliseconds")
         if op.name == "gemm":
@@ -165,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     options.split = parse_split(options.split) if options.split else None
     options.sweep = [parse_split(text) for text in options.sweep]
+    _complete(options)
     options.command = options.command or shlex.join(["python", "-m", "mkernel", "bench", *_without_paths(words)])
     plan = Asked.of(options)
     if options.worker or launcher.is_rank():
@@ -172,6 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_gpus(options)
     _require_writable(options)
     return _parent(plan)
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """Fill in what the command line leaves open: of drawn shapes there are many, so that each gets less time."""
+    drawn = any(word.strip().lower().startswith("random:") for word in (options.shapes or "").split(","))
+    if options.samples is None:
+        options.samples = _DRAWN_SAMPLES if drawn else _SAMPLES
+    if options.cooldown is None:
+        options.cooldown = _DRAWN_COOLDOWN_MS if drawn else COOLDOWN_MS
+    if drawn:
+        options.seconds = _DRAWN_SECONDS if options.seconds is None else options.seconds
+        options.again = _DRAWN_AGAIN if options.again is None else options.again
+        options.without = options.without or [TUNED, SOLO]
 
 
 def require_gpus(options: argparse.Namespace) -> None:
@@ -208,6 +235,8 @@ def _parent(plan: Asked) -> int:
             arguments += ["--out", str(options.out)]
         if options.save:
             arguments += ["--save"]
+        arguments += ["--plot", str(options.plot)] if options.plot else []
+        arguments += ["--again", str(options.again)] if options.again is not None else []
         return _ranks(options, deadline, plan.topology.size, arguments)
 
 
@@ -219,6 +248,8 @@ def _ranks(options: argparse.Namespace, deadline: float, ranks: int, arguments: 
     command = ["-m", "mkernel", "bench", *arguments, "--worker", "--dtype", options.dtype, "--samples", str(options.samples)]
     command += ["--command", options.command, "--cooldown", str(options.cooldown)]
     command += ["--allow-cpu"] if options.allow_cpu else []
+    command += ["--seconds", str(options.seconds)] if options.seconds is not None else []
+    command += ["--graph"] if options.graph else []
     command += ["--without", *options.without] if options.without else []
     with progress.relayed(f"bench {arguments[0]}") as output:
         return launcher.run(ranks, command, timeout=deadline - time.monotonic(), kind=options.launcher, output=output)
@@ -252,6 +283,10 @@ def _worker(plan: Asked) -> int:
         solo=_solo(options.solo),
         options=plan.op_options,
         cooldown_ms=options.cooldown,
+        seconds=options.seconds,
+        again=options.again,
+        graph=options.graph,
+        again_samples=_AGAIN_SAMPLES,
     )
     # Calls share one workspace. The staging area at least doubles where it grows, and old ones stay.
     heap = max(case.heap_bytes for case in plan.cases) + 4 * max(case.network_bytes for case in plan.cases)
@@ -261,7 +296,9 @@ def _worker(plan: Asked) -> int:
         report = measure(world, settings, lambda report: _write(report, options))
         if world.rank == 0:
             _write(report, options)
-            print(render(report), flush=True)
+            print(render(report), *summarize(report), sep="\n", flush=True)
+            if options.plot:
+                options.plot.write_text(plot(report), encoding="utf-8")
         world.barrier()
     return 0 if report.correct else 1
 
@@ -274,7 +311,7 @@ def _solo(path: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _require_writable(options: argparse.Namespace) -> None:
-    for option, path in (("--out", options.out), ("--save", _RESULTS / "report.json" if options.save else None)):
+    for option, path in (("--out", options.out), ("--plot", options.plot), ("--save", _RESULTS / "report.json" if options.save else None)):
         if path is not None:
             require_writable(option, path, parents=True)
 

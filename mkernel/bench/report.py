@@ -10,10 +10,11 @@ from typing import Any
 from mkernel.bench.stats import Measurement, tera
 from mkernel.tools.table import format_table
 
-__all__ = ["ALONE", "ENGINE", "FUSED", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render", "told"]
+__all__ = ["ALONE", "ENGINE", "FUSED", "GRAPH", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render", "told"]
 
 SCHEMA = 1
 MODES = ("isolated", "back-to-back")
+GRAPH = "graph"  # a mode that is measured where it is asked for
 FUSED = "fused"  # the whole op, the split chosen by mkernel or by --split
 TUNED = "fused tuned"  # with the split that mk.tune finds, where that is another one
 ALONE = "cuBLAS alone"  # the local compute of one rank, all inputs already there
@@ -37,6 +38,9 @@ class Row:
     host: dict[str, Measurement] = dataclasses.field(default_factory=dict)  # microseconds to enqueue one call on an empty queue
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     tuned: dict[str, int] | None = None  # the split that mk.tune found
+    predicted: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # by mode in ms, "binds", "machine": what the cost model says of FUSED
 
     @property
     def correct(self) -> bool:
@@ -156,9 +160,11 @@ def render(report: Report) -> str:
     rest = report.settings.get("cooldown_ms", 0)
     head += f", after at least {rest:g} ms of rest" if rest else ", without rest"
     contestants = _contestants(report.rows)
-    lines = [_line(row, contestants) for row in report.rows]
-    headers = ["shape", *contestants, "b2b " + FUSED]
-    headers += [f"b2b {name}" for name in _others(contestants)]
+    lines = [_line(row, contestants, _has_graphs(report.rows)) for row in report.rows]
+    headers = ["shape", *contestants, "predicted", "b2b " + FUSED]
+    headers += [f"b2b {name}" for name in _others(contestants)] + ["b2b predicted"]
+    if _has_graphs(report.rows):
+        headers += [f"graph {name}" for name in (FUSED, *_others(contestants))]
     headers += ["link"] + (["network"] if world["nodes"] > 1 else []) + ["bound", "eff", "eff b2b", "TFLOP/s", "host us", "err/bound"]
     if world["nodes"] == 1:
         lines = [line[: headers.index("link") + 1] + line[headers.index("link") + 2 :] for line in lines]
@@ -184,7 +190,11 @@ def _others(contestants: Iterable[str]) -> list[str]:
     return [name for name in contestants if name not in (FUSED, ALONE, ENGINE, SOLO)]
 
 
-def _line(row: Row, contestants: list[str]) -> list[str]:
+def _has_graphs(rows: Iterable[Row]) -> bool:
+    return any(GRAPH in modes for row in rows for modes in row.times.values())
+
+
+def _line(row: Row, contestants: list[str], graphs: bool) -> list[str]:
     fused = row.times.get(FUSED, {}).get("isolated")
     first = "WRONG" if not row.correct else _NONE if fused is None else f"{_ms(fused.median)} ({_ms(fused.p10)}-{_ms(fused.p90)})"
     time = row.time(FUSED)
@@ -193,8 +203,11 @@ def _line(row: Row, contestants: list[str]) -> list[str]:
         row.label,
         first,
         *(_ms(row.time(name)) for name in contestants[1:]),
+        _ms(row.predicted.get("isolated")),
         _ms(row.time(FUSED, "back-to-back")),
         *(_ms(row.time(name, "back-to-back")) for name in _others(contestants)),
+        _ms(row.predicted.get("back-to-back")),
+        *(_ms(row.time(name, GRAPH)) for name in (FUSED, *_others(contestants)) if graphs),
         _ms(row.link_ms),
         _ms(row.network_ms),
         _ms(row.bound_ms),

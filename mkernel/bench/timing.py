@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +80,10 @@ class Timing(abc.ABC):
     def back_to_back(self, calls: Sequence[Call], samples: int) -> Taken:
         """Milliseconds per call of 20 calls in the stream without a barrier. ``calls`` take turns."""
 
+    @abc.abstractmethod
+    def replayed(self, calls: Sequence[Call], samples: int) -> Taken:
+        """Milliseconds per call of ``BATCH`` calls that were captured in a CUDA graph, as servers run them. ``calls`` take turns."""
+
     def host(self, calls: Sequence[Call], samples: int) -> Taken:
         """Microseconds until the first of ``calls`` returns, with nothing in the queue."""
         call = calls[0]
@@ -152,6 +157,19 @@ class CudaTiming(Timing):
             return Taken(times, self._method(f"CUDA events between {BATCH} calls, no barrier"), last)
         results = [self._behind_delay(batch)[0] / BATCH for _ in range(samples)]
         return Taken(results, self._method(f"CUDA events around {BATCH} calls / {BATCH}, no barrier"), last)
+
+    def replayed(self, calls: Sequence[Call], samples: int) -> Taken:
+        self.stream.begin_capture(self.xp.cuda.runtime.streamCaptureModeThreadLocal)
+        try:
+            for i in range(BATCH):
+                calls[i % len(calls)]()
+        finally:
+            graph = self.stream.end_capture()
+        replay = functools.partial(graph.launch, self.stream)
+        self._start_measurement(1)
+        self._behind_delay([replay])  # the first launch uploads the graph
+        results = [self._behind_delay([replay])[0] / BATCH for _ in range(samples)]
+        return Taken(results, self._method(f"CUDA events around a graph of {BATCH} calls / {BATCH}"), (BATCH - 1) % len(calls))
 
     def _start_measurement(self, calls: int) -> None:
         """Begin samples of so many calls. The delay grows until the host has enqueued all of them before it ends."""
@@ -301,6 +319,9 @@ class CpuTiming(Timing):
     def back_to_back(self, calls: Sequence[Call], samples: int) -> Taken:
         times = [self._time(calls) / len(calls) for _ in range(samples)]
         return Taken(times, f"host clock around {len(calls)} calls", len(calls) - 1)
+
+    def replayed(self, calls: Sequence[Call], samples: int) -> Taken:
+        return self.back_to_back(calls, samples)  # there are no graphs
 
     @staticmethod
     def _time(calls: Sequence[Call]) -> float:

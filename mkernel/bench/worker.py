@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mkernel import env
 from mkernel.bench import machine
 from mkernel.bench.baselines import Baselines, NoBaselines, open_baselines
 from mkernel.bench.cases import Case, ops
-from mkernel.bench.peers import fresh_seed, gather
+from mkernel.bench.peers import fresh_seed, gather, worst_reason
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, MODES, SOLO, TUNED, Report, Row, told
+from mkernel.bench.report import ALONE, ENGINE, FUSED, GRAPH, MODES, SOLO, TUNED, Report, Row, told
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
-from mkernel.bench.timing import CudaTiming, open_timing, require_speed
+from mkernel.bench.summary import slower_than
+from mkernel.bench.timing import BATCH, CudaTiming, open_timing, require_speed
 from mkernel.ops.split_search import tune_calls
+from mkernel.planner.machine import machine_named, machine_of
+from mkernel.planner.prediction import ALONE as ISOLATED
+from mkernel.planner.prediction import BATCH as BACK_TO_BACK
 
 if TYPE_CHECKING:
     from mkernel.bench.timing import Call, Taken, Timing
 
 __all__ = ["Settings", "measure"]
+
+_FEWEST_SAMPLES = 3
+_LEAST_SECONDS, _USUAL_FLOPS = 30e-6, 500e12  # of a call, for guesses
+_FLOORS = (ALONE, ENGINE)  # which are no contestants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +50,10 @@ class Settings:
     solo: Mapping[str, Mapping[str, Any]]  # local GEMM "MxNxK" -> mode -> measurement in a world of one
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # keyword arguments of the op
     cooldown_ms: float = 0.0  # before every sample
+    seconds: float | None = None  # that the samples of a shape may take, about; None: as long as they take
+    again: float | None = None  # rows that take more than so much of NCCL+cuBLAS are measured again, with more samples, which count
+    again_samples: int = 30
+    graph: bool = False  # also calls that are replayed from a CUDA graph
 
 
 def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] = lambda report: None) -> Report:
@@ -69,6 +83,8 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
             "link_gb_per_s": LINK_GB_PER_S,
             "network_gb_per_s": settings.network_gb_per_s,
             "cooldown_ms": settings.cooldown_ms,
+            "seconds_per_shape": settings.seconds,
+            "again_above": settings.again,
         },
         machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
     )
@@ -115,14 +131,39 @@ class _Measurer:
         contestants: dict[str, Sequence[Call]] = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
         if TUNED not in settings.without and self.world.size > 1 and self.timing.tunes:
             contestants |= self._tuned(row)
+        row.predicted = self._predicted()
         row.worst = max(self._check(calls) for calls in contestants.values())
         if row.correct:
-            row.worst = max(row.worst, self._time(row, contestants, self._others(row)))
+            others = self._others(row)
+            row.worst = max(row.worst, self._time(row, contestants, others, self._samples(len(contestants) + len(others))))
+            if self.settings.again is not None and row.correct and slower_than(row, self.settings.again):
+                row.worst = max(row.worst, self._time(row, contestants, others, self.settings.again_samples))
             self._add_solo(row)
         if not row.correct:
             row.times.clear()
             row.host.clear()
         return row
+
+    def _samples(self, contestants: int) -> int:
+        """As many as were asked for, or as go into the seconds of a shape, if the product runs at a usual rate. Alike on all ranks."""
+        if self.settings.seconds is None:
+            return self.settings.samples
+        once = (1 + BATCH) * (_LEAST_SECONDS + self.case.flops / _USUAL_FLOPS) * contestants
+        return max(_FEWEST_SAMPLES, min(self.settings.samples, int(self.settings.seconds / once)))
+
+    def _predicted(self) -> dict[str, Any]:
+        """What the cost model says of the first contestant; nothing for target cpu, unless MKERNEL_MACHINE names a machine."""
+        if self.world.target != "cuda" and not env.MACHINE.is_set():
+            return {}
+        sms = self.world.backend.sm_count
+        of = machine_named(env.MACHINE.get(), sms) if env.MACHINE.is_set() else machine_of(machine.device_name(self.world), sms)
+        split, found = _split(self.settings.splits[FUSED]), dict[str, Any]()
+        for mode, conditions in zip(MODES, (ISOLATED, BACK_TO_BACK), strict=True):
+            prediction = self.case.predicted(of, conditions._replace(rested=self.settings.cooldown_ms > 0), split)
+            if prediction is None:
+                return {}
+            found |= {mode: prediction.seconds * 1e3, "binds": found.get("binds", prediction.binds)}
+        return {**found, "machine": of.name}
 
     def _tuned(self, row: Row) -> dict[str, Sequence[Call]]:
         """Calls with the split that ``mk.tune`` finds on this shape. The other contestants stay untuned."""
@@ -166,7 +207,7 @@ class _Measurer:
         self.timing.synchronize()
         return max(float(text) for text in gather(self.world, str(worst)))  # as text: JSON has no infinity
 
-    def _time(self, row: Row, ours: Mapping[str, Sequence[Call]], others: Mapping[str, Sequence[Call]]) -> float:
+    def _time(self, row: Row, ours: Mapping[str, Sequence[Call]], others: Mapping[str, Sequence[Call]], count: int) -> float:
         """The worst error of ``ours`` over its bound, under load: every measurement begins on poisoned outputs, its last call is checked.
 
         Half of the samples in this order, the other half in reverse: a GPU that gets warm favours nobody.
@@ -184,15 +225,32 @@ class _Measurer:
             return taken
 
         taken: dict[tuple[str, str], list[Taken]] = {}
-        first = -(-self.settings.samples // 2)
-        for names, samples in ((list(contestants), first), (list(contestants)[::-1], self.settings.samples - first)):
+        modes = dict(zip(MODES, (self.timing.isolated, self.timing.back_to_back), strict=True))
+        first = -(-count // 2)
+        for names, samples in ((list(contestants), first), (list(contestants)[::-1], count - first)):
             for name in names if samples else ():
-                for mode, measure in zip(MODES, (self.timing.isolated, self.timing.back_to_back), strict=True):
+                for mode, measure in modes.items():
                     taken.setdefault((name, mode), []).append(timed(name, measure, samples))
         for name in contestants:
-            row.times[name] = {mode: self._slowest(taken[name, mode]) for mode in MODES}
-            row.host[name] = self._slowest([timed(name, self.timing.host, self.settings.samples)], unit="us")
+            row.times[name] = {mode: self._slowest(taken[name, mode]) for mode in modes}
+            row.host[name] = self._slowest([timed(name, self.timing.host, count)], unit="us")
+            if self.settings.graph and name not in _FLOORS:
+                self._add_graph(row, name, functools.partial(timed, name, self.timing.replayed, count), name in ours)
         return worst
+
+    def _add_graph(self, row: Row, name: str, take: Callable[[], Taken], ours: bool) -> None:
+        """Calls in a CUDA graph. A baseline that cannot be captured is left out on all ranks; a failure of mkernel is never hidden."""
+        taken, reason = None, ""
+        try:
+            taken = take()
+        except Exception as error:
+            if ours:
+                raise
+            reason = f"cannot be captured: {type(error).__name__}: {error}".splitlines()[0][:300]
+        if reason := worst_reason(self.world, reason):
+            row.missing[f"{GRAPH} {name}"] = reason
+        elif taken is not None:
+            row.times[name][GRAPH] = self._slowest([taken])
 
     def _slowest(self, taken: Sequence[Taken], unit: str = "ms") -> Measurement:
         times = [time for part in taken for time in part.times]

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mkernel.bench.baselines import ASYNC_TP, NCCL, CupyBaselines, TorchBaselines
+from mkernel.bench.baselines import ASYNC_TP, NCCL, ONE_SHOT, TWO_SHOT, CupyBaselines, TorchBaselines
 
 
 class _FourAlike:
@@ -55,10 +55,29 @@ def _torch_baselines(monkeypatch: pytest.MonkeyPatch, spoil: float = 0.0) -> Tor
         assert (reduce_op, scatter_dim, group) == ("sum", 0, "the group")
         return (4 * _own_rows(a @ b) + np.float16(spoil)).view(_Tensor)
 
+    def one_shot_all_reduce_out(buffer: Any, reduce_op: str, group: str, out: Any) -> Any:
+        assert (reduce_op, group, id(buffer) in symmetric) == ("sum", "the group", True)
+        out[...] = 4 * buffer + np.float16(spoil)
+        return out
+
+    def two_shot_all_reduce_(buffer: Any, reduce_op: str, group: str) -> Any:
+        assert (reduce_op, group, id(buffer) in symmetric) == ("sum", "the group", True)
+        buffer *= 4
+        buffer += np.float16(spoil)
+        return buffer
+
+    symmetric: dict[int, Any] = {}
+
+    def symmetric_empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+        made = np.full(shape, np.nan, dtype).view(_Tensor)
+        symmetric[id(made)] = made
+        return made
+
+    ops = (fused_matmul_reduce_scatter, one_shot_all_reduce_out, two_shot_all_reduce_)
     baselines = TorchBaselines.__new__(TorchBaselines)
     baselines._world, baselines.missing = _FourAlike(), {}
     baselines._torch = _Torch(
-        ops=types.SimpleNamespace(symm_mem=types.SimpleNamespace(fused_matmul_reduce_scatter=fused_matmul_reduce_scatter)),
+        ops=types.SimpleNamespace(symm_mem=types.SimpleNamespace(**{op.__name__: op for op in ops})),
         cuda=types.SimpleNamespace(synchronize=lambda: None),
         linalg=types.SimpleNamespace(vector_norm=np.linalg.norm),
     )
@@ -67,6 +86,7 @@ def _torch_baselines(monkeypatch: pytest.MonkeyPatch, spoil: float = 0.0) -> Tor
     monkeypatch.setattr(baselines, "tensor", lambda array: array.view(_Tensor), raising=False)
     memory = types.ModuleType("torch.distributed._symmetric_memory")
     memory.enable_symm_mem_for_group = lambda name: None  # type: ignore[attr-defined]
+    memory.empty, memory.rendezvous = symmetric_empty, lambda buffer, group: symmetric[id(buffer)]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", memory)
     return baselines
 
@@ -116,7 +136,11 @@ def test_baselines_of_the_reductions_write_the_sum(
     view = type(baselines._xp.empty((0,), np.float16)) if library == "cupy" else np.ndarray
     a, b, c = _baseline_sets(rng, op, np.float16, view)
     calls = getattr(baselines, op)(a, b, c)
-    assert set(calls) == {NCCL} | ({ASYNC_TP} if library == "torch" and op == "gemm_reduce_scatter" else set())
+    of_torch = {ASYNC_TP} if op == "gemm_reduce_scatter" else {ONE_SHOT, TWO_SHOT}
+    assert set(calls) == {NCCL} | (of_torch if library == "torch" else set())
+    for name in {ONE_SHOT, TWO_SHOT} & set(calls):
+        for i, call in enumerate(calls[name]):
+            np.testing.assert_array_equal(np.asarray(call()), 4 * (np.asarray(a[i]) @ np.asarray(b[i])))
     for i, call in enumerate(calls[NCCL]):
         call()
         whole = 4 * (np.asarray(a[i]) @ np.asarray(b[i]))
@@ -133,3 +157,15 @@ def test_an_async_tp_that_is_wrong_is_left_out(rng: np.random.Generator, monkeyp
     baselines = _torch_baselines(monkeypatch, spoil=3.0)
     assert set(baselines.gemm_reduce_scatter(*_baseline_sets(rng, "gemm_reduce_scatter", np.float16))) == {NCCL}
     assert "is off by" in baselines.missing[ASYNC_TP]
+    assert set(baselines.gemm_allreduce(*_baseline_sets(rng, "gemm_allreduce", np.float16))) == {NCCL}
+    assert "is off by" in baselines.missing[ONE_SHOT]
+    assert "is off by" in baselines.missing[TWO_SHOT]
+
+
+def test_without_symmetric_memory_the_others_are_measured(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    baselines = _torch_baselines(monkeypatch)
+    del sys.modules["torch.distributed._symmetric_memory"].empty  # type: ignore[attr-defined]
+    assert set(baselines.gemm_allreduce(*_baseline_sets(rng, "gemm_allreduce", np.float16))) == {NCCL}
+    assert set(baselines.missing) == {ONE_SHOT, TWO_SHOT}
+    baselines.missing = dict.fromkeys((ONE_SHOT, TWO_SHOT), "left out by --without")
+    assert set(baselines.gemm_allreduce(*_baseline_sets(rng, "gemm_allreduce", np.float16))) == {NCCL}
