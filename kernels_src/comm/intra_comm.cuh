@@ -20,9 +20,11 @@ struct CopyingStorage {
 
 // All threads of the CTA. One thread each: copy(entered, receiver, announce) copies, takes items from the receiver and posts flags to raise;
 // wait(entered, arrived, announce) posts items that have come. Who posts flags is kAnnouncer. Both return early where the call fails.
+// nearest(flag): the distance of the nearest of the node's ranks that are told by it, from which on all are.
 enum class Announcer { kCopy, kWait };
-template <Announcer By, class Parameters, class Storage, class Copy, class Wait>
-MK_DEVICE void intra_comm(const Call& call, const Parameters& p, Storage& storage, const Copy& copy, const Wait& wait) {
+template <Announcer By, class Parameters, class Storage, class Copy, class Wait, class Nearest>
+MK_DEVICE void intra_comm(const Call& call, const Parameters& p, Storage& storage, const Copy& copy, const Wait& wait,
+                          const Nearest& nearest) {
   if (ptx::thread_index() == 0) {
     storage.entries.init();
     storage.arrived.init();
@@ -41,7 +43,7 @@ MK_DEVICE void intra_comm(const Call& call, const Parameters& p, Storage& storag
     }
   } else if (warp == 1) {
     const MaybeEntered entered = storage.entries.pass(call);
-    storage.announce.serve([&](uint32_t flag) { raise_flag(*entered, p, flag, 1); });  // only one that has entered posts
+    storage.announce.serve([&](uint32_t flag) { raise_flag(*entered, p, flag, nearest(flag)); });  // only one that has entered posts
   } else if (warp == 2) {
     const MaybeEntered entered = storage.entries.open(call);
     if (ptx::lane_index() == 0) {

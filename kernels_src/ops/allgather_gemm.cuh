@@ -3,6 +3,10 @@
 // intra_comm pushes this rank's shard, chunk by chunk, into the gather buffers of the node's other ranks and raises one flag per chunk; across
 // nodes inter_send puts the same chunks to each rail peer, whose intra_comm forwards them. Compute starts on the own shard. On one node the
 // chunks may also be pushed by a warp of each computing CTA (kIntraComm 0), so that no CTA does anything else.
+//
+// Tiles cover planes: a plane is the rows of the shards of p.span ranks that follow each other. With one shard per plane (span 1) a tile of the own
+// shard reads the caller's array and waits for nobody. With more, a tile may reach over the end of a shard, so that few rows of each rank share a
+// tile and B is read once for all; the own shard then lies in this rank's gather buffer, too, and a tile waits for the chunks of all its rows.
 #pragma once
 #include "comm/intra_comm.cuh"
 #include "comm/ring.cuh"
@@ -14,8 +18,8 @@ namespace mkernel {
 // kNumNodes, kRanksPerNode, kSlices, kHasParts; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Storage = CopyingStorage<GemmStorage<Config>>;
-constexpr bool kWarpsPush = Config::kIntraComm == 0 && kR > 1;
-static_assert(!kWarpsPush || kNodes == 1, "what comes from other nodes is forwarded by intra_comm");
+constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1;  // with one rank per node: into this rank's gather buffer, where span > 1
+static_assert(!kWarpsPush || kNodes == 1 || kR == 1, "what comes from other nodes is forwarded by intra_comm");
 constexpr uint32_t kUnitBytes = kSwizzleBytes;      // of a row of the part map's box
 constexpr bool kHasParts = Config::kHasParts != 0;  // K is such that it may travel in parts: all that copies has more to do
 static_assert(!kHasParts || (kNodes == 1 && kR > 1), "puts are contiguous in a, and on one rank nothing travels");
@@ -26,7 +30,7 @@ struct alignas(64) Parameters {
   abi::World world;
   abi::Fields fields;
   uint64_t a;               // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;   // data heap: (world size, parts, rows, K / parts); the own plane is not used
+  uint64_t gather_offset;   // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
   uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
   uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
   uint32_t rows;            // M / W
@@ -38,14 +42,15 @@ struct alignas(64) Parameters {
   uint32_t piece_rows;      // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
   uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
   uint32_t load_rows;       // of a tile of A
+  uint32_t span;            // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
   uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
-  uint32_t reserved[6];     // the maps are 64-byte aligned
+  uint32_t reserved[5];     // the maps are 64-byte aligned
   abi::TensorMap a_map;     // (rows, K)
   abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
-  abi::TensorMap gather_map;  // (world size * parts, rows, K / parts)
+  abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
   abi::TensorMap b_map;
   abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
-  abi::TensorMap c_map;        // (world size, rows, N)
+  abi::TensorMap c_map;        // (planes, rows of a plane, N)
 };
 
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
@@ -83,14 +88,15 @@ MK_DEVICE uint32_t chunk_bytes(const Parameters& p, const Chunk& chunk) {
   const uint32_t left = p.rows - (chunk.block << p.chunk_shift);
   return (left < chunk_rows(p) ? left : chunk_rows(p)) * part_bytes(p);
 }
-MK_DEVICE uint64_t chunk_offset(const Parameters& p, const Chunk& chunk) {  // in a plane of the gather buffer, where chunks are contiguous
-  return (uint64_t(chunk.part) * p.rows + (uint64_t(chunk.block) << p.chunk_shift)) * part_bytes(p);
+MK_DEVICE uint64_t chunk_offset(const Parameters& p, const Chunk& chunk) {  // in the gather buffer, from shard_offset on; contiguous
+  return (uint64_t(chunk.part) * kWorldSize * p.rows + (uint64_t(chunk.block) << p.chunk_shift)) * part_bytes(p);
 }
 MK_DEVICE const char* own_chunk(const Parameters& p,
                                 const Chunk& chunk) {  // in this rank's shard, where the parts of a row lie side by side
   return reinterpret_cast<const char*>(p.a) + (uint64_t(chunk.block) << p.chunk_shift) * row_bytes(p) + chunk.part * part_bytes(p);
 }
-MK_DEVICE uint64_t plane_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * row_bytes(p); }
+MK_DEVICE uint64_t shard_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * part_bytes(p); }
+MK_DEVICE bool keeps_own(const Parameters& p) { return kWorldSize > 1 && p.span > 1; }  // in the gather buffer, with a flag per chunk
 MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
 MK_DEVICE bool wait_chunk(const Entered& entered, const Parameters& p, uint32_t source, uint32_t chunk) {
   const abi::World& world = p.world;
@@ -99,10 +105,13 @@ MK_DEVICE bool wait_chunk(const Entered& entered, const Parameters& p, uint32_t 
   return wait_flag(entered, p, flag_index(p, source, chunk), writer);
 }
 
-struct ChunkFlags {  // one part of one source, from block `first` on
+struct ChunkFlags {  // one part of the blocks of all shards, rank by rank, from block `first` on
   const Parameters& p;
-  uint32_t source, first, part;
-  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_chunk(entered, p, source, chunk_index(p, first + i, part)); }
+  uint32_t first, part;
+  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
+    const uint32_t blocks = num_blocks(p), source = (first + i) / blocks;
+    return wait_chunk(entered, p, source, chunk_index(p, first + i - source * blocks, part));
+  }
 };
 
 // What a lane of a warp reads of a chunk of this rank's shard, as copy_by_warp asks for it: the rows of a part do not follow each other. No division.
@@ -124,33 +133,42 @@ MK_DEVICE OwnRows own_rows(const Parameters& p, const Chunk& chunk) {
 
 // ---- without CTAs for intra_comm: a warp of every CTA pushes chunks of this rank's shard, beside the tiles of its CTA
 MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
+  const uint32_t others = num_comm_ctas(p);  // that send to other nodes
+  if (ptx::cta_index() < others || (kR == 1 && !keeps_own(p))) return;
   const MaybeEntered entered = enter(call);
   if (!entered) return;
   const abi::World& world = p.world;
   Trace trace(world, 2);
 #pragma unroll 1
-  for (uint32_t index = ptx::cta_index(); index < num_chunks(p); index += ptx::cta_count()) {
+  for (uint32_t index = ptx::cta_index() - others; index < num_chunks(p); index += ptx::cta_count() - others) {
     const Chunk chunk = chunk_at(p, index);
-    const uint64_t begin = trace.now(), to = plane_offset(p, world.rank) + chunk_offset(p, chunk);
+    const uint64_t begin = trace.now(), to = shard_offset(p, world.rank) + chunk_offset(p, chunk);
     OwnRows rows = own_rows(p, chunk);
     copy_by_warp(chunk_bytes(p, chunk), rows, [&](uint32_t offset, const ptx::Words& words) {
 #pragma unroll
       for (uint32_t i = 1; i < kR; ++i) ptx::store_global(shared_heap(*entered, local_peer(world, i)) + to + offset, words);
+      if (keeps_own(p)) ptx::store_global(shared_heap(*entered, world.local_rank) + to + offset, words);
     });
-    raise_flag(*entered, p, flag_index(p, world.rank, index), 1);
+    raise_flag(*entered, p, flag_index(p, world.rank, index), keeps_own(p) ? 0 : 1);
     if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, index), begin);
   }
 }
 
-// ---- tile -> coordinate: tiles of the own shard come first, then those of the node's other ranks, then those of the other nodes. Inside each of
-// these classes the shards advance together, because their chunks arrive together, in groups of group_m tile rows that share columns of B.
-// Example: rank 1 of 4 ranks on 2 nodes (0 1 | 2 3), shards of 2 tile rows, B of one tile column, group_m at least 4. Written source:row,
-// tiles 0 to 7 are 1:0 1:1 (own), 0:0 0:1 (node), 3:0 2:0 3:1 2:1 (other nodes; the own rail, rank 3, first).
+// ---- tile -> coordinate: tiles of the own plane come first, then those of the node's other planes, then those of the other nodes. Inside each of
+// these classes the planes advance together, because their chunks arrive together, in groups of group_m tile rows that share columns of B.
+// Example: rank 1 of 4 ranks on 2 nodes (0 1 | 2 3), shards of 2 tile rows, B of one tile column, group_m at least 4. Written plane:row,
+// tiles 0 to 7 are 1:0 1:1 (own), 0:0 0:1 (node), 3:0 2:0 3:1 2:1 (other nodes; the own rail, rank 3, first). With span 2, and planes of 4 tile
+// rows, they are 0:0 0:1 0:2 0:3 (ranks 0 and 1), 1:0 1:1 1:2 1:3 (ranks 2 and 3).
 struct Tiles : BasicOp<Config, Parameters> {
   using BasicOp::BasicOp;
 
+  MK_DEVICE uint32_t span() const { return kWorldSize > 1 ? p.span : 1; }
+  MK_DEVICE uint32_t planes() const { return kWorldSize / span(); }
+  MK_DEVICE uint32_t near_planes() const { return span() < kR ? kR / span() : 1; }  // with shards of this node
+  MK_DEVICE uint32_t plane_rows() const { return span() * p.rows; }
+  MK_DEVICE uint32_t tile_rows() const { return (plane_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }  // of a plane
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = tile_rows() * kWorldSize * tiles_n();
+    const uint32_t tiles = tile_rows() * planes() * tiles_n();
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
@@ -159,33 +177,42 @@ struct Tiles : BasicOp<Config, Parameters> {
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
-    const uint32_t per_shard = tile_rows() * tiles_n();
-    uint32_t shards = 1, nearest = 0;  // of the tile's class: how many shards, and the nearest one's distance from this rank (source)
-    if (tile >= per_shard * kR) {
-      tile -= per_shard * kR, shards = kWorldSize - kR, nearest = kR;
-    } else if (tile >= per_shard) {
-      tile -= per_shard, shards = kR - 1, nearest = 1;
+    const uint32_t per_plane = tile_rows() * tiles_n(), near = near_planes();
+    uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
+    if (tile >= per_plane * near) {
+      tile -= per_plane * near, of_class = planes() - near, nearest = near;
+    } else if (tile >= per_plane) {
+      tile -= per_plane, of_class = near - 1, nearest = 1;
     }
     const RasterPosition at =
-        raster(tile, tile_rows() * shards, tiles_n(), p.group_m);  // of all the class's rows: row i of each shard in turn
-    return TileCoordinate{source(nearest + at.row % shards), at.row / shards, at.column, slice, 0, false};
+        raster(tile, tile_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
+    return TileCoordinate{plane_at(nearest + at.row % of_class), at.row / of_class, at.column, slice, 0, false};
   }
-  // The rank at a distance: 0 is this one, then come the node's others from the next on, then the other nodes from the next on, own rail first.
-  MK_DEVICE uint32_t source(uint32_t distance) const { return rank_at(p.world, distance / kR, distance % kR); }
+  // The plane at a distance: 0 is the own one, then come those of the node from the next on, then those of the other nodes from the next on, of
+  // each first the one in the own plane's place.
+  MK_DEVICE uint32_t plane_at(uint32_t distance) const {
+    if (span() == 1) return rank_at(p.world, distance / kR, distance % kR);
+    const uint32_t near = near_planes(), groups = planes() / near, own = p.world.rank / span();
+    return (own / near + distance / near) % groups * near + (own % near + distance % near) % near;
+  }
 
   // ---- for the GEMM
   static constexpr uint32_t kParts = 1 << kMaxPartShift;
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1u << part_shift(p); }
   MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return steps_k() >> part_shift(p); }
-  MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
+  MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
-    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < p.rows ? begin + Shape::kBlockM : p.rows;
-    const uint32_t first = begin >> p.chunk_shift;
-    return wait_all(entered, ChunkFlags{p, c.plane, first, part}, ((end - 1) >> p.chunk_shift) - first + 1);
+    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < plane_rows() ? begin + Shape::kBlockM : plane_rows();
+    const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);
+    return wait_all(entered, ChunkFlags{p, first, part}, last - first + 1);
+  }
+  MK_DEVICE uint32_t block_of(uint32_t plane, uint32_t row) const {  // of a row of a plane, among the blocks of all shards
+    const uint32_t source = row / p.rows;
+    return (plane * span() + source) * num_blocks(p) + ((row - source * p.rows) >> p.chunk_shift);
   }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
-  MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : (c.plane << part_shift(p)) + part; }
+  MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : part * planes() + c.plane; }
   MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * part_k(p) : 0; }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate& c) const {
     return Config::kSlices > 1 && !Config::kBRowMajor && c.slice != 0 ? &p.b_slice_map : &p.b_map;
@@ -257,10 +284,10 @@ struct PushedChunks : ShardPieces {
   MK_DEVICE uint32_t next(uint32_t index) const { return index + num_intra_comm(p); }
   MK_DEVICE uint32_t end() const { return num_chunks(p) * kNodes; }
   MK_DEVICE Copied item(uint32_t index) const {
-    if (kNodes == 1 || index < num_chunks(p)) return own_copy(p, index, plane_offset(p, p.world.rank));
+    if (kNodes == 1 || index < num_chunks(p)) return own_copy(p, index, shard_offset(p, p.world.rank));
     const uint32_t source = pushed_source(p, index), number = pushed_chunk(p, index);
     const Chunk chunk = chunk_at(p, number);
-    const uint64_t offset = plane_offset(p, source) + chunk_offset(p, chunk);  // in the heap of every rank of the node
+    const uint64_t offset = shard_offset(p, source) + chunk_offset(p, chunk);  // in the heap of every rank of the node
     return Copied{chunk_bytes(p, chunk), flag_index(p, source, number), 0, 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false};
   }
   MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(); }
@@ -268,6 +295,7 @@ struct PushedChunks : ShardPieces {
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
     for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
+    if (c.is_own && keeps_own(p)) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);
   }
   MK_DEVICE void announce(const Copied& c) {
     flags.post(entered, at, c.flag);
@@ -298,7 +326,12 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
   const auto wait = [&](const Entered& entered, Mailbox::Position& at, Mailbox::Position&) {
     if constexpr (kNodes > 1) wait_for_chunks(entered, p, storage.arrived, at, index);
   };
-  intra_comm<Announcer::kCopy>(call, p, storage, copy, wait);
+  // Flags of what is forwarded are raised here by the transport, those of the own chunks by this rank, if it keeps them.
+  const auto nearest = [&](uint32_t flag) {
+    const bool is_own = kNodes == 1 || flag - flag_index(p, p.world.rank, 0) < num_chunks(p);
+    return keeps_own(p) && is_own ? 0u : 1u;
+  };
+  intra_comm<Announcer::kCopy>(call, p, storage, copy, wait, nearest);
 }
 
 // ---- inter_send: this rank's chunks to its rail peers (one thread)
@@ -335,7 +368,7 @@ struct ShardToSend {
   MK_DEVICE uint32_t puts() const { return kNodes - 1; }
   MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {
     const Chunk at = chunk_at(p, chunk);
-    const uint64_t offset = chunk_offset(p, at), src = p.send_offset + offset, dst = plane_offset(p, p.world.rank) + offset;
+    const uint64_t offset = chunk_offset(p, at), src = p.send_offset + offset, dst = shard_offset(p, p.world.rank) + offset;
     const uint32_t peer = rail_peer(p.world, 1 + i), flag = flag_index(p, p.world.rank, chunk);
     return Put{channel, peer, src, dst, chunk_bytes(p, at), flag_offset(p, flag), call.epoch};
   }

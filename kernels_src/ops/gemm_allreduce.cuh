@@ -145,7 +145,7 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
   const auto wait = [&](const Entered& entered, Mailbox::Position& arrival, Mailbox::Position& forwarding) {
     wait_for_tiles(entered, pullable, storage, arrival, forwarding);
   };
-  intra_comm<Announcer::kWait>(call, p, storage, copy, wait);
+  intra_comm<Announcer::kWait>(call, p, storage, copy, wait, [](uint32_t) { return 1u; });
 }
 
 // ---- inter_send: sums of this node to their owners (warp 0) beside finished tiles to the rail peers (warp 1)

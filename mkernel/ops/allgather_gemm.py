@@ -23,6 +23,7 @@ from mkernel.runtime import current
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
+    from mkernel.planner.tiling import Tiling
     from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
@@ -50,8 +51,9 @@ class Parameters(ctypes.Structure):
         ("piece_rows", ctypes.c_uint32),
         ("piece_units", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
+        ("span", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 6),
+        ("reserved", ctypes.c_uint32 * 5),
         ("a_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
@@ -180,7 +182,7 @@ class _Copies:
 
 
 def _copies(world: World, made: Executable, a: TensorView, kept: TensorView) -> _Copies:
-    """Copies of this rank's rows from ``a``, and of the others' from the heap, where each part of K is a matrix of its own."""
+    """Copies of this rank's rows from ``a``, and of the others' from the heap, where each part of K is the gathered matrix of its own."""
     plan: AllGatherGemmPlan = made.plan
     (rows, k), rank, size, dtype, wrap = a.shape, world.rank, world.size, plan.problem.dtype, world.backend.wrap
     if rows == 0:
@@ -189,7 +191,8 @@ def _copies(world: World, made: Executable, a: TensorView, kept: TensorView) -> 
     own = target[rank].reshape(rows, k), wrap(a.address, (rows, k), dtype, None)
     if size == 1:
         return _Copies((own,))
-    shards = wrap(world.heap_address + made.scratch_offset, (size, plan.parts, rows, k // plan.parts), dtype, None).swapaxes(1, 2)
+    parts = wrap(world.heap_address + made.scratch_offset, (plan.parts, size, rows, k // plan.parts), dtype, None)
+    shards = parts.transpose(1, 2, 0, 3)
     others = [(target[ranks], shards[ranks]) for ranks in (slice(rank), slice(rank + 1, size)) if range(size)[ranks]]
     return _Copies((own, *others))
 
@@ -202,6 +205,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
+    tilings = frozenset({"block_n", "span"})
     parameters = Parameters
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
@@ -213,9 +217,16 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         return Instance(AllGatherGemmProblem(world.topology, n, k, a.dtype, b_row_major), rows)
 
     def make_plan(
-        self, problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+        self,
+        problem: AllGatherGemmProblem,
+        rows: int,
+        sm_count: int,
+        split: Split | None = None,
+        *,
+        specialize: str | None = None,
+        tiling: Tiling | None = None,
     ) -> AllGatherGemmPlan:
-        return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize)
+        return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
         return "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send"
@@ -236,30 +247,30 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         plan: AllGatherGemmPlan = executable.plan
         c_stride = row_stride("out", c)
         heap = world.heap_address
-        offset = world.heap_offset(a.address, plan.plane_bytes) if rows else None
+        offset = world.heap_offset(a.address, plan.shard_bytes) if rows else None
         staged = world.num_nodes > 1 and offset is None
-        extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
+        extent, plane_extent = max(rows, 1), max(plan.plane_rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
         a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
         gather = heap + executable.scratch_offset if size > 1 and rows else b.address
         tensor_map = world.backend.tensor_map
-        a_box, plane = (BLOCK_K, plan.load_rows, 1), extent * k * ITEM
+        a_box = BLOCK_K, plan.load_rows, 1
         parameters = Parameters()
         memory = memoryview(parameters).cast("B")
         send_offset = executable.staging_offset if offset is None else offset
         offsets = executable.scratch_offset, send_offset, executable.flag_offset
         _VALUES.pack_into(memory, _AT, *plan.fields, a.address, *offsets, *plan.arguments.values(), staged)
-        memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, plane), a_box)
+        memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, extent * k * ITEM), a_box)
         if plan.parts > 1:
             piece = (BLOCK_K, plan.piece_box[1], plan.piece_box[0])
             part_map = tensor_map(a_address, dtype, (BLOCK_K, k // BLOCK_K, extent), (BLOCK_K * ITEM, k * ITEM), piece, swizzled=False)
             memory[_PART_MAP] = part_map
         part_k = k // plan.parts
-        gather_strides = (part_k * ITEM, extent * part_k * ITEM)
-        memory[_GATHER_MAP] = tensor_map(gather, dtype, (part_k, extent, size * plan.parts), gather_strides, a_box)
+        gather_strides = (part_k * ITEM, plane_extent * part_k * ITEM)
+        memory[_GATHER_MAP] = tensor_map(gather, dtype, (part_k, plane_extent, plan.planes * plan.parts), gather_strides, a_box)
         memory[_B_MAP] = map_of_b(world, problem, b, plan.tile.block_n)
         if plan.slices > 1 and not problem.b_row_major:
             memory[_B_SLICE_MAP] = map_of_b(world, problem, b, plan.b_columns)
-        memory[_C_MAP] = tensor_map(c_address, dtype, (n, extent, size), (c_stride, extent * c_stride), (64, 64, 1))
+        memory[_C_MAP] = tensor_map(c_address, dtype, (n, plane_extent, plan.planes), (c_stride, plane_extent * c_stride), (64, 64, 1))
         return parameters
 
 

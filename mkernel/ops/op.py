@@ -94,6 +94,8 @@ class Op(abc.ABC, Generic[Problem]):
         Name of the module whose ``OP`` says how the op is measured and demonstrated (``mkernel.bench.cases``); "" if neither.
     tunable
         Roles whose SMs ``mk.tune`` searches.
+    tilings
+        Fields of a ``Tiling`` that ``make_plan`` takes; it has an argument ``tiling`` if there are any.
     parameters
         The mirror of ``Parameters`` of the op's kernels.
     """
@@ -108,6 +110,7 @@ class Op(abc.ABC, Generic[Problem]):
     result: ClassVar[type[tuple[Any, ...]] | None] = None
     bench: ClassVar[str] = ""
     tunable: ClassVar[tuple[str, ...]] = COMMUNICATION_ROLES
+    tilings: ClassVar[frozenset[str]] = frozenset()
     parameters: ClassVar[type[ctypes.Structure]]
 
     # ---- problem and plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +113,7 @@ def plan(
     out: Any = None,  # an argument of every op
     split: Split | None = None,
     specialize: str | Iterable[str] | None = None,
+    tiling: Mapping[str, int] | None = None,
     stream: Any = None,
     **options: Any,
 ) -> PreparedPlan:
@@ -133,6 +134,10 @@ def plan(
     specialize
         Fields of the kernels that are compiled in, for calls by this plan: "default" (measured for each op), "all", "none", or names of
         ``"n"``, ``"k"`` and ``"split"``. None: as the world has it (``mk.init(specialize=)``). Results are the same, bitwise.
+    tiling
+        What tiles cover, for calls by this plan: to measure one choice of the planner against another. A mapping with some of the fields
+        of ``mkernel.planner.tiling.Tiling`` that the op knows, such as ``{"block_n": 128, "span": 1}``; the same on all ranks. None, and
+        fields that are left out: predicted.
 
     Examples
     --------
@@ -159,7 +164,7 @@ def plan(
     arrays, given = of.all_operands(arrays), of.option_values(options)
     with w.lock:
         views, instance = ask(w, of, arrays, given)
-        choice = choice_of(split, specialize)
+        choice = choice_of(split, specialize, tiling)
         most = None if max_rows is None else of.plan_rows(int(max_rows), w.size)
         if max_rows is not None and max_rows < of.rows_of(views[0].shape):
             raise ArgumentError("max_rows", max_rows, "is less than the arrays have", "give the most rows that a call will have")

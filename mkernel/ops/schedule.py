@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel.errors import ArgumentError
@@ -12,6 +12,7 @@ from mkernel.ops.arguments import check_split
 from mkernel.ops.op import Instance, Op
 from mkernel.planner.row_classes import MOST_ROWS, class_of, classes, span
 from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.runtime.options import checked_fields
 from mkernel.runtime.plan import title_of
 
@@ -27,17 +28,29 @@ _MAX_EXECUTABLES = 512  # remembered per world
 
 
 class Choice(NamedTuple):
-    """What a caller wants beside the result: a split, and fields to be compiled in (None: the world's)."""
+    """What a caller wants beside the result: a split, fields to be compiled in (None: the world's), and what tiles cover."""
 
     split: Split | None
     specialize: str | None
+    tiling: Tiling | None = None
 
 
-def choice_of(split: Any, specialize: Any = None) -> Choice:
-    """The ``split=`` and ``specialize=`` of a caller, checked. ``split``: also a Choice that was made before."""
+def choice_of(split: Any, specialize: Any = None, tiling: Any = None) -> Choice:
+    """The ``split=``, ``specialize=`` and ``tiling=`` of a caller, checked. ``split``: also a Choice that was made before."""
     if isinstance(split, Choice):
         return split
-    return Choice(check_split(split), None if specialize is None else checked_fields(specialize))
+    return Choice(check_split(split), None if specialize is None else checked_fields(specialize), _checked_tiling(tiling))
+
+
+def _checked_tiling(tiling: Any) -> Tiling | None:
+    if tiling is None or isinstance(tiling, Tiling):
+        return tiling
+    if not isinstance(tiling, Mapping):
+        raise ArgumentError("tiling", tiling, "must be a mapping such as {'block_n': 128}, or None")
+    try:
+        return Tiling.parse(tiling)
+    except ValueError as error:
+        raise ArgumentError("tiling", dict(tiling), str(error)) from None
 
 
 def tuning_name(problem: Hashable, rows: int) -> str:
@@ -46,12 +59,13 @@ def tuning_name(problem: Hashable, rows: int) -> str:
     return f"{problem!r}, rows {numbers[0]} to {numbers[-1]}"
 
 
-def schedule_number(split: Split | None) -> int:
-    """24 bits that tell the splits apart which callers may ask for, each role's number of SMs below 255; 0: none."""
+def schedule_number(split: Split | None, tiling: Tiling | None = None) -> int:
+    """24 bits that tell the splits apart which callers may ask for, each role's number of SMs below 255, and tilings; 0: none."""
+    tiles = 0 if tiling is None else tiling.number
     if split is None or split == Split():
-        return 0
+        return tiles
     compute, intra, send, reduce = (255 if n is None else n for n in dataclasses.astuple(split))
-    return (intra | send << 8 | reduce << 16) + (compute + 1) * _COMPUTE_FACTOR & 0xFFFFFF
+    return (intra | send << 8 | reduce << 16) + (compute + 1) * _COMPUTE_FACTOR + tiles & 0xFFFFFF
 
 
 def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
@@ -71,18 +85,25 @@ def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice)
 def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
     problem, rows = instance
     split, specialize = choice.split, world.specialize if choice.specialize is None else choice.specialize
-    sms = world.backend.sm_count
+    sms, tiling = world.backend.sm_count, choice.tiling
+    more: dict[str, Any] = {"specialize": specialize}
+    if tiling is not None:
+        if not tiling.fields <= op.tilings:
+            raise ArgumentError("tiling", tiling, f"{op.name} knows {', '.join(sorted(op.tilings)) or 'none'}")
+        more["tiling"] = tiling
     try:
-        untuned = op.make_plan(problem, rows, sms, split, specialize=specialize)
+        untuned = op.make_plan(problem, rows, sms, split, **more)
     except SplitError as error:
         limit = world.options.max_sms
         if split is None and limit is not None:  # mkernel's own choice does not fit
             raise ArgumentError("max_sms", limit, f"is too few for this op and world: {error.rule}", "raise it") from None
         raise ArgumentError("split", error.split, error.rule, error.remedy) from None
+    except TilingError as error:
+        raise ArgumentError("tiling", tiling, str(error)) from None
     tuned = world.tuned.get(tuning_name(problem, rows)) if world.tuned else None
     if tuned is not None:
         with contextlib.suppress(SplitError):  # what was tuned does not go with the rest of ``split``
-            found = op.make_plan(problem, rows, sms, (split or Split()).filled(tuned), specialize=specialize)
+            found = op.make_plan(problem, rows, sms, (split or Split()).filled(tuned), **more)
             if found.spec.name == untuned.spec.name:  # another kernel may round at other places
                 return found
     return untuned
@@ -102,9 +123,9 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
     prepared = problems.find(instance.problem)
     if prepared is None or not problems.has(plan.spec):
         prepared = prepare(world, op, instance, choice, stream)
-    schedule = schedule_number(choice.split)
-    if choice.split is not None:
-        world.schedules[schedule] = choice.split
+    schedule = schedule_number(choice.split, choice.tiling)
+    if schedule:
+        world.schedules[schedule] = choice.split, choice.tiling
     made = problems.executable(prepared, plan, instance.rows, schedule)
     if len(world.executables) >= _MAX_EXECUTABLES:
         world.executables.popitem(last=False)
@@ -129,7 +150,8 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
 
     def plan_of(number: int, schedule: int) -> Plan | None:
         try:
-            found: Plan = plan_for(world, op, Instance(problem, number), Choice(world.schedules.get(schedule), choice.specialize))
+            split, tiling = world.schedules.get(schedule, (None, None))
+            found: Plan = plan_for(world, op, Instance(problem, number), Choice(split, choice.specialize, tiling))
         except ArgumentError:
             return None
         return found

@@ -18,14 +18,15 @@ from mkernel.planner.gemm import (
     choose_ctas,
     choose_load_rows,
     choose_put,
-    choose_tile,
     raster,
     seconds_to_multiply,
     shift_of,
 )
 from mkernel.planner.row_classes import class_of, classes
+from mkernel.planner.spans import candidates, choose_span
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
+from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
 __all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan"]
@@ -47,6 +48,7 @@ _IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk shoul
 _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 _MOST_KERNELS = 8  # of one N and K, where the split is compiled in
+_FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 _EXAMINED_ROWS = 1 << 17  # of a rank: from some tens of waves on, all classes choose the same
 
 
@@ -66,12 +68,13 @@ class AllGatherGemmProblem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile of C: rows from ``m * BLOCK_M`` of rank ``source``'s shard, columns from ``n * block_n``.
+    """One tile of C: rows from ``m * BLOCK_M`` of plane ``plane``, columns from ``n * block_n``.
 
-    ``slice``: 0 for the whole tile, 1, 2 ... for that slice of its columns.
+    A plane is the shards of ``span`` ranks that follow each other: of ranks ``plane * span`` on. ``slice``: 0 for the whole tile, 1, 2 ...
+    for that slice of its columns.
     """
 
-    source: int
+    plane: int
     m: int
     n: int
     slice: int = 0
@@ -86,6 +89,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
+    span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
@@ -108,12 +112,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             "piece_rows": rows,
             "piece_units": units,
             "load_rows": self.load_rows,
+            "span": self.span,
         }
 
     @property
     def pushers(self) -> int:
         """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
-        return self.grid if warps_push(self.problem.topology, self.split) else 0
+        return (self.split.compute or 0) if warps_push(self.problem.topology, self.split, self.span) else 0
 
     @property
     def piece_box(self) -> tuple[int, int]:
@@ -126,19 +131,19 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return self.chunk_rows * self.problem.k * 2
 
     @property
-    def plane_bytes(self) -> int:
+    def shard_bytes(self) -> int:
         return self.rows * self.problem.k * 2
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the data heap: the gather buffer, one plane per rank."""
+        """Bytes of the data heap: the gather buffer, one shard per rank."""
         size = self.problem.topology.size
-        return size * self.plane_bytes if size > 1 else 0
+        return size * self.shard_bytes if size > 1 else 0
 
     @property
     def staging_bytes(self) -> int:
         """A copy of the shard for the network, unless the caller's lies on the heap."""
-        return self.plane_bytes if self.problem.topology.num_nodes > 1 else 0
+        return self.shard_bytes if self.problem.topology.num_nodes > 1 else 0
 
     @property
     def blocks(self) -> int:
@@ -169,7 +174,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{OP}: a ({self.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs"
             f"{remark(self.specialize, SPECIALIZED)}\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles, "
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
+            f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
@@ -187,13 +193,31 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def load_rows(self) -> int:
         """Rows of a tile of A that are loaded."""
-        return choose_load_rows(self.rows)
+        return choose_load_rows(self.plane_rows)
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
     @property
+    def planes(self) -> int:
+        return self.problem.topology.size // self.span
+
+    @property
+    def near_planes(self) -> int:
+        """Planes with shards of one node."""
+        return max(1, self.problem.topology.ranks_per_node // self.span)
+
+    @property
+    def plane_rows(self) -> int:
+        return self.span * self.rows
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles of a plane."""
+        return math.ceil(self.plane_rows / BLOCK_M)
+
+    @property
     def num_tiles(self) -> int:
         """Whole tiles, before any is halved."""
-        return self.problem.topology.size * self.tile_rows * self.tiles_n
+        return self.planes * self.tile_rows * self.tiles_n
 
     @property
     def whole_tiles(self) -> int:
@@ -205,12 +229,18 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Columns of one TMA load of a transposed ``b``, for a sliced tile."""
         return self.tile.block_n // most_slices(self.tile)
 
-    def source(self, rank: int, distance: int) -> int:
-        """The rank at a distance: 0 itself, then its node's others from the next on, then the other nodes', own rail first."""
-        topology = self.problem.topology
-        per_node = topology.ranks_per_node
-        node = (topology.node(rank) + distance // per_node) % topology.num_nodes
-        return topology.rank(node, (topology.local_rank(rank) + distance % per_node) % per_node)
+    def plane(self, rank: int, distance: int) -> int:
+        """The plane at a distance: 0 has the rank's own shard, then come its node's others from the next on, then the other nodes'.
+
+        Of each other node comes first the plane in the own one's place: with a shard per plane that of the own rail.
+        """
+        near, own = self.near_planes, rank // self.span
+        group = (own // near + distance // near) % (self.planes // near)
+        return group * near + (own + distance) % near
+
+    def reads_own(self, rank: int, tile: Tile) -> bool:
+        """Whether a tile reads the rank's own array, and so waits for nobody."""
+        return self.span == 1 and tile.plane == rank
 
     def tiles(self, rank: int) -> Iterator[Tile]:
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
@@ -221,20 +251,26 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
                 yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
 
     def _whole(self, rank: int) -> Iterator[Tile]:
-        topology = self.problem.topology
-        local, remote = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
-        for shards, first in ((1, 0), (local, 1), (remote, topology.ranks_per_node)):
-            rows = self.tile_rows * shards
+        near = self.near_planes
+        for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
+            rows = self.tile_rows * planes
             for index in range(rows * self.tiles_n):
                 row, n = raster(index, rows, self.tiles_n, self.group_m)
-                yield Tile(self.source(rank, first + row % shards), row // shards, n)
+                yield Tile(self.plane(rank, first + row % planes), row // planes, n)
 
-    def tile_chunks(self, tile: Tile) -> list[int]:
-        """The chunks of its source's shard that a tile reads, part by part."""
+    def tile_chunks(self, tile: Tile) -> list[tuple[int, int]]:
+        """What a tile reads, part by part: the ranks whose shards it covers, and chunks of these."""
         begin = tile.m * BLOCK_M
-        end = min(begin + BLOCK_M, self.rows)
-        blocks = range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1)
-        return [self.chunk_index(block, part) for part in range(self.parts) for block in blocks]
+        last = min(begin + BLOCK_M, self.plane_rows) - 1
+        blocks = [
+            (tile.plane * self.span + shard, block)
+            for shard in range(begin // self.rows, last // self.rows + 1)
+            for block in range(
+                max(begin - shard * self.rows, 0) // self.chunk_rows,
+                min(last - shard * self.rows, self.rows - 1) // self.chunk_rows + 1,
+            )
+        ]
+        return [(source, self.chunk_index(block, part)) for part in range(self.parts) for source, block in blocks]
 
     def chunk_writer(self, reader: int, source: int) -> int:
         """The rank that raises ``reader``'s flags for ``source``'s chunks."""
@@ -251,23 +287,29 @@ def make_plan(
     split: Split | None = None,
     tile: GemmTile | None = None,
     specialize: str | Iterable[str] | None = None,
+    tiling: Tiling | None = None,
 ) -> AllGatherGemmPlan:
     """The plan for ``rows`` rows of each rank on a device with ``sm_count`` SMs. All choices are those for the most rows of their class.
 
-    ``specialize``: as ``planner/specialize.py`` parses it.
+    ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what is not predicted, but asked for.
 
     Raises
     ------
     SplitError
         ``split`` does not fit.
+    TilingError
+        Shards of ``tiling.span`` ranks cannot be a plane in this world.
     """
     compiled_in, of_class = parse(specialize, SPECIALIZED), class_of(rows)
-    plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in)
+    span = None if tiling is None else tiling.span
+    if tiling is not None and tiling.block_n is not None:
+        tile = GemmTile.deepest(tiling.block_n)
+    plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, span)
     if split is None and tile is None and "split" in compiled_in:
         kept = _kept_kernels(problem, sm_count, compiled_in)
         if all(plan.spec != other.spec for other in kept):
             near = min(kept, key=lambda other: (abs(other.rows - of_class), other.rows))
-            plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in)
+            plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in, span)
     return plan.of_rows(rows)
 
 
@@ -284,27 +326,39 @@ def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Spec
 
 
 def _plan_of_class(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None, tile: GemmTile | None, specialize: Specialized
+    problem: AllGatherGemmProblem,
+    rows: int,
+    sm_count: int,
+    split: Split | None,
+    tile: GemmTile | None,
+    specialize: Specialized,
+    span: int | None = None,
 ) -> AllGatherGemmPlan:
-    topology, tile_rows = problem.topology, math.ceil(rows / BLOCK_M)
+    topology = problem.topology
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
-    if tile is None:
-        tile = choose_tile(tile_rows * topology.size, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0)
-    tiles_n = math.ceil(problem.n / tile.block_n)
-    tiles = tile_rows * topology.size * tiles_n
+    span, tile = _span_and_tile(problem, rows, sm_count, tile, span)
+    tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
+    tiles = tile_rows * (topology.size // span) * tiles_n
     wanted = split or Split()
-    if wanted.compute is wanted.intra_comm is None and warps_pay(problem, rows, tile, sm_count):
+    if wanted.compute is wanted.intra_comm is None and span == 1 and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
     chosen = wanted.complete(default_split(problem, rows, sm_count, tiles), sm_count, spared)
     few_waves = tiles <= _FEW_WAVES * sm_count
-    parts = most_parts(problem) if few_waves else 1
+    all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for all chunks of a part, wherever they begin
+    parts = most_parts(problem) if (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
         chunk_bytes = choose_put(rows * problem.k * 2)
+    elif span > 1:
+        movers = chosen.intra_comm or chosen.compute or 1
+        chunk_bytes = min(chunk_bytes, max(_FEW_CHUNK_BYTES, rows * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, slices=slices, specialize=specialize)
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, slices=slices, span=span, specialize=specialize)
+    if span > 1:  # all first parts, then all second parts
+        blocks = math.ceil(rows / chunk_rows)
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, GROUP_M, parts, blocks, slices, span, specialize)
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
@@ -319,13 +373,26 @@ def _plan_of_class(
         parts,
         group_rows * (BLOCK_M // chunk_rows),
         slices,
+        span,
         specialize,
     )
 
 
-def warps_push(topology: Topology, split: Split) -> bool:
-    """Whether computing CTAs move the data inside a node."""
-    return topology.ranks_per_node > 1 and not split.intra_comm
+def _span_and_tile(problem: AllGatherGemmProblem, rows: int, sm_count: int, tile: GemmTile | None, span: int | None) -> tuple[int, GemmTile]:
+    topology, tail = problem.topology, _TAIL if problem.topology.size > 1 else 0.0
+    if span is None:
+        chosen = choose_span(topology, rows, problem.n, problem.k, sm_count, tail, tile)
+    else:
+        possible = {one.span: one for one in candidates(topology, rows, problem.n, problem.k, sm_count, tail, tile)}
+        if span not in possible:
+            raise TilingError(f"span {span}: must be one of {', '.join(map(str, possible))} in this world")
+        chosen = possible[span]
+    return chosen.span, chosen.tile
+
+
+def warps_push(topology: Topology, split: Split, span: int = 1) -> bool:
+    """Whether computing CTAs move the data inside a node: to its other ranks, and where tiles span shards into the own gather buffer."""
+    return (topology.ranks_per_node > 1 or span > 1) and not split.intra_comm
 
 
 def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:

@@ -20,6 +20,7 @@ from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import class_of
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling
 
 __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
@@ -103,11 +104,17 @@ def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, special
 
 
 def plan_allgather_gemm(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+    problem: AllGatherGemmProblem,
+    rows: int,
+    sm_count: int,
+    split: Split | None = None,
+    *,
+    specialize: str | None = None,
+    tiling: Tiling | None = None,
 ) -> AllGatherGemmPlan:
-    """The plan of a call, by the rules or by the model (``MKERNEL_PLANNER``). Raises SplitError."""
-    chosen: AllGatherGemmPlan | None = _chosen(problem, rows, sm_count, split, specialize)
-    return chosen or allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize)
+    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) if no tiling is asked for. Raises SplitError, TilingError."""
+    chosen: AllGatherGemmPlan | None = _chosen(problem, rows, sm_count, split, specialize) if tiling is None else None
+    return chosen or allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
 def plan_reduce(

@@ -70,6 +70,11 @@ class GemmTile:
         """How long an SM multiplies one."""
         return seconds_to_multiply(BLOCK_M, self.block_n, k, 1)
 
+    @property
+    def relative_speed(self) -> float:
+        """Throughput of an SM with this tile against one of 256 columns."""
+        return _RELATIVE_SPEED[self.block_n]
+
     @classmethod
     def deepest(cls, block_n: int, *, sent: bool = False) -> GemmTile:
         """With as many stages as fit, at most 8.

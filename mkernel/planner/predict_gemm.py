@@ -63,13 +63,14 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     if rows == 0 or n == 0:
         return Prediction(start, start=start)
     block_n = plan.tile.block_n
-    tile_rows, tiles_n = math.ceil(rows / BLOCK_M), math.ceil(n / block_n)
+    tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
     shard = rows * k * ITEM
-    passes = min(size, math.ceil(tile_rows * size * tiles_n / compute))
-    few = tile_rows * size * tiles_n <= _FEW_WAVES * compute
+    passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
+    few = plan.num_tiles <= _FEW_WAVES * compute
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
-        *(machine, conditions, rows * size, n, k, size, rows, BLOCK_M, block_n, plan.load_rows, helped, passes), halved=plan.slices > 1
+        *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
+        halved=plan.slices > 1,
     )
     t = work.cost.seconds
     if size == 1:
@@ -86,7 +87,9 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     # While the links carry what they can, tiles take longer.
     slowed = 1 + machine.beside * min(1.0, pushing / work.seconds) * (0.5 if intra else 1.0)
     all_done = start + work.seconds * slowed
-    if mates:
+    if mates and plan.span > 1:  # nothing begins before the chunks of all shards that a tile covers are there
+        all_done = max(all_done, begin + pushing + machine.flag + work.seconds)
+    elif mates:
         if plan.parts > 1:  # of the last group of rows, all is done but the parts of K that come last, together
             group = min(tile_rows, plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * mates * tiles_n
             together = min(1.0, max(1 / plan.parts, (intra or compute) / (plan.part_blocks * plan.parts)))
@@ -102,6 +105,8 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         network, arrived = _sent(machine, conditions, shard, plan.put_bytes, nodes - 1)
         forwarded = min(shard, plan.put_bytes) * mates / (max(1, intra) * machine.cta_link) if mates else 0.0
         last = waves(topology.ranks_per_node * tiles_n * max(1, plan.chunk_rows // BLOCK_M), compute) * t
+        if plan.span > 1:
+            last = work.seconds / plan.planes * (1 if plan.near_planes == plan.planes else plan.planes - plan.near_planes)
         all_done = max(all_done, begin + arrived + forwarded + machine.flag + last)
     link = pushing + (shard * mates * (nodes - 1) / machine.link if nodes > 1 else 0.0)
     return Prediction(all_done, work.tensor, work.load, work.memory, link, network, start)

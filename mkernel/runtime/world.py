@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from mkernel.planner.split import Split
+    from mkernel.planner.tiling import Tiling
     from mkernel.runtime.parts import Parts
     from mkernel.typing import Array, DType
 
@@ -112,7 +113,8 @@ class World:
         self.table: dict[Hashable, Any] = {}  # of ops: the plan of the most rows of a class, by problem, class and what the caller chose
         self.agreed: dict[Hashable, int] = {}  # of ops: bounds that the ranks have agreed on at a first call
         self.kept: dict[Hashable, Any] = {}  # of ops: arrays that calls of one shape use one after the other
-        self.schedules: dict[int, Split] = {}  # splits that callers have asked for, by the numbers that kernels report
+        # Splits and tilings that callers have asked for, by the numbers that kernels report.
+        self.schedules: dict[int, tuple[Split | None, Tiling | None]] = {}
         self.bound_calls: OrderedDict[Hashable, Any] = OrderedDict()  # of ops: parameters prepared for the arrays of a call
         self.tracing = 0  # how often recording has begun or ended
         self.recorder = Recorder(self)

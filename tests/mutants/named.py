@@ -55,7 +55,7 @@ NAMED = (
     _named(
         "reports without problem and rows", "runtime/prepared.py", _REPORTED, _REPORTED.replace("= problem, rows, schedule", "= 0, 0, 0")
     ),
-    _named("splits that reports do not know", "ops/schedule.py", "world.schedules[schedule] = choice.split", "pass"),
+    _named("splits that reports do not know", "ops/schedule.py", "world.schedules[schedule] = choice.split, choice.tiling", "pass"),
     _named("tuned for one number of rows", "ops/schedule.py", "numbers = span(rows)", "numbers = range(rows, rows + 1)"),
     _named("a plan of any rows", "ops/prepared_plan.py", "if self.max_rows is not None and rows > self.max_rows:", "if False:"),
     _named("a kernel for exact rows", "planner/reduce.py", "_plan_of_class(problem, class_of(rows),", "_plan_of_class(problem, rows,"),

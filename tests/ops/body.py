@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 import mkernel as mk
 from mkernel import env
+from mkernel.ops.schedule import Choice
 from mkernel.planner.reduce import ReduceProblem, make_plan
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.tools.check import node_sums, worst_product, worst_sum
 
@@ -73,6 +75,7 @@ class Case:
     op: str = "allgather_gemm"
     partials: str = "output"  # of the reductions
     algorithm: str | None = None  # of gemm_allreduce
+    tiling: Tiling | None = None  # what tiles cover, where that is not predicted
 
     @property
     def reduces(self) -> bool:
@@ -134,7 +137,9 @@ class Rank:
         size = (self.shape[0] * (case.k + (_PADDING if case.reduces else 0)),)
         self.on_heap = world.empty(size, case.dtype)
         self.ordinary = aligned(size, case.dtype)
-        self.split = split(case.split, world.topology, case.op, case.algorithm)
+        self.split: Any = split(case.split, world.topology, case.op, case.algorithm)
+        if case.tiling is not None:
+            self.split = Choice(self.split, None, case.tiling)  # as a PreparedPlan passes it on
 
     def call(self, number: int, rows: int, use: Use, delay: float = 0.0) -> Result:
         """One call on fresh inputs, which are overwritten as soon as it returns."""

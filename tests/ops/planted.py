@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel.errors import CompileError, Error
+from mkernel.planner.tiling import Tiling
 from mkernel.transport import emulated
 from tests.ops import moe_body, ring_body
 from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
@@ -35,6 +36,9 @@ WORKLOADS = {
     "warps parts": (Case("bfloat16", 4096, 8, split="warps"), 2, (129, 7), 20.0),
     "halves": (Case("bfloat16", 200, 256, row_major=False, split="mover"), 2, (129, 400), 20.0),  # of the last tiles
     "warps short": (Case("bfloat16", 64, 8, split="warps"), 12, (7, 130), 20.0),
+    # Tiles that reach over the end of a shard.
+    "span": (Case("bfloat16", 256, 136, split="mover", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
+    "span warps": (Case("bfloat16", 256, 136, split="warps", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
     # The same for the reductions.
     "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),
     "reduce exactly": (Case("bfloat16", 520, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),

@@ -37,6 +37,19 @@ COMMON = [
         "  ptx::sync_warp();  // all lanes have stored\n",
         workload="warps short",
     ),
+    Bug(
+        "the own shard is not kept where tiles span shards",
+        "ops/allgather_gemm.cuh",
+        "    if (c.is_own && keeps_own(p)) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);\n",
+        workload="span",
+    ),
+    Bug(
+        "a tile waits for the first of the shards that it covers",
+        "ops/allgather_gemm.cuh",
+        "last = block_of(c.plane, end - 1);",
+        "last = (c.plane * span() + begin / p.rows + 1) * num_blocks(p) - 1;",
+        workload="span warps",
+    ),
     # What a kernel works out step by step, or looks up, since sizes come with the call.
     Bug(
         "the thread that copies stays in its row of a part",
@@ -107,8 +120,8 @@ COMMON = [
         "a shard is staged in the gather buffer, before others have entered",
         "ops/allgather_gemm.cuh",
         "own_copy(p, index, p.send_offset); }",
-        "own_copy(p, index, plane_offset(p, p.world.rank)); }",
-        also=(("src = p.send_offset + offset,", "src = plane_offset(p, p.world.rank) + offset,"),),
+        "own_copy(p, index, shard_offset(p, p.world.rank)); }",
+        also=(("src = p.send_offset + offset,", "src = shard_offset(p, p.world.rank) + offset,"),),
         world="2x2",
         workload="all-reduce, then gather from ordinary memory",
         seeds=40,

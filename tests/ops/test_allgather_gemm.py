@@ -12,7 +12,10 @@ from covering import pairwise
 import mkernel as mk
 from mkernel import env
 from mkernel.abi import TraceKind
+from mkernel.errors import ArgumentError
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
+from mkernel.planner.spans import spans_of
+from mkernel.planner.tiling import Tiling
 from mkernel.tools.check import worst_product
 from mkernel.transport import emulated
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
@@ -68,6 +71,42 @@ def test_every_element_without_communication_ctas(
     request: pytest.FixtureRequest, world: str, shape: tuple[int, int], dtype: str, row_major: bool
 ) -> None:
     test_every_element(request, world, shape, "warps", dtype, row_major)
+
+
+# ---- tiles that span shards
+
+_SPANS = [(world, span) for world in (*WORLDS, "3x2") for span in spans_of(topology(world)) if span > 1]
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.cases(
+    where=_SPANS,
+    shape=((64, 256), (136, 264), (8, 8), (4096, 8)),
+    split=("mover", "narrow", "wide", "warps"),
+    dtype=_DTYPES,
+    row_major=(True, False),
+)
+def test_every_element_of_tiles_that_span_shards(
+    request: pytest.FixtureRequest, where: tuple[str, int], shape: tuple[int, int], split: str, dtype: str, row_major: bool
+) -> None:
+    world, span = where
+    case = Case(dtype, *shape, row_major, split, tiling=Tiling(span=span))
+    for seed in seeds(request):
+        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
+            assert problems(results) == [], f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", ["1x1", "1x4", "2x2"])
+def test_a_span_that_cannot_be(world: str) -> None:
+    def asked(world: Any) -> str:
+        a, b = random((8, 64), "float16", np.random.default_rng(0)), random((64, 8), "float16", np.random.default_rng(1))
+        with pytest.raises(ArgumentError, match="tiling") as caught:
+            mk.plan("allgather_gemm", a, b, world=world, tiling={"span": 3})
+        with pytest.raises(ArgumentError, match="must be one of block_n, span"):
+            mk.plan("allgather_gemm", a, b, world=world, tiling={"columns": 64})
+        return str(caught.value)
+
+    assert "span 3: must be one of 1" in ranks(asked, world, seed=1)[0]
 
 
 # ---- one seed, one run

@@ -18,7 +18,9 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.ops.allgather_gemm import Parameters
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.planner.gemm import BLOCK_K, GemmTile
+from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.runtime.cpu.scheduler import scheduler_library
 
@@ -28,7 +30,7 @@ _KERNELS = Path(__file__).parent / "kernels"
 def mirror(spec: KernelSpec) -> ctypes.CDLL:
     scheduler_library()  # kernels find the scheduler's functions there
     library = ctypes.CDLL(str(cpu.compile(dataclasses.replace(spec, name="mirror"), include=[_KERNELS])))
-    library.mirror_plane_offset.restype = library.mirror_flag_offset.restype = ctypes.c_uint64
+    library.mirror_shard_offset.restype = library.mirror_flag_offset.restype = ctypes.c_uint64
     return library
 
 
@@ -52,17 +54,18 @@ def test_kernel_and_plan_agree(
 ) -> None:
     topology = Topology(nodes * per_node, per_node)
 
-    def plan_of(rows: int) -> AllGatherGemmPlan:
+    def plan_of(rows: int, span: int) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
-        return dataclasses.replace(make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize), group_m=group_m)
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, Tiling(span=span))
+        return dataclasses.replace(plan, group_m=group_m)
 
-    for rows in (0, 1, 129, 300, 1000):
-        plan = plan_of(rows)
+    for rows, span in itertools.product((0, 1, 129, 300, 1000), spans_of(topology)):
+        plan = plan_of(rows, span)
         library = mirror(plan.spec)
         shape = ctypes.byref(Parameters(fields=plan.fields, **plan.arguments))
         assert library.mirror_num_chunks(shape) == plan.chunks
         for source in range(topology.size):
-            assert library.mirror_plane_offset(shape, source) == source * plan.plane_bytes
+            assert library.mirror_shard_offset(shape, source) == source * plan.shard_bytes // plan.parts
             offsets = [library.mirror_flag_offset(shape, source, chunk) // 8 for chunk in range(plan.chunks)]
             assert offsets == list(range(source * plan.chunks, (source + 1) * plan.chunks))
         assert plan.flag_words == topology.size * plan.chunks
@@ -75,10 +78,25 @@ def test_kernel_and_plan_agree(
             assert library.mirror_num_tiles(rank, shape) == len(tiles)
             words = np.full((len(tiles), 4), -1, np.int32)
             library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
-            assert [tuple(row) for row in words.tolist()] == [(t.source, t.m, t.n, t.slice) for t in tiles]
+            assert [tuple(row) for row in words.tolist()] == [(t.plane, t.m, t.n, t.slice) for t in tiles]
+            check_waits(plan, library, shape, rank)
     roles = collections.Counter(library.mirror_role(shape, cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
     assert roles == collections.Counter({role: number for role, number in expected.items() if number})
+
+
+def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank: int) -> None:
+    """Some tiles wait for the blocks of rows that the plan says, of all shards that they cover."""
+    tiles = list(plan.tiles(rank))
+    for index in {0, len(tiles) // 3, len(tiles) - 1} if tiles else ():
+        words = np.zeros(2, np.uint32)
+        library.mirror_waits(rank, shape, index, words.ctypes.data_as(ctypes.c_void_p))
+        if plan.reads_own(rank, tiles[index]):
+            assert words.tolist() == [0xFFFFFFFF] * 2
+            continue
+        waited = {divmod(block, plan.blocks) for block in range(int(words[0]), int(words[1]) + 1)}
+        chunks = {(source, plan.chunk_index(block, part)) for source, block in waited for part in range(plan.parts)}
+        assert chunks == set(plan.tile_chunks(tiles[index]))
 
 
 def check_pieces(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> None:

@@ -377,7 +377,7 @@ def _captured(world: Any, seed: int, sizes: int) -> list[str]:
         kept, plan = graph[number], plans[number]
         world.backend.launch(kept.kernel, None, kept.grid, type(kept.parameters).from_buffer_copy(kept.raw))
         parameters = kept.parameters
-        end = parameters.gather_offset + size * plan.plane_bytes
+        end = parameters.gather_offset + size * plan.shard_bytes
         if end > world.heap._allocator.workspace or parameters.gather_offset != 0:
             problems.append(f"{plan.rows} rows: the gather buffer ends at {end}, outside the workspace")
         if world.num_nodes > 1 and world.rank % 2 == 0:

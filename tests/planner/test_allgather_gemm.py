@@ -15,6 +15,7 @@ from mkernel.planner.gemm import BLOCK_M, SHARED_LIMIT, GemmTile
 from mkernel.planner.proofs.allgather_gemm import wait_graph
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.specialize import parse
+from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.topology import Topology
 
@@ -42,10 +43,11 @@ each_world = pytest.mark.parametrize(  # 6 and 7 ranks per node with --full only
 @each_world
 def test_tiles_cover_c_once(topology: Topology) -> None:
     for rows, n, k in SIZES:
-        for plan in (plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)):
+        plans = [plan_of(topology, rows, n, k), plan_of(topology, rows, n, k, tile=GemmTile.deepest(64), group_m=3)]
+        for plan in [*plans, *(dataclasses.replace(plans[0], span=span) for span in spans_of(topology))]:
             everything = {
                 Tile(*t)
-                for t in itertools.product(range(topology.size), range(plan.tile_rows), range(plan.tiles_n), range(1, plan.slices + 1))
+                for t in itertools.product(range(plan.planes), range(plan.tile_rows), range(plan.tiles_n), range(1, plan.slices + 1))
             }
             for rank in {0, topology.size // 2, topology.size - 1}:
                 tiles = list(plan.tiles(rank))
@@ -53,18 +55,18 @@ def test_tiles_cover_c_once(topology: Topology) -> None:
                 assert len(slices) == plan.slices * plan.num_tiles == len(everything)
                 assert set(slices) == everything
                 assert [t.slice == 0 for t in tiles] == [True] * plan.whole_tiles + [False] * (len(tiles) - plan.whole_tiles)
-            assert plan.tile_rows * BLOCK_M >= rows > (plan.tile_rows - 1) * BLOCK_M
+            assert plan.tile_rows * BLOCK_M >= plan.span * rows > (plan.tile_rows - 1) * BLOCK_M
             assert plan.tiles_n * plan.tile.block_n >= n > (plan.tiles_n - 1) * plan.tile.block_n
 
 
 @each_world
 def test_tiles_come_in_the_order_of_arrival(topology: Topology) -> None:
-    plan = plan_of(topology, 300, 520, 136, tile=GemmTile.deepest(128))
+    plan = plan_of(topology, 300, 520, 136, tile=GemmTile.deepest(128), span=1)
     for rank in range(topology.size):
-        distance = [0 if t.source == rank else 1 if topology.node(t.source) == topology.node(rank) else 2 for t in plan.tiles(rank)]
+        distance = [0 if t.plane == rank else 1 if topology.node(t.plane) == topology.node(rank) else 2 for t in plan.tiles(rank)]
         assert distance == sorted(distance), "own shard, then the node's, then the others'"
         assert distance.count(0) == plan.tile_rows * plan.tiles_n
-    sources = [[plan.source(rank, d) for d in range(topology.size)] for rank in range(topology.size)]
+    sources = [[plan.plane(rank, d) for d in range(topology.size)] for rank in range(topology.size)]
     for rank in range(topology.size):
         assert sources[rank][0] == rank
         assert sorted(sources[rank]) == list(range(topology.size))
@@ -76,10 +78,10 @@ def test_tiles_come_in_the_order_of_arrival(topology: Topology) -> None:
 
 def test_shards_advance_together() -> None:
     """Their chunks arrive at about the same rate: of each shard row 0 comes before row 1 of any, as far as groups allow."""
-    plan = plan_of(Topology(4, 4), 600, 64, 64, group_m=2)
-    rows = [tile.m for tile in plan.tiles(1) if tile.source != 1]
+    plan = plan_of(Topology(4, 4), 600, 64, 64, group_m=2, span=1)
+    rows = [tile.m for tile in plan.tiles(1) if tile.plane != 1]
     assert rows == sorted(rows)
-    columns = [(tile.source, tile.n) for tile in plan_of(Topology(4, 4), 300, 512, 64, tile=GemmTile(128, 2), group_m=2).tiles(0)]
+    columns = [(tile.plane, tile.n) for tile in plan_of(Topology(4, 4), 300, 512, 64, tile=GemmTile(128, 2), group_m=2, span=1).tiles(0)]
     assert columns[:4] == [(0, 0), (0, 0), (0, 1), (0, 1)], "two rows of tiles share a column of B"
 
 
@@ -98,9 +100,13 @@ def test_chunks(topology: Topology) -> None:
         assert sorted(numbers) == list(range(plan.chunks))
         assert plan.flag_words == topology.size * plan.chunks
         assert plan.workspace_bytes == (topology.size * rows * k * 2 if topology.size > 1 else 0)
-        for tile in plan.tiles(0):
-            needed = {row // plan.chunk_rows for row in range(tile.m * BLOCK_M, min((tile.m + 1) * BLOCK_M, rows))}
-            assert plan.tile_chunks(tile) == [plan.chunk_index(block, part) for part in range(plan.parts) for block in sorted(needed)]
+        for one in (dataclasses.replace(plan, span=span) for span in spans_of(topology)):
+            for tile in one.tiles(0):
+                covered = range(tile.m * BLOCK_M, min((tile.m + 1) * BLOCK_M, one.span * rows))
+                places = [divmod(tile.plane * one.span * rows + row, rows) for row in covered]  # rank, and row of its shard
+                needed = sorted({(source, row // plan.chunk_rows) for source, row in places})
+                chunks = [(source, plan.chunk_index(block, part)) for part in range(plan.parts) for source, block in needed]
+                assert one.tile_chunks(tile) == chunks
 
 
 @each_world
@@ -134,7 +140,8 @@ def splits(topology: Topology) -> list[Split]:
 def test_nobody_waits_for_ever(topology: Topology) -> None:
     for rows, n, k in ((1, 64, 64), (300, 264, 8192), (129, 8, 16384)):
         for split in splits(topology):
-            plan = plan_of(topology, rows, n, k, 64, split)
+            span = list(spans_of(topology))[(rows + split.total) % len(list(spans_of(topology)))]
+            plan = plan_of(topology, rows, n, k, 64, split, span=span)
             graph = wait_graph(plan)
             assert graph.find_cycle() is None
             assert graph.missing() == set()
@@ -142,14 +149,14 @@ def test_nobody_waits_for_ever(topology: Topology) -> None:
             foreign, local = topology.num_nodes - 1, topology.ranks_per_node > 1
             assert kinds["enter"] == topology.size
             assert kinds["tile"] == topology.size * (plan.whole_tiles + plan.slices * (plan.num_tiles - plan.whole_tiles))
-            assert kinds["push"] == local * topology.size * plan.chunks
+            assert kinds["push"] == (local or span > 1) * topology.size * plan.chunks
             assert kinds["put"] == topology.size * plan.chunks * foreign
             assert kinds["forward"] == local * topology.size * plan.chunks * foreign
 
 
 def test_the_graph_knows_what_a_tile_needs() -> None:
     """Rank 0 of 2 x 2 gets its neighbour's chunks pushed, its rail peer's by put, and those of rank 3 forwarded by rank 1."""
-    plan = plan_of(Topology(4, 2), 300, 64, 8192, split=Split(1, 1, 1))
+    plan = plan_of(Topology(4, 2), 300, 64, 8192, split=Split(1, 1, 1), span=1)
     assert plan.chunk_rows == 32
     graph = wait_graph(plan)
     tiles = list(plan.tiles(0))
@@ -309,8 +316,11 @@ def test_the_number_of_rows_is_no_compile_time_constant() -> None:
 
 
 def test_the_fewest_rows_are_loaded_alone() -> None:
-    loaded = {rows: plan_of(Topology(4, 4), rows, 512, 512).load_rows for rows in (0, 1, 16, 17, 32, 33, 64, 65, 128, 300)}
-    assert loaded == {0: 16, 1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128, 128: 128, 300: 128}
+    numbers = (0, 1, 4, 5, 16, 17, 32, 33, 64, 65, 128, 300)
+    by_span = {span: {rows: plan_of(Topology(4, 4), rows, 512, 512, span=span).load_rows for rows in numbers} for span in (1, 4)}
+    few = {0: 16, 1: 16, 4: 16, 5: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64}
+    assert by_span[1] == few | {65: 128, 128: 128, 300: 128}
+    assert by_span[4] == {rows: few.get(4 * rows, 32 if rows == 5 else 128) for rows in numbers}, "rows of all four ranks"
 
 
 def test_plans_that_differ_have_other_digests() -> None:

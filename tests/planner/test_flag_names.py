@@ -68,7 +68,8 @@ def _chunk_name(plan: Any, call: Call, access: Access) -> str:
     source, chunk = (rest[0], rest[1]) if kind == "forward" else (rank, rest[0])
     (data,) = (a for a in call.accesses if a.step == access.step and a.rank == access.rank and a.area.segment == HEAP and a.writes)
     row_bytes = plan.problem.k // plan.parts * 2
-    part, inside = divmod(data.begin - source * plan.plane_bytes, plan.rows * row_bytes)
+    shard = plan.rows * row_bytes  # of one part; the parts of all shards lie side by side
+    part, inside = divmod(data.begin - source * shard, plan.problem.topology.size * shard)
     first, count = inside // row_bytes, data.bytes // row_bytes
     of_part = f", part {part} of K" if plan.parts > 1 else ""
     return f"chunk {chunk} of rank {source}'s shard: rows {first} to {first + count - 1}{of_part}"

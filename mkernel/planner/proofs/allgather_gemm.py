@@ -36,7 +36,7 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
 
     def data(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
         begin, size = chunks[chunk]
-        return Access(step, rank, gather, source * plan.plane_bytes + begin, size, writes)
+        return Access(step, rank, gather, source * plan.shard_bytes // plan.parts + begin, size, writes)
 
     def flag(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
         return Access(step, rank, flags, (source * plan.chunks + chunk) * _WORD, _WORD, writes)
@@ -47,7 +47,7 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
         near = [peer for peer in topology.node_ranks(topology.node(rank)) if peer != rank]
         match kind, rest:
             case "push", [int(chunk)]:
-                for peer in near:
+                for peer in [*near, rank] if plan.span > 1 else near:
                     yield data(step, peer, rank, chunk, writes=True)
                     yield flag(step, peer, rank, chunk, writes=True)
             case "stage", [int(chunk)]:
@@ -64,25 +64,25 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
                     yield flag(step, peer, source, chunk, writes=True)
             case "tile", [int(index)]:
                 tile = tiles[rank][index]
-                for chunk in plan.tile_chunks(tile) if tile.source != rank else ():
-                    yield flag(step, rank, tile.source, chunk, writes=False)
-                    yield data(step, rank, tile.source, chunk, writes=False)
+                for source, chunk in plan.tile_chunks(tile) if not plan.reads_own(rank, tile) else ():
+                    yield flag(step, rank, source, chunk, writes=False)
+                    yield data(step, rank, source, chunk, writes=False)
 
 
 def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Number of a chunk, and where it lies in a plane: begin and bytes (``chunk_offset`` and ``chunk_bytes`` in the kernel)."""
-    rows, row_bytes = plan.rows, plan.problem.k // plan.parts * 2
+    """Number of a chunk, and where it lies from its shard's first byte on: begin and bytes (``chunk_offset``, ``chunk_bytes`` in the kernel)."""
+    rows, row_bytes, all_rows = plan.rows, plan.problem.k // plan.parts * 2, plan.rows * plan.problem.topology.size
     for block in range(plan.blocks):
         first = block * plan.chunk_rows
         for part in range(plan.parts):
-            begin = (part * rows + first) * row_bytes
+            begin = (part * all_rows + first) * row_bytes
             yield plan.chunk_index(block, part), (begin, min(plan.chunk_rows, rows - first) * row_bytes)
 
 
 def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/ops/allgather_gemm.cuh``).
 
-    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node, ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)``
+    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node (with tiles that span shards to itself, too), ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)``
     to the node, ``("tile", rank, index)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for
     fewer.
     """
@@ -90,14 +90,14 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     for rank in range(topology.size):
         graph.add(("enter", rank))
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
-        if topology.ranks_per_node > 1:
+        if topology.ranks_per_node > 1 or plan.span > 1:
             _intra_comm_steps(graph, plan, rank, entered)
         if topology.num_nodes > 1:
             _inter_send_steps(graph, plan, rank, entered)
         tiles = list(plan.tiles(rank))
         for i, tile in enumerate(tiles):
-            chunks = plan.tile_chunks(tile) if tile.source != rank else ()
-            graph.add(("tile", rank, i), [*entered, *(_arrival(plan, rank, tile.source, chunk) for chunk in chunks)])
+            chunks = plan.tile_chunks(tile) if not plan.reads_own(rank, tile) else ()
+            graph.add(("tile", rank, i), [*entered, *(_arrival(plan, rank, source, chunk) for source, chunk in chunks)])
         graph.chain(("tile", rank, i) for i in range(len(tiles)))
     return graph
 
@@ -111,7 +111,8 @@ def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> S
 
 
 def _intra_comm_steps(graph: WaitGraph, plan: AllGatherGemmPlan, rank: int, entered: list[Step]) -> None:
-    ctas, peers = plan.split.intra_comm or plan.pushers, plan.problem.topology.rail_peers(rank)
+    ctas, topology = plan.split.intra_comm or plan.pushers, plan.problem.topology
+    peers = topology.rail_peers(rank) if topology.ranks_per_node > 1 else []
     for cta in range(ctas):
         own: list[Step] = [("push", rank, chunk) for chunk in range(cta, plan.chunks, ctas)]
         items = [divmod(item, len(peers)) for item in range(cta, plan.chunks * len(peers), ctas)] if peers else []

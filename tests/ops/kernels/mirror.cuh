@@ -8,7 +8,7 @@ MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
   return mkernel::Tiles(p).num_tiles();
 }
 
-// Four words per tile: source rank, row of tiles in its shard, column of tiles, slice.
+// Four words per tile: plane, row of tiles in it, column of tiles, slice.
 MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
@@ -21,12 +21,23 @@ MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
 MKC_API uint32_t mirror_num_chunks(const void* shape) { return mkernel::num_chunks(mirror::parameters(0, shape)); }
 
 // Bytes from the start of the workspace, and of the flags.
-MKC_API uint64_t mirror_plane_offset(const void* shape, uint32_t source) {
-  return mkernel::plane_offset(mirror::parameters(0, shape), source);
+MKC_API uint64_t mirror_shard_offset(const void* shape, uint32_t source) {
+  return mkernel::shard_offset(mirror::parameters(0, shape), source);
 }
 MKC_API uint64_t mirror_flag_offset(const void* shape, uint32_t source, uint32_t chunk) {
   const mkernel::Parameters p = mirror::parameters(0, shape);
   return mkernel::flag_offset(p, mkernel::flag_index(p, source, chunk));
+}
+
+// What a tile waits for in one part: the numbers of the first and last of the blocks of all shards, rank by rank; none: all ones.
+MKC_API void mirror_waits(uint32_t rank, const void* shape, uint32_t tile, uint32_t* out) {
+  const mkernel::Parameters p = mirror::parameters(rank, shape);
+  const mkernel::Tiles tiles(p);
+  const mkernel::TileCoordinate c = tiles.coordinate(tile);
+  const uint32_t begin = c.m * mkernel::Shape::kBlockM, rows = tiles.plane_rows();
+  const uint32_t end = begin + mkernel::Shape::kBlockM < rows ? begin + mkernel::Shape::kBlockM : rows;
+  out[0] = tiles.waits(c, 0) ? tiles.block_of(c.plane, begin) : 0xffffffffu;
+  out[1] = tiles.waits(c, 0) ? tiles.block_of(c.plane, end - 1) : 0xffffffffu;
 }
 
 // The number of a chunk; all ones if the way back leads elsewhere.

@@ -1,0 +1,64 @@
+"""What the tiles of a GEMM cover, where a caller asks for it: to measure one choice of the planner against another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+__all__ = ["Tiling", "TilingError"]
+
+_RADIX = 521  # more than any field can be
+_FACTOR = 0x5BD1E9  # odd
+
+
+class TilingError(ValueError):
+    """A tiling that an op cannot have in its world."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiling:
+    """Fields that are None are the planner's choice.
+
+    Attributes
+    ----------
+    block_n
+        Columns of a tile: 64, 128, 192 or 256.
+    span
+        Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
+    """
+
+    block_n: int | None = None
+    span: int | None = None
+
+    @classmethod
+    def parse(cls, wanted: Mapping[str, int]) -> Tiling:
+        """The fields of a mapping.
+
+        Raises
+        ------
+        ValueError
+            There is no such field, or it cannot have the value in any op or world.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name, value in wanted.items():
+            if name not in names:
+                raise ValueError(f"{name!r}: must be one of {', '.join(names)}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _RADIX:
+                raise ValueError(f"{name} {value!r}: must be a number below {_RADIX}")
+        found = cls(**wanted)
+        if found.block_n not in (None, 64, 128, 192, 256):
+            raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
+        return found
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the fields that are not None."""
+        return frozenset(name for name in (field.name for field in dataclasses.fields(self)) if getattr(self, name) is not None)
+
+    @property
+    def number(self) -> int:
+        """24 bits that differ between tilings that differ in one field; 0: nothing is asked for."""
+        digits = 0
+        for value in dataclasses.astuple(self):
+            digits = digits * _RADIX + (0 if value is None else value + 1)
+        return digits * _FACTOR & 0xFFFFFF
