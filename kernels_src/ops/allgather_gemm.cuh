@@ -18,7 +18,7 @@ namespace mkernel {
 // kNumNodes, kRanksPerNode, kSlices, kHasParts; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Storage = CopyingStorage<GemmStorage<Config>>;
-constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1;  // with one rank per node: into this rank's gather buffer, where span > 1
+constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1;  // also with one rank per node: into the own gather buffer
 static_assert(!kWarpsPush || kNodes == 1 || kR == 1, "what comes from other nodes is forwarded by intra_comm");
 constexpr uint32_t kUnitBytes = kSwizzleBytes;      // of a row of the part map's box
 constexpr bool kHasParts = Config::kHasParts != 0;  // K is such that it may travel in parts: all that copies has more to do
@@ -95,7 +95,9 @@ MK_DEVICE const char* own_chunk(const Parameters& p,
                                 const Chunk& chunk) {  // in this rank's shard, where the parts of a row lie side by side
   return reinterpret_cast<const char*>(p.a) + (uint64_t(chunk.block) << p.chunk_shift) * row_bytes(p) + chunk.part * part_bytes(p);
 }
-MK_DEVICE uint64_t shard_offset(const Parameters& p, uint32_t source) { return p.gather_offset + uint64_t(source) * p.rows * part_bytes(p); }
+MK_DEVICE uint64_t shard_offset(const Parameters& p, uint32_t source) {
+  return p.gather_offset + uint64_t(source) * p.rows * part_bytes(p);
+}
 MK_DEVICE bool keeps_own(const Parameters& p) { return kWorldSize > 1 && p.span > 1; }  // in the gather buffer, with a flag per chunk
 MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
 MK_DEVICE bool wait_chunk(const Entered& entered, const Parameters& p, uint32_t source, uint32_t chunk) {

@@ -43,12 +43,13 @@ def choice_of(split: Any, specialize: Any = None, tiling: Any = None) -> Choice:
 
 
 def _checked_tiling(tiling: Any) -> Tiling | None:
-    if tiling is None or isinstance(tiling, Tiling):
-        return tiling
-    if not isinstance(tiling, Mapping):
+    if tiling is None:
+        return None
+    if not isinstance(tiling, (Mapping, Tiling)):
         raise ArgumentError("tiling", tiling, "must be a mapping such as {'block_n': 128}, or None")
     try:
-        return Tiling.parse(tiling)
+        found = tiling if isinstance(tiling, Tiling) else Tiling.parse(tiling)
+        return found if found.fields else None
     except ValueError as error:
         raise ArgumentError("tiling", dict(tiling), str(error)) from None
 

@@ -378,7 +378,9 @@ def _plan_of_class(
     )
 
 
-def _span_and_tile(problem: AllGatherGemmProblem, rows: int, sm_count: int, tile: GemmTile | None, span: int | None) -> tuple[int, GemmTile]:
+def _span_and_tile(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, tile: GemmTile | None, span: int | None
+) -> tuple[int, GemmTile]:
     topology, tail = problem.topology, _TAIL if problem.topology.size > 1 else 0.0
     if span is None:
         chosen = choose_span(topology, rows, problem.n, problem.k, sm_count, tail, tile)

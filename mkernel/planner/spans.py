@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Class:
-    """Planes whose chunks come from equally far: of the own shard, of this node, of the others. Seconds until the first, and all, are there."""
+    """Planes whose chunks come from equally far: here, the node, other nodes. Seconds until the first, and all of them, are there."""
 
     planes: int
     first: float
@@ -53,7 +53,7 @@ def choose_span(topology: Topology, rows: int, n: int, k: int, sm_count: int, ta
 def candidates(
     topology: Topology, rows: int, n: int, k: int, sm_count: int, tail: float, tile: GemmTile | None = None
 ) -> Iterator[Candidate]:
-    """All spans for shards of ``rows`` rows, ascending. ``tail``: as in ``choose_tile``, with a shard per plane; ``tile``: given, or chosen."""
+    """All spans for shards of ``rows`` rows, ascending. ``tail``: of ``choose_tile``, with a shard per plane; ``tile``: if it is given."""
     for span in spans_of(topology):
         # Tiles that span shards wait at their beginning for all that they read, and for nothing at their end.
         tile_rows = math.ceil(span * rows / BLOCK_M) * (topology.size // span)
@@ -72,10 +72,8 @@ def _seconds(topology: Topology, rows: int, n: int, k: int, sm_count: int, span:
         waves = tiles / sm_count if tiles > 4 * sm_count else math.ceil(tiles / sm_count)
         readings = len(left) if b_bytes > _CACHE_BYTES else 1
         multiplying = max(waves * tile.seconds(k) / tile.relative_speed, readings * b_bytes / _MEMORY_BYTES)
-        if span == 1:  # the tiles of a shard follow its chunks
-            seconds = max(seconds, one.first + multiplying, one.all + tile.seconds(k))
-        else:
-            seconds = max(seconds, one.all + multiplying)
+        follows = span == 1  # the tiles of a shard follow its chunks
+        seconds = max(seconds, (one.first if follows else one.all) + multiplying, one.all + tile.seconds(k))
     return seconds
 
 

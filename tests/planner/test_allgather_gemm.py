@@ -14,8 +14,8 @@ from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProbl
 from mkernel.planner.gemm import BLOCK_M, SHARED_LIMIT, GemmTile
 from mkernel.planner.proofs.allgather_gemm import wait_graph
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
-from mkernel.planner.specialize import parse
 from mkernel.planner.spans import spans_of
+from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.topology import Topology
 

@@ -70,7 +70,7 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
 
 
 def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Number of a chunk, and where it lies from its shard's first byte on: begin and bytes (``chunk_offset``, ``chunk_bytes`` in the kernel)."""
+    """Number of a chunk, and where it lies from its shard's first byte on: begin and bytes (``chunk_offset`` and ``chunk_bytes``)."""
     rows, row_bytes, all_rows = plan.rows, plan.problem.k // plan.parts * 2, plan.rows * plan.problem.topology.size
     for block in range(plan.blocks):
         first = block * plan.chunk_rows
@@ -82,9 +82,9 @@ def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:
 def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/ops/allgather_gemm.cuh``).
 
-    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node (with tiles that span shards to itself, too), ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)``
-    to the node, ``("tile", rank, index)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for
-    fewer.
+    Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node (where tiles span shards to the rank itself, too),
+    ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)`` to the node, ``("tile", rank, index)``. A rank's
+    tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     for rank in range(topology.size):

@@ -1,0 +1,218 @@
+"""Is what the planner chooses for tiles faster than what it chose before? ``python tests/gpu/tilings.py --ranks 2``, or under mpirun.
+
+Shapes are the rows of the issue where the ops lost, few rows above all, and random ones (``--random 40``, of the same distribution: M 1 to
+16384, N 512 to 16384, K 512 to 8192, log-uniform, half of N and K multiples of 128, half of 8). Per shape two variants take turns, on fresh
+inputs: ``old``, a tile per shard or owner with all of K (``OLD`` below, by ``mk.plan(tiling=)``'s means), and ``new``, what is chosen now;
+with ``--all``, also every tiling that the planner has predicted a time for. Every element of every variant is checked first. Samples are
+isolated calls, and calls back to back, as ``mkernel bench`` takes them (docs/benchmarks.md); a sample counts with its slowest rank.
+
+``--aligned`` adds a variant whose operands' rows begin at multiples of 128 bytes (the same numbers, in wider arrays): what it gains is what
+rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of the reductions.
+
+Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, and what
+was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+# The checkout is on the path only from here on.
+import mkernel as mk  # noqa: E402
+from mkernel.bench.cases import ops  # noqa: E402
+from mkernel.bench.peers import fresh_seed, gather  # noqa: E402
+from mkernel.bench.timing import open_timing  # noqa: E402
+from mkernel.ops.op import find  # noqa: E402
+from mkernel.ops.schedule import choice_of  # noqa: E402
+from mkernel.planner.tiling import Tiling  # noqa: E402
+from mkernel.tools import launcher  # noqa: E402
+from tests.gpu.compare import COOLDOWN_MS, bootstrap_upper  # noqa: E402
+
+GATHER, SCATTER, ALL = "allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"
+OLD = {"span": 1}  # fields that an op does not know are left out
+ROWS = (  # op, and M x N x K of a rank
+    *((GATHER, size) for size in ("256x14336x8192", "20x15872x5504", "88x12656x3832", "84x1480x5528", "256x2560x8192", "1000x2568x3592")),
+    (GATHER, "144x3328x6912"),
+    *((SCATTER, size) for size in ("104x7856x5088", "20x2240x3952", "528x3360x4944", "256x8192x7168", "9052x2160x6488", "16x1152x3968")),
+    (SCATTER, "1504x1680x5912"),
+    *((ALL, size) for size in ("1024x8192x7168", "6x800x4416", "161x1280x6016", "524x15120x2936")),
+    *((op, size) for op in (GATHER, SCATTER, ALL) for size in ("2048x2048x2048", "4096x4096x4096")),  # they must not get slower
+)
+
+
+def drawn(seed: int, count: int) -> list[tuple[str, str]]:
+    """Random shapes, the ops in turn."""
+    rng = random.Random(seed)
+
+    def extent(low: int, high: int) -> int:
+        step = rng.choice((8, 128))
+        return max(step, round(low * (high / low) ** rng.random() / step) * step)
+
+    return [
+        ((GATHER, SCATTER, ALL)[i % 3], f"{round(16384 ** rng.random())}x{extent(512, 16384)}x{extent(512, 8192)}") for i in range(count)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One variant on one shape; milliseconds of samples that count, isolated and back to back."""
+
+    op: str
+    size: str
+    variant: str
+    chosen: str
+    worst: float  # error over its bound
+    isolated: list[float]
+    back_to_back: list[float]
+
+    def line(self, old: Found) -> str:
+        cells = []
+        for mine, before in ((self.isolated, old.isolated), (self.back_to_back, old.back_to_back)):
+            ratio = statistics.median(mine) / statistics.median(before)
+            cells.append(f"{statistics.median(mine):9.4f} {ratio:6.3f} (<= {bootstrap_upper(list(zip(before, mine, strict=True))):5.3f})")
+        right = "" if self.worst <= 1.0 else f"  WRONG: {self.worst:.3g} times the bound"
+        return f"{self.op:<20} {self.size:>16} {self.variant:>12} {' '.join(cells)}  {self.chosen}{right}"
+
+
+class Rank:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
+        self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
+        self.options = options
+
+    def variants(self, op: str) -> dict[str, Tiling | None]:
+        known = find(op).tilings
+        found: dict[str, Tiling | None] = {"old": Tiling.parse({name: value for name, value in OLD.items() if name in known}), "new": None}
+        if self.options.all:
+            wide = [Tiling(block_n=columns) for columns in (64, 128, 192, 256)] if "block_n" in known else []
+            spans = [Tiling(span=span) for span in range(2, self.world.size + 1) if self.world.size % span == 0] if "span" in known else []
+            found |= {", ".join(f"{name} {getattr(one, name)}" for name in sorted(one.fields)): one for one in [*wide, *spans]}
+        return found
+
+    def measure(self, op: str, size: str) -> list[Found]:
+        """Every variant on one shape. Collective."""
+        m, n, k = map(int, size.split("x"))
+        ranks = self.world.size
+        m = -(-m // ranks) * ranks if op != ALL else m
+        whole_k = k if op == GATHER else k * ranks
+        case = ops()[op].case(f"{m}x{n}x{whole_k}", self.world.topology, "bfloat16")
+        case.setup(self.timing, fresh_seed(self.world))
+        calls, worst, chosen = {}, {}, {}
+        wanted = self.variants(op)
+        if self.options.aligned:
+            wanted["aligned"] = None
+        for variant, tiling in wanted.items():
+            if variant == "aligned":
+                self._align(case)
+            choice = choice_of(None, None, tiling)
+            calls[variant] = list(case.fused(choice))
+            for out in case.outputs():
+                self.timing.poison(out)
+            self.timing.synchronize()
+            self.world.barrier()
+            self.timing.warm_up(calls[variant])
+            worst[variant] = max(gather(self.world, max(float(case.worst(index)) for index in range(len(calls[variant])))))
+            asked = {} if choice.tiling is None else {"tiling": choice.tiling}
+            made = find(op).make_plan(case.problem, case.rows, self.world.backend.sm_count, **asked)
+            chosen[variant] = made.describe().splitlines()[1]
+        taken: dict[str, tuple[list[float], list[float]]] = {variant: ([], []) for variant in calls}
+        for i in range(-1, self.options.samples):  # the first round does not count
+            for variant in list(calls)[:: 1 if i % 2 == 0 else -1]:
+                these = calls[variant]
+                here = [self.timing.isolated([these[i % len(these)]], 1).times[0], self.timing.back_to_back(these, 1).times[0]]
+                slowest = [max(times) for times in zip(*gather(self.world, here), strict=True)]
+                if i >= 0:
+                    for times, one in zip(taken[variant], slowest, strict=True):
+                        times.append(one)
+        self.timing.synchronize()
+        return [Found(op, size, variant, chosen[variant], worst[variant], *times) for variant, times in taken.items()]
+
+    def _align(self, case: Any) -> None:
+        """Move operands to arrays whose rows begin at multiples of 128 bytes; the calls before keep theirs."""
+        xp = self.timing.xp
+
+        def wide(array: Any) -> Any:
+            columns = array.shape[1]
+            room = self.timing.empty((array.shape[0], -(-columns // 64) * 64))
+            view = room[:, :columns]
+            view.view(xp.uint16)[...] = array.view(xp.uint16)
+            return view
+
+        if hasattr(case, "_inputs"):
+            case._inputs = [(wide(a), wide(b)) for a, b in case._inputs]
+        else:  # an all-gather's a is contiguous
+            case._b = [wide(b) for b in case._b]
+
+    def close(self) -> None:
+        self.timing.close()
+        self.world.close()
+
+
+def rank_main(options: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    rank = Rank(options)
+    speaks = rank.world.rank == 0
+    if options.random:
+        seed = options.seed if options.seed is not None else fresh_seed(rank.world)
+        left = drawn(seed, options.random)
+        if speaks:
+            print(f"--seed {seed}")
+    else:
+        left = [tuple(text.split(":")) for text in options.shapes] or list(ROWS)
+    found: list[list[Found]] = []
+    wrong = 0
+    while left and gather(rank.world, time.monotonic() - begin < options.seconds)[0]:  # rank 0 decides
+        found.append(rank.measure(*left.pop(0)))
+        wrong += sum(not one.worst <= 1.0 for one in found[-1])
+        if speaks:
+            print(*(one.line(found[-1][0]) for one in found[-1]), sep="\n", flush=True)
+            if options.out is not None:  # what has been found is kept, whatever comes
+                lines = [dataclasses.asdict(one) for row in found for one in row]
+                options.out.write_text(json.dumps({"ranks": rank.world.size, "target": rank.world.target, "found": lines}, indent=1))
+    rank.close()
+    if speaks:
+        for at, mode in ((0, "isolated"), (1, "back to back")):
+            ratios = [[statistics.median((one.isolated, one.back_to_back)[at]) for one in row[:2]] for row in found]
+            mean = statistics.geometric_mean(new / old for old, new in ratios) if ratios else float("nan")
+            print(f"{mode}: new / old, geometric mean {mean:.3f}, {sum(new > old for old, new in ratios)} of {len(ratios)} slower")
+        print(f"{wrong} wrong" + (f"; not measured for lack of time: {left}" if left else ""))
+    return 1 if wrong or left else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=None, help="start so many ranks (else this process is one, alone or under mpirun)")
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--shapes", nargs="+", default=[], help="op:MxNxK, N and K of a rank (default: the rows of the issue)")
+    parser.add_argument("--random", type=int, default=0, help="so many random shapes instead")
+    parser.add_argument("--seed", type=int, default=None, help="of the random shapes (default: fresh)")
+    parser.add_argument("--all", action="store_true", help="also every tiling that the planner chooses from")
+    parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")
+    parser.add_argument("--seconds", type=float, default=500.0, help="begin no shape after so long")
+    parser.add_argument("--heap", type=int, default=3072, help="MiB of the symmetric heap")
+    parser.add_argument("--target", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, default=None, help="JSON with all samples")
+    parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto")
+    options = parser.parse_args()
+    if options.ranks is None:
+        return rank_main(options)
+    at = sys.argv.index("--ranks")
+    arguments = [__file__, *sys.argv[1:at], *sys.argv[at + 2 :]]
+    return launcher.run(options.ranks, arguments, timeout=options.seconds + 120, kind=options.launcher)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
