@@ -51,7 +51,7 @@ def _checked_tiling(tiling: Any) -> Tiling | None:
         found = tiling if isinstance(tiling, Tiling) else Tiling.parse(tiling)
         return found if found.fields else None
     except ValueError as error:
-        raise ArgumentError("tiling", dict(tiling), str(error)) from None
+        raise ArgumentError("tiling", tiling, str(error)) from None
 
 
 def tuning_name(problem: Hashable, rows: int) -> str:
