@@ -10,6 +10,7 @@ try:
 except ImportError as error:
     raise ImportError(f"mkernel.torch needs torch 2.11 or newer ({error}): install it as its own pages say, for your CUDA") from error
 
+from mkernel.torch.attention import ring_attention
 from mkernel.torch.gemm import allgather_gemm, gemm_allreduce, gemm_reduce_scatter, replicated_gemm, shared
 from mkernel.torch.linear import ColumnParallelLinear, RowParallelLinear
 from mkernel.torch.parallel import ColwiseParallel, RowwiseParallel
@@ -23,5 +24,6 @@ __all__ = [
     "gemm_allreduce",
     "gemm_reduce_scatter",
     "replicated_gemm",
+    "ring_attention",
     "shared",
 ]

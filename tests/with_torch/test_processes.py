@@ -45,3 +45,20 @@ def test_worlds_of_process_groups() -> None:
         assert line["ranks"] == [rank, rank % 2]
         assert line["all"] == [0.0, 1.0, 2.0, 3.0]
         assert line["half"] == [float(rank // 2 * 2), float(rank // 2 * 2 + 1)]
+
+
+def test_styles_beside_torchs() -> None:
+    """Three steps of training: torch's tensor parallelism and ours round at other places only, also below FSDP2."""
+    for line in lines("styles", 4):
+        assert line["alike"] == [True] * 3, "parameters lie as torch has them"
+        assert set(line["last"]) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+        assert len(line["errors"]) == 3
+        for case, errors in line["errors"].items():
+            assert max(errors) <= 2**-6, f"{case}: {errors}"
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    for line in lines("checkpoints", 2, CHECKPOINTS=str(tmp_path)):
+        assert line["before"] == [False] * 4
+        assert line["after"] == [True] * 4
+        assert line["back"] == [True] * 4

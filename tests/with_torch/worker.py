@@ -12,7 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import mkernel as mk
 import mkernel.torch as mkt
@@ -121,7 +125,85 @@ def group() -> None:
     dist.destroy_process_group()
 
 
+def relative(made: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((made.double() - expected.double()).norm() / expected.double().norm())
+
+
+def whole_of(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def layouts(sequence: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Plans for parallelize_module: torch's, and ours."""
+    along = Shard(0) if sequence else Replicate()
+    return tuple(  # type: ignore[return-value]
+        {"up": module.ColwiseParallel(input_layouts=along), "down": module.RowwiseParallel(output_layouts=along)}
+        for module in (torch.distributed.tensor.parallel, mkt)
+    )
+
+
+def trained(block: torch.nn.Module, xs: list[torch.Tensor], steps: int) -> list[torch.Tensor]:
+    """Results, and all gradients and parameters after so many steps."""
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
+    found = []
+    for x in xs[:steps]:
+        optimizer.zero_grad()
+        y = block(x)
+        y.float().square().sum().backward()
+        found += [y.detach(), *(whole_of(p.grad) for p in block.parameters())]
+        optimizer.step()
+    return [*found, *(whole_of(p) for p in block.parameters())]
+
+
+def styles() -> None:
+    """A block that torch parallelizes, and one that we do: 2 x 2 ranks, with and without sequence parallelism, with and without FSDP2."""
+    join_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    errors, placements = {}, []
+    with mk.init(mesh["tp"].get_group(), **WORLD):
+        for sequence, fsdp in ((True, False), (False, False), (True, True)):
+            found = []
+            for plan in layouts(sequence):
+                torch.manual_seed(3)
+                block = parallelize_module(Whole(), mesh["tp"], plan)
+                if fsdp:
+                    fully_shard(block, mesh=mesh["dp"])
+                placements.append({name: str(p.placements) for name, p in block.named_parameters()})
+                torch.manual_seed(4 + (mesh.get_local_rank("dp") if fsdp else 0))
+                xs = [torch.randn(2 * ROWS, BATCH, HIDDEN).bfloat16() for _ in range(3)]
+                found.append(trained(block, [x.chunk(2)[mesh.get_local_rank("tp")] if sequence else x for x in xs], 3))
+            errors[f"sequence {sequence}, fsdp {fsdp}"] = [relative(*pair) for pair in zip(*reversed(found), strict=True)]
+    tell(rank=dist.get_rank(), errors=errors, alike=[placements[at] == placements[at + 1] for at in range(0, 6, 2)], last=placements[-1])
+    dist.destroy_process_group()
+
+
+def checkpoints() -> None:
+    """Saved by torch's layers, loaded by ours, and back; then by one rank that has whole layers."""
+    join_group()
+    folder, mesh = os.environ["CHECKPOINTS"], init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with mk.init(mesh.get_group(), **WORLD):
+        blocks = []
+        for seed, plan in zip((3, 4), layouts(True), strict=True):
+            torch.manual_seed(seed)
+            blocks.append(parallelize_module(Whole(), mesh, plan))
+        theirs, ours = blocks
+        dcp.save(theirs.state_dict(), checkpoint_id=f"{folder}/theirs")
+        before = [bool(torch.equal(whole_of(p), whole_of(q))) for p, q in zip(theirs.parameters(), ours.parameters(), strict=True)]
+        state = ours.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/theirs")
+        ours.load_state_dict(state)
+        after = [bool(torch.equal(whole_of(p), whole_of(q))) for p, q in zip(theirs.parameters(), ours.parameters(), strict=True)]
+        dcp.save(ours.state_dict(), checkpoint_id=f"{folder}/ours")
+        whole = Whole()
+        state = whole.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/ours")
+        torch.manual_seed(3)
+        back = [bool(torch.equal(p, state[name])) for name, p in Whole().named_parameters()]
+    tell(rank=dist.get_rank(), before=before, after=after, back=back)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    SCENARIOS = {function.__name__: function for function in (compiled, inductor, group)}
+    SCENARIOS = {function.__name__: function for function in (compiled, inductor, group, styles, checkpoints)}
     SCENARIOS[sys.argv[1]]()

@@ -1,0 +1,119 @@
+"""Layers of plain tensors, on threads: every element of results and gradients against float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: `make test-torch`")
+
+import mkernel as mk
+import mkernel.torch as mkt
+from mkernel.errors import ArgumentError
+
+S, B, IN, OUT = 16, 2, 64, 48  # of the whole layer
+WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
+ROUNDINGS = 4  # of a result or gradient on its way: partial sums, the sum, the bias, their sum
+
+
+def worst(made: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> float:
+    """The largest error over what so many roundings of terms of that magnitude allow."""
+    return float(((made.double() - exact).abs() / (ROUNDINGS * 2**-8 * magnitude)).max())
+
+
+def whole(seed: int, bias: bool) -> tuple[Any, ...]:
+    """The layer, what goes in and the gradient of what comes out; exact results, and the magnitudes of their terms.
+
+    Drawn once for all ranks, because their threads share torch's random numbers.
+    """
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(IN, OUT, bias, dtype=torch.bfloat16)
+    x, gradient = torch.randn(S, B, IN).bfloat16(), torch.randn(S, B, OUT).bfloat16()
+    found = []
+    for how in (lambda t: t.double(), lambda t: t.double().abs()):
+        w, b, xs, g = (how(t.detach()) for t in (layer.weight, layer.bias if bias else torch.zeros(OUT), x, gradient))
+        found.append((xs @ w.t() + b, g @ w, g.flatten(0, 1).t() @ xs.flatten(0, 1), g.sum((0, 1))))
+    return layer, x, gradient, list(zip(*found, strict=True))
+
+
+def _errors(world: Any, kind: str, bias: bool, sequence: bool, everything: tuple[Any, ...]) -> dict[str, float]:
+    rank, size = world.rank, world.size
+    layer, x, gradient, expected = everything
+
+    def part(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return t if dim is None else t.chunk(size, dim)[rank]
+
+    row, along = kind == "RowParallelLinear", 0 if sequence else None
+    places = (2, along, 1, None) if row else (along, 2, 0, 0)  # dimensions along which x, y, weight and bias are split
+    made = getattr(mkt, kind).from_linear(copy.deepcopy(layer), sequence_parallel=sequence)
+    mine = part(x, places[0]).clone().requires_grad_()
+    y = made(mine)
+    y.backward(part(gradient, places[1]))
+    found = {"y": (y, 0, places[1]), "x": (mine.grad, 1, places[0]), "weight": (made.weight.grad, 2, places[2])}
+    if bias:
+        found["bias"] = (made.bias.grad, 3, places[3])
+    return {name: worst(value, *(part(t, dim) for t in expected[at])) for name, (value, at, dim) in found.items()}
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_layers(kind: str, bias: bool, sequence: bool, rng: np.random.Generator) -> None:
+    for errors in mk.launch(_errors, 2, args=(kind, bias, sequence, whole(int(rng.integers(1 << 30)), bias)), **WORLD):
+        assert set(errors) == {"y", "x", "weight", *(["bias"] if bias else [])}
+        assert max(errors.values()) <= 1, errors
+
+
+def test_a_bias_whose_gradient_is_not_summed_is_seen(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    monkeypatch.setattr(mkt.linear, "shared", lambda bias, world: bias)
+    for errors in mk.launch(_errors, 2, args=("RowParallelLinear", True, True, whole(int(rng.integers(1 << 30)), True)), **WORLD):
+        assert errors.pop("bias") > 1
+        assert max(errors.values()) <= 1
+
+
+def test_layers_are_alike_for_any_number_of_ranks() -> None:
+    def rank(world: Any) -> list[torch.Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            layers = mkt.ColumnParallelLinear(IN, OUT), mkt.RowParallelLinear(IN, OUT)
+        return [p.detach() for layer in layers for p in layer.parameters()]
+
+    torch.manual_seed(7)
+    expected = [p.detach() for _ in range(2) for p in torch.nn.Linear(IN, OUT, dtype=torch.bfloat16).parameters()]
+    found = mk.launch(rank, 1, **WORLD)[0]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_one_batch_first() -> None:
+    def rank(world: Any) -> None:
+        column = mkt.ColumnParallelLinear(IN, OUT, batch_first=True)
+        x = torch.randn(1, 8, IN).bfloat16()
+        other = mkt.ColumnParallelLinear.from_linear(torch.nn.Linear(IN, OUT, dtype=torch.bfloat16))
+        with torch.no_grad():
+            other.weight.copy_(column.weight)
+            other.bias.copy_(column.bias)
+            assert torch.equal(column(x)[0], other(x.transpose(0, 1))[:, 0])
+            assert column(x).shape == (1, 8 * world.size, OUT // world.size)
+            with pytest.raises(ArgumentError, match=r"x.shape = \(2, 8, 64\).*one batch.*Megatron"):
+                column(x.expand(2, -1, -1))
+
+    mk.launch(rank, 2, **WORLD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "rule"),
+    [
+        ((IN, 40), {}, "out_features = 40.*multiple of 8 x 2 ranks"),
+        ((IN, OUT), {"dtype": torch.float32}, "dtype = .*bfloat16 or float16"),
+        ((60, OUT), {}, "multiples of 8"),
+    ],
+)
+def test_layers_that_do_not_fit(arguments: tuple[int, int], options: dict[str, Any], rule: str) -> None:
+    def rank(world: Any) -> None:
+        with pytest.raises(ArgumentError, match=rule):
+            mkt.ColumnParallelLinear(*arguments, **options)
+
+    mk.launch(rank, 2, **WORLD)
