@@ -13,6 +13,7 @@ except ImportError as error:
 from mkernel.torch.attention import ring_attention
 from mkernel.torch.gemm import allgather_gemm, gemm_allreduce, gemm_reduce_scatter, replicated_gemm, shared
 from mkernel.torch.linear import ColumnParallelLinear, RowParallelLinear
+from mkernel.torch.moe import moe_combine, moe_dispatch_gemm, moe_gemm_combine, moe_layer
 from mkernel.torch.parallel import ColwiseParallel, RowwiseParallel
 
 __all__ = [
@@ -23,6 +24,10 @@ __all__ = [
     "allgather_gemm",
     "gemm_allreduce",
     "gemm_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch_gemm",
+    "moe_gemm_combine",
+    "moe_layer",
     "replicated_gemm",
     "ring_attention",
     "shared",

@@ -58,8 +58,13 @@ def _gradients(world: Any, seed: int, causal: bool, layout: str, dtype: torch.dt
 
 @pytest.mark.parametrize(
     ("ranks", "causal", "layout", "dtype"),
-    [(2, False, "contiguous", torch.bfloat16), (2, True, "contiguous", torch.float16), (2, True, "zigzag", torch.bfloat16), (1, True, "zigzag", torch.float16)],
-)  # fmt: skip
+    [
+        (2, False, "contiguous", torch.bfloat16),
+        (2, True, "contiguous", torch.float16),
+        (2, True, "zigzag", torch.bfloat16),
+        (1, True, "zigzag", torch.float16),
+    ],
+)
 def test_gradients(ranks: int, causal: bool, layout: str, dtype: torch.dtype, rng: np.random.Generator) -> None:
     unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     for found in mk.launch(_gradients, ranks, args=(int(rng.integers(1 << 30)), causal, layout, dtype), **WORLD):

@@ -21,7 +21,7 @@ ROUNDINGS = 4  # of a result or gradient on its way: partial sums, the sum, the 
 
 def worst(made: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> float:
     """The largest error over what so many roundings of terms of that magnitude allow."""
-    return float(((made.double() - exact).abs() / (ROUNDINGS * 2**-8 * magnitude)).max())
+    return float(((made.detach().double() - exact).abs() / (ROUNDINGS * 2**-8 * magnitude)).max())
 
 
 def whole(seed: int, bias: bool) -> tuple[Any, ...]:
