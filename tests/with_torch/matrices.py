@@ -16,13 +16,19 @@ def drawn(seed: list[int], shape: tuple[int, ...], dtype: str) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(TYPES[dtype][1])
 
 
-def tensor(array: Any, requires_grad: bool = False) -> torch.Tensor:
-    """A tensor with the values and the strides of an array."""
+def place_of(world: Any) -> str:
+    """Where a rank's tensors are."""
+    return "cpu" if world.target == "cpu" else f"cuda:{world.device}"
+
+
+def tensor(array: Any, place: str, requires_grad: bool = False) -> torch.Tensor:
+    """A new tensor with the values and the strides of an array."""
     kind = next(kind for kind, other in TYPES.values() if array.dtype == other)
-    return torch.from_numpy(array.view(np.int16)).view(kind).clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
+    made = torch.from_numpy(array.view(np.int16)).view(kind)
+    return made.to(place, copy=True, memory_format=torch.preserve_format).requires_grad_(requires_grad)
 
 
 def array(made: torch.Tensor) -> Any:
     """The values of a tensor, contiguous."""
     name = str(made.dtype).removeprefix("torch.")
-    return made.detach().contiguous().view(torch.int16).numpy().view(TYPES[name][1])
+    return made.detach().cpu().contiguous().view(torch.int16).numpy().view(TYPES[name][1])

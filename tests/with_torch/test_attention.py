@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: `make test-
 
 import mkernel as mk
 import mkernel.torch as mkt
+from tests.with_torch.matrices import place_of
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
 BATCHES, HEADS, KV_HEADS, D, LENGTH = 1, 2, 1, 64, 32  # LENGTH: rows of a rank
@@ -42,14 +43,14 @@ def _own(t: torch.Tensor, layout: str, world: Any) -> torch.Tensor:
 def _gradients(world: Any, seed: int, causal: bool, layout: str, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Of o and each gradient: the error over the scale of torch's error, both against float64, as root mean squares; and the largest."""
     tensors = draw(seed, world.size, dtype)
-    q, k, v, gradient = (_own(t, layout, world) for t in tensors)
+    q, k, v, gradient = (_own(t, layout, world).to(place_of(world)) for t in tensors)
     operands = [t.requires_grad_() for t in (q, k, v)]
     o, lse = mkt.ring_attention(*operands, causal=causal, layout=layout)
     assert not lse.requires_grad
     o.backward(gradient)
     found = []
     whole = zip(reference(tensors, causal, torch.float64), reference(tensors, causal, dtype), strict=True)
-    for made, (exact, torchs) in zip([o.detach(), *(t.grad for t in operands)], whole, strict=True):
+    for made, (exact, torchs) in zip([o.detach().cpu(), *(t.grad.cpu() for t in operands if t.grad is not None)], whole, strict=True):
         exact_part = _own(exact, layout, world)
         error, theirs = made.double() - exact_part, torchs.double() - exact
         found.append((float(error.square().mean() / theirs.square().mean()) ** 0.5, float(error.abs().max() / exact.abs().max())))

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: `make test-
 import mkernel as mk
 import mkernel.torch as mkt
 from mkernel.tools.check import NodeSum, Product, worst_product, worst_sum
-from tests.with_torch.matrices import array, drawn, tensor
+from tests.with_torch.matrices import array, drawn, place_of, tensor
 
 ROWS, N, K = 24, 40, 64  # of a rank
 A, B, GRADIENT = range(3)
@@ -39,10 +39,10 @@ class Rank:
         self.all = {matrix: [drawn([seed, matrix, rank], shape, dtype) for rank in range(world.size)] for matrix, shape in shapes.items()}
         if column_major:
             self.all[B] = [np.ascontiguousarray(b.T).T for b in self.all[B]]
-        self.a, self.b = (tensor(self.all[matrix][world.rank], requires_grad=True) for matrix in (A, B))
+        self.a, self.b = (tensor(self.all[matrix][world.rank], place_of(world), requires_grad=True) for matrix in (A, B))
 
     def gradient(self, shared: bool = False) -> torch.Tensor:
-        return tensor(self.all[GRADIENT][0 if shared else self.world.rank])
+        return tensor(self.all[GRADIENT][0 if shared else self.world.rank], place_of(self.world))
 
     def mine(self, matrix: int) -> Any:
         return self.all[matrix][self.world.rank]
@@ -95,7 +95,7 @@ def gemm_allreduce(world: Any, seed: int, dtype: str, column_major: bool) -> lis
 
 def replicated_gemm(world: Any, seed: int, dtype: str, column_major: bool) -> list[float]:
     r = Rank(world, seed, dtype, {A: (ROWS, K), B: (K, N), GRADIENT: (ROWS, N)}, column_major)
-    a = tensor(r.all[A][0], requires_grad=True)
+    a = tensor(r.all[A][0], place_of(world), requires_grad=True)
     c = mkt.replicated_gemm(a, r.b)
     c.backward(r.gradient())
     terms = [(r.all[GRADIENT][s], r.all[B][s].T) for s in range(world.size)]
@@ -157,7 +157,7 @@ def test_shared_parameters(rng: np.random.Generator) -> None:
         for number in (1, 8, 13):
             parameter = torch.zeros(number, dtype=torch.bfloat16, requires_grad=True)
             gradients = [drawn([seed, s], (1, number), "bfloat16") for s in range(world.size)]
-            mkt.shared(parameter).backward(tensor(gradients[world.rank])[0])
+            mkt.shared(parameter).backward(tensor(gradients[world.rank], "cpu")[0])
             one = np.ones((1, 1), gradients[0].dtype)
             terms = [Product(one, gradient) for gradient in gradients]  # added in float32, and rounded once
             assert worst_sum(np, array(parameter.grad[None]), [NodeSum(terms)]) <= 1

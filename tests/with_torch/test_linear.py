@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: `make test-
 import mkernel as mk
 import mkernel.torch as mkt
 from mkernel.errors import ArgumentError
+from tests.with_torch.matrices import place_of
 
 S, B, IN, OUT = 16, 2, 64, 48  # of the whole layer
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
@@ -21,7 +22,7 @@ ROUNDINGS = 4  # of a result or gradient on its way: partial sums, the sum, the 
 
 def worst(made: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> float:
     """The largest error over what so many roundings of terms of that magnitude allow."""
-    return float(((made.detach().double() - exact).abs() / (ROUNDINGS * 2**-8 * magnitude)).max())
+    return float(((made.detach().cpu().double() - exact).abs() / (ROUNDINGS * 2**-8 * magnitude)).max())
 
 
 def whole(seed: int, bias: bool) -> tuple[Any, ...]:
@@ -40,7 +41,7 @@ def whole(seed: int, bias: bool) -> tuple[Any, ...]:
 
 
 def _errors(world: Any, kind: str, bias: bool, sequence: bool, everything: tuple[Any, ...]) -> dict[str, float]:
-    rank, size = world.rank, world.size
+    rank, size, place = world.rank, world.size, place_of(world)
     layer, x, gradient, expected = everything
 
     def part(t: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -48,10 +49,10 @@ def _errors(world: Any, kind: str, bias: bool, sequence: bool, everything: tuple
 
     row, along = kind == "RowParallelLinear", 0 if sequence else None
     places = (2, along, 1, None) if row else (along, 2, 0, 0)  # dimensions along which x, y, weight and bias are split
-    made = getattr(mkt, kind).from_linear(copy.deepcopy(layer), sequence_parallel=sequence)
-    mine = part(x, places[0]).clone().requires_grad_()
+    made = getattr(mkt, kind).from_linear(copy.deepcopy(layer).to(place), sequence_parallel=sequence)
+    mine = part(x, places[0]).to(place, copy=True).requires_grad_()
     y = made(mine)
-    y.backward(part(gradient, places[1]))
+    y.backward(part(gradient, places[1]).to(place))
     found = {"y": (y, 0, places[1]), "x": (mine.grad, 1, places[0]), "weight": (made.weight.grad, 2, places[2])}
     if bias:
         found["bias"] = (made.bias.grad, 3, places[3])

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: `make test-
 
 import mkernel as mk
 import mkernel.torch as mkt
+from tests.with_torch.matrices import place_of
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 25, "specialize": "none"}
 H, F, TOPK, EXPERTS = 32, 24, 3, 3  # EXPERTS: of a rank
@@ -66,7 +67,8 @@ def reference(given: dict[str, list[Any]], rounded: bool) -> dict[str, list[torc
 
 
 def _layer(world: Any, given: dict[str, list[Any]], expected: dict[str, list[Any]]) -> dict[str, float]:
-    mine = {name: values[world.rank] for name, values in given.items()}
+    place = place_of(world)
+    mine = {name: values[world.rank].to(place) for name, values in given.items()}
     leaves = {name: mine[name].detach().clone(memory_format=torch.preserve_format).requires_grad_() for name in expected if name != "y"}
     y = mkt.moe_layer(leaves["x"], mine["ids"], leaves["weights"], leaves["up"], leaves["down"], add=leaves["add"], max_tokens=MOST)
     with torch.no_grad():
@@ -81,7 +83,7 @@ def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest error over the largest value, in units of bfloat16."""
     if not made.numel():
         return 0.0
-    return float((made.detach().double() - exact).abs().max() / exact.abs().max()) * 256
+    return float((made.detach().cpu().double() - exact).abs().max() / exact.abs().max()) * 256
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["row-major", "transposed"])

@@ -1,0 +1,129 @@
+"""A transformer block trained beside torch's own tensor parallelism. Run: torchrun --nproc-per-node 2 examples/torch_tensor_parallel.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import mkernel as mk
+import mkernel.torch as mkt
+
+
+class Block(nn.Module):
+    """Attention and feed-forward on (S/W, B, H); in between, a rank has all of the sequence and some of the heads and inner columns."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        # Without weights: those of norms would be used for a rank's own rows only, and need mkt.shared.
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden, elementwise_affine=False) for _ in range(2))
+        self.qkv = nn.Linear(hidden, 3 * hidden)  # outputs ordered (head, q or k or v, D), so that a shard has whole heads
+        self.out = nn.Linear(hidden, hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norms[0](x))
+        length, batches, columns = qkv.shape
+        q, k, v = qkv.view(length, batches, -1, 3, self.head_dim).permute(3, 1, 2, 0, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.permute(2, 0, 1, 3).reshape(length, batches, columns // 3))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def parallel(options: argparse.Namespace, mesh: Any, device: torch.device, module: Any) -> nn.Module:
+    """The block, the same in both cases, whose linear layers the styles of ``module`` have spread over the ranks."""
+    torch.manual_seed(0)
+    column, row = module.ColwiseParallel, module.RowwiseParallel
+    plan = {name: column(input_layouts=Shard(0)) for name in ("qkv", "up")} | {
+        name: row(output_layouts=Shard(0)) for name in ("out", "down")
+    }
+    block = Block(options.hidden, options.heads).to(device, torch.bfloat16)
+    return torch_parallel.parallelize_module(block, mesh, plan)
+
+
+def train(block: nn.Module, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
+    """Losses of all steps, and their seconds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    shape = (options.sequence, options.batch, options.hidden)
+    x, target = (torch.randn(shape).to(device, torch.bfloat16).chunk(size)[rank] for _ in range(2))
+    optimizer = torch.optim.AdamW(block.parameters(), lr=options.lr, foreach=False)
+    losses, seconds = [], []
+    for _ in range(options.steps):
+        begin = now(device)
+        optimizer.zero_grad()
+        loss = (block(x).float() - target.float()).square().sum() / target.numel() / size  # this rank's part of the mean
+        loss.backward()
+        optimizer.step()
+        seconds.append(now(device) - begin)
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        losses.append(float(whole))
+    return losses, seconds
+
+
+def now(device: torch.device) -> float:
+    """Seconds, after everything on the device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def main() -> int:
+    """Train both blocks on the same data; their losses may differ by what bfloat16 rounds at other places."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, help="default: 4096 on GPUs, else 64")
+    parser.add_argument("--heads", type=int, help="default: 32 on GPUs, else 4")
+    parser.add_argument("--sequence", type=int, help="of all ranks; default: 4096 on GPUs, else 32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    options = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    for name, values in (("hidden", (4096, 64)), ("heads", (32, 4)), ("sequence", (4096, 32))):
+        setattr(options, name, getattr(options, name) or values[0 if gpu else 1])
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    with mk.init(mesh.get_group()) as world:
+        results = {}
+        for name, module in (("torch", torch_parallel), ("mkernel", mkt)):
+            results[name] = train(parallel(options, mesh, device, module), options, device)
+        worst = max(abs(a - b) / a for a, b in zip(results["torch"][0], results["mkernel"][0], strict=True))
+        right = worst <= options.steps**0.5 * 2**-8  # each step rounds the parameters anew
+        if world.rank == 0:
+            show(results, options, world, worst, right)
+    dist.destroy_process_group()
+    return 0 if right else 1
+
+
+def show(results: dict[str, Any], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
+    """Losses of some steps, and the time of one."""
+    print(f"{world.size} ranks on {world.target}: hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}, bfloat16")
+    for step in sorted({0, *range(9, options.steps, 10), options.steps - 1}):
+        print(f"step {step + 1:3d}: " + ", ".join(f"{name} {losses[step]:.5f}" for name, (losses, _) in results.items()))
+    for name, (_, seconds) in results.items():
+        print(f"{name}: median of a step {statistics.median(seconds[len(seconds) // 5 :]) * 1e3:.2f} ms")
+    print(f"losses differ by at most {worst:.1e} of their value: {'right' if right else 'WRONG'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
