@@ -108,8 +108,15 @@ enum TraceKind : uint32_t {
   kTraceReduce = 6,
   kTraceFetch = 7,  // rows from where they are to where they are needed
   kTraceRoute = 8,  // of MoE: routing is exchanged, and tokens get their places
+  kTraceFlag = 9,   // any thread waits for a system flag; `kind` then also says which, of whom, and in which role: see below
 };
-constexpr uint32_t kTraceLanes = 3;  // 0: scheduler warp, 1: first consumer warpgroup, 2: communication thread
+// 0: scheduler warp, 1: first consumer warpgroup, 2: communication thread, 3: every thread that waits for a system flag
+constexpr uint32_t kTraceLanes = 4;
+constexpr uint32_t kTraceFlagLane = 3;
+// In `kind` of kTraceFlag, above the kind itself.
+constexpr uint32_t kTraceFlagKindShift = 8;
+constexpr uint32_t kTraceRoleShift = 12;
+constexpr uint32_t kTracePeerShift = 16;
 struct TraceRecord {
   uint32_t kind;
   uint32_t argument;  // tile or chunk index

@@ -31,4 +31,17 @@ class Trace {
   abi::TraceRecord* records_ = nullptr;
 };
 
+// A wait of any thread of this CTA for a system flag, since `begin`. The lane has many writers: its count may be more than there is room for.
+MK_DEVICE void record_flag(const abi::World& world, uint32_t role, abi::FlagKind kind, uint32_t peer, uint32_t index, uint64_t begin) {
+  const uint32_t first = (ptx::cta_index() * abi::kTraceLanes + abi::kTraceFlagLane) * world.trace_capacity;
+  abi::TraceRecord* record = reinterpret_cast<abi::TraceRecord*>(world.trace) + first;
+  const uint32_t at = ptx::atomic_add(reinterpret_cast<uint32_t*>(&record->begin), 1) + 1;
+  if (at >= world.trace_capacity) return;
+  record += at;
+  record->begin = begin;
+  record->argument = index;
+  record->kind = abi::kTraceFlag | kind << abi::kTraceFlagKindShift | role << abi::kTraceRoleShift | peer << abi::kTracePeerShift;
+  record->end = ptx::clock_ns();
+}
+
 }  // namespace mkernel

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.init import init
     from mkernel.runtime.launch import launch
     from mkernel.runtime.trace import Trace, trace
+    from mkernel.runtime.traces import Traces
     from mkernel.runtime.workers.calls import shutdown
     from mkernel.runtime.world import World
 
@@ -60,6 +61,7 @@ _EXPORTS = {
     "Split": "planner.split",
     "TimeoutError": "errors",
     "Trace": "runtime.trace",
+    "Traces": "runtime.traces",
     "TransportError": "errors",
     "TuneResult": "ops.split_search",
     "World": "runtime.world",
@@ -97,6 +99,7 @@ __all__ = [
     "Split",
     "TimeoutError",
     "Trace",
+    "Traces",
     "TransportError",
     "TuneResult",
     "World",

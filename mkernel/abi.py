@@ -15,7 +15,11 @@ __all__ = [
     "PACKET_BYTES",
     "RING_SLOTS",
     "SIGNAL_FLAGS",
+    "TRACE_FLAG_KIND_SHIFT",
+    "TRACE_FLAG_LANE",
     "TRACE_LANES",
+    "TRACE_PEER_SHIFT",
+    "TRACE_ROLE_SHIFT",
     "CallReport",
     "Command",
     "ControlBlock",
@@ -36,7 +40,9 @@ MAX_RANKS = 64
 RING_SLOTS = 1024
 CHECK_BITS = 24
 HALTED = 1 << 63
-TRACE_LANES = 3
+TRACE_LANES = 4
+TRACE_FLAG_LANE = 3
+TRACE_FLAG_KIND_SHIFT, TRACE_ROLE_SHIFT, TRACE_PEER_SHIFT = 8, 12, 16  # in the kind of a record of that lane
 
 _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
@@ -71,6 +77,7 @@ class TraceKind(enum.IntEnum):
     reduce = 6
     fetch = 7
     route = 8
+    flag = 9
 
 
 class TensorMap(ctypes.Structure):

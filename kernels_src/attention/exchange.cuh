@@ -189,7 +189,11 @@ struct PushedChunks : ChunkPieces<Parameters> {
     return CopiedChunk{chunk_bytes(r, walk.chunk()), number, distance, walk.next_of_source(), 0, 0, 0, from, to};
   }
   MK_DEVICE bool ready(const CopiedChunk&) { return arrived.try_take(); }
-  MK_DEVICE bool wait(const CopiedChunk&) { return arrived.wait(); }
+  MK_DEVICE bool wait(const CopiedChunk&) {
+    const bool ok = arrived.wait();
+    since = trace.now();
+    return ok;
+  }
   MK_DEVICE void announce(const CopiedChunk& c) {
     flags.post(entered, at, announced++ % kCopyQueue);
     trace.record(c.distance == 0 ? abi::kTraceSend : abi::kTraceForward, c.number, since);

@@ -1,6 +1,7 @@
 // One call of one rank: entry, waiting on system flags, failing, leaving. docs/memory_model.md gives the reason of every rule kept here.
 #pragma once
 #include "ptx.cuh"
+#include "trace.cuh"
 
 namespace mkernel {
 
@@ -118,6 +119,12 @@ class Deadline {
     return abi::kRunning;
   }
 
+  // What is waited for has come. A trace holds the waits that were not over at the first look.
+  MK_DEVICE void end(const Awaited& what) const {
+    if (polls_ == 0 || call_.world.trace_capacity == 0) return;
+    record_flag(call_.world, call_.role, what.kind, what.peer, what.index, end_ - timeout_ns_);
+  }
+
  private:
   const Call& call_;
   uint64_t timeout_ns_, end_ = 0;
@@ -136,6 +143,7 @@ MK_DEVICE bool wait_word(const Call& call, const uint64_t* flag, uint64_t least,
     if (seen < least) {
       state = deadline.pass(flag, least);
     } else if (exact == 0 || seen == exact) {
+      deadline.end(what);
       return true;
     } else {
       state = abi::kMismatch;

@@ -293,7 +293,11 @@ struct PushedChunks : ShardPieces {
     return Copied{chunk_bytes(p, chunk), flag_index(p, source, number), 0, 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false};
   }
   MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(); }
-  MK_DEVICE bool wait(const Copied&) { return arrived.wait(); }  // own chunks are ready
+  MK_DEVICE bool wait(const Copied&) {  // own chunks are ready
+    const bool ok = arrived.wait();
+    since = trace.now();
+    return ok;
+  }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
     for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);

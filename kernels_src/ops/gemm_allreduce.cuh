@@ -97,7 +97,11 @@ struct PulledTiles : PullableTiles {
     return Item{static_cast<uint32_t>(tiles_of_it * kResultBytes), rank, rank * p().tiles + u.first, from, index};
   }
   MK_DEVICE bool ready(const Item&) { return arrived.try_take(); }
-  MK_DEVICE bool wait(const Item&) { return arrived.wait(); }
+  MK_DEVICE bool wait(const Item&) {
+    const bool ok = arrived.wait();
+    since = trace.now();
+    return ok;
+  }
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }

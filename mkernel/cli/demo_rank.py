@@ -15,7 +15,7 @@ from mkernel.bench.timing import CpuTiming
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["PICTURE", "Case", "Outcome", "cases", "read_report", "run", "show"]
+__all__ = ["PICTURE", "Arrays", "Case", "Outcome", "cases", "read_report", "run", "show"]
 
 PICTURE = "picture.svg"  # in the folder of the reports: the first case, on rank 0
 _DTYPES = ("bfloat16", "float16")
@@ -78,7 +78,7 @@ def _report(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.json"
 
 
-class _Arrays(CpuTiming):
+class Arrays(CpuTiming):
     """Inputs and outputs of one call: the same numbers on target cpu and on GPUs, made on the host."""
 
     def random(self, shape: tuple[int, ...], seed: int) -> Any:
@@ -98,7 +98,7 @@ def show(world: World, case: Case, seed: int, picture: Path | None = None) -> Ou
     """Call an op on random operands, twice, and check every element of the second result. Collective."""
     import mkernel as mk
 
-    arrays = _Arrays(world, case.dtype)
+    arrays = Arrays(world, case.dtype)
     shown = ops()[case.op].case(case.size, world.topology, case.dtype)
     shown.setup(arrays, seed)  # what the kernel misses stays NaN
     (call,) = shown.fused()
@@ -115,7 +115,7 @@ def show(world: World, case: Case, seed: int, picture: Path | None = None) -> Ou
     return Outcome(case, error, milliseconds)
 
 
-def _milliseconds(arrays: _Arrays, call: Callable[[], object]) -> float:
+def _milliseconds(arrays: Arrays, call: Callable[[], object]) -> float:
     """Milliseconds of one call, launch included. This is enough for a demo; ``mkernel bench`` measures."""
     calls = 1 if arrays.world.target == "cpu" else 20
     arrays.world.barrier()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mkernel.runtime.arrays.libraries import Libraries, Library, TorchLibrary
 from mkernel.runtime.arrays.views import TensorView
+from mkernel.runtime.clock import Clock
 
 if TYPE_CHECKING:
     import ctypes
@@ -100,6 +101,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def read(self, address: int, size: int) -> bytes:
         """Copy device memory to the host (synchronizes; for traces and tests)."""
+
+    def clock(self) -> Clock:
+        """How the clock that kernels read differs from the host's. Of target cpu: not at all. May wait for running kernels."""
+        return Clock(0, 0)
 
     # ---- arrays
     @abc.abstractmethod

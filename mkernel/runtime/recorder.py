@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mkernel import abi
 from mkernel.errors import ArgumentError, Error
+from mkernel.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,6 +42,7 @@ class Recorder:
         self._world = world
         self._now: tuple[int, int] | None = None  # address and capacity of the buffer that is being recorded to
         self._buffers: dict[int, int] = {}  # capacity -> address
+        self._clocks = Clock(0, 0), Clock(0, 0)  # when the recording began, and when it ended
 
     def begin(self, capacity: int) -> None:
         """Record up to ``capacity - 1`` intervals per lane from the next call on. Waits for earlier calls."""
@@ -55,6 +57,8 @@ class Recorder:
                 world.backend.clear(self._buffers[capacity], size)
             else:
                 self._buffers[capacity] = world.backend.allocate(size)
+            now = world.backend.clock()
+            self._clocks = now, now
             self._record_to((self._buffers[capacity], capacity))
 
     def end(self) -> NDArray[Any]:
@@ -72,8 +76,16 @@ class Recorder:
             self._record_to(None)
             world.check()
             raw = world.backend.read(records, self._bytes(capacity))
+            self._clocks = self._clocks[0], world.backend.clock()
         fields = np.dtype([("kind", np.uint32), ("argument", np.uint32), ("begin", np.uint64), ("end", np.uint64)])
         return np.frombuffer(raw, fields).reshape(world.backend.sm_count, abi.TRACE_LANES, capacity)
+
+    def clock(self) -> Clock:
+        """How the device's clock differed from the host's during the last recording, in which one may have drifted from the other."""
+        before, after = self._clocks
+        offset = (before.offset_ns + after.offset_ns) // 2
+        drift = abs(after.offset_ns - before.offset_ns) // 2 + 1
+        return Clock(offset, max(before.error_ns, after.error_ns) + (drift if drift > 1 else 0))
 
     def _bytes(self, capacity: int) -> int:
         return self._world.backend.sm_count * abi.TRACE_LANES * capacity * ctypes.sizeof(abi.TraceRecord)

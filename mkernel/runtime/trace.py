@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from mkernel.abi import Role, TraceKind
+from mkernel import abi
+from mkernel.abi import FlagKind, Role, TraceKind
 from mkernel.errors import ArgumentError, Error
+from mkernel.runtime.clock import Clock
+from mkernel.runtime.pictures import perfetto
+from mkernel.runtime.pictures.occupancy import Occupancy, occupancy
 from mkernel.runtime.pictures.timeline import draw
 
 if TYPE_CHECKING:
@@ -17,9 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Trace", "trace"]
+__all__ = ["FLAGS", "Trace", "trace"]
 
-_LANES = ("scheduler", "consumers", "communication")
 # What a communication thread does tells its role, so that a trace needs no plan and may hold calls of several ops.
 _ROLE_OF_KIND = {
     TraceKind.send: Role.intra_comm,
@@ -31,9 +35,14 @@ _ROLE_OF_KIND = {
 _COMMUNICATION_LANE = 2
 
 
+# What a flag is, in summaries: by FlagKind.
+FLAGS = {FlagKind.entry: "entry", FlagKind.chunk: "data", FlagKind.ring_slot: "engine", FlagKind.ring_done: "engine"}
+
+
 class _Recorder(Protocol):
     def begin(self, capacity: int) -> None: ...
     def end(self) -> NDArray[Any]: ...
+    def clock(self) -> Clock: ...
 
 
 class _TracedWorld(Protocol):
@@ -51,7 +60,7 @@ def trace(world: _TracedWorld, *, capacity: int = 4096) -> Trace:
     world
         The world whose calls are recorded. Every rank may trace, or only some.
     capacity
-        Records per lane (a CTA has three lanes); later ones are dropped, which ``truncated`` tells. 24 bytes each.
+        Records per lane (a CTA has four lanes); later ones are dropped, which ``truncated`` tells. 24 bytes each.
 
     Notes
     -----
@@ -87,7 +96,11 @@ class Trace:
     ----------
     events
         Structured array, one entry per interval, ordered by begin: cta, lane, role, kind, argument (tile or chunk index), begin and end
-        (ns after the first begin). Empty until the block has ended.
+        (ns after the first begin); of waits for ranks (kind ``TraceKind.flag``, lane 3) also peer and flag (``FlagKind``). Of several waits
+        of a CTA at a time the one that ends last counts. Empty until the block has ended.
+    start_ns, clock_error_ns
+        When the first interval began, on the clock of the host (``time.monotonic_ns``; of ``mk.launch`` on target cpu in emulated time),
+        and how far that may be off. By it ``mk.Traces`` aligns the ranks.
     truncated
         Some lane was full: its later intervals are missing.
 
@@ -106,6 +119,8 @@ class Trace:
 
     events: NDArray[Any]
     truncated: bool
+    start_ns: int
+    clock_error_ns: int
 
     def __init__(self, world: _TracedWorld, capacity: int) -> None:
         import numpy as np
@@ -113,6 +128,7 @@ class Trace:
         self._world: _TracedWorld | None = world
         self._capacity, self._rank = capacity, world.rank
         self.truncated = False
+        self.start_ns, self.clock_error_ns = 0, 0
         self.events = np.zeros(0, _event_type())
 
     def __enter__(self) -> Self:
@@ -132,14 +148,32 @@ class Trace:
             if exc is None:
                 raise
             return  # the block has raised the world's own error, which says more
-        self.events, self.truncated = collect(records)
+        clock = self._world.recorder.clock()
+        self.events, self.truncated, start = collect(records)
+        self.start_ns, self.clock_error_ns = start + clock.offset_ns, clock.error_ns
         if self.truncated:
             logging.getLogger("mkernel").warning("trace: %d records per lane were not enough, later ones are missing", self._capacity)
 
+    @classmethod
+    def of(cls, rank: int, events: bytes, truncated: bool) -> Self:
+        """A trace that another process has recorded, from the bytes of its ``events``."""
+        import numpy as np
+
+        trace = cls.__new__(cls)
+        trace._world, trace._capacity, trace._rank, trace.truncated = None, 0, rank, truncated
+        trace.start_ns, trace.clock_error_ns = 0, 0
+        trace.events = np.frombuffer(events, _event_type())
+        return trace
+
+    @property
+    def rank(self) -> int:
+        """The rank that has recorded it."""
+        return self._rank
+
     def save(self, path: str | Path) -> Path:
-        """Write Chrome trace JSON (``chrome://tracing``, Perfetto): the rank is the process, each lane of a CTA a thread."""
+        """Write Chrome trace JSON (for ui.perfetto.dev): a process per rank, a track per SM, named by the role in which its CTA began."""
         path = Path(path)
-        path.write_text(json.dumps({"displayTimeUnit": "ns", "traceEvents": self._chrome_events()}))
+        path.write_text(json.dumps({"displayTimeUnit": "ns", "traceEvents": perfetto.tracks(self._rank, self.events)}))
         return path
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> Trace:
@@ -152,7 +186,13 @@ class Trace:
         return self
 
     def summary(self) -> str:
-        """Where the time of each role went: count, total, mean and share of (CTAs of the role x span) by kind of interval."""
+        """Where the time of each role went, how much of the communication was overlapped, and for whom this rank waited.
+
+        First count, mean and share of (CTAs of the role x span) by kind of interval, under the role that did it. Then, under the role in
+        which a CTA began: *busy* (a thread multiplies, adds or moves data), *waiting* (not busy, and a thread waits), *idle*. The last line
+        has the time that CTAs lost to waiting for each rank, on average over the CTAs, by what was missing: the rank's entry into the call,
+        its data, or its engine. ``mk.Traces`` has that of all ranks as a matrix.
+        """
         import numpy as np
 
         if not self.events.size:
@@ -171,7 +211,7 @@ class Trace:
                     f"  {role.name:<12} {ctas:>4} CTAs  {kind.name:<8} {chosen.size:>6} x {total / chosen.size / 1e3:>9.2f} us"
                     f" = {100 * total / (ctas * span) if span else 0:>5.1f} %"
                 )
-        return "\n".join(lines)
+        return "\n".join([*lines, *_shares(occupancy(self.events))])
 
     def _draw(self, title: str | None = None) -> str:
         return draw(self.events, title or f"rank {self._rank}")
@@ -179,41 +219,46 @@ class Trace:
     def _repr_svg_(self) -> str:
         return self._draw()
 
-    def _chrome_events(self) -> list[dict[str, object]]:
-        process = {"ph": "M", "pid": self._rank, "name": "process_name", "args": {"name": f"rank {self._rank}"}}
-        events: list[dict[str, object]] = [process]
-        for cta, lane in sorted({(int(e["cta"]), int(e["lane"])) for e in self.events}):
-            thread = {"ph": "M", "pid": self._rank, "tid": cta * len(_LANES) + lane, "name": "thread_name"}
-            events.append({**thread, "args": {"name": f"CTA {cta} {_LANES[lane]}"}})
-        for event in self.events:
-            kind = TraceKind(int(event["kind"])).name
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": self._rank,
-                    "tid": int(event["cta"]) * len(_LANES) + int(event["lane"]),
-                    "name": f"{kind} {int(event['argument'])}",
-                    "cat": Role(int(event["role"])).name,
-                    "ts": int(event["begin"]) / 1e3,
-                    "dur": int(event["end"] - event["begin"]) / 1e3,
-                }
-            )
-        return events
+
+def _shares(found: Occupancy) -> list[str]:
+    """The lines of a summary about roles, overlap and waiting for ranks."""
+    lines = []
+    for role, time in found.roles.items():
+        room = max(time.ctas * found.span, 1)
+        parts = (f"{name} {100 * getattr(time, name) / room:.1f} %" for name in ("busy", "waiting", "idle"))
+        lines.append(f"  {role.name:<12} {time.ctas:>4} CTAs: {', '.join(parts)}")
+    if found.moving:
+        share = f", {100 * found.overlap:.1f} % of the compute CTAs busy meanwhile" if found.overlap == found.overlap else ""
+        lines.append(f"  overlap: data moved during {found.moving / 1e3:.1f} us{share}")
+    lost = found.lost / max(found.ctas, 1) / 1e3
+    by_rank = sorted(((float(lost[rank].sum()), rank) for rank in range(len(lost)) if lost[rank].any()), reverse=True)
+    told = (f"rank {rank} {total:.1f} us ({_by_flag(lost[rank])})" for total, rank in by_rank)
+    return [*lines, *([f"  waited for: {'; '.join(told)}"] if by_rank else [])]
+
+
+def _by_flag(lost: NDArray[Any]) -> str:
+    names = dict.fromkeys(FLAGS.values(), 0.0)
+    for kind, name in FLAGS.items():
+        names[name] += float(lost[kind])
+    return ", ".join(f"{name} {value:.1f}" for name, value in names.items() if value)
 
 
 def _event_type() -> np.dtype[Any]:
     import numpy as np
 
     words = [(name, np.uint32) for name in ("cta", "lane", "role", "kind", "argument")]
-    return np.dtype([*words, ("begin", np.int64), ("end", np.int64)])
+    return np.dtype([*words, ("begin", np.int64), ("end", np.int64), ("peer", np.uint32), ("flag", np.uint32)])
 
 
-def collect(records: NDArray[Any]) -> tuple[NDArray[Any], bool]:
-    """Intervals of the device's records [cta, lane, record], and whether a lane was full. Record 0 of a lane holds its count."""
+def collect(records: NDArray[Any]) -> tuple[NDArray[Any], bool, int]:
+    """Intervals of the device's records [cta, lane, record], whether a lane was full, and the device's time at the first begin.
+
+    Record 0 of a lane holds its count; that of the lane of flags counts also those that were not kept.
+    """
     import numpy as np
 
     ctas, lanes, capacity = records.shape
-    counts = records[:, :, 0]["begin"].astype(np.int64)
+    counts = np.minimum(records[:, :, 0]["begin"].astype(np.int64), capacity - 1)
     events = np.zeros(int(counts.sum()), _event_type())
     at = 0
     for cta in range(ctas):
@@ -221,15 +266,41 @@ def collect(records: NDArray[Any]) -> tuple[NDArray[Any], bool]:
             valid = records[cta, lane, 1 : 1 + int(counts[cta, lane])]
             part = events[at : at + valid.size]
             part["cta"], part["lane"] = cta, lane
-            part["role"] = _lane_role(valid["kind"]) if lane == _COMMUNICATION_LANE else Role.compute
             for field in ("kind", "argument", "begin", "end"):
                 part[field] = valid[field]
+            if lane == abi.TRACE_FLAG_LANE:
+                _unpack_flags(part)
+            else:
+                part["role"] = _lane_role(valid["kind"]) if lane == _COMMUNICATION_LANE else Role.compute
             at += valid.size
-    if events.size:
-        start = events["begin"].min()
-        events["begin"] -= start
-        events["end"] -= start
-    return np.sort(events, order=["begin", "cta", "lane"]), bool((counts >= capacity - 1).any())
+    start = int(events["begin"].min()) if events.size else 0
+    events["begin"] -= start
+    events["end"] -= start
+    events = np.concatenate([events[events["lane"] != abi.TRACE_FLAG_LANE], *_last_to_end(events)])
+    return np.sort(events, order=["begin", "cta", "lane"]), bool((counts >= capacity - 1).any()), start
+
+
+def _unpack_flags(events: NDArray[Any]) -> None:
+    """Take apart what ``kind`` holds in the lane of flags (kernels_src/trace.cuh)."""
+    packed = events["kind"].copy()
+    events["kind"] = packed & 0xFF
+    events["flag"] = packed >> abi.TRACE_FLAG_KIND_SHIFT & 0xF
+    events["role"] = packed >> abi.TRACE_ROLE_SHIFT & 0xF
+    events["peer"] = packed >> abi.TRACE_PEER_SHIFT
+
+
+def _last_to_end(events: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Waits for flags by CTA, cut so that they do not overlap: of several at a time the one that ends last is what the CTA waits for."""
+    import numpy as np
+
+    flags = events[events["lane"] == abi.TRACE_FLAG_LANE]
+    for cta in np.unique(flags["cta"]):
+        waits = flags[flags["cta"] == cta]
+        waits = waits[np.argsort(-waits["end"], kind="stable")]
+        # All before it in this order end later: one that begins before this one ends takes over from there.
+        earliest = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], waits["begin"][:-1]]))
+        waits["end"] = np.minimum(waits["end"], earliest)
+        yield waits[waits["end"] > waits["begin"]]
 
 
 def _lane_role(kinds: NDArray[Any]) -> int:

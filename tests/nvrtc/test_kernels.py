@@ -22,6 +22,7 @@ from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProbl
 from mkernel.planner.gemm import GemmTile
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
+from mkernel.runtime import clock
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
 _SECONDS = 1.5  # of processor time for one compilation: 0.9 measured on an idle machine, more where neighbours share the core
@@ -102,6 +103,10 @@ def test_allgather_gemm_without_communication_ctas(
     assert "UBLKCP" not in operations, "nothing is copied in bulk"
     assert "STG.E.128" in instructions
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
+
+
+def test_the_kernel_that_tells_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    assert not {name.split(".")[0] for name in compiled(caplog, clock.SPEC)} & {"STL", "LDL", "STACK"}, "local memory"
 
 
 def test_the_kernel_that_only_sends(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,10 @@ CONSTANTS = {
     "kCheckBits": abi.CHECK_BITS,
     "kHalted": abi.HALTED,
     "kTraceLanes": abi.TRACE_LANES,
+    "kTraceFlagLane": abi.TRACE_FLAG_LANE,
+    "kTraceFlagKindShift": abi.TRACE_FLAG_KIND_SHIFT,
+    "kTraceRoleShift": abi.TRACE_ROLE_SHIFT,
+    "kTracePeerShift": abi.TRACE_PEER_SHIFT,
 }
 
 

@@ -33,10 +33,10 @@ LAYERS = (
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # The same inside the runtime, by folder or file: those of one floor are ignorant of each other.
 RUNTIME_FLOORS = (
-    ("arrays", "closing", "heap", "logs", "options", "pictures", "plan", "progress", "tuning_cache"),
+    ("arrays", "clock", "closing", "heap", "logs", "options", "pictures", "plan", "progress", "tuning_cache"),
     ("backend", "failure", "trace"),
     ("ranks", "cpu", "cuda"),  # how ranks hear each other; the two targets
-    ("call_errors", "ending", "heap_arrays", "parts", "prepared", "recorder"),
+    ("call_errors", "ending", "heap_arrays", "parts", "prepared", "recorder", "traces"),
     ("failure_watch", "opening"),
     ("world",),
     ("current",),
@@ -319,7 +319,7 @@ def test_no_nvlink_multicast_and_no_managed_memory() -> None:
 
 def test_kernels_use_atomics_on_their_own_memory_only() -> None:
     """Flags may lie in host memory, where a GPU's atomics need PCIe atomics. The control block and the data heap never do."""
-    own = ("control", "counters(")
+    own = ("control", "counters(", "&record->")  # the last: a trace, which only its rank's kernels write
     kernels = [file for file in (ROOT / "kernels_src").rglob("*.cuh") if file.name != "ptx.cuh"]
     users = [line for file in kernels for line in file.read_text().splitlines() if "ptx::atomic_" in line or "compare_and_swap" in line]
     assert len(users) >= 4

@@ -71,7 +71,7 @@ def random_text(rng: np.random.Generator) -> str:
 
 def events_of(*rows: tuple[int, int, Role, TraceKind, int, int, int]) -> Any:
     """As ``Trace.events``: (cta, lane, role, kind, argument, begin, end)."""
-    return np.sort(np.array(list(rows), _event_type()), order=["begin", "cta", "lane"])
+    return np.sort(np.array([(*row, 0, 0) for row in rows], _event_type()), order=["begin", "cta", "lane"])
 
 
 def random_events(rng: np.random.Generator) -> Any:

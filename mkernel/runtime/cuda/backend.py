@@ -20,6 +20,8 @@ from mkernel.memory.segment import Segment
 from mkernel.runtime.arrays import dlpack
 from mkernel.runtime.arrays.libraries import Libraries, TorchLibrary
 from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, Strides, TensorView
+from mkernel.runtime.clock import Clock
+from mkernel.runtime.cuda.clock import ClockReader
 from mkernel.runtime.cuda.copier import CudaCopier
 from mkernel.runtime.cuda.events import happened, sleep_until
 from mkernel.runtime.cuda.gpus import name_of, pci_address_of
@@ -180,6 +182,13 @@ class CudaBackend(Backend):
         """An address for tensor maps of empty arrays, whose own address may be 0."""
         return self.allocate(256)
 
+    @functools.cached_property
+    def _clock(self) -> ClockReader:
+        return ClockReader(self)
+
+    def clock(self) -> Clock:
+        return self._clock.read()
+
     # ---- streams
     def stream(self, stream: Any) -> int:
         """A CUstream as an integer."""
@@ -276,6 +285,7 @@ class CudaBackend(Backend):
                 return
             self._maps.forget()
             self.__dict__.pop("_some_address", None)
+            self.__dict__.pop("_clock", None)
             self._frees += map(destroyer, self._queue.close())
             free_all(self._frees, self._context)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkernel.abi import Role, TraceKind
+from mkernel.abi import TRACE_FLAG_LANE, Role, TraceKind
 from mkernel.runtime.pictures import svg
 from mkernel.runtime.pictures.bins import drawn_in_bins
 
@@ -27,6 +27,7 @@ __all__ = ["COLOURS", "MOST_BARS", "MOST_BYTES", "draw"]
 COLOURS = {
     TraceKind.tile: "#4c78a8",
     TraceKind.wait: "#c9c9c9",
+    TraceKind.flag: "#8c8c8c",
     TraceKind.send: "#f58518",
     TraceKind.put: "#e45756",
     TraceKind.forward: "#eeca3b",
@@ -43,11 +44,12 @@ _FONT, _TITLE_FONT = 11, 14
 _ROWS_HEIGHT, _MIN_ROW, _MAX_ROW, _GROUP_GAP = 560, 3, 24, 14
 _MERGE_PIXELS = 0.3  # pixels of a gap that is too narrow to be seen, and is closed
 _SCHEDULER_LANE = 0
-_LANES = (1, 2, _SCHEDULER_LANE)  # in the order in which they are painted
+_THIN = (_SCHEDULER_LANE, TRACE_FLAG_LANE)  # lanes of waits: a strip at the bottom of a row
+_LANES = (1, 2, *_THIN)  # in the order in which they are painted
 
 
 def draw(events: NDArray[Any], title: str) -> str:
-    """SVG text of ``Trace.events``. Waits of a compute CTA's scheduler are the thin strip under its tiles."""
+    """SVG text of ``Trace.events``. Waits are the thin strip at the bottom of a row: those for flags of other ranks are darker."""
     page = _Page(events)
     bars = list(itertools.islice(page.bars(), MOST_BARS + 1))
     note = ""
@@ -100,7 +102,7 @@ class _Page:
             for lane in _LANES:
                 events = of_cta[of_cta["lane"] == lane]
                 if events.size:
-                    yield (y + self._row_height - strip, strip, events) if lane == _SCHEDULER_LANE else (y, self._row_height - 1, events)
+                    yield (y + self._row_height - strip, strip, events) if lane in _THIN else (y, self._row_height - 1, events)
 
     def bars(self) -> Iterator[str]:
         """One rectangle per interval that can be told from its neighbours."""
@@ -136,14 +138,15 @@ def _rows(events: NDArray[Any]) -> list[tuple[int, Role]]:
 def _merged(events: NDArray[Any], gap: float) -> Iterator[tuple[TraceKind, str, int, int]]:
     """(kind, label, begin, end) of one lane, with intervals of a kind joined where both they and the gap between are invisible."""
     run: tuple[int, str, int, int] | None = None
-    columns = (events[name].tolist() for name in ("cta", "kind", "argument", "begin", "end"))
-    for cta, kind, argument, begin, end in zip(*columns, strict=True):
+    columns = (events[name].tolist() for name in ("cta", "kind", "argument", "begin", "end", "peer"))
+    for cta, kind, argument, begin, end, peer in zip(*columns, strict=True):
         if run is not None and run[0] == kind and begin - run[3] < gap and end - begin < gap:
             run = (kind, run[1], run[2], max(run[3], end))
             continue
         if run is not None:
             yield TraceKind(run[0]), *run[1:]
-        run = (kind, f"CTA {cta} {TraceKind(kind).name} {argument}", begin, end)
+        what = f"waits for rank {peer}" if kind == TraceKind.flag else f"{TraceKind(kind).name} {argument}"
+        run = (kind, f"CTA {cta} {what}", begin, end)
     if run is not None:
         yield TraceKind(run[0]), *run[1:]
 
