@@ -109,7 +109,7 @@ uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, s
                            uint32_t shared_bytes, uint32_t rank) {
   const uint64_t id = next_launch++;
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
-  l.id = id, l.begin = turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
+  l.id = id, l.begin = ++turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
   ++running;
   try {
     l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
