@@ -254,6 +254,9 @@ IDLE_LIMIT = _declare(
 )
 HEAP_BYTES = _declare("MKERNEL_HEAP_BYTES", "bytes, e.g. 8G", _optional(_bytes), None, "size of each rank's symmetric heap")
 MAX_SMS = _declare("MKERNEL_MAX_SMS", "an integer >= 1", _optional(_positive), None, "most SMs that a kernel takes (else all)")
+BATCH_INVARIANT = _declare(
+    "MKERNEL_BATCH_INVARIANT", "1 or 0", _boolean, False, "the bits of a row do not depend on the other rows of its call (mk.init)"
+)
 SPECIALIZE = _declare(
     "MKERNEL_SPECIALIZE",
     "default, all, none, or of n, k, split by comma",

@@ -11,9 +11,11 @@
 
 namespace mkernel {
 
-// ---- config: kTopK, kWeighted, kFloat16, kNumNodes, kRanksPerNode
+// ---- config: kTopK, kWeighted, kCanonical, kFloat16, kNumNodes, kRanksPerNode
 constexpr uint32_t kTopK = Config::kTopK;  // choices of a token
 constexpr bool kWeighted = Config::kWeighted != 0;
+// The own node's rows, too, are first added up and rounded: then it does not matter whose token it is.
+constexpr bool kByNode = kNodes > 1 && Config::kCanonical != 0;
 constexpr ptx::Element kRowElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
 constexpr uint32_t kUnitValues = kWarpUnit / 2;           // in the 16 bytes that a lane loads of a row
 constexpr uint32_t kRowsAtOnce = kTopK <= 8 ? kTopK : 6;  // that a lane loads: their words are in registers, as are all addresses
@@ -276,14 +278,24 @@ MK_DEVICE bool combine_token(const Entered& entered, const Parameters& p, const 
   Chosen chosen;
   if (!choose_rows(entered, p, rows, world.node, token, reinterpret_cast<const float*>(c.weights), chosen)) return false;
   if (kNodes > 1 && !wait_all(entered, ArrivedFlags<Parameters>{p, token}, kNodes)) return false;
-  const auto begin = [&](uint32_t offset, float (&sum)[kUnitValues]) {
+  const auto add_to = [&](uint32_t offset, float (&sum)[kUnitValues]) {
     const char* add = reinterpret_cast<const char*>(c.add) + uint64_t(token) * c.add_stride;
     if (c.add != 0) add_row(sum, ptx::load_input(add + offset), 1, false);
   };
+  const auto begin = [&](uint32_t offset, float (&sum)[kUnitValues]) {
+    if (!kByNode) add_to(offset, sum);
+  };
   const auto finish = [&](uint32_t offset, float (&sum)[kUnitValues]) {
     if constexpr (kNodes > 1) {
+      const ptx::Words own = round_row(sum);
+      if constexpr (kByNode) {
+#pragma unroll
+        for (float& e : sum) e = 0.0f;
+        add_to(offset, sum);
+      }
 #pragma unroll kUnrolledNodes
       for (uint32_t node = 0; node < kNodes; ++node) {
+        if (kByNode && node == world.node) add_row(sum, own, 1, false);
         const int32_t place = load_index(c.place_of, token_index(c, node, token));
         if (place < 0) continue;
         const uint64_t arrived = arrived_offset(c, node_distance(world, rank_of(node, world.local_rank)), place);

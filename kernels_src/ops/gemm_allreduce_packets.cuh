@@ -85,9 +85,15 @@ struct Tiles : BasicOp<Config, Parameters> {
         return;
       }
       bool ok = true;
+      const OwnValues own(d);
+      // After the own values, unrounded, the others' from the next rank on; or by rank.
 #pragma unroll 1
-      for (uint32_t i = 1; ok && i < kWorldSize; ++i) {  // after the own values, unrounded, the others' from the next rank on
-        const uint32_t source = (rank + i) % kWorldSize;
+      for (uint32_t i = kCanonicalSum ? 0 : 1; ok && i < kWorldSize; ++i) {
+        const uint32_t source = kCanonicalSum ? i : (rank + i) % kWorldSize;
+        if (kCanonicalSum && source == rank) {
+          own.add_to(d);
+          continue;
+        }
         ptx::Words* from = packets(entered, rank, source * owned() + slot);
         if (row < p.rows) ok = receive<0, true>(entered, d, from, source);
         if (ok && row + 8 < p.rows) ok = receive<1, true>(entered, d, from, source);
@@ -97,6 +103,31 @@ struct Tiles : BasicOp<Config, Parameters> {
       for (uint32_t i = 1; i < kWorldSize; ++i) send(d, packets(entered, (rank + i) % kWorldSize, sums + group), row);
     }
   }
+
+  // Of a canonical sum, in the order of the ranks: the own values, rounded as the others', which are added when it is their turn.
+  static constexpr bool kCanonicalSum = Config::kCanonical != 0;
+  struct OwnValues {
+    uint32_t pairs[kCanonicalSum ? Config::kBlockN / 4 : 1];
+    MK_DEVICE explicit OwnValues(float (&d)[Config::kBlockN / 2]) {
+      if constexpr (kCanonicalSum) {
+#pragma unroll
+        for (uint32_t i = 0; i < Config::kBlockN / 4; ++i) {
+          pairs[i] = ptx::pack<Shape::kElement>(d[2 * i], d[2 * i + 1]);
+          d[2 * i] = d[2 * i + 1] = 0.0f;
+        }
+      }
+    }
+    MK_DEVICE void add_to(float (&d)[Config::kBlockN / 2]) const {
+      if constexpr (kCanonicalSum) {
+#pragma unroll
+        for (uint32_t i = 0; i < Config::kBlockN / 4; ++i) {
+          float low, high;
+          ptx::unpack<Shape::kElement>(pairs[i], low, high);
+          d[2 * i] += low, d[2 * i + 1] += high;
+        }
+      }
+    }
+  };
 
   // Word j of packet i of a row: the values (d[element], d[element + 1]).
   MK_DEVICE static constexpr uint32_t element(uint32_t half, uint32_t i, uint32_t j) { return (i * kPacketWords + j) * 4 + half * 2; }

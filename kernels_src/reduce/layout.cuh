@@ -6,7 +6,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend, kInterReduce (each may be kDynamic), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kPartialFloat32, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot; kSharedBytes, kParameterBytes
+// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores

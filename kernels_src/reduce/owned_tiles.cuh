@@ -1,5 +1,5 @@
 // What gemm_reduce_scatter and gemm_allreduce share. Every tile of the sum has an owner: the other ranks send it their partial tiles, it adds
-// them to its own product in a fixed order and rounds once.
+// them to its own product in a fixed order and rounds once: from the own rank on, or (kCanonical) by rank, whoever the owner is.
 //
 // Inside a node a partial tile goes by bulk stores straight into the owner's heap. For an owner on another node it goes to this node's rank on
 // the owner's rail, whose inter_reduce adds up the node's partial tiles; inter_send puts that sum, so that a tile crosses the network once per
@@ -22,7 +22,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
   static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
-  static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0;
+  static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0, kCanonical = kAdds && Config::kCanonical != 0;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }
   MK_DEVICE uint32_t num_sums() const { return p.tiles * (kNodes - 1); }
@@ -85,27 +85,42 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t part) const { return part == 0 && !c.is_sum ? steps_k() : 0; }
 
   // A sum: what the node's ranks have of it, from the own one on. An own tile: after its product the node's others', then the other nodes' sums.
+  // Canonical: both by rank and by node.
+  static constexpr uint32_t kLevels = kNodes > 1 ? 2 : 1;
+  MK_DEVICE Level level(uint32_t i) const { return i == 0 ? Level{kR, p.world.local_rank} : Level{kNodes, p.world.node}; }
+  // Distances at which the i-th contribution to a sum was made, and to an own tile (of its node, or, `arrived`, of another one).
+  MK_DEVICE uint32_t source_distance(const TileCoordinate& c, uint32_t i) const {
+    if constexpr (!kCanonical) return c.is_sum ? i : i + 1;
+    const uint32_t source = c.is_sum || i < p.world.local_rank ? i : i + 1;
+    return (source + kR - p.world.local_rank) % kR;
+  }
+  MK_DEVICE uint32_t arrived_distance(uint32_t i) const {
+    const uint32_t other = i - (kR - 1);
+    if constexpr (!kCanonical) return other + 1;
+    const uint32_t node = other < p.world.node ? other : other + 1;
+    return (node + kNodes - p.world.node) % kNodes;
+  }
   MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t part) const {
     if (c.is_sum) return kR;
     return part == 1 ? kR - 1 + kNodes - 1 : 0;
   }
   MK_DEVICE uint32_t addend_index(const TileCoordinate& c, uint32_t i) const {  // of a partial tile of this node
-    return c.is_sum ? partial_index(p, node_distance(p.world, c.plane), i, c.index) : partial_index(p, 0, i + 1, c.index);
+    return partial_index(p, c.is_sum ? node_distance(p.world, c.plane) : 0, source_distance(c, i), c.index);
   }
   MK_DEVICE const char* addend(const TileCoordinate& c, uint32_t i) const {
     const bool arrived = !c.is_sum && i >= kR - 1;
-    return own_heap(p) + (arrived ? arrived_offset(p, i - (kR - 1) + 1, c.index) : partial_offset(p, addend_index(c, i)));
+    return own_heap(p) + (arrived ? arrived_offset(p, arrived_distance(i), c.index) : partial_offset(p, addend_index(c, i)));
   }
   struct AddendFlags {
     const OwnedTiles& op;
     const TileCoordinate& c;
     MK_DEVICE bool arrived(uint32_t i) const { return !c.is_sum && i >= kR - 1; }
     MK_DEVICE uint32_t flag(uint32_t i) const {
-      return arrived(i) ? arrived_flag(op.p, i - (kR - 1) + 1, c.index >> op.p.chunk_shift) : op.addend_index(c, i);
+      return arrived(i) ? arrived_flag(op.p, op.arrived_distance(i), c.index >> op.p.chunk_shift) : op.addend_index(c, i);
     }
     MK_DEVICE uint32_t writer(uint32_t i) const {
       const abi::World& world = op.p.world;
-      return arrived(i) ? rail_peer(world, i - (kR - 1) + 1) : node_mate(world, local_peer(world, c.is_sum ? i : i + 1));
+      return arrived(i) ? rail_peer(world, op.arrived_distance(i)) : node_mate(world, local_peer(world, op.source_distance(c, i)));
     }
     MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_flag(entered, op.p, flag(i), writer(i)); }
   };

@@ -73,10 +73,12 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part), rows = op.rows(c);
+      const bool by_part = Op::kCanonical && !c.is_sum;  // a part of all addends, then the next part: see add_in_order()
 #pragma unroll 1
       for (uint32_t i = 0; i < addends * Shape::kAddStages; ++i, stage.advance()) {
         storage.stages.wait_taken(stage);
-        load_addend(storage, stage, op.addend(c, i / Shape::kAddStages), i % Shape::kAddStages, rows);
+        const uint32_t addend = by_part ? i % addends : i / Shape::kAddStages, at = by_part ? i / addends : i % Shape::kAddStages;
+        load_addend(storage, stage, op.addend(c, addend), at, rows);
       }
     }
   }

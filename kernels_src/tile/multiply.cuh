@@ -35,14 +35,50 @@ MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& s
   }
 }
 template <uint32_t Part, class Config>
-MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
-                           uint32_t warpgroup) {
+MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+                          uint32_t warpgroup) {
   storage.stages.wait_filled(stage);
   add_stage<Part>(d, storage, stage.index, warpgroup);
   ptx::sync_warp();  // all lanes have read
   if (ptx::lane_index() == 0) storage.stages.take(stage);
   stage.advance();
+}
+template <uint32_t Part, class Config>
+MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+                           uint32_t warpgroup) {
+  take_stage<Part>(d, storage, stage, warpgroup);
   if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_partial<Part + 1>(d, storage, stage, warpgroup);
+}
+
+// The canonical sum (Op::kCanonical) of the own product and the addends: a part of the tile, then the next one, so that few registers hold what is
+// rounded of the own product while others' contributions before it are added up.
+template <uint32_t Part, class Config, class Op>
+MK_DEVICE void add_in_order(float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage,
+                            RingPosition<Config::kStages>& stage, uint32_t warpgroup) {
+  using Own = Partial<Config>;
+  constexpr uint32_t kUnits = GemmShape<Config>::kAddPanels * kBlockUnits, kFirst = Part * kUnits * Own::kUnit;
+  ptx::Words own[kUnits];
+#pragma unroll 1
+  for (uint32_t i = 0; i < Op::kLevels; ++i) {
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      float* e = &d[kFirst + u * Own::kUnit];
+      own[u] = Own::round(e);
+#pragma unroll
+      for (uint32_t j = 0; j < Own::kUnit; ++j) e[j] = 0.0f;
+    }
+    const Level level = op.level(i);
+#pragma unroll 1
+    for (uint32_t term = 0; term < level.terms; ++term) {
+      if (term != level.own) {
+        take_stage<Part>(d, storage, stage, warpgroup);
+        continue;
+      }
+#pragma unroll
+      for (uint32_t u = 0; u < kUnits; ++u) Own::add(&d[kFirst + u * Own::kUnit], own[u]);
+    }
+  }
+  if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_in_order<Part + 1>(d, op, storage, stage, warpgroup);
 }
 
 // One part of K for 64 rows and N columns: of a short tile the same rows as the other warpgroup's, and the columns of one half of B. Nothing is in
@@ -101,8 +137,14 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part);
+      if (Op::kCanonical && !c.is_sum) {
+        if constexpr (Op::kCanonical) {
+          if (addends != 0) add_in_order<0, Config>(d, op, storage, stage, warpgroup);
+        }
+      } else {
 #pragma unroll 1
-      for (uint32_t i = 0; i < addends; ++i) add_partial<0, Config>(d, storage, stage, warpgroup);
+        for (uint32_t i = 0; i < addends; ++i) add_partial<0, Config>(d, storage, stage, warpgroup);
+      }
     }
     if (part + 1 < op.parts(c)) continue;
     if constexpr (Op::kExchanges) {

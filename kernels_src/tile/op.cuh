@@ -6,6 +6,11 @@
 
 namespace mkernel {
 
+// The terms of a canonical sum, and which of them is the own one; the others are addends.
+struct Level {
+  uint32_t terms, own;
+};
+
 // The tiles that the CTAs of this rank multiply, where their operands are, and where their results go. A tile is done in parts: each begins when
 // its own inputs are there. `c` is the coordinate of a tile. Functions are called by one thread, if nothing else is said.
 template <class Op, class Config>
@@ -38,6 +43,13 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   requires Same<decltype(Op::kAdds), const bool>;  // false: there are none
   { op.addends(c, part) } -> Same<uint32_t>;       // how many the part adds,
   { op.addend(c, i) } -> Same<const char*>;        // in the order of i
+  // True: the sum must not depend on who owns the tile. The own product is rounded as the addends were, and has a place among them: each level is a
+  // sum of its own, rounded, that has a place in the next one. Tiles with c.is_sum have their own contribution among the addends.
+  requires Same<decltype(Op::kCanonical), const bool>;
+  requires !Op::kCanonical || requires {
+    requires Same<decltype(Op::kLevels), const uint32_t>;
+    { op.level(i) } -> Same<Level>;
+  };
 
   // ---- the result
   requires Same<decltype(Op::kExchanges), const bool>;
@@ -77,7 +89,7 @@ struct BasicOp {
   MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
-  static constexpr bool kAnnouncesEntry = true, kFinishes = false;
+  static constexpr bool kAnnouncesEntry = true, kFinishes = false, kCanonical = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }

@@ -194,7 +194,8 @@ def problem_of(
     if max_rows < 1:
         raise ArgumentError("max_rows", max_rows, "must be positive")
     check_extents(columns * ITEM, max_rows * world.ranks_per_node, max_tokens * topk)
-    return MoeCombineProblem(world.topology, columns, dtype, topk, experts, max_tokens, max_rows, weights is not None)
+    by_node = world.options.batch_invariant and world.topology.num_nodes > 1  # on one node nothing else is done
+    return MoeCombineProblem(world.topology, columns, dtype, topk, experts, max_tokens, max_rows, weights is not None, by_node)
 
 
 def _check_routing(world: World, views: RoutingViews) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from mkernel.ops.op import Instance
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.choice import plan_reduce
 from mkernel.planner.gemm import BLOCK_K
-from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem
+from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, sums_by_node
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
@@ -65,7 +65,12 @@ class ReduceOp(GemmOp[ReduceProblem]):
         check_extents(m, n, k)
         if partials not in PARTIALS:
             raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
-        return Instance(ReduceProblem(self.name, world.topology, n, k, a.dtype, row_major, str(partials), algorithm), m)
+        topology, canonical = world.topology, world.options.batch_invariant
+        if canonical and not sums_by_node(algorithm, topology):
+            raise ArgumentError(
+                "algorithm", algorithm, "adds no sums by node, as batch_invariant wants", "leave it to mkernel, or pass two_shot"
+            )
+        return Instance(ReduceProblem(self.name, topology, n, k, a.dtype, row_major, str(partials), algorithm, canonical), m)
 
     def make_plan(
         self, problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None

@@ -64,6 +64,8 @@ class MoeCombineProblem:
         Bounds of the routing: tokens of any rank, and rows of the experts of any rank.
     weighted
         Whether rows are weighted.
+    canonical
+        Whether every node's rows of a token are added up and rounded first, also those of the token's own node.
     """
 
     topology: Topology
@@ -74,6 +76,7 @@ class MoeCombineProblem:
     max_tokens: int
     max_rows: int
     weighted: bool
+    canonical: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -85,6 +88,7 @@ class MoeCombineProblem:
         return {
             "kTopK": self.topk,
             "kWeighted": int(self.weighted),
+            "kCanonical": int(self.canonical),
             "kFloat16": int(self.dtype == "float16"),
             "kNumNodes": self.topology.num_nodes,
             "kRanksPerNode": self.topology.ranks_per_node,

@@ -65,7 +65,8 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
     @functools.cached_property
     def spec(self) -> KernelSpec:
         combined = self.problem.combined
-        more = {"kSlices": 1, "kTopK": combined.topk, "kWeighted": int(combined.weighted), "kExperts": combined.experts, "kWarps": WARPS}
+        of_combined = {"kTopK": combined.topk, "kWeighted": int(combined.weighted), "kCanonical": int(combined.canonical)}
+        more = {"kSlices": 1, **of_combined, "kExperts": combined.experts, "kWarps": WARPS}
         spec = self.spec_with(OP, PARAMETER_BYTES, **more)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(combined.experts))
 

@@ -38,6 +38,7 @@ __all__ = [
     "Tile",
     "choose_algorithm",
     "make_plan",
+    "sums_by_node",
 ]
 
 REDUCE_SCATTER, ALLREDUCE = "gemm_reduce_scatter", "gemm_allreduce"
@@ -65,7 +66,11 @@ _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReduceProblem:
-    """What the ranks agree on once; each call has its own number of rows. ``k``: of a rank; ``algorithm``: None chooses by those rows."""
+    """What the ranks agree on once; each call has its own number of rows.
+
+    ``k``: of a rank; ``algorithm``: None chooses by those rows; ``canonical``: contributions are added by rank and by node, whoever the
+    owner is and however they travel.
+    """
 
     op: str
     topology: Topology
@@ -75,6 +80,7 @@ class ReduceProblem:
     b_row_major: bool
     partials: str = "output"
     algorithm: str | None = None
+    canonical: bool = False
 
     def result_shape(self, rows: int) -> tuple[int, int]:
         return rows, self.n
@@ -127,8 +133,9 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def spec(self) -> KernelSpec:
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if self.one_shot else self.op
         float32 = int(self.problem.partials == "float32")
-        two_shot, in_turn = int(not self.one_shot), int(self.interleaved)
-        return self.spec_with(name, PARAMETER_BYTES, kPartialFloat32=float32, kTwoShot=two_shot, kInterleaved=in_turn, kSlices=1)
+        canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
+        more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
+        return self.spec_with(name, PARAMETER_BYTES, **more)
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -148,6 +155,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         rows = self.rows * p.topology.size if self.op == REDUCE_SCATTER else self.rows
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
         how = f"{self.algorithm}{' in packets' if self.packets else ''}, " if self.op == ALLREDUCE else ""
+        how += "added by rank, " if p.canonical else ""
         travel = "packets of eight values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
@@ -314,12 +322,20 @@ class ReducePlan(GemmPlan[ReduceProblem]):
                     yield from (self.at(owner, index, True) for index in group)
 
 
-def choose_algorithm(topology: Topology, rows: int, n: int, item: int = 2) -> str:
+def sums_by_node(algorithm: str | None, topology: Topology) -> bool:
+    """Whether an all-reduce makes each node's sum first; in one step it adds the ranks' contributions as they are."""
+    return algorithm != "one_shot" or 1 in (topology.num_nodes, topology.ranks_per_node)
+
+
+def choose_algorithm(topology: Topology, rows: int, n: int, item: int = 2, *, canonical: bool = False) -> str:
     """How to reduce to all: in one step between two ranks, and across nodes, where little is sent; else in two.
 
-    Inside a node of four, two steps in packets were faster even for a single row (docs/speed_log.md).
+    Inside a node of four, two steps in packets were faster even for a single row (docs/speed_log.md). ``canonical``: all sums are made
+    alike, so by node.
     """
     near = topology.num_nodes == 1 and topology.size > 2
+    if canonical and not sums_by_node("one_shot", topology):
+        return "two_shot"
     return "one_shot" if not near and rows * n * item * (topology.size - 1) <= _ONE_SHOT_BYTES else "two_shot"
 
 
@@ -355,7 +371,7 @@ def _plan_of_class(
     specialize: Specialized,
 ) -> ReducePlan:
     scatters, topology = problem.op == REDUCE_SCATTER, problem.topology
-    algorithm = "two_shot" if scatters else problem.algorithm or choose_algorithm(topology, rows, problem.n)
+    algorithm = "two_shot" if scatters else problem.algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
     wanted = split or Split()
     if tile is None:
         tile_rows, owners = math.ceil(rows / BLOCK_M), topology.size if scatters else 1

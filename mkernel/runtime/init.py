@@ -43,6 +43,7 @@ def init(
     transport: str = "auto",
     heap_bytes: int | None = None,
     max_sms: int | None = None,
+    batch_invariant: bool = False,
     specialize: str | Iterable[str] | None = None,
     timeout: float | None = None,
     entry_timeout: float | None = None,
@@ -71,6 +72,9 @@ def init(
     max_sms
         Most SMs (CTAs) that a kernel of this world takes; default: all of the device. What is left runs beside it: kernels of another
         library that wait for each other across ranks, NCCL's say, must find room there (docs/streams.md).
+    batch_invariant
+        True: the bits of a row of a result do not depend on the other rows of the call, on how many there are, on where it lies, on which
+        rank owns it, or on the algorithm that was chosen (docs/batch_invariance.md). By default they do not depend on the run.
     specialize
         What is compiled into kernels instead of coming with every call: ``"default"`` (measured for each op), ``"all"``, ``"none"``, or
         names of ``"n"``, ``"k"`` (extents of a rank's operands) and ``"split"`` (SMs per role). Results are bitwise
@@ -78,7 +82,8 @@ def init(
     timeout, entry_timeout
         Seconds that a wait inside a call may last once all ranks have entered it (30), and before (600).
 
-    What is left open (None, or ``transport="auto"``) takes the environment's value (``MKERNEL_TIMEOUT`` ...), then the default.
+    What is left open (None, ``transport="auto"``, ``batch_invariant=False``) takes the environment's value (``MKERNEL_TIMEOUT`` ...),
+    then the default.
 
     Examples
     --------
@@ -108,6 +113,7 @@ def init(
             transport=transport,
             heap_bytes=heap_bytes,
             max_sms=max_sms,
+            batch_invariant=batch_invariant,
             specialize=specialize,
             timeout=timeout,
             entry_timeout=entry_timeout,

@@ -60,7 +60,7 @@ def launch(
     ranks, ranks_per_node
         Size of the world and of its (emulated) nodes; by default one node.
     target, init_options
-        As for ``init``: transport, heap_bytes, max_sms, specialize, timeout, entry_timeout.
+        As for ``init``: transport, heap_bytes, max_sms, batch_invariant, specialize, timeout, entry_timeout.
     seed
         Of the cpu scheduler (default ``MKERNEL_CPU_SEED``).
 

@@ -24,6 +24,7 @@ class Options:
     transport: str = "auto"
     heap_bytes: int | None = None
     max_sms: int | None = None
+    batch_invariant: bool = False
     specialize: str | None = None
     timeout: float = DEFAULT_TIMEOUT
     entry_timeout: float = DEFAULT_ENTRY_TIMEOUT
@@ -38,16 +39,19 @@ class Options:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ArgumentError(name, value, "must be a positive integer or None")
 
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentError("batch_invariant", self.batch_invariant, "must be True or False")
+
     @classmethod
     def resolve(cls, **arguments: Any) -> Options:
-        """Arguments of ``init``: one that is left open (None, or ``transport="auto"``) takes the environment's value, then the default."""
+        """Arguments of ``init``: one that is left open (None, or as in ``_OPEN``) takes the environment's value, then the default."""
         known = {field.name: field.default for field in dataclasses.fields(cls)}
         if arguments.keys() - known.keys():
             raise ArgumentError("init_options", sorted(arguments.keys() - known.keys()), "unknown", f"known are {', '.join(known)}")
         env.check_all()
         if arguments.get("specialize") is not None:
             arguments["specialize"] = checked_fields(arguments["specialize"])
-        given = {name: value for name, value in arguments.items() if value is not None and (name, value) != ("transport", "auto")}
+        given = {name: value for name, value in arguments.items() if value is not None and not (name in _OPEN and value == _OPEN[name])}
         told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
         return cls(**{**known, **told, **given})
 
@@ -60,12 +64,14 @@ def checked_fields(wanted: Any) -> str:
         raise ArgumentError("specialize", wanted, str(error)) from None
 
 
+_OPEN: dict[str, Any] = {"transport": "auto", "batch_invariant": False}  # what stands for None
 # Options that the environment may give.
 _VARIABLES: dict[str, env.Variable[Any]] = {
     "ranks_per_node": env.RANKS_PER_NODE,
     "transport": env.TRANSPORT,
     "heap_bytes": env.HEAP_BYTES,
     "max_sms": env.MAX_SMS,
+    "batch_invariant": env.BATCH_INVARIANT,
     "specialize": env.SPECIALIZE,
     "timeout": env.TIMEOUT,
     "entry_timeout": env.ENTRY_TIMEOUT,

@@ -23,20 +23,35 @@ HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")
 
 
 def plan_of(
-    how: str, world: str, block_n: int, dtype: str, row_major: bool, partials: str, k: int = 2048, specialize: str = "all"
+    how: str,
+    world: str,
+    block_n: int,
+    dtype: str,
+    row_major: bool,
+    partials: str,
+    k: int = 2048,
+    specialize: str = "all",
+    canonical: bool = False,
 ) -> ReducePlan:
     nodes, per_node = map(int, world.split("x"))
     op, algorithm = (REDUCE_SCATTER, "two_shot") if how == REDUCE_SCATTER else (ALLREDUCE, how)
-    problem = ReduceProblem(op, Topology(nodes * per_node, per_node), 4 * block_n + 64, k, dtype, row_major, partials, algorithm)
+    problem = ReduceProblem(op, Topology(nodes * per_node, per_node), 4 * block_n + 64, k, dtype, row_major, partials, algorithm, canonical)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mkernel.planner.reduce.fits_packets", lambda plan: False)
         return make_plan(problem, 1024, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
 
 
 def packets_of(
-    algorithm: str, size: int, block_n: int, dtype: str = "bfloat16", row_major: bool = True, k: int = 2048, specialize: str = "all"
+    algorithm: str,
+    size: int,
+    block_n: int,
+    dtype: str = "bfloat16",
+    row_major: bool = True,
+    k: int = 2048,
+    specialize: str = "all",
+    canonical: bool = False,
 ) -> ReducePlan:
-    problem = ReduceProblem(ALLREDUCE, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm)
+    problem = ReduceProblem(ALLREDUCE, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm, canonical)
     plan = make_plan(problem, 1000, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
     assert plan.packets
     return plan
@@ -51,11 +66,21 @@ def packets_of(
     dtype=("bfloat16", "float16"),
     partials=("output", "float32"),
     specialize=MODES,
+    canonical=(False, True),
 )
 def test_kernel(
-    caplog: pytest.LogCaptureFixture, how: str, world: str, block_n: int, row_major: bool, dtype: str, partials: str, specialize: str
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    world: str,
+    block_n: int,
+    row_major: bool,
+    dtype: str,
+    partials: str,
+    specialize: str,
+    canonical: bool,
 ) -> None:
-    instructions = compiled(caplog, plan_of(how, world, block_n, dtype, row_major, partials, specialize=specialize).spec)
+    plan = plan_of(how, world, block_n, dtype, row_major, partials, specialize=specialize, canonical=canonical)
+    instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
@@ -67,10 +92,12 @@ def test_kernel(
 
 
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])
-@pytest.mark.cases(how=HOWS, block_n=(64, 128, 192, 256), world=("1x2", "1x4", "2x2"))
-def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, specialize: str, how: str, block_n: int, world: str) -> None:
+@pytest.mark.cases(how=HOWS, block_n=(64, 128, 192, 256), world=("1x2", "1x4", "2x2"), canonical=(False, True))
+def test_wgmma_is_not_serialized(
+    caplog: pytest.LogCaptureFixture, specialize: str, how: str, block_n: int, world: str, canonical: bool
+) -> None:
     """Every epilogue with every width, and with --full in every world: ptxas decides by the details of what stands around the loop."""
-    fits(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize).spec)
+    fits(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize, canonical=canonical).spec)
 
 
 @pytest.mark.drawn(5)
@@ -81,11 +108,20 @@ def test_wgmma_is_not_serialized(caplog: pytest.LogCaptureFixture, specialize: s
     row_major=(True, False),
     dtype=("bfloat16", "float16"),
     specialize=MODES,
+    canonical=(False, True),
 )
 def test_packets(
-    caplog: pytest.LogCaptureFixture, algorithm: str, size: int, block_n: int, row_major: bool, dtype: str, specialize: str
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    size: int,
+    block_n: int,
+    row_major: bool,
+    dtype: str,
+    specialize: str,
+    canonical: bool,
 ) -> None:
-    instructions = compiled(caplog, packets_of(algorithm, size, block_n, dtype, row_major, specialize=specialize).spec)
+    plan = packets_of(algorithm, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical)
+    instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}

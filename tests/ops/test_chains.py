@@ -39,7 +39,8 @@ def _chain(world: Any, op: str, k: int, rows: int, dtype: str, seed: int) -> lis
             if scatters:
                 whole = whole[rank * rows : (rank + 1) * rows]
                 a = np.concatenate([c] * size)
-                everyone = np.stack([np.concatenate([everyone[call % size][r * rows : (r + 1) * rows, column]] * size) for r in range(size)])
+                shards = np.split(everyone[call % size][:, column], size)
+                everyone = np.stack([np.concatenate([shard] * size) for shard in shards])
             else:
                 a, everyone = c, np.stack([whole] * size)
         if not np.array_equal(c, whole):

@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "transport": ("srd", "srd", ("rc", "emulated")),
     "heap_bytes": ("1M", 1 << 20, (HEAP_BYTES["cpu"], 512)),
     "max_sms": ("3", 3, (1, 132)),
+    "batch_invariant": ("1", True, (True,)),
     "specialize": ("n,k", "n,k", ("none", "split")),
     "timeout": ("7", 7.0, (DEFAULT_TIMEOUT, 2.5)),
     "entry_timeout": ("8", 8.0, (DEFAULT_ENTRY_TIMEOUT, 2.5)),
@@ -47,7 +48,7 @@ def test_every_option_is_examined() -> None:
 def test_open_then_environment_then_default(name: str) -> None:
     text, meaning, explicit = VALUES[name]
     left_open = inspect.signature(mk.init).parameters[name].default
-    assert left_open in (None, "auto")
+    assert left_open in (None, "auto", False)
     assert getattr(Options.resolve(**{name: left_open}), name) == getattr(Options.resolve(), name) == OPTIONS[name]
     with env.override(**{f"MKERNEL_{name.upper()}": text}):
         for given in ({}, {name: left_open}, {name: None}):
