@@ -73,18 +73,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = (product if metafunc.config.getoption("--full") else pairwise)(axes, valid)
     drawn = metafunc.definition.get_closest_marker("drawn")
     if drawn is not None and not metafunc.config.getoption("--full"):
-        rng = np.random.default_rng([metafunc.config.getoption("--seed"), zlib.crc32(metafunc.definition.nodeid.encode())])
-        cases = [cases[at] for at in sorted(rng.permutation(len(cases))[: drawn.args[0]])]
+        cases = [cases[at] for at in _draw(metafunc.config, metafunc.definition.nodeid, len(cases), drawn.args[0])]
     names = list(axes)
     values = [tuple(case[name] for name in names) for case in cases]
     ids = ["-".join(f"{name}={_label(case[name])}" for name in names) for case in cases]
     metafunc.parametrize(",".join(names), values if len(names) > 1 else [v[0] for v in values], ids=ids)
 
 
+def _draw(config: pytest.Config, name: str, count: int, most: int) -> list[int]:
+    """Which ``most`` of ``count`` cases of a test this run has: others with every seed, the same on all workers."""
+    rng = np.random.default_rng([config.getoption("--seed"), zlib.crc32(name.encode())])
+    return sorted(int(at) for at in rng.permutation(count)[:most])
+
+
 def _label(value: Any) -> str:
     return getattr(value, "__name__", None) or str(value).replace(" ", "")
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skips = {
         "slow": None if config.getoption("--full") else "slow: runs with --full",
@@ -94,6 +100,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, reason in skips.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if config.getoption("--full"):
+        return
+    tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        for at in set(range(len(cases))) - set(_draw(config, name, len(cases), cases[0].get_closest_marker("drawn").args[0])):
+            cases[at].add_marker(pytest.mark.skip(reason="not drawn by this seed: runs with --full"))
 
 
 # marker: how to run what ``-m`` leaves out

@@ -34,6 +34,7 @@ _MORE = [(world, op) for world in ("1x4", "2x2") for op in OPS if (world, op) no
         pytest.param("mpirun", "two_shot", marks=pytest.mark.mpi),
     ],
 )
+@pytest.mark.drawn(1)
 def test_faults(world: str, op: str) -> None:
     status, outcomes, text = _results(str(HERE / "faults.py"), world, "--op", op, "--target", "cpu", "--limit", "200")
     assert status == 0, text

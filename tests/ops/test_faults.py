@@ -50,6 +50,7 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
     ("2x2", "moe_dispatch_gemm"),
     ("2x2", "ring_attention"),
 )
+@pytest.mark.drawn(1)
 def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "killed", world, how, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
     assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results
@@ -66,6 +67,7 @@ def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> 
 
 @pytest.mark.mpi
 @some(("1x4", "2x2"), ("1x4", "gemm_reduce_scatter"), ("2x2", "two_shot"))
+@pytest.mark.drawn(1)
 def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     per_node = str(topology(world).ranks_per_node)
     result = start_mpi("killed_uncaught", 4, _SECONDS, _WORKER, MKERNEL_RANKS_PER_NODE=per_node, TEST_HOW=how, TEST_NOTES=str(tmp_path))
@@ -75,6 +77,7 @@ def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, world
 
 
 @some(("1x2", "2x2"), ("1x2", "two_shot"), ("2x2", "gemm_reduce_scatter"))
+@pytest.mark.drawn(1)
 def test_a_rank_that_never_calls(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "stays_away", world, how)
     assert [result.code for result in results] == [0] * len(results), results
@@ -86,6 +89,7 @@ def test_a_rank_that_never_calls(tmp_path: Path, world: str, how: str) -> None:
 
 
 @some(("2x2",), ("1x2", "packets"), ("2x2", "two_shot"), _RING_TOO)
+@pytest.mark.drawn(1)
 def test_a_rank_that_hangs_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "slow_inside", world, how)
     assert [result.code for result in results] == [0] * len(results), results
@@ -96,6 +100,7 @@ def test_a_rank_that_hangs_inside_a_kernel(tmp_path: Path, world: str, how: str)
 
 
 @some(("1x2", "2x2"), ("1x2", "one_shot"), ("2x2", "gemm_reduce_scatter"))
+@pytest.mark.drawn(2)
 def test_a_rank_that_raises(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "raises", world, how)
     assert "ValueError: the input file is gone" in results[1].errors

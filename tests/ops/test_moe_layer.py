@@ -97,6 +97,7 @@ def rank(world: Any, layer: Layer, model: Any, kinds: tuple[str, ...]) -> list[s
 
 
 @pytest.mark.parametrize("world", ["1x1", "1x2", "2x2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("1x4", "4x1", "3x2"))])
+@pytest.mark.drawn(2)
 def test_every_element(rng: np.random.Generator, world: str) -> None:
     shape = topology(world)
     model = dataclasses.replace(draw_model(rng, shape.size), max_tokens=40, alignment=1)
@@ -122,6 +123,7 @@ def bits(world: Any, layer: Layer, model: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("runs", [6, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", ["1x2", "2x2"])
+@pytest.mark.drawn(1)
 def test_the_same_bits_under_any_schedule(rng: np.random.Generator, world: str, runs: int) -> None:
     """Also with a network that delays and reorders, other in every run."""
     shape = topology(world)

@@ -42,6 +42,7 @@ def calls(world: Any, seed: int) -> list[str]:
 
 
 @pytest.mark.cases(kind=tuple(KINDS), mood=("late", "split", "short_queues"), world=("2x2", "4x1"))
+@pytest.mark.drawn(3)
 def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, mood: str, kind: str) -> None:
     seed = request.config.getoption("--seed")
     opener, unordered = KINDS[kind]
@@ -57,6 +58,7 @@ def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("bug", [SignalBeforeData, SignalOnAnotherQueuePair, EpochEarly], ids=lambda bug: bug.__name__)
+@pytest.mark.drawn(1)
 def test_a_planted_bug_shows(monkeypatch: pytest.MonkeyPatch, bug: type[rc.RcTransport]) -> None:
     found = []
     for seed in range(4):

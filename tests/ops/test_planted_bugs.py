@@ -50,6 +50,7 @@ def _fresh(copy: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("world", "workload", "sms"), sorted({(bug.world, bug.workload, bug.sms) for bug in BUGS if not bug.tsan}))
+@pytest.mark.drawn(8)
 def test_nothing_is_found_in_the_device_code_as_it_is(
     request: pytest.FixtureRequest, copy: Path, world: str, workload: str, sms: int
 ) -> None:
@@ -63,6 +64,7 @@ def _parameter(bug: Bug) -> ParameterSet:
 
 
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if not bug.tsan])
+@pytest.mark.drawn(24)
 def test_found(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     reports = []
@@ -118,6 +120,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets", "packets in one step", "packets short")),
     ],
 )
+@pytest.mark.drawn(1)
 def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, copy: Path, world: str, workload: str) -> None:
     # Few calls: each starts a thread of ThreadSanitizer's for every thread of the kernel.
     found, errors = _tsan(copy, world, workload, request.config.getoption("--seed"), 4)
@@ -127,6 +130,7 @@ def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, cop
 
 @pytest.mark.tsan
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if bug.tsan])
+@pytest.mark.drawn(1)
 def test_found_by_thread_sanitizer(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     found, errors = _tsan(copy, bug.world, "chunks" if bug.workload == "tiles" else bug.workload, 0, 12)

@@ -38,6 +38,7 @@ def kinds(op_in: dict[str, str]) -> pytest.MarkDecorator:
 
 
 @kinds({"1x2": "gemm_allreduce", "2x2": "allgather_gemm", "4x1": "gemm_reduce_scatter"})
+@pytest.mark.drawn(2)
 def test_plain_processes(request: pytest.FixtureRequest, world: str, how: str) -> None:
     shape = topology(world)
     results = start("calls", shape.size, _SECONDS, _WORKER, **_environment(request, world, how))
@@ -48,6 +49,7 @@ def test_plain_processes(request: pytest.FixtureRequest, world: str, how: str) -
 
 @pytest.mark.mpi
 @kinds({"1x4": "gemm_reduce_scatter", "2x2": "gemm_allreduce"})
+@pytest.mark.drawn(2)
 def test_mpirun(request: pytest.FixtureRequest, world: str, how: str) -> None:
     shape = topology(world)
     result = start_mpi("calls", shape.size, _SECONDS, _WORKER, **_environment(request, world, how))

@@ -36,6 +36,7 @@ def reported(ranks: int, ranks_per_node: int, folder: Path = FOLDER, *, right: b
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, 2), (4, 2), (3, 1)], ids=["1x2", "2x2", "3x1"])
+@pytest.mark.drawn(1)
 def test_no_race(ranks: int, ranks_per_node: int) -> None:
     errors = reported(ranks, ranks_per_node)
     assert "WARNING: ThreadSanitizer" not in errors, errors[:5000]

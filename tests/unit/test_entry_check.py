@@ -18,6 +18,7 @@ SMS = (None, *range(255))  # what a role may be given
 
 
 @pytest.mark.parametrize("which", range(3), ids=["problem", "rows", "schedule"])
+@pytest.mark.drawn(1)
 def test_a_difference_in_one_number_is_always_seen(rng: np.random.Generator, which: int) -> None:
     """Any two calls of the same problem with other rows, say, have other checks: as many checks as there are rows."""
     numbers = [int(one) for one in rng.integers(NUMBERS, size=3)]
@@ -55,6 +56,7 @@ def test_few_calls_that_differ_in_everything_are_taken_for_each_other(rng: np.ra
 
 
 @pytest.mark.parametrize("role", ROLES)
+@pytest.mark.drawn(1)
 def test_splits_that_differ_in_one_role_have_other_numbers(rng: np.random.Generator, role: str) -> None:
     """All pairs of numbers of SMs of that role; the other roles are open, or have any number."""
     bases = [Split(), *(Split(*(SMS[i] for i in rng.integers(len(SMS), size=4))) for _ in range(300))]
