@@ -83,7 +83,7 @@ def init_differently(options: list[Options], **patches: Any) -> list[BaseExcepti
 def test_ranks_that_pass_different_options(name: str) -> None:
     """Every option; the error is the same on every rank, and names the option and the rank."""
     same = Options(target="cpu", heap_bytes=1 << 16, timeout=5.0)
-    other = {"target": "auto", "transport": "emulated"}.get(name, 1)
+    other = {"target": "auto", "transport": "emulated", "batch_invariant": True}.get(name, 1)
     errors = init_differently([same, same, dataclasses.replace(same, **{name: other})])
     assert [type(error) for error in errors] == [ArgumentError] * 3
     assert len({str(error) for error in errors}) == 1
