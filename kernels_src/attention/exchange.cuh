@@ -216,8 +216,8 @@ MK_DEVICE void wait_to_push(const Entered& entered, const Parameters& p, PushWal
       const uint32_t word = slot_word(r, remote_ring(distance, world.local_rank), number);
       if (!wait_counted(entered, r, word, number + 1, rail_peer(world, distance))) return;
     }
-    ptx::
-        fence_proxy_async();  // what was acquired becomes visible to bulk copies, here, not in the thread that copies: it would wait for its copies
+    // What was acquired becomes visible to bulk copies: here, because the thread that copies would wait for its copies.
+    ptx::fence_proxy_async();
     arrived.post(entered, at, number);
   }
 }

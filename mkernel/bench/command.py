@@ -137,8 +137,9 @@ class Asked:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Asked:
         op = ops()["gemm" if getattr(options, "world_of_one", False) else options.op]
-        if getattr(options, "samples", 1) < 1:
-            raise ArgumentError("--samples", options.samples, "must be at least 1")
+        samples, cooldown = getattr(options, "samples", None), getattr(options, "cooldown", None)
+        if samples is not None and samples < 1:
+            raise ArgumentError("--samples", samples, "must be at least 1")
         for name in getattr(options, "without", ()):
             if name not in _OPTIONAL:
                 raise ArgumentError("--without", name, "must be one of " + ", ".join(_OPTIONAL))
@@ -146,8 +147,8 @@ class Asked:
             value = getattr(options, name, None)
             if value is not None and not 0 < value < float("inf"):
                 raise ArgumentError(f"--{name}", value, "must be a number above 0")
-        if not 0 <= getattr(options, "cooldown", 0.0) <= LONGEST_COOLDOWN_MS:
-            raise ArgumentError("--cooldown", options.cooldown, f"must be from 0 to {LONGEST_COOLDOWN_MS:g} milliseconds")
+        if cooldown is not None and not 0 <= cooldown <= LONGEST_COOLDOWN_MS:
+            raise ArgumentError("--cooldown", cooldown, f"must be from 0 to {LONGEST_COOLDOWN_MS:g} milliseconds")
         if op.name == "gemm":
             topology = parse_world(options.world or "1x1")
         elif options.world:

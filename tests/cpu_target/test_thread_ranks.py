@@ -339,7 +339,7 @@ def test_of_held_ranks_the_one_with_the_longest_hold_goes_on_last(seed: int) -> 
         order = random.Random(seed).sample(range(4), 4)
 
         def rank(r: int) -> None:
-            thread_ranks.hold(r, (1 << 40) + order.index(r))
+            thread_ranks.hold(r, (1 << 40) + 100 * order.index(r))  # a launch is a turn
             CpuBackend(r, thread_ranks).launch(kernel, 0, 1, ping(flags[r], flags[r], results[r], rounds=0))
             ended.append(r)
 

@@ -29,8 +29,10 @@ class Bug:
 
     def plant(self, folder: Path) -> None:
         path = folder / self.file
-        text = path.read_text()
+        path.write_text(self.planted(path.read_text()))
+
+    def planted(self, text: str) -> str:
         for before, after in ((self.before, self.after), *self.also):
             assert text.count(before) == 1, f"{self.file} has {text.count(before)} times: {before}"
             text = text.replace(before, after)
-        path.write_text(text)
+        return text

@@ -51,8 +51,8 @@ MOE = [
     _Bug(
         "arrivals are counted without a release",
         _PULL,
-        "ptx::add_release(tables.arrived(batch.slot[in_batch][lane] / kSegmentRows), 1)",
-        "*tables.arrived(batch.slot[in_batch][lane] / kSegmentRows) += 1",
+        "ptx::add_release(tables.arrived(batch.slot[row][i % kTopK] / kSegmentRows), 1)",
+        "*tables.arrived(batch.slot[row][i % kTopK] / kSegmentRows) += 1",
         found_as="data race",
         tsan=True,
         slow=True,

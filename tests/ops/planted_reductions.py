@@ -130,8 +130,8 @@ REDUCTIONS = [
     Bug(
         "a partial tile is loaded into a stage in use",
         "tile/load.cuh",
-        "        storage.stages.wait_taken(stage);\n        load_addend",
-        "        load_addend",
+        "        storage.stages.wait_taken(stage);\n        const uint32_t addend",
+        "        const uint32_t addend",
         workload="reduce exactly",
     ),
     Bug(

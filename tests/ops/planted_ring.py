@@ -74,8 +74,8 @@ RING = [
     _Bug(
         "a missing proxy fence before a slot is written again",
         _EXCHANGE,
-        "    ptx::fence_proxy_async();  // what was acquired",
-        "    // what was acquired",
+        "    ptx::fence_proxy_async();\n    arrived.post(",
+        "    arrived.post(",
         found_as="missing fence.proxy.async",
         world="2x2",
         slow=True,

@@ -138,12 +138,15 @@ def test_a_prepared_plan(rng: np.random.Generator) -> None:
     [(2, "weights of rank|sums of tokens|sums of node"), (3, r"chunk \d+ of the sums of node"), (5, r"chunk \d+ of the sums of node")],
 )
 def test_what_the_network_loses_is_named(monkeypatch: pytest.MonkeyPatch, put: int, what: str) -> None:
-    """Puts 0 and 1 of a rank are its entries, 2 brings its weights, the others sums. All threads of all ranks leave."""
+    """Puts 0 and 1 of a rank are its entries, 2 brings its weights, the others sums. All threads of all ranks leave.
+
+    Who names it first is a matter of the schedule: a receiver what has not come, or the sender the put that is not complete.
+    """
     faults = dataclasses.replace(emulated.Faults(), drop=frozenset({put}))
     monkeypatch.setattr(emulated, "Faults", lambda: faults)
     topk, dtype, weighted = KERNELS["2x2"]
     drawn = Drawn("2x2", 136, dtype, topk, 3, 25, weighted, ("uniform",), 1)
-    with pytest.raises(mk.TimeoutError, match=what):
+    with pytest.raises(mk.TimeoutError, match=rf"{what}|put {put}, to rank \d, is not complete"):
         launch(program, "2x2", drawn, timeout=0.5)
 
 

@@ -26,7 +26,7 @@ def test_every_op_is_a_public_function_of_its_arguments() -> None:
         assert {*arguments} <= parameters.keys()
         required = [argument for argument in arguments if argument not in op.optional]
         assert [*parameters][: len(required)] == required
-        assert {*parameters} - {*arguments, "routing"} == {"world", "out", "split", "stream", *op.options}
+        assert {*parameters} - {*arguments, "routing", "gathered"} == {"world", "out", "split", "stream", *op.options}
         assert {option: parameters[option].default for option in op.optional} == dict.fromkeys(op.optional)
         assert {option: parameters[option].default for option in op.options} == dict(op.options)
         keywords = [parameter for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]

@@ -6,6 +6,7 @@ complaint of the emulator, a deadlock or a data race counts as found.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -29,7 +30,8 @@ from tests.ops.planted_reductions import REDUCTIONS
 from tests.ops.planted_ring import RING
 from tests.sanitizer import libtsan
 
-_ROOT = Path(__file__).parents[2]
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
@@ -61,6 +63,16 @@ def test_nothing_is_found_in_the_device_code_as_it_is(
 def _parameter(bug: Bug) -> ParameterSet:
     marks = [pytest.mark.slow] if bug.slow else [pytest.mark.xfail(strict=True, reason=bug.missed)] if bug.missed else []
     return pytest.param(bug, marks=marks, id=bug.name)
+
+
+def test_each_can_be_planted() -> None:
+    """A run draws some bugs: that the device code still has the lines that they change is asked of all, of whichever test."""
+    names = [path.stem for path in _HERE.glob("*.py") if "planted_bug import Bug" in path.read_text()]
+    values = [value for name in names for value in vars(importlib.import_module(f"tests.ops.{name}")).values()]
+    bugs = {id(bug): bug for value in values if isinstance(value, list) for bug in value if isinstance(bug, Bug)}
+    assert len(bugs) > len(BUGS)
+    for bug in bugs.values():
+        bug.planted((kernels_src() / bug.file).read_text())
 
 
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if not bug.tsan])

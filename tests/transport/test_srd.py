@@ -217,6 +217,8 @@ def test_bad_puts_are_refused(change: dict[str, int], status: str) -> None:
 def test_asynchronous_events(kind: int) -> None:
     name, fatal, *_ = verbs.EVENTS[kind]
     with network(ranks=2) as ranks:
+        ranks.transports[0]._nic.up = kind != verbs.PORT_ERROR
+        ranks.transports[0]._port_seconds = 0.0
         ranks.transports[0]._nic.pending_events.append(verbs.Event(kind))
         if fatal:
             assert run_until_error(ranks).status == name
