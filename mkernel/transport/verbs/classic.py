@@ -87,7 +87,7 @@ class ClassicPair(QueuePair):
         to: Destination | None = None,
     ) -> None:
         opcode = _WRITE if imm is None else _WRITE_IMM
-        self._requests.append((opcode, wr_id, _flags(signaled), (local, size, lkey), imm or 0, (rkey, remote), None))
+        self._requests.append((opcode, wr_id, _flags(signaled), (local, size, lkey), _wire(imm), (rkey, remote), None))
 
     def write_inline(self, wr_id: int, value: int, remote: int, rkey: int, *, signaled: bool, fenced: bool = False) -> None:
         word = ctypes.c_uint64(value)  # lives until it is posted
@@ -101,7 +101,7 @@ class ClassicPair(QueuePair):
         self, wr_id: int, local: int, size: int, lkey: int, *, signaled: bool, imm: int | None = None, to: Destination | None = None
     ) -> None:
         opcode = _SEND if imm is None else _SEND_IMM
-        self._requests.append((opcode, wr_id, _flags(signaled), (local, size, lkey), imm or 0, None, None))
+        self._requests.append((opcode, wr_id, _flags(signaled), (local, size, lkey), _wire(imm), None, None))
 
     def commit(self) -> None:
         from pyverbs.wr import SGE, SendWR
@@ -136,6 +136,11 @@ class ClassicPair(QueuePair):
 
 def _flags(signaled: bool) -> int:
     return _SIGNALED if signaled else 0
+
+
+def _wire(imm: int | None) -> int:
+    """An immediate in the order of bytes that a request wants; pyverbs swaps it in its newer functions only."""
+    return socket.htonl(imm or 0)
 
 
 def post_receive(pair: Any, wr_id: int, local: int, size: int, lkey: int, verb: Verb) -> None:
