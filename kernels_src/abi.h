@@ -44,7 +44,11 @@ struct Command {
 // Device-to-host command ring: many producers (CTAs), one consumer (the engine). Lives in pinned host memory.
 struct Ring {
   uint64_t completed;  // written by the engine: commands 0 .. completed-1 are complete (their source bytes may be reused)
-  uint64_t reserved[7];
+  // So that an engine knows when it must be quick. Nobody waits for these words.
+  uint64_t launched;  // written by the host before a launch that it counts: World::launch
+  uint64_t ended;     // written by the device: World::launch of the last call that has ended, among those counted
+  uint64_t captured;  // written by the host: nonzero once a call has been captured in a graph, whose replays nobody counts
+  uint64_t reserved[4];
   Command slots[kRingSlots];
 };
 
@@ -132,8 +136,8 @@ struct World {
   uint32_t problem;         // its number, in the order in which the ranks agreed on problems
   uint32_t rows;            // of this call, where the op says that ranks agree on them; else 0
   uint32_t schedule;        // which split the caller asked for; 0: none
-  uint32_t reserved;
-  uint64_t heap_base;  // local rank p's data heap is at heap_base + p * heap_stride, on every rank of the node
+  uint32_t launch;          // number of this launch, not 0, where an engine follows them (Ring::launched); 0: not counted
+  uint64_t heap_base;       // local rank p's data heap is at heap_base + p * heap_stride, on every rank of the node
   uint64_t heap_stride;
   uint64_t signal_base;  // likewise the signal segment
   uint64_t signal_stride;

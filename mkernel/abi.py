@@ -100,7 +100,14 @@ class Command(ctypes.Structure):
 
 
 class Ring(ctypes.Structure):
-    _fields_ = [("completed", _u64), ("reserved", _u64 * 7), ("slots", Command * RING_SLOTS)]
+    _fields_ = [
+        ("completed", _u64),
+        ("launched", _u64),
+        ("ended", _u64),
+        ("captured", _u64),
+        ("reserved", _u64 * 4),
+        ("slots", Command * RING_SLOTS),
+    ]
 
 
 class CallReport(ctypes.Structure):
@@ -176,7 +183,7 @@ class World(ctypes.Structure):
         ("problem", _u32),
         ("rows", _u32),
         ("schedule", _u32),
-        ("reserved", _u32),
+        ("launch", _u32),
         ("heap_base", _u64),
         ("heap_stride", _u64),
         ("signal_base", _u64),

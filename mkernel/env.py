@@ -323,6 +323,13 @@ RC_SIGNAL = _declare(
     "how rc raises a flag: behind an atomic, by a plain write (no routing may be adaptive), or by a message (imm)",
 )
 RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "1 to 256", _between(1, 256), 4, "queue pairs of rc to each peer; channels share them")
+GRAPH_SPIN = _declare(
+    "MKERNEL_GRAPH_SPIN",
+    "seconds",
+    _number(0, 1e6),
+    1.0,
+    "how long an engine stays quick after the last put of a replayed graph, at the price of a CPU; 1000000: always",
+)
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _bandwidth, 50.0, "bandwidth of one emulated link; 0: not paced")
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _number(0, 1e7), 5.0, "latency of one emulated link")
 EMULATED_HOST_SIGNALS = _declare(

@@ -82,7 +82,23 @@ MK_DEVICE void put_chunks(const Entered& entered, Chunks& chunks, uint32_t chann
   if (last_put != 0) wait_put(call, last_put, last_peer);
 }
 
-// Tells every rank that this one has entered the call. One warp of the grid: a lane per peer of the node, so that no release waits for another.
+// Hands the entries of this rank's rail peers to its node mates, when they come: a rank tells its rail only, so that its engine has one command per
+// node. A lane per peer and mate. The words are compared by those who wait for them: one with another plan is handed on as well.
+MK_DEVICE void hand_on_entries(const Call& call) {
+  const abi::World& world = call.world;
+  const uint64_t entered = call.epoch << abi::kCheckBits;
+  constexpr uint32_t kMates = kR > 1 ? kR - 1 : 1;  // no 0: a division by it would draw a warning
+#pragma unroll 1
+  for (uint32_t i = ptx::lane_index(); i < (kNodes - 1) * kMates; i += 32) {
+    const uint32_t peer = rail_peer(world, 1 + i / kMates), mate = local_peer(world, 1 + i % kMates);
+    const uint64_t* flag = entry_flag(call, peer);
+    if (!wait_word(call, flag, entered, 0, Awaited{abi::kFlagEntry, peer, peer}, world.entry_timeout_ns)) return;
+    ptx::store_release_sys(&signal_header(world, mate)->entered[call.epoch & 1][peer], ptx::load_acquire_sys(flag));
+  }
+}
+
+// Tells every rank that this one has entered the call. One warp of the grid, which has nothing to do before all ranks have entered: a lane per peer
+// of the node, so that no release waits for another.
 MK_DEVICE void announce_entry(const Call& call) {
   if (is_skipped(call)) return;
   const abi::World& world = call.world;
@@ -91,11 +107,14 @@ MK_DEVICE void announce_entry(const Call& call) {
     ptx::store_release_sys(&signal_header(world, local_peer(world, i))->entered[call.epoch & 1][world.rank], value);
   }
   if constexpr (kNodes > 1) {
-    if (ptx::lane_index() != 0) return;
+    if (ptx::lane_index() == 0) {
 #pragma unroll 1
-    for (uint32_t i = kR; i < kWorldSize; ++i) {
-      issue_command(call, Put{kEntryChannel, remote_rank(world, i - kR), 0, 0, 0, offset, value});
+      for (uint32_t distance = 1; distance < kNodes; ++distance) {
+        issue_command(call, Put{kEntryChannel, rail_peer(world, distance), 0, 0, 0, offset, value});
+      }
     }
+    if constexpr (kR > 1) hand_on_entries(call);
+    ptx::sync_warp();
   }
 }
 

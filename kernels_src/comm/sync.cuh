@@ -187,10 +187,14 @@ MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {
 MK_DEVICE const uint64_t* entry_flag(const Call& call, uint32_t peer) {
   return reinterpret_cast<const uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch, peer));
 }
+// Entries of other nodes come to the rank on their rail, which hands them to its node mates (announce_entry, comm/ring.cuh). Who waits for such a
+// node mate waits longer, so that whoever misses an entry itself is the one to report.
 MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
+  const abi::World& world = call.world;
   const Awaited what{abi::kFlagEntry, peer, peer};
-  const uint64_t entered = call.epoch << abi::kCheckBits, expected = entry_value(call.epoch, call.world.check);
-  return wait_word(call, entry_flag(call, peer), entered, expected, what, call.world.entry_timeout_ns);
+  const uint64_t entered = call.epoch << abi::kCheckBits, expected = entry_value(call.epoch, world.check);
+  const bool handed_on = peer / world.ranks_per_node != world.node && peer % world.ranks_per_node != world.local_rank;
+  return wait_word(call, entry_flag(call, peer), entered, expected, what, (handed_on ? kSecondHand : 1) * world.entry_timeout_ns);
 }
 
 // Enters a call: waits until every other rank of the world has entered it, too. Then nobody reads any more, in an earlier call, the memory that this
@@ -247,6 +251,8 @@ MK_DEVICE void leave_call(const Call& call) {
     control->tile_counter = 0;
     control->exit_counter = 0;
     control->epoch = call.epoch;
+    // The engine may rest: this call issues no more commands, and those that it waits for are complete (rule 14).
+    if (call.world.launch != 0) ptx::store_release_sys(&reinterpret_cast<abi::Ring*>(call.world.ring)->ended, call.world.launch);
   }
 }
 

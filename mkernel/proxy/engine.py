@@ -13,14 +13,14 @@ from typing import Self
 
 from mkernel.errors import TransportError
 from mkernel.proxy.cpus import choose_cpus
+from mkernel.proxy.pace import GRAPH_SPIN_NS, Pace
 from mkernel.proxy.ring import RingReader
 from mkernel.transport.base import Put, Transport
 
-__all__ = ["SPIN_NS", "Engine", "EngineThread"]
+__all__ = ["Engine", "EngineThread", "pace_of"]
 
 _log = logging.getLogger("mkernel")
 
-SPIN_NS = 200_000  # how long an engine spins after the last put before it sleeps
 BATCH = 64  # commands per step: enough to amortize a doorbell, few enough to poll completions often
 
 
@@ -123,11 +123,16 @@ class Engine:
         self.close()
 
 
+def pace_of(ring: RingReader, spin_ns: int, *, follows: bool, graph_spin_ns: int = GRAPH_SPIN_NS) -> Pace:
+    """The pace of the engine of that ring. ``follows``: it stays awake while calls are under way."""
+    return Pace((lambda: ring.launching) if follows else None, lambda: ring.captured, spin_ns, graph_spin_ns)
+
+
 class EngineThread:
     """Runs an engine on a daemon thread beside the rank's own.
 
-    While commands move, and shortly after, the loop spins, and yields the processor at every turn. Then it sleeps until the next event that
-    the transport knows of, else for times that grow up to ``idle_ns``. ``wake`` ends the sleep: call it at each launch.
+    It spins as its ``Pace`` says, and yields the processor at every turn. Else it sleeps until the next event that the transport knows of,
+    at most as long as the pace says. ``wake`` ends the sleep: call it before each launch.
 
     Parameters
     ----------
@@ -135,8 +140,8 @@ class EngineThread:
         The engine. Only this thread steps it; ``close`` closes it.
     on_error
         Called once, on the engine's thread, with the error that stopped the engine.
-    spin_ns, idle_ns
-        How long to spin after the last movement, and the longest sleep.
+    pace
+        When it sleeps.
     """
 
     def __init__(
@@ -145,13 +150,11 @@ class EngineThread:
         on_error: Callable[[TransportError], object],
         *,
         name: str = "mkernel-engine",
-        spin_ns: int = SPIN_NS,
-        idle_ns: int = 1_000_000,
+        pace: Pace | None = None,
     ) -> None:
         self.engine = engine
         self._on_error = on_error
-        self._spin_ns = spin_ns
-        self._idle_ns = idle_ns
+        self._pace = pace or Pace()
         self._stop = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -201,29 +204,19 @@ class EngineThread:
             self._on_error(_as_transport_error(error, None))
 
     def _loop(self) -> None:
-        engine, wake, now_ns = self.engine, self._wake, time.monotonic_ns
-        moved_ns = now_ns()
+        engine, wake, pace = self.engine, self._wake, self._pace
         while not self._stop:
-            if engine.step():
-                moved_ns = now_ns()
-            elif wake.is_set():
+            moved = engine.step()
+            if wake.is_set():
                 wake.clear()
-                moved_ns = now_ns()
-            idle_ns = now_ns() - moved_ns
-            if idle_ns < self._spin_ns:
-                os.sched_yield()  # time.sleep(0) would take 80 us
+                moved = True
+            nap = pace.nap(moved)
+            if nap and (event := engine.next_event_ns()) is not None:
+                nap = min(nap, event - engine.clock_ns())
+            if nap > 0:
+                wake.wait(nap * 1e-9)
             else:
-                self._sleep(idle_ns)
-
-    def _sleep(self, idle_ns: int) -> None:
-        event = self.engine.next_event_ns()
-        nap = min(idle_ns // 8, self._idle_ns)
-        if event is not None:
-            nap = min(nap, event - self.engine.clock_ns())
-        if nap > 0:
-            self._wake.wait(nap * 1e-9)
-        else:
-            os.sched_yield()
+                os.sched_yield()  # time.sleep(0) would take 80 us
 
 
 def _as_transport_error(error: BaseException, put: Put | None) -> TransportError:

@@ -28,8 +28,9 @@ from typing import Any
 
 from mkernel.errors import ArgumentError, Error, TransportError
 from mkernel.proxy.cpus import choose_cpus
-from mkernel.proxy.engine import SPIN_NS, Engine
+from mkernel.proxy.engine import Engine, pace_of
 from mkernel.proxy.naps import Naps
+from mkernel.proxy.pace import GRAPH_SPIN_NS, NAP_NS, SPIN_NS, Pace
 from mkernel.proxy.ring import RING_BYTES, RingReader
 from mkernel.proxy.spawn import die_with, how_it_ended, scrubbed_environment, spawn
 from mkernel.transport import Card, Wiring, create
@@ -40,7 +41,6 @@ _log = logging.getLogger("mkernel")
 
 _LENGTH = struct.Struct("=I")
 _START_SECONDS = 120.0  # the longest start: pinning a large heap takes time
-_NAP_NS = 1_000_000  # the longest sleep: kernels of replayed graphs put without a launch that wakes the engine
 _CLOSE_SECONDS = 10.0  # the longest end, before the process is killed
 _KILL_SECONDS = 5.0  # the longest end of a killed process: a driver may hold it in the kernel
 
@@ -67,6 +67,8 @@ class Layout:
     card: Card | None  # for transports that need one
     timeout: float  # seconds after which a wait inside a call ends
     spin_ns: int = SPIN_NS  # how long the engine spins after the last put
+    follows: bool = False  # it spins as long as calls are under way, too
+    graph_spin_ns: int = GRAPH_SPIN_NS  # how long it then spins where calls have been captured in graphs
 
     def encode(self, **more: int) -> bytes:
         """The layout and ``more`` as JSON."""
@@ -264,7 +266,8 @@ def serve(fd: int) -> int:
             channel.send(ready=True)
             gc.collect()
             gc.freeze()
-            _Loop(engine, channel, more["wake"], layout.spin_ns).run()
+            pace = pace_of(engine.ring, layout.spin_ns, follows=layout.follows, graph_spin_ns=layout.graph_spin_ns)
+            _Loop(engine, channel, more["wake"], pace).run()
     except (EOFError, OSError):
         return 0  # the rank has gone
     return 0
@@ -347,28 +350,21 @@ def release_store() -> Callable[[int, int], object]:
 class _Loop:
     """Steps the engine until the rank says stop, or ends."""
 
-    def __init__(self, engine: Engine, channel: _Channel, wake: int, spin_ns: int) -> None:
-        self._engine, self._channel, self._wake, self._spin_ns = engine, channel, wake, spin_ns
+    def __init__(self, engine: Engine, channel: _Channel, wake: int, pace: Pace) -> None:
+        self._engine, self._channel, self._wake, self._pace = engine, channel, wake, pace
         self._naps = Naps((channel.socket.fileno(), wake))
 
     def run(self) -> None:
-        step, now_ns = self._engine.step, time.monotonic_ns
-        moved_ns = looked_ns = now_ns()
+        step, now_ns, pace = self._engine.step, time.monotonic_ns, self._pace.nap
+        looked_ns, moved = now_ns(), True
         try:
             while not self._told_to_stop():
-                if step():
-                    moved_ns = now_ns()
-                    if moved_ns - looked_ns < _NAP_NS:
-                        continue
-                    nap = 0
-                else:
-                    idle_ns = now_ns() - moved_ns
-                    if idle_ns < self._spin_ns:
-                        os.sched_yield()
-                        continue
-                    nap = min(idle_ns // 8, _NAP_NS)
-                if self._wait(nap):
-                    moved_ns = now_ns()
+                nap = pace(step() or moved)
+                moved = False
+                if nap == 0 and now_ns() - looked_ns < NAP_NS:
+                    os.sched_yield()
+                    continue
+                moved = self._wait(nap)
                 looked_ns = now_ns()
             return
         except (EOFError, OSError):

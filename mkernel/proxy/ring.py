@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable
 from mkernel.abi import RING_SLOTS, Command, Ring
 from mkernel.transport.base import Put
 
-__all__ = ["RING_BYTES", "RingReader", "destination"]
+__all__ = ["RING_BYTES", "LaunchCount", "RingReader", "destination"]
 
 RING_BYTES = ctypes.sizeof(Ring)
 
 _SLOTS_OFFSET: int = Ring.slots.offset
 _SLOT_BYTES = ctypes.sizeof(Command)
 _MASK = RING_SLOTS - 1
+_LAUNCHED, _ENDED, _CAPTURED = (Ring.launched.offset >> 3, Ring.ended.offset >> 3, Ring.captured.offset >> 3)
+_LAUNCHES = (1 << 32) - 1  # numbers of launches: 1 .. this, and again
 _PAYLOAD_OFFSET: int = _SLOTS_OFFSET + Command.channel.offset
 _PAYLOAD = struct.Struct("=IIQQQQQ")  # Command from `channel` to `signal_value`
 
@@ -24,6 +26,24 @@ def destination(ring: int, ticket: int) -> int | None:
     """The rank to which command ``ticket`` of the ring at address ``ring`` goes; None if its slot holds another command, or none."""
     slot = Ring.from_address(ring).slots[ticket & _MASK]
     return int(slot.dst_rank) if slot.ticket == ticket + 1 else None
+
+
+class LaunchCount:
+    """The host's side of what an engine knows of launches. ``ring``: its address."""
+
+    def __init__(self, ring: int) -> None:
+        self._ring = Ring.from_address(ring)
+        self._number = 0
+
+    def launch(self) -> int:
+        """Announce a launch; returns its number, for ``World.launch``."""
+        self._number = self._number % _LAUNCHES + 1
+        self._ring.launched = self._number
+        return self._number
+
+    def capture(self) -> None:
+        """Say that calls are captured in a graph."""
+        self._ring.captured = 1
 
 
 class RingReader:
@@ -83,6 +103,16 @@ class RingReader:
     def in_flight(self) -> int:
         """The number of commands taken and not completed."""
         return self._taken - self._completed - len(self._early)
+
+    @property
+    def launching(self) -> bool:
+        """Whether a call that the host has launched, and counted, has not ended."""
+        return self._words[_LAUNCHED] != self._words[_ENDED]
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls have been captured in graphs, whose replays may issue commands at any time."""
+        return self._words[_CAPTURED] != 0
 
     def waiting(self) -> bool:
         """Whether there is a command to take."""

@@ -171,6 +171,10 @@ class Backend(abc.ABC):
         """
         return stream
 
+    def captures(self, turn: Any) -> bool:
+        """Whether what ``order`` has returned belongs to a graph that is being captured (never on cpu)."""
+        return False
+
     @abc.abstractmethod
     def launch(self, kernel: Kernel, turn: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         """Launch ``grid`` CTAs with one parameter struct, which may be changed afterwards. ``turn``: what ``order`` has returned.

@@ -40,7 +40,7 @@ class Parts:
     waiting: Waiting
     poke: Callable[[], None] | None = None  # makes waiting kernels of the cpu target look at the abort word
     start_engine: StartEngine | None = None
-    wakers: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called after each launch
+    wakers: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called before each launch
 
     def header(self) -> abi.World:
         """What every call's parameters begin with, but for what the call is. Allocates the kernels' control block."""

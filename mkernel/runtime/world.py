@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mkernel.errors import CallError, Error
 from mkernel.jit.headers import sources_digest
+from mkernel.proxy.ring import LaunchCount, destination
 from mkernel.runtime import closing, ending
 from mkernel.runtime.call_errors import CallErrors
 from mkernel.runtime.failure import Failure, Kind
@@ -122,6 +123,7 @@ class World:
         self.header = parts.header()  # what the parameters of every call begin with
         self._stop_engine = parts.start_engine(parts, self.failures.on_transport_error) if parts.start_engine is not None else None
         self._wake = parts.wakers[0] if parts.wakers else None
+        self._launches = LaunchCount(parts.ring.address) if parts.ring is not None else None
         ending.born(self)
         _by_name[self.name] = self
         self._control.start(self.failures)
@@ -302,6 +304,8 @@ class World:
             if executable.tracing != self.tracing:
                 executable.trace_as(self)
             parameters.world = executable.header  # a copy of its bytes
+            if self._launches is not None:
+                self._tell_engine(turn, parameters)
             try:
                 backend.launch(executable.kernel, turn, executable.grid, parameters)
             except BaseException as error:
@@ -311,10 +315,18 @@ class World:
                 )
                 self.failures.surfaced = True
                 raise
-            if self._wake is not None:
-                self._wake()
             if self._synchronous and self._state[0]:
                 self.check()
+
+    def _tell_engine(self, turn: Any, parameters: Any) -> None:
+        """Before a launch: wake the engine, which stays awake until the call has ended. Nobody counts the replays of a graph."""
+        assert self._launches is not None
+        if self.backend.captures(turn):
+            self._launches.capture()
+        else:
+            parameters.world.launch = self._launches.launch()
+        if self._wake is not None:
+            self._wake()
 
     def _attend(self, call: int) -> None:
         """Before a launch: raise what stands in its way. ``call``: the count to return to."""
@@ -388,8 +400,6 @@ class World:
 
     def put_destination(self, ticket: int) -> int | None:
         """The rank to which this rank's put number ``ticket`` goes; None where its command is no longer in the ring."""
-        from mkernel.proxy.ring import destination
-
         return None if self._ring is None or self._closed else destination(self._ring.address, ticket)
 
     def has_failed(self) -> bool:
@@ -470,5 +480,6 @@ class World:
         self.failures.close()
         self._refused.close()
         if self._ring is not None:
+            self._launches = None
             self._ring.view.release()
         self.backend.close()

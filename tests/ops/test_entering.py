@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel import errors
+from mkernel import abi, errors
 from mkernel.errors import AbortedError, Error, MismatchError
 from tests.ops.body import Case, Rank, problems, topology, use_of
 from tests.virtual_time import sleep
@@ -37,6 +37,25 @@ def _seed(request: pytest.FixtureRequest) -> int:
 
 def _anybody(seed: int, world: str) -> int:
     return int(np.random.default_rng(seed).integers(topology(world).size))
+
+
+def _told(world: Any, how: str, seed: int) -> tuple[list[str], int, int, list[int]]:
+    rank = Rank(world, CASES[how], seed, (ROWS,))
+    found = problems([rank.call(number, ROWS, use_of(number, CASES[how])) for number in range(3)])
+    world.barrier()
+    ring = abi.Ring.from_address(world._ring.address)
+    return found, ring.launched, ring.ended, sorted(slot.dst_rank for slot in ring.slots if slot.ticket and slot.channel == 0)
+
+
+@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("world", ["2x2", *(pytest.param(world, marks=pytest.mark.slow) for world in ("4x1", "3x2"))])
+def test_what_an_engine_is_told(request: pytest.FixtureRequest, world: str, how: str) -> None:
+    """One command per node and call for the entry, and when the calls that were launched have ended."""
+    seed, shape = _seed(request), topology(world)
+    for rank, (found, launched, ended, entries) in enumerate(run(_told, world, how, seed, seed=seed)):
+        assert found == []
+        assert launched == ended == 3
+        assert entries == sorted(3 * shape.rail_peers(rank))
 
 
 def _late(world: Any, how: str, seed: int, who: int, seconds: float) -> list[str]:

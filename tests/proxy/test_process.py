@@ -45,7 +45,9 @@ class SharedProducer(Producer):
 
 
 @contextlib.contextmanager
-def started(transport: str = "null", card: Card | None = None, ready: bool = True) -> Iterator[tuple[EngineProcess, SharedProducer]]:
+def started(
+    transport: str = "null", card: Card | None = None, ready: bool = True, **more: Any
+) -> Iterator[tuple[EngineProcess, SharedProducer]]:
     producer = SharedProducer()
     with MemfdSegment(1 << 16, 0, 1) as heap, MemfdSegment(1 << 16, 0, 1) as signals, contextlib.closing(producer):
         layout = Layout(
@@ -57,6 +59,7 @@ def started(transport: str = "null", card: Card | None = None, ready: bool = Tru
             ring=producer.fd,
             card=card,
             timeout=5.0,
+            **more,
         )
         with contextlib.closing(EngineProcess(layout)) as engine:
             if ready:
@@ -106,6 +109,36 @@ def test_it_wakes_without_being_told() -> None:
     with started() as (_, producer):
         time.sleep(0.3)
         issue(producer)
+        wait_completed(producer)
+
+
+def cpu_ns(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
+
+
+def sleeps(pid: int) -> int:
+    """How often the process has gone to sleep."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
+
+
+def test_it_is_awake_while_a_call_is_under_way_and_cheap_when_none_is() -> None:
+    with started(follows=True) as (engine, producer):
+        producer.ring.launched = 1
+        engine.wake()
+        issue(producer)
+        wait_completed(producer)
+        time.sleep(0.05)
+        before = sleeps(engine.pid)
+        time.sleep(0.1)
+        assert sleeps(engine.pid) - before <= 2, "it naps although a call is under way"
+        producer.ring.ended = 1
+        time.sleep(0.1)
+        before, spent = sleeps(engine.pid), cpu_ns(engine.pid)
+        time.sleep(0.5)
+        assert sleeps(engine.pid) - before >= 5
+        assert cpu_ns(engine.pid) - spent <= 0.02 * 0.5e9, "at most 2 % of a CPU"
+        issue(producer)  # by a graph that nobody has told of
         wait_completed(producer)
 
 
@@ -324,6 +357,39 @@ while producer.head < puts:
     times.append((time.perf_counter_ns() - begin) / burst / 1e3)
 print(sorted(times)[len(times) // 2])
 """
+
+
+@pytest.mark.parametrize("pause", [0.006, *(pytest.param(pause, marks=pytest.mark.slow) for pause in (0.0005, 0.05))])
+@pytest.mark.parametrize("follows", [True, False], ids=["a call is launched", "unannounced"])
+def test_command_to_credit_after_a_pause(pause: float, follows: bool) -> None:
+    """Prints how long a put takes after a pause (``-s``): 20 us after its launch was announced, or unannounced as of a replayed graph.
+
+    Asserts only that the work was done, because machines differ.
+    """
+    times = []
+    with started(follows=follows) as (engine, producer):
+        words = memoryview(producer.memory).cast("B").cast("Q")
+        for number in range(1, 41):
+            time.sleep(pause)
+            slot = Ring.slots.offset // 8 + (number - 1) * 8
+            words[slot + 1] = 1 << 32  # channel 0, rank 1
+            if follows:
+                words[1] = number
+                engine.wake()
+                ready = time.perf_counter_ns() + 20_000
+                while time.perf_counter_ns() < ready:
+                    pass
+            begin = time.perf_counter_ns()
+            words[slot] = number
+            while words[0] < number:
+                pass
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+            words[2] = number
+        words.release()
+    assert len(times) == 40
+    times.sort()
+    how = "of a launched call" if follows else "unannounced"
+    print(f"own process, null transport, {pause * 1e3:g} ms after the last put, {how}: median {times[20]:.1f} us, most {times[-1]:.1f}")
 
 
 @pytest.mark.parametrize("hog", [False, True], ids=["free", "hogged"])

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from mkernel.abi import RING_SLOTS, Ring
-from mkernel.proxy.ring import RING_BYTES, RingReader, destination
+from mkernel.proxy.ring import RING_BYTES, LaunchCount, RingReader, destination
 from mkernel.transport.base import Put
 from tests.transport.harness import Producer
 
@@ -46,6 +46,23 @@ def test_where_a_command_goes() -> None:
     producer.ring.completed = RING_SLOTS
     issue(producer, RING_SLOTS)
     assert destination(ring, 2) is None, "its slot holds a later command"
+
+
+def test_launches_are_followed() -> None:
+    producer = Producer()
+    reader, host = RingReader(producer.buffer), LaunchCount(ctypes.addressof(producer.ring))
+    assert not reader.launching
+    assert not reader.captured
+    first, second = host.launch(), host.launch()
+    assert reader.launching
+    producer.ring.ended = first
+    assert reader.launching, "the second has not ended"
+    producer.ring.ended = second
+    assert not reader.launching
+    host.capture()
+    assert reader.captured
+    host._number = 2**32 - 1
+    assert host.launch() == 1, "0 counts nothing, and a kernel's number has 32 bits"
 
 
 def test_every_field_survives_its_whole_range() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from mkernel.errors import AbortedError, Error, TransportError
 from mkernel.proxy.engine import EngineThread
+from mkernel.proxy.pace import Pace
 from mkernel.proxy.process import EngineProcess
 from mkernel.runtime.cpu.backend import ThreadRanks
 from mkernel.runtime.failure import Failure, Kind
@@ -189,7 +190,7 @@ def test_an_engine_thread_that_fails(error: BaseException, where: str) -> None:
 
     told: list[TransportError] = []
     heard = threading.Event()
-    thread = EngineThread(Broken(), lambda e: (told.append(e), heard.set()), name="mkernel-engine-7", spin_ns=0)  # type: ignore[arg-type]
+    thread = EngineThread(Broken(), lambda e: (told.append(e), heard.set()), name="mkernel-engine-7", pace=Pace(spin_ns=0))  # type: ignore[arg-type]
     with thread:
         assert heard.wait(LONG)
     (only,) = told

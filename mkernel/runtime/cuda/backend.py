@@ -213,6 +213,9 @@ class CudaBackend(Backend):
     def order(self, stream: int) -> Turn:
         return self._queue.order(stream)
 
+    def captures(self, turn: Turn) -> bool:
+        return turn[2] is not None
+
     def release(self) -> None:
         self._queue.release()
 

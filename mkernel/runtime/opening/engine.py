@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.runtime.opening.placement import RankInfo, choose_link, choose_network, choose_signals, host_slot
 from mkernel.runtime.opening.together import together
@@ -99,6 +100,8 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
                 card=card,
                 timeout=parts.options.timeout,
                 spin_ns=_spin_ns(backend.target),
+                follows=backend.target == "cuda",
+                graph_spin_ns=int(env.GRAPH_SPIN.get() * 1e9),
             )
         )
         undo.callback(process.close)
@@ -124,7 +127,7 @@ def start_engine(
         parts.wakers.append(process.wake)
         return process.close
     from mkernel import transport
-    from mkernel.proxy.engine import Engine, EngineThread
+    from mkernel.proxy.engine import Engine, EngineThread, pace_of
     from mkernel.proxy.process import release_store
     from mkernel.proxy.ring import RingReader
 
@@ -147,7 +150,9 @@ def start_engine(
     )
     engine = Engine(RingReader(parts.ring.view, store=store), transport.create(parts.options.transport, wiring), clock)
     if thread_ranks is None:
-        thread = EngineThread(engine, on_error, name=f"mkernel-engine-{rank}", spin_ns=_spin_ns(backend.target)).start()
+        graphs = int(env.GRAPH_SPIN.get() * 1e9)
+        pace = pace_of(engine.ring, _spin_ns(backend.target), follows=backend.target == "cuda", graph_spin_ns=graphs)
+        thread = EngineThread(engine, on_error, name=f"mkernel-engine-{rank}", pace=pace).start()
         parts.wakers.append(thread.wake)
         return thread.close
     remove = thread_ranks.add_engine(rank, engine.step, engine.next_event_ns, on_error)
@@ -160,6 +165,6 @@ def start_engine(
 
 
 def _spin_ns(target: str) -> int:
-    from mkernel.proxy.engine import SPIN_NS
+    from mkernel.proxy.pace import SPIN_NS
 
     return _GPU_SPIN_NS if target == "cuda" else SPIN_NS
