@@ -35,7 +35,7 @@ from mkernel.tools.output import require_writable
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["Asked", "main", "open_world", "parse_split", "parse_world", "problem_arguments", "rank_arguments", "require_gpus"]
+__all__ = ["Asked", "gpus", "main", "open_world", "parse_split", "parse_world", "problem_arguments", "rank_arguments", "require_gpus"]
 
 _ROLES = ("compute", *COMMUNICATION_ROLES)
 _RESULTS = Path("docs") / "benchmarks"
@@ -154,7 +154,7 @@ class Asked:
         elif options.world:
             topology = parse_world(options.world)
         else:
-            ranks = launcher.launched_size() or _gpus() or 4
+            ranks = launcher.launched_size() or gpus() or 4
             per_node = env.RANKS_PER_NODE.get() or ranks
             topology = Topology(ranks, per_node)
         asked = options.shapes.split(",") if options.shapes else op.sizes
@@ -166,7 +166,8 @@ class Asked:
         return cls(options, op, topology, sizes, tuple(op.case(size, topology, options.dtype, **given) for size in sizes), given)
 
 
-def _gpus() -> int:
+def gpus() -> int:
+    """How many GPUs this machine has."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
@@ -203,7 +204,7 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def require_gpus(options: argparse.Namespace) -> None:
-    if not options.allow_cpu and not _gpus():
+    if not options.allow_cpu and not gpus():
         raise ArgumentError("target", "cpu", "no GPU found: speeds of target cpu mean nothing", "run on sm_90 GPUs, one per rank")
 
 

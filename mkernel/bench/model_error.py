@@ -36,6 +36,11 @@ class Measured:
     case: Case
     conditions: Conditions
 
+    @property
+    def ranks(self) -> int:
+        nodes, per_node = map(int, self.world.split("x"))
+        return nodes * per_node
+
     def error(self, machine: Machine) -> float:
         """Predicted over measured, as a natural logarithm: 0 is right. Raises ValueError where the model knows nothing of the op."""
         predicted = self.case.predicted(machine, self.conditions)

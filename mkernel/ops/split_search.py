@@ -17,6 +17,9 @@ from mkernel.errors import ArgumentError
 from mkernel.ops.call import ask, call, stream_of
 from mkernel.ops.op import find
 from mkernel.ops.schedule import executable, tuning_name
+from mkernel.planner.machine import machine_named
+from mkernel.planner.predict import predict
+from mkernel.planner.prediction import BEHIND
 from mkernel.planner.row_classes import span
 from mkernel.planner.split import COMMUNICATION_ROLES, Split
 from mkernel.planner.split_search import search
@@ -156,7 +159,8 @@ def tune(
     ArgumentError, MismatchError, CompileError, TimeoutError, PeerLostError, TransportError
         As the op itself.
 
-    The algorithm: coordinate descent over the roles (mkernel/planner/split_search.py).
+    The algorithm: coordinate descent over the roles (mkernel/planner/split_search.py). It begins with the splits that the cost model
+    predicts to be fastest (docs/model.md).
     """
     of, w = find(op), current.current(world)
     arrays, given = of.all_operands(arrays), of.option_values(options)
@@ -195,7 +199,7 @@ def tune_calls(
         return _measure(world, calls, samples, queue)
 
     with progress.steps(f"tuning {op}", None):
-        seen = _search(world, lambda split: of.make_plan(*instance, backend.sm_count, split), of.tunable, ready, measure)
+        seen = _search(world, lambda split: of.make_plan(*instance, backend.sm_count, split), of.tunable, ready, measure, _predicted(world))
     result = TuneResult(op, next(iter(seen.plan.describe().splitlines())), seen.plan.split, seen.default, tuple(seen.trials))
     found = dataclasses.replace(result.best, compute=None) if result.best != result.default else None
     key = tuning_name(*instance)
@@ -224,12 +228,13 @@ def _search(
     roles: Sequence[str],
     ready: Callable[[Split], Sequence[Call]],
     measure: Callable[[Sequence[Sequence[Call]]], list[list[float]]],
+    predicted: Callable[[Any], float] | None = None,
 ) -> _Seen:
     """Drive the search: every rank measures the same and learns the same times."""
-    steps, trials, default = search(plan_for, roles), [], plan_for(None).split
+    steps, trials, default = search(plan_for, roles, predicted), [], plan_for(None).split
     try:
         plans = next(steps)
-        for round_ in range(len(roles) + 1):
+        for round_ in range(len(roles) + 2):
             for plan in plans[world.rank :: world.size]:  # the ranks share the work of compiling
                 with contextlib.suppress(Exception):  # loading meets it again, and tells the other ranks
                     world.backend.compile(plan.spec)
@@ -239,7 +244,20 @@ def _search(
             plans = steps.send([trial.median for trial in measured])
     except StopIteration as end:
         return _Seen(end.value, default, trials)
-    raise AssertionError("a search has one round per role, and a last one")
+    raise AssertionError("a search has a first round, one per role, and a last one")
+
+
+def _predicted(world: World) -> Callable[[Any], float] | None:
+    """Seconds of a plan by the cost model, where it describes this world's machine: on GPUs, or where a machine is named."""
+    if world.target != "cuda" and not env.MACHINE.is_set():
+        return None
+    machine = machine_named(env.MACHINE.get(), world.backend.sm_count)
+
+    def seconds(plan: Any) -> float:
+        prediction = predict(plan, machine, BEHIND)
+        return math.inf if prediction is None else prediction.seconds  # of some ops nothing is known without a call's sizes
+
+    return seconds
 
 
 def _measure(world: World, calls: Sequence[Sequence[Call]], samples: int, queue: Any) -> list[list[float]]:

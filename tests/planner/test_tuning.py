@@ -91,6 +91,36 @@ def test_what_was_found_must_win_again() -> None:
     assert best.split == default
 
 
+@pytest.mark.parametrize("right", [True, False], ids=["the model is right", "the model is wrong"])
+def test_what_the_model_likes_is_measured_first(right: bool) -> None:
+    problem = ReduceProblem(ALLREDUCE, Topology(4, 2), 8192, 2048, "bfloat16", True, "output", "two_shot"), 8192
+    wanted, liked = Split(None, 8, 3, 6), Split(None, *((8, 3, 6) if right else (20, 1, 1)))
+
+    def away(split: Split, from_: Split) -> float:
+        return 10.0 + sum(abs((getattr(split, r) or 0) - getattr(from_, r)) for r in ("intra_comm", "inter_send", "inter_reduce"))
+
+    rounds, steps = [], search(planner(problem), predicted=lambda plan: away(plan.split, liked))
+    try:
+        plans = next(steps)
+        while True:
+            rounds.append([plan.split for plan in plans])
+            plans = steps.send([away(plan.split, wanted) for plan in plans])
+    except StopIteration as end:
+        best = end.value.split
+    first, *later = rounds
+    assert first[0] == planner(problem)(None).split
+    assert 1 < len(first) <= 5
+    assert [away(split, liked) for split in first[1:]] == sorted(away(split, liked) for split in first[1:])
+    assert best == Split(132 - 8 - 3 - 6, 8, 3, 6), "measurements decide, not the model"
+    assert not right or first[1] == later[0][0] == best
+    assert len(rounds) == 5
+
+
+def test_a_model_that_knows_nothing_changes_nothing() -> None:
+    steps = search(planner(GATHER), predicted=lambda plan: float("inf"))
+    assert [plan.split for plan in next(steps)] == drive(GATHER, lambda split: 1.0)[1][0]
+
+
 def test_only_splits_that_the_op_takes_are_tried_and_each_once() -> None:
     default, (measured,) = planner(GATHER)(None).split, drive(GATHER, lambda split: 1.0)[1]
     assert sorted(split.intra_comm or 0 for split in measured) == sorted({*SMS, default.intra_comm})
