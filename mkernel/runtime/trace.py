@@ -121,6 +121,7 @@ class Trace:
     truncated: bool
     start_ns: int
     clock_error_ns: int
+    _title: str | None = None  # of the picture
 
     def __init__(self, world: _TracedWorld, capacity: int) -> None:
         import numpy as np
@@ -177,12 +178,13 @@ class Trace:
         return path
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> Trace:
-        """Draw one row per CTA, grouped by role: SVG to ``path``, or, without one, in the notebook cell that returns this trace.
+        """Draw one row per CTA, grouped by the role in which it began: SVG to ``path``, or, without one, in the notebook cell that ends so.
 
         The picture has at most 4 MiB: a long trace is drawn in bins of time, each in the colour of what took most of it, and says so.
         """
+        self._title = title
         if path is not None:
-            Path(path).write_text(self._draw(title), encoding="utf-8")
+            Path(path).write_text(self._draw(), encoding="utf-8")
         return self
 
     def summary(self) -> str:
@@ -213,8 +215,8 @@ class Trace:
                 )
         return "\n".join([*lines, *_shares(occupancy(self.events))])
 
-    def _draw(self, title: str | None = None) -> str:
-        return draw(self.events, title or f"rank {self._rank}")
+    def _draw(self) -> str:
+        return draw(self.events, self._title or f"rank {self._rank}")
 
     def _repr_svg_(self) -> str:
         return self._draw()

@@ -137,6 +137,26 @@ def test_time_of_roles_and_what_was_lost_to_whom() -> None:
     assert (found.moving, found.overlap) == (1000, 0.4)
 
 
+def test_the_role_of_a_cta_is_what_its_waits_say() -> None:
+    """One with nothing to push is of its role all the same, and one that pushes beside its tiles computes."""
+    lanes = {
+        (0, 1): [(TraceKind.tile, 0, 200, 300)],
+        (0, 3): [(flag(FlagKind.entry, Role.intra_comm, 1), 1, 0, 100)],
+        (1, 1): [(TraceKind.tile, 1, 0, 300)],
+        (1, 2): [(TraceKind.send, 0, 100, 200)],
+        (1, 3): [(flag(FlagKind.entry, Role.compute, 1), 1, 0, 50)],
+    }
+    trace = traced(lanes)
+    assert {role: time.ctas for role, time in occupancy(trace.events).roles.items()} == {Role.compute: 1, Role.intra_comm: 1}
+    assert {"intra_comm × 1", "compute × 1"} <= {
+        t.text for t in ElementTree.fromstring(trace._repr_svg_()).iter("{http://www.w3.org/2000/svg}text")
+    }
+
+
+def test_a_picture_in_a_notebook_has_the_title_that_was_asked_for() -> None:
+    assert ">the best split<" in traced().plot(title="the best split")._repr_svg_()
+
+
 def test_waits_of_a_sending_thread_are_not_work() -> None:
     """In inter_send one thread waits for what it puts, inside the interval of the put."""
     lanes = {(0, 2): [(TraceKind.put, 0, 0, 1000)], (0, 3): [(flag(FlagKind.chunk, Role.inter_send, 2), 5, 100, 700)]}

@@ -14,7 +14,7 @@ import pytest
 from mkernel.abi import Role, TraceKind
 from mkernel.ops.split_search import Trial, TuneResult
 from mkernel.planner.split import Split
-from mkernel.runtime.pictures import barchart, bins, svg, timeline
+from mkernel.runtime.pictures import barchart, bins, linechart, svg, timeline
 from mkernel.runtime.trace import _event_type
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -100,6 +100,29 @@ def test_texts_of_a_bar_chart_stay_inside(rng: np.random.Generator, turn: int) -
     bars = [barchart.Bar(int(rng.integers(3)), random_text(rng), m, 0.9 * m, float(rng.uniform(1, 3)) * m, "#123456") for m in middle]
     texts = assert_texts_inside(barchart.draw(random_text(rng), bars))
     assert sum(text.endswith(" ms") for text in texts) >= len(bars)
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_texts_of_a_line_chart_stay_inside(rng: np.random.Generator, turn: int) -> None:
+    scale = 10.0 ** rng.integers(-5, 8)
+    lines = {
+        f"{i} {random_text(rng)}": [(float(x), float(y) * scale) for x, y in enumerate(rng.uniform(0, 1, int(rng.integers(0, 9))))]
+        for i in range(int(rng.integers(0, 4)))
+    }
+    picture = linechart.draw(random_text(rng), random_text(rng), random_text(rng), lines)
+    assert_texts_inside(picture)
+    points = ElementTree.fromstring(picture).findall(f".//{SVG}circle")
+    assert len(points) == sum(map(len, lines.values()))
+
+
+def test_points_of_a_line_chart_lie_at_their_values() -> None:
+    root = ElementTree.fromstring(linechart.draw("t", "x", "y", {"a": [(1, 10.0), (3, 20.0)], "b": [(2, 5.0)]}))
+    places = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.findall(f".//{SVG}circle")]
+    (x1, y10), (x3, y20), (x2, y5) = places
+    assert x2 == pytest.approx((x1 + x3) / 2, abs=0.2)
+    assert y10 - y20 == pytest.approx(2 * (y5 - y10), abs=0.4)
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"0", "5", "10", "15", "20", "1", "2", "3", "a", "b", "x", "y"} <= set(texts)
 
 
 def test_texts_of_a_tuning_stay_inside_and_are_complete() -> None:

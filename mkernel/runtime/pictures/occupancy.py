@@ -120,11 +120,15 @@ class _Cta(NamedTuple):
 
 
 def home_roles(events: NDArray[Any]) -> dict[int, Role]:
-    """The role in which each CTA began: a communication CTA that joined compute keeps its first."""
-    of_lane = events[(events["role"] != Role.compute) & (events["lane"] == _COMMUNICATION_LANE)]
-    ctas, first = np.unique(of_lane["cta"], return_index=True)
+    """The role in which each CTA began: a communication CTA that joined compute keeps its first.
+
+    Waits for flags say it. Of a CTA that has waited for none, what its communication thread did does.
+    """
     roles = dict.fromkeys(np.unique(events["cta"]).tolist(), Role.compute)
-    return roles | {cta: Role(role) for cta, role in zip(ctas.tolist(), of_lane["role"][first].tolist(), strict=True)}
+    for chosen in ((events["role"] != Role.compute) & (events["lane"] == _COMMUNICATION_LANE), events["lane"] == TRACE_FLAG_LANE):
+        ctas, first = np.unique(events["cta"][chosen], return_index=True)
+        roles |= {cta: Role(role) for cta, role in zip(ctas.tolist(), events["role"][chosen][first].tolist(), strict=True)}
+    return roles
 
 
 def of_cta(events: NDArray[Any], role: Role) -> _Cta:

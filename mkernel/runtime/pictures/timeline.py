@@ -18,6 +18,7 @@ import numpy as np
 from mkernel.abi import TRACE_FLAG_LANE, Role, TraceKind
 from mkernel.runtime.pictures import svg
 from mkernel.runtime.pictures.bins import drawn_in_bins
+from mkernel.runtime.pictures.occupancy import home_roles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -128,10 +129,7 @@ class _Page:
 
 def _rows(events: NDArray[Any]) -> list[tuple[int, Role]]:
     """CTAs from top to bottom. A communication CTA that joined compute stays in the group of its first role."""
-    communicates = events["role"] != Role.compute
-    ctas, first = np.unique(events["cta"][communicates], return_index=True)
-    roles = dict.fromkeys(np.unique(events["cta"]).tolist(), Role.compute)
-    roles |= {cta: Role(role) for cta, role in zip(ctas.tolist(), events["role"][communicates][first].tolist(), strict=True)}
+    roles = home_roles(events)
     return sorted(roles.items(), key=lambda item: (_ROLE_ORDER.index(item[1]), item[0]))
 
 
