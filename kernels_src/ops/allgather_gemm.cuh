@@ -11,11 +11,12 @@
 #include "comm/intra_comm.cuh"
 #include "comm/ring.cuh"
 #include "tile/gemm.cuh"
+#include "tile/shares.cuh"
 
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices, kHasParts; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices, kHasParts, kShares; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Storage = CopyingStorage<GemmStorage<Config>>;
 constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1;  // also with one rank per node: into the own gather buffer
@@ -24,6 +25,8 @@ constexpr uint32_t kUnitBytes = kSwizzleBytes;      // of a row of the part map'
 constexpr bool kHasParts = Config::kHasParts != 0;  // K is such that it may travel in parts: all that copies has more to do
 static_assert(!kHasParts || (kNodes == 1 && kR > 1), "puts are contiguous in a, and on one rank nothing travels");
 constexpr uint32_t kMaxPartShift = kHasParts ? 2 : 0;
+using KShares = Shares<Config>;
+static_assert(!KShares::kMay || (kNodes == 1 && Config::kSlices == 1), "there are packets inside a node only");
 
 // ---- arguments
 struct alignas(64) Parameters {
@@ -33,6 +36,7 @@ struct alignas(64) Parameters {
   uint64_t gather_offset;   // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
   uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
   uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
+  uint64_t packet_offset;   // signal segment: (tiles, shares - 1, warps) of what CTAs share of K
   uint32_t rows;            // M / W
   uint32_t whole_tiles;     // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;         // tile rows that share columns of B
@@ -43,8 +47,9 @@ struct alignas(64) Parameters {
   uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
   uint32_t load_rows;       // of a tile of A
   uint32_t span;            // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
+  uint32_t shares;          // CTAs that share K of a tile; 1 with several parts, slices or nodes
   uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
-  uint32_t reserved[5];     // the maps are 64-byte aligned
+  uint32_t reserved[2];     // the maps are 64-byte aligned
   abi::TensorMap a_map;     // (rows, K)
   abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
   abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
@@ -170,7 +175,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t plane_rows() const { return span() * p.rows; }
   MK_DEVICE uint32_t tile_rows() const { return (plane_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }  // of a plane
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = tile_rows() * planes() * tiles_n();
+    const uint32_t tiles = tile_rows() * planes() * tiles_n() * KShares::count(p);
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
@@ -179,6 +184,9 @@ struct Tiles : BasicOp<Config, Parameters> {
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
+    const uint32_t share = KShares::share_of(p, tile);
+    tile /= KShares::count(p);
+    const uint32_t index = tile;
     const uint32_t per_plane = tile_rows() * tiles_n(), near = near_planes();
     uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
     if (tile >= per_plane * near) {
@@ -188,7 +196,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     }
     const RasterPosition at =
         raster(tile, tile_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
-    return TileCoordinate{plane_at(nearest + at.row % of_class), at.row / of_class, at.column, slice, 0, false};
+    return TileCoordinate{plane_at(nearest + at.row % of_class), at.row / of_class, at.column, slice, index, false, false, share};
   }
   // The plane at a distance: 0 is the own one, then come those of the node from the next on, then those of the other nodes from the next on, of
   // each first the one in the own plane's place.
@@ -201,7 +209,16 @@ struct Tiles : BasicOp<Config, Parameters> {
   // ---- for the GEMM
   static constexpr uint32_t kParts = 1 << kMaxPartShift;
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1u << part_shift(p); }
-  MK_DEVICE uint32_t steps(const TileCoordinate&, uint32_t) const { return steps_k() >> part_shift(p); }
+  MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const {
+    if constexpr (KShares::kMay) return KShares::first_step(p, steps_k(), c.share + 1) - first_step(c);
+    return steps_k() >> part_shift(p);
+  }
+  MK_DEVICE uint32_t first_step(const TileCoordinate& c) const { return KShares::kMay ? KShares::first_step(p, steps_k(), c.share) : 0; }
+  static constexpr bool kExchanges = KShares::kMay;
+  MK_DEVICE bool is_share(const TileCoordinate& c) const { return KShares::kMay && c.share != 0; }
+  MK_DEVICE void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+    KShares::exchange(entered, d, c, KShares::count(p), plane_rows() - c.m * Shape::kBlockM, p.packet_offset);
+  }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function

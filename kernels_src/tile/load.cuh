@@ -48,7 +48,8 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
       ask_at = steps > kAhead ? steps - kAhead : 0;
     }
     if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);
-    int32_t a_k = op.a_k(c, part), k = part * steps * Shape::kBlockK;
+    const uint32_t begin = op.first_step(c) * Shape::kBlockK;
+    int32_t a_k = op.a_k(c, part) + begin, k = part * steps * Shape::kBlockK + begin;
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);

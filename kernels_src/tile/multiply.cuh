@@ -150,6 +150,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if constexpr (Op::kExchanges) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
     }
+    if (op.is_share(c)) continue;
     write_blocks(call, d, op, c, storage, warpgroup, block);
     if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
   }

@@ -28,7 +28,8 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   // ---- their inputs
   { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only
   { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs; false: the call has failed. Warp function
-  { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K
+  { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K,
+  { op.first_step(c) } -> Same<uint32_t>;              // from this k step on
   { op.load_rows(c) } -> Same<uint32_t>;               // how many rows of the tile of A are loaded: those of the map's box
   { op.a_map(c) } -> Same<const abi::TensorMap*>;      // where the tile's rows of A are: map, row, plane and k
   { op.a_row(c) } -> Same<int32_t>;
@@ -58,6 +59,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
     { op.clamp() } -> Same<float>;  // gated.cuh
     requires !Op::kAdds && !Op::kExchanges;
   };
+  { op.is_share(c) } -> Same<bool>;              // true: nothing is stored; exchange() has passed on what was multiplied
   { op.is_partial(c) } -> Same<bool>;            // true: stored as a partial tile; false: rounded and stored as a result
   { op.rows(c) } -> Same<uint32_t>;              // valid rows of it; asked of partial tiles, and of all with kMasks
   op.store(entered, c, panel, warpgroup, smem);  // issues the stores of one block
@@ -93,6 +95,8 @@ struct BasicOp {
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
+  MK_DEVICE uint32_t first_step(const TileCoordinate&) const { return 0; }
+  MK_DEVICE bool is_share(const TileCoordinate&) const { return false; }
   MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
   MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
   MK_DEVICE void raise(const Entered&, uint32_t) const {}

@@ -30,6 +30,7 @@ struct TileCoordinate {
   uint32_t index;  // reductions: the tile's number among its owner's
   bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
   bool is_short = false;  // 64 rows high, not 128: each consumer warpgroup has all of them and half of the columns (Op::kShortTiles)
+  uint32_t share = 0;     // which share of K (shares.cuh); 0: all of it, or the share whose CTA adds up all
 };
 
 // Config::kGated: 1 where B is [gate | up] and a result is silu(gate) * up (gated.cuh). Kernels whose results are plain products leave it out.

@@ -42,6 +42,7 @@ class Parameters(ctypes.Structure):
         ("gather_offset", ctypes.c_uint64),
         ("send_offset", ctypes.c_uint64),
         ("flag_offset", ctypes.c_uint64),
+        ("packet_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("whole_tiles", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
@@ -52,8 +53,9 @@ class Parameters(ctypes.Structure):
         ("piece_units", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
         ("span", ctypes.c_uint32),
+        ("shares", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 5),
+        ("reserved", ctypes.c_uint32 * 2),
         ("a_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
@@ -205,7 +207,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
-    tilings = frozenset({"block_n", "span"})
+    tilings = frozenset({"block_n", "span", "shares"})
     parameters = Parameters
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
@@ -257,7 +259,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         parameters = Parameters()
         memory = memoryview(parameters).cast("B")
         send_offset = executable.staging_offset if offset is None else offset
-        offsets = executable.scratch_offset, send_offset, executable.flag_offset
+        offsets = executable.scratch_offset, send_offset, executable.flag_offset, executable.packet_offset
         _VALUES.pack_into(memory, _AT, *plan.fields, a.address, *offsets, *plan.arguments.values(), staged)
         memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, extent * k * ITEM), a_box)
         if plan.parts > 1:

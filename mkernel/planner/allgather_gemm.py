@@ -23,7 +23,7 @@ from mkernel.planner.gemm import (
     shift_of,
 )
 from mkernel.planner.row_classes import class_of, classes
-from mkernel.planner.spans import candidates, choose_span
+from mkernel.planner.spans import choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling, TilingError
@@ -71,13 +71,14 @@ class Tile:
     """One tile of C: rows from ``m * BLOCK_M`` of plane ``plane``, columns from ``n * block_n``.
 
     A plane is the shards of ``span`` ranks that follow each other: of ranks ``plane * span`` on. ``slice``: 0 for the whole tile, 1, 2 ...
-    for that slice of its columns.
+    for that slice of its columns. ``share``: which share of K, where CTAs share it; the CTA of share 0 adds all up.
     """
 
     plane: int
     m: int
     n: int
     slice: int = 0
+    share: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +91,16 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
+    shares: int = 1  # CTAs that share K of a tile
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
-        return self.spec_with(OP, PARAMETER_BYTES, kSlices=most_slices(self.tile), kHasParts=int(most_parts(self.problem) > 1))
+        shared = self.shares > 1
+        parts = int(most_parts(self.problem) > 1 and not shared)
+        return self.spec_with(OP, PARAMETER_BYTES, kSlices=1 if shared else most_slices(self.tile), kHasParts=parts, kShares=int(shared))
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -113,6 +117,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             "piece_units": units,
             "load_rows": self.load_rows,
             "span": self.span,
+            "shares": self.shares,
         }
 
     @property
@@ -160,7 +165,10 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         first = block // self.part_blocks * self.part_blocks
         return first * self.parts + part * min(self.part_blocks, self.blocks - first) + block - first
 
-    packet_bytes = 0  # no packets in the signal segment
+    @property
+    def packet_bytes(self) -> int:
+        """Bytes of the range of packets in the signal segment: unrounded sums of all shares of K but the first."""
+        return self.num_tiles * (self.shares - 1) * BLOCK_M * self.tile.block_n * 4
 
     @property
     def flag_words(self) -> int:
@@ -175,7 +183,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{OP}: a ({self.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs"
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
-            f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}, "
+            f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
+            f"{f', K shared by {self.shares} CTAs' if self.shares > 1 else ''}, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
@@ -246,7 +255,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
         for index, tile in enumerate(self._whole(rank)):
             if index < self.whole_tiles:
-                yield tile
+                yield from (dataclasses.replace(tile, share=share) for share in reversed(range(self.shares)))
             else:
                 yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
 
@@ -301,16 +310,30 @@ def make_plan(
         Shards of ``tiling.span`` ranks cannot be a plane in this world.
     """
     compiled_in, of_class = parse(specialize, SPECIALIZED), class_of(rows)
-    span = None if tiling is None else tiling.span
-    if tiling is not None and tiling.block_n is not None:
-        tile = GemmTile.deepest(tiling.block_n)
-    plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, span)
-    if split is None and tile is None and "split" in compiled_in:
+    asked = tiling or Tiling()
+    if asked.block_n is not None:
+        tile = GemmTile.deepest(asked.block_n)
+    plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
+    if asked.shares is None and plan.shares > 1 and not _room_for_shares(problem, sm_count, compiled_in):
+        asked = dataclasses.replace(asked, shares=1)
+        plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
+    if split is None and tile is None and asked.shares is None and "split" in compiled_in:
         kept = _kept_kernels(problem, sm_count, compiled_in)
         if all(plan.spec != other.spec for other in kept):
             near = min(kept, key=lambda other: (abs(other.rows - of_class), other.rows))
-            plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in, span)
+            plan = _plan_of_class(
+                problem, of_class, sm_count, near.split, near.tile, compiled_in, dataclasses.replace(asked, shares=near.shares)
+            )
     return plan.of_rows(rows)
+
+
+@functools.lru_cache(maxsize=64)
+def _room_for_shares(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> bool:
+    """Whether all classes together have few enough kernels. Without shares they do: a kernel for each tile width, whoever pushes."""
+    if problem.topology.size != 2 or "split" in specialize:  # warps push between two ranks only; of splits, few are kept anyway
+        return True
+    plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(_EXAMINED_ROWS))
+    return len({plan.spec for plan in plans}) <= _MOST_KERNELS
 
 
 @functools.lru_cache(maxsize=64)
@@ -319,7 +342,7 @@ def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Spec
 
     A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too.
     """
-    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize) for rows in classes(_EXAMINED_ROWS)]
+    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(_EXAMINED_ROWS)]
     chosen = collections.Counter(plan.spec for plan in plans)
     kept = {spec for spec, _ in chosen.most_common(_MOST_KERNELS)}  # among equals the first, of the fewest rows
     return [plan for plan in plans if plan.spec in kept]
@@ -332,20 +355,26 @@ def _plan_of_class(
     split: Split | None,
     tile: GemmTile | None,
     specialize: Specialized,
-    span: int | None = None,
+    asked: Tiling,
 ) -> AllGatherGemmPlan:
     topology = problem.topology
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
-    span, tile = _span_and_tile(problem, rows, sm_count, tile, span)
+    tail = _TAIL if topology.size > 1 else 0.0
+    predicted = choose(topology, rows, problem.n, problem.k, sm_count, tail, tile, asked.span, asked.shares)
+    if predicted is None:
+        possible = ", ".join(map(str, spans_of(topology)))
+        rule = f"span must be one of {possible} in this world, and shares at most the k steps, of tiles of 64 or 128 columns on one node"
+        raise TilingError(f"{asked}: {rule}")
+    span, tile, shares = predicted.span, predicted.tile, predicted.shares
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted = split or Split()
-    if wanted.compute is wanted.intra_comm is None and span == 1 and warps_pay(problem, rows, tile, sm_count):
+    if wanted.compute is wanted.intra_comm is None and span == shares == 1 and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
     chosen = wanted.complete(default_split(problem, rows, sm_count, tiles), sm_count, spared)
     few_waves = tiles <= _FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for all chunks of a part, wherever they begin
-    parts = most_parts(problem) if (few_waves if span == 1 else all_at_once) else 1
+    parts = most_parts(problem) if shares == 1 and (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
         chunk_bytes = choose_put(rows * problem.k * 2)
@@ -353,12 +382,14 @@ def _plan_of_class(
         movers = chosen.intra_comm or chosen.compute or 1
         chunk_bytes = min(chunk_bytes, max(_FEW_CHUNK_BYTES, rows * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    slices = choose_slices(tiles, tile, chosen) if few_waves else 1
+    slices = choose_slices(tiles, tile, chosen) if few_waves and shares == 1 else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, slices=slices, span=span, specialize=specialize)
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, slices=slices, span=span, shares=shares, specialize=specialize)
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, GROUP_M, parts, blocks, slices, span, specialize)
+        return AllGatherGemmPlan(
+            problem, rows, chosen, tile, chunk_rows, parts=parts, part_blocks=blocks, slices=slices, span=span, specialize=specialize
+        )
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
     groups = math.ceil(max(1, tile_rows) / at_once)
@@ -373,23 +404,8 @@ def _plan_of_class(
         parts,
         group_rows * (BLOCK_M // chunk_rows),
         slices,
-        span,
-        specialize,
+        specialize=specialize,
     )
-
-
-def _span_and_tile(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, tile: GemmTile | None, span: int | None
-) -> tuple[int, GemmTile]:
-    topology, tail = problem.topology, _TAIL if problem.topology.size > 1 else 0.0
-    if span is None:
-        chosen = choose_span(topology, rows, problem.n, problem.k, sm_count, tail, tile)
-    else:
-        possible = {one.span: one for one in candidates(topology, rows, problem.n, problem.k, sm_count, tail, tile)}
-        if span not in possible:
-            raise TilingError(f"span {span}: must be one of {', '.join(map(str, possible))} in this world")
-        chosen = possible[span]
-    return chosen.span, chosen.tile
 
 
 def warps_push(topology: Topology, split: Split, span: int = 1) -> bool:

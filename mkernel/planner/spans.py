@@ -1,4 +1,4 @@
-"""How many ranks' shards a plane of tiles holds in an AllGather+GEMM: the number whose predicted time is least."""
+"""What tiles of an AllGather+GEMM cover, by predicted time: how many ranks' shards, and how many CTAs share their K."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from mkernel.planner.gemm import BLOCK_M, GemmTile, choose_tile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["Candidate", "candidates", "choose_span", "spans_of"]
+__all__ = ["MOST_SHARED_N", "Candidate", "candidates", "choose", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
 _LINK_BYTES, _NETWORK_BYTES = 310e9, 50e9  # per second, that a rank sends to its node, and to other nodes
 _MEMORY_BYTES = 4.2e12  # per second
 _CACHE_BYTES = 40e6  # of B up to which a second reading finds it in L2
-_GAIN = 0.97  # of the time with a shard per plane: prediction is no better than that
+_GAIN = 0.97  # of the time with a shard per plane: prediction is no better than that;
+_SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
+_MOST_SHARES, _FEWEST_STEPS = 8, 4  # of K; k steps of a share
+MOST_SHARED_N = 128  # columns of a tile whose K is shared: more would need more registers
+_EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 100e9  # until a share has come, and how much of them an SM reads per second
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A span, the tile that goes with it, and how long a call is predicted to take."""
+    """A span, the tile that goes with it, CTAs that share K of a tile, and how long a call is predicted to take."""
 
     span: int
     tile: GemmTile
+    shares: int
     seconds: float
 
 
@@ -43,37 +48,78 @@ def spans_of(topology: Topology) -> Iterator[int]:
     return (span for span in range(1, size + 1) if size % span == 0 and (per_node % span == 0 or span % per_node == 0))
 
 
-def choose_span(topology: Topology, rows: int, n: int, k: int, sm_count: int, tail: float, tile: GemmTile | None = None) -> Candidate:
-    """The candidate with the least predicted time; a shard per plane unless another is faster by more than predictions are off."""
-    found = list(candidates(topology, rows, n, k, sm_count, tail, tile))
-    best = min(found, key=lambda candidate: candidate.seconds)
-    return best if best.seconds < _GAIN * found[0].seconds else found[0]
+def choose(
+    topology: Topology,
+    rows: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    tail: float,
+    tile: GemmTile | None = None,
+    span: int | None = None,
+    shares: int | None = None,
+) -> Candidate | None:
+    """The candidate with the least predicted time: a shard per plane, and no shares, unless that saves more than predictions are off.
+
+    ``tile``, ``span``, ``shares``: where they are given. None: there is no such candidate.
+    """
+    found = list(candidates(topology, rows, n, k, sm_count, tail, tile, span, shares))
+    whole = [candidate for candidate in found if candidate.shares == 1] or found[:1]
+    if not whole:
+        return None
+    best = min(whole, key=lambda candidate: candidate.seconds)
+    best = best if best.seconds < _GAIN * whole[0].seconds else whole[0]
+    shared = min(found, key=lambda candidate: candidate.seconds)
+    return shared if shared.seconds < _SHARING_GAIN * best.seconds or shares not in (None, 1) else best
 
 
 def candidates(
-    topology: Topology, rows: int, n: int, k: int, sm_count: int, tail: float, tile: GemmTile | None = None
+    topology: Topology,
+    rows: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    tail: float,
+    tile: GemmTile | None = None,
+    span: int | None = None,
+    shares: int | None = None,
 ) -> Iterator[Candidate]:
-    """All spans for shards of ``rows`` rows, ascending. ``tail``: of ``choose_tile``, with a shard per plane; ``tile``: if it is given."""
-    for span in spans_of(topology):
+    """What tiles can cover for shards of ``rows`` rows: spans ascending, of each without shares first.
+
+    ``tail``: of ``choose_tile``, with a shard per plane. K is shared inside one node only, and where all shares are worked on at once.
+    """
+    steps = math.ceil(k / BLOCK_K)
+    for one in spans_of(topology) if span is None else {span}.intersection(spans_of(topology)):
         # Tiles that span shards wait at their beginning for all that they read, and for nothing at their end.
-        tile_rows = math.ceil(span * rows / BLOCK_M) * (topology.size // span)
-        chosen = tile or choose_tile(tile_rows, n, sm_count, tail if span == 1 else 0.0)
-        yield Candidate(span, chosen, _seconds(topology, rows, n, k, sm_count, span, chosen))
+        tile_rows = math.ceil(one * rows / BLOCK_M) * (topology.size // one)
+        chosen = tile or choose_tile(tile_rows, n, sm_count, tail if one == 1 else 0.0)
+        if shares in (None, 1):
+            yield Candidate(one, chosen, 1, _seconds(topology, rows, n, k, sm_count, one, chosen))
+        if topology.num_nodes > 1 or shares == 1 or (shares is None and tile is not None):
+            continue
+        for shared in (GemmTile.deepest(64), GemmTile.deepest(128)) if tile is None else (tile,):
+            tiles = tile_rows * math.ceil(n / shared.block_n)
+            for number in range(2, _MOST_SHARES + 1) if shares is None else (shares,):
+                fits = tiles * number <= sm_count and steps >= number * _FEWEST_STEPS if shares is None else number <= steps
+                if fits and tiles and shared.block_n <= MOST_SHARED_N:
+                    yield Candidate(one, shared, number, _seconds(topology, rows, n, k, sm_count, one, shared, number))
 
 
-def _seconds(topology: Topology, rows: int, n: int, k: int, sm_count: int, span: int, tile: GemmTile) -> float:
+def _seconds(topology: Topology, rows: int, n: int, k: int, sm_count: int, span: int, tile: GemmTile, shares: int = 1) -> float:
     """A class of planes is multiplied when its chunks are there, after the classes before it."""
     classes = [one for one in _classes(topology, rows, k, span) if one.planes]
-    tiles_of_plane, b_bytes = math.ceil(span * rows / BLOCK_M) * math.ceil(n / tile.block_n), 2.0 * n * k
+    tiles_of_plane, b_bytes = math.ceil(span * rows / BLOCK_M) * math.ceil(n / tile.block_n) * shares, 2.0 * n * k
+    of_tile = tile.seconds(k) / tile.relative_speed / shares
+    exchange = _EXCHANGE_SECONDS + (shares - 1) * 4 * BLOCK_M * tile.block_n / _EXCHANGE_BYTES if shares > 1 else 0.0
     seconds = 0.0
     for i, one in enumerate(classes):
         left = classes[i:]
         tiles = sum(other.planes for other in left) * tiles_of_plane
         waves = tiles / sm_count if tiles > 4 * sm_count else math.ceil(tiles / sm_count)
         readings = len(left) if b_bytes > _CACHE_BYTES else 1
-        multiplying = max(waves * tile.seconds(k) / tile.relative_speed, readings * b_bytes / _MEMORY_BYTES)
+        multiplying = max(waves * of_tile, readings * b_bytes / _MEMORY_BYTES) + exchange
         follows = span == 1  # the tiles of a shard follow its chunks
-        seconds = max(seconds, (one.first if follows else one.all) + multiplying, one.all + tile.seconds(k))
+        seconds = max(seconds, (one.first if follows else one.all) + multiplying, one.all + of_tile + exchange)
     return seconds
 
 

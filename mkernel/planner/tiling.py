@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["Tiling", "TilingError"]
 
-_RADIX = 521  # more than any field can be
+_RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
 _FACTOR = 0x5BD1E9  # odd
 
 
@@ -25,10 +25,13 @@ class Tiling:
         Columns of a tile: 64, 128, 192 or 256.
     span
         Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
+    shares
+        CTAs that share K of a tile.
     """
 
     block_n: int | None = None
     span: int | None = None
+    shares: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -43,8 +46,8 @@ class Tiling:
         for name, value in wanted.items():
             if name not in names:
                 raise ValueError(f"{name!r}: must be one of {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _RADIX:
-                raise ValueError(f"{name} {value!r}: must be a number below {_RADIX}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _RADIX - 1:
+                raise ValueError(f"{name} {value!r}: must be a positive number below {_RADIX - 1}")
         found = cls(**wanted)
         if found.block_n not in (None, 64, 128, 192, 256):
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")

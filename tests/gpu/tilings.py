@@ -42,7 +42,7 @@ from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.compare import COOLDOWN_MS, bootstrap_upper  # noqa: E402
 
 GATHER, SCATTER, ALL = "allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"
-OLD = {"span": 1}  # fields that an op does not know are left out
+OLD = {"span": 1, "shares": 1}  # fields that an op does not know are left out
 ROWS = (  # op, and M x N x K of a rank
     *((GATHER, size) for size in ("256x14336x8192", "20x15872x5504", "88x12656x3832", "84x1480x5528", "256x2560x8192", "1000x2568x3592")),
     (GATHER, "144x3328x6912"),
@@ -99,7 +99,8 @@ class Rank:
         if self.options.all:
             wide = [Tiling(block_n=columns) for columns in (64, 128, 192, 256)] if "block_n" in known else []
             spans = [Tiling(span=span) for span in range(2, self.world.size + 1) if self.world.size % span == 0] if "span" in known else []
-            found |= {", ".join(f"{name} {getattr(one, name)}" for name in sorted(one.fields)): one for one in [*wide, *spans]}
+            shares = [Tiling(shares=number) for number in (2, 4, 8)] if "shares" in known and self.world.num_nodes == 1 else []
+            found |= {", ".join(f"{name} {getattr(one, name)}" for name in sorted(one.fields)): one for one in [*wide, *spans, *shares]}
         return found
 
     def measure(self, op: str, size: str) -> list[Found]:

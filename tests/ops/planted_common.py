@@ -50,6 +50,23 @@ COMMON = [
         "last = (c.plane * span() + begin / p.rows + 1) * num_blocks(p) - 1;",
         workload="span warps",
     ),
+    Bug(
+        "every share is of all steps from the first on",
+        "ops/allgather_gemm.cuh",
+        "return KShares::kMay ? KShares::first_step(p, steps_k(), c.share) : 0;",
+        "return 0;",
+        workload="shares",
+    ),
+    Bug("only two shares are added up", "tile/shares.cuh", "ok && i < shares;", "ok && i < 2;", workload="shares", found_as="wrong"),
+    Bug(
+        "share 0 comes before those that it waits for",
+        "tile/shares.cuh",
+        "return count(p) - 1 - tile % count(p);",
+        "return tile % count(p);",
+        workload="shares",
+        found_as="deadlock",
+        sms=2,
+    ),
     # What a kernel works out step by step, or looks up, since sizes come with the call.
     Bug(
         "the thread that copies stays in its row of a part",

@@ -77,22 +77,32 @@ def test_every_element_without_communication_ctas(
 
 # ---- tiles that span shards
 
-_SPANS = [(world, span) for world in (*WORLDS, "3x2") for span in spans_of(topology(world)) if span > 1]
+_SPANS = [Tiling(span=span) for span in range(2, 7)]
+_SHARES = [Tiling(64, 1, 2), Tiling(128, 1, 3), Tiling(64, 2, 4), Tiling(128, 4, 2)]
+
+
+def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_: Any) -> bool:
+    """Whether tiles of a case can be like that; splits without communication CTAs are those of one node."""
+    at = topology(world)
+    inside = at.num_nodes == 1
+    shared = tiling.shares is None or (inside and tiling.shares <= -(-shape[0] // 64))
+    return tiling.span in spans_of(at) and shared and (split != "warps" or inside)
 
 
 @pytest.mark.drawn(6)
 @pytest.mark.cases(
-    where=_SPANS,
-    shape=((64, 256), (136, 264), (8, 8), (4096, 8)),
+    world=(*WORLDS, "3x2"),
+    tiling=(*_SPANS, *_SHARES),
+    shape=((64, 256), (136, 264), (8, 8), (520, 136), (4096, 8)),
     split=("mover", "narrow", "wide", "warps"),
     dtype=_DTYPES,
     row_major=(True, False),
+    valid=possible,
 )
-def test_every_element_of_tiles_that_span_shards(
-    request: pytest.FixtureRequest, where: tuple[str, int], shape: tuple[int, int], split: str, dtype: str, row_major: bool
+def test_every_element_of_tiles_that_span_shards_or_share_k(
+    request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
 ) -> None:
-    world, span = where
-    case = Case(dtype, *shape, row_major, split, tiling=Tiling(span=span))
+    case = Case(dtype, *shape, row_major, split, tiling=tiling)
     for seed in seeds(request):
         for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
             assert problems(results) == [], f"rank {rank}"
@@ -104,11 +114,11 @@ def test_a_span_that_cannot_be(world: str) -> None:
         a, b = random((8, 64), "float16", np.random.default_rng(0)), random((64, 8), "float16", np.random.default_rng(1))
         with pytest.raises(ArgumentError, match="tiling") as caught:
             mk.plan("allgather_gemm", a, b, world=world, tiling={"span": 3})
-        with pytest.raises(ArgumentError, match="must be one of block_n, span"):
+        with pytest.raises(ArgumentError, match="must be one of block_n, span, shares"):
             mk.plan("allgather_gemm", a, b, world=world, tiling={"columns": 64})
         return str(caught.value)
 
-    assert "span 3: must be one of 1" in ranks(asked, world, seed=1)[0]
+    assert "span must be one of 1" in ranks(asked, world, seed=1)[0]
 
 
 # ---- one seed, one run

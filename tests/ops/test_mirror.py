@@ -55,9 +55,11 @@ def test_kernel_and_plan_agree(
 ) -> None:
     topology = Topology(nodes * per_node, per_node)
 
+    shares = 3 if nodes == 1 and block_n <= 128 and k > 3 * 64 and split.compute == 6 else 1
+
     def plan_of(rows: int, span: int) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
-        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, Tiling(span=span))
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, Tiling(span=span, shares=shares))
         return dataclasses.replace(plan, group_m=group_m)
 
     for rows, span in itertools.product((0, 1, 129, 300, 1000), spans_of(topology)):
@@ -77,9 +79,9 @@ def test_kernel_and_plan_agree(
         for rank in range(topology.size):
             tiles = list(plan.tiles(rank))
             assert library.mirror_num_tiles(rank, shape) == len(tiles)
-            words = np.full((len(tiles), 4), -1, np.int32)
+            words = np.full((len(tiles), 5), -1, np.int32)
             library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
-            assert [tuple(row) for row in words.tolist()] == [(t.plane, t.m, t.n, t.slice) for t in tiles]
+            assert [tuple(row) for row in words.tolist()] == [(t.plane, t.m, t.n, t.slice, t.share) for t in tiles]
             check_waits(plan, library, shape, rank)
     roles = collections.Counter(library.mirror_role(shape, cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}

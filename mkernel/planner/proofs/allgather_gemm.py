@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
-from mkernel.planner.proofs.areas import FLAGS, HEAP, STAGING, Access, Area, Call
+from mkernel.planner.gemm import BLOCK_M
+from mkernel.planner.proofs.areas import FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
 __all__ = ["call_of", "wait_graph"]
@@ -19,6 +20,7 @@ def call_of(plan: AllGatherGemmPlan) -> Call:
     gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, arriving, reading)
     staging = Area("staged shard", STAGING, 0, plan.staging_bytes, frozenset({"stage"}), frozenset({"put"}))
     flags = Area("flags of chunks", FLAGS, 0, plan.flag_words * _WORD, arriving, reading)
+    packets = Area("packets", PACKETS, 0, plan.packet_bytes, frozenset({"tile"}), frozenset({"tile"}))
     graph, topology = wait_graph(plan), plan.problem.topology
     if topology.num_nodes > 1:
         for rank in range(topology.size):
@@ -26,10 +28,11 @@ def call_of(plan: AllGatherGemmPlan) -> Call:
                 graph.add(("stage", rank, chunk))
                 for peer in topology.rail_peers(rank):
                     graph.add(("put", rank, chunk, peer), [("stage", rank, chunk)])
-    return Call(graph, (gather, staging, flags), tuple(_accesses(plan, list(graph), gather, staging, flags)))
+    areas = gather, staging, flags, packets
+    return Call(graph, areas, tuple(_accesses(plan, list(graph), *areas)))
 
 
-def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging: Area, flags: Area) -> Iterator[Access]:
+def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging: Area, flags: Area, packets: Area) -> Iterator[Access]:
     topology = plan.problem.topology
     tiles = [list(plan.tiles(rank)) for rank in range(topology.size)]
     chunks = dict(_chunks(plan))
@@ -67,6 +70,20 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
                 for source, chunk in plan.tile_chunks(tile) if not plan.reads_own(rank, tile) else ():
                     yield flag(step, rank, source, chunk, writes=False)
                     yield data(step, rank, source, chunk, writes=False)
+                yield from _shares(plan, step, rank, index, tile.share, packets)
+
+
+def _shares(plan: AllGatherGemmPlan, step: Step, rank: int, index: int, share: int, packets: Area) -> Iterator[Access]:
+    """Packets of shares of K: who has share 0 takes those of all others, and leaves zeros there."""
+    others = plan.shares - 1
+    if not others:
+        return
+    size, first = BLOCK_M * plan.tile.block_n * 4, index // plan.shares * others
+    if share:
+        yield Access(step, rank, packets, (first + share - 1) * size, size, writes=True)
+        return
+    yield Access(step, rank, packets, first * size, others * size, writes=False)
+    yield Access(step, rank, packets, first * size, others * size, writes=True)
 
 
 def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -8,13 +8,13 @@ MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
   return mkernel::Tiles(p).num_tiles();
 }
 
-// Four words per tile: plane, row of tiles in it, column of tiles, slice.
+// Five words per tile: plane, row of tiles in it, column of tiles, slice, share of K.
 MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
     const mkernel::TileCoordinate c = tiles.coordinate(tile);
-    *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice;
+    *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice, *out++ = c.share;
   }
 }
 
