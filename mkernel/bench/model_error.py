@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mkernel.bench.cases import Case, ops
+from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.report import FUSED, MODES, SOLO, Report
 from mkernel.bench.stats import quantile
 from mkernel.planner.machine import Machine, changed
 from mkernel.planner.prediction import ALONE, BATCH, Conditions
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.tools.table import format_table
 
@@ -63,12 +65,19 @@ def measured(folder: Path) -> list[Measured]:
                 local = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
                 runs.append((SOLO, "gemm", Topology(1, 1), ops()["gemm"].case(local, Topology(1, 1), report.dtype)))
             for contestant, op, of, ran in runs:
+                ran.tiling = _tiling(report.settings.get("tilings", ()), op)
                 for mode in MODES:
                     if (ms := row.time(contestant, mode)) is not None:
                         conditions = (ALONE if mode == MODES[0] else BATCH)._replace(rested=rested)
                         world = f"{of.num_nodes}x{of.ranks_per_node}"
                         found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions)
     return list(found.values())
+
+
+def _tiling(known: Sequence[str], op: str) -> Tiling | None:
+    """What tiles covered that were measured before the planner chose fields of ``Tiling`` beside those that are ``known`` in the report."""
+    since = tilings_of(op) - {"block_n", *known}
+    return Tiling(**dict.fromkeys(since, 1)) if since else None
 
 
 def held_out(row: Measured) -> bool:

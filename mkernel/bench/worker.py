@@ -13,6 +13,7 @@ from mkernel import env
 from mkernel.bench import machine
 from mkernel.bench.baselines import Baselines, NoBaselines, open_baselines
 from mkernel.bench.cases import Case, ops
+from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.peers import fresh_seed, gather, worst_reason
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ALONE, ENGINE, FUSED, GRAPH, MODES, SOLO, TUNED, Report, Row, told
@@ -82,6 +83,7 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
             "options": dict(settings.options),
             "link_gb_per_s": LINK_GB_PER_S,
             "network_gb_per_s": settings.network_gb_per_s,
+            "tilings": sorted(tilings_of(op.name)),
             "cooldown_ms": settings.cooldown_ms,
             "seconds_per_shape": settings.seconds,
             "again_above": settings.again,

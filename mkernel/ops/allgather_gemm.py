@@ -231,7 +231,8 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
-        return "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send"
+        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
+        return ("warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send") + shared
 
     def travels(self, plan: Any) -> str:
         return f"{plan.chunk_rows} rows" + (f", 1/{plan.parts} of K" if plan.parts > 1 else "")

@@ -10,10 +10,11 @@ import math
 from typing import NamedTuple
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
-from mkernel.planner.gemm import BLOCK_M
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.machine import Machine
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
+from mkernel.planner.spans import exchange_seconds
 
 __all__ = ["predict_allgather_gemm", "predict_reduce"]
 
@@ -40,12 +41,14 @@ def waves(tiles: float, ctas: float) -> float:
 
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
-    ctas: float, passes: int, sums: int = 0, halved: bool = False,
+    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
-    tiles = shards * math.ceil(rows / block_m) * math.ceil(n / block_n)
+    tiles = shards * math.ceil(rows / block_m) * math.ceil(n / block_n) * shares
     guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
-    cost = tile_cost(machine, block_m, block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)), sums)
+    speed, steps = machine.speed(busy_of(conditions, machine, guess)), math.ceil(k / (shares * BLOCK_K))
+    of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
+    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums)
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = tiles // ctas + _HALF_TILE if halved else waves(tiles, ctas)
@@ -66,12 +69,15 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
     shard = rows * k * ITEM
     passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
-    few = plan.num_tiles <= _FEW_WAVES * compute
+    few = plan.num_tiles * plan.shares <= _FEW_WAVES * compute
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
         halved=plan.slices > 1,
+        shares=plan.shares,
     )
+    if plan.shares > 1:
+        work = work._replace(seconds=work.seconds + exchange_seconds(plan.shares, block_n))
     t = work.cost.seconds
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)

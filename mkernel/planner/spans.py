@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["MOST_SHARED_N", "Candidate", "candidates", "choose", "spans_of"]
+__all__ = ["MOST_SHARED_N", "Candidate", "candidates", "choose", "exchange_seconds", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -110,7 +110,7 @@ def _seconds(topology: Topology, rows: int, n: int, k: int, sm_count: int, span:
     classes = [one for one in _classes(topology, rows, k, span) if one.planes]
     tiles_of_plane, b_bytes = math.ceil(span * rows / BLOCK_M) * math.ceil(n / tile.block_n) * shares, 2.0 * n * k
     of_tile = tile.seconds(k) / tile.relative_speed / shares
-    exchange = _EXCHANGE_SECONDS + (shares - 1) * 4 * BLOCK_M * tile.block_n / _EXCHANGE_BYTES if shares > 1 else 0.0
+    exchange = exchange_seconds(shares, tile.block_n) if shares > 1 else 0.0
     seconds = 0.0
     for i, one in enumerate(classes):
         left = classes[i:]
@@ -121,6 +121,11 @@ def _seconds(topology: Topology, rows: int, n: int, k: int, sm_count: int, span:
         follows = span == 1  # the tiles of a shard follow its chunks
         seconds = max(seconds, (one.first if follows else one.all) + multiplying, one.all + of_tile + exchange)
     return seconds
+
+
+def exchange_seconds(shares: int, block_n: int) -> float:
+    """From when all shares of a tile have been multiplied until they are added up. A guess, from round trips of flags."""
+    return _EXCHANGE_SECONDS + (shares - 1) * 4 * BLOCK_M * block_n / _EXCHANGE_BYTES
 
 
 def _classes(topology: Topology, rows: int, k: int, span: int) -> list[_Class]:

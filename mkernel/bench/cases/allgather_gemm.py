@@ -41,7 +41,8 @@ class AllgatherGemm(Case):
         self.title = f"{OP.name}: b ({k}, {n}), {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
-        return plan_allgather_gemm(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
+        rows = self.rows if rows is None else rows
+        return plan_allgather_gemm(self.problem, rows, sm_count, split, specialize=specialize, tiling=self.tiling)
 
     def setup(self, timing: Timing, seed: int) -> None:
         rank, size = timing.world.rank, timing.world.size

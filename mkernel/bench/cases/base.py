@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.ops.op import find, names
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions, Prediction
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.machine import Machine
     from mkernel.planner.split import Split
+    from mkernel.planner.tiling import Tiling
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
 
@@ -33,6 +35,12 @@ class LocalGemm:
         return 2.0 * self.m * self.n * self.k
 
 
+def tilings_of(op: str) -> frozenset[str]:
+    """Fields of a ``Tiling`` that the plans of a bench op have."""
+    name = "allgather_gemm" if op == "gemm" else op
+    return find(name).tilings if name in names() else frozenset()
+
+
 class Case(abc.ABC):
     """One op at one shape. Inputs and outputs are made by ``setup``; nothing of the device is touched before."""
 
@@ -46,6 +54,7 @@ class Case(abc.ABC):
     operand_rows: int  # rows of the first operand per row that its plan counts
     solo: LocalGemm | None  # the local compute as a GEMM in a world of one; None: it is none
     weight_bytes: int = 0  # that it reads, where it is none
+    tiling: Tiling | None = None  # what the tiles of its plans cover; None: as the planner chooses
 
     @abc.abstractmethod
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
