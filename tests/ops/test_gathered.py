@@ -9,6 +9,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
+from mkernel.ops.schedule import choice_of
 from mkernel.planner.allgather_gemm import choose_parts
 
 N = 8
@@ -17,13 +18,14 @@ N = 8
 def _gather(world: Any, seed: int, k: int, wanted: Any) -> list[int]:
     """Elements that differ, of each of three calls; every rank makes one call that keeps nothing."""
     b, wrong = np.zeros((k, N), np.float16), []
+    whole = choice_of(None, None, {"shares": 1})  # as a PreparedPlan passes it on: else K is shared by CTAs, and does not travel in parts
     for call, rows in enumerate((40, 0, 130)):
         shards = [np.random.default_rng([seed, call, rank]).standard_normal((rows, k)).astype(np.float16) for rank in range(world.size)]
         gathered = None if call % 3 == world.rank else np.full((rows * world.size, k), np.nan, np.float16)
-        mk.allgather_gemm(shards[world.rank], b, gathered=gathered)
+        mk.allgather_gemm(shards[world.rank], b, gathered=gathered, split=whole)  # type: ignore[arg-type]
         if gathered is not None:
             wrong.append(int((gathered != np.concatenate(shards)).sum()))
-    plan: Any = mk.plan("allgather_gemm", shards[0], b).plan(40)
+    plan: Any = mk.plan("allgather_gemm", shards[0], b, tiling={"shares": 1}).plan(40)
     assert plan.parts == (wanted if world.size > 1 else 1)
     return wrong
 
