@@ -216,7 +216,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         if row_stride("a", a) != k * ITEM:
             raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
         check_extents(rows * world.size, n, k)
-        return Instance(AllGatherGemmProblem(world.topology, n, k, a.dtype, b_row_major), rows)
+        return Instance(AllGatherGemmProblem(world.topology, n, k, a.dtype, b_row_major, world.options.batch_invariant), rows)
 
     def make_plan(
         self,

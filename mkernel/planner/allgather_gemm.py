@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.gemm import (
-    BLOCK_K,
     BLOCK_M,
     GROUP_M,
     GemmPlan,
@@ -22,6 +21,7 @@ from mkernel.planner.gemm import (
     seconds_to_multiply,
     shift_of,
 )
+from mkernel.planner.k_parts import choose_parts, choose_piece
 from mkernel.planner.row_classes import class_of, classes
 from mkernel.planner.spans import choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
@@ -36,11 +36,9 @@ SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at
 PARAMETER_BYTES = 1024  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
-_PIECE_UNITS = 128  # of 128 bytes: the pieces of a copy (kernels_src/comm/copy.cuh)
 _SLICES = 2  # of a left-over tile
 _SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
-_PART_BYTES = 4096  # of a row: shorter ones cost more to copy than they save (measured, docs/speed_log.md)
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
 _CTA_READS, _CTA_WRITES = 40e9, 40e9  # the same for one CTA of intra_comm, beside the others' tiles
@@ -61,6 +59,7 @@ class AllGatherGemmProblem:
     k: int
     dtype: str
     b_row_major: bool
+    canonical: bool = False  # a row's bits do not depend on the number of rows: K is added in one order, by one CTA
 
     def result_shape(self, rows: int) -> tuple[int, int]:
         return rows * self.topology.size, self.n
@@ -307,10 +306,14 @@ def make_plan(
     SplitError
         ``split`` does not fit.
     TilingError
-        Shards of ``tiling.span`` ranks cannot be a plane in this world.
+        Shards of ``tiling.span`` ranks cannot be a plane in this world, or K cannot be shared.
     """
     compiled_in, of_class = parse(specialize, SPECIALIZED), class_of(rows)
     asked = tiling or Tiling()
+    if problem.canonical:
+        if asked.shares not in (None, 1):
+            raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
+        asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
@@ -434,23 +437,6 @@ def most_parts(problem: AllGatherGemmProblem) -> int:
     """In how many parts K may travel: one across nodes, whose puts are contiguous in a."""
     topology = problem.topology
     return choose_parts(problem.k) if topology.num_nodes == 1 < topology.size else 1
-
-
-def choose_parts(k: int) -> int:
-    """Parts of K: whole steps of the main loop each, and rows long enough to be copied piecemeal, in pieces that are not small."""
-
-    def good(parts: int) -> bool:
-        return k % (parts * BLOCK_K) == 0 and k * 2 >= parts * _PART_BYTES and 2 * math.prod(choose_piece(k // parts)) >= _PIECE_UNITS
-
-    return next((parts for parts in (4, 2) if good(parts)), 1)
-
-
-def choose_piece(part_k: int) -> tuple[int, int]:
-    """Rows, and units of 64 elements of each, that one load of a copy gathers: several whole rows, or an equal share of one."""
-    units = part_k // BLOCK_K
-    if units <= _PIECE_UNITS:
-        return _PIECE_UNITS // units, units
-    return 1, next(share for share in range(_PIECE_UNITS, 0, -1) if units % share == 0)
 
 
 def default_split(problem: AllGatherGemmProblem, rows: int, sm_count: int, tiles: int) -> Split:

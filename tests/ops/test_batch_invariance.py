@@ -159,6 +159,23 @@ def test_by_default_bits_depend_on_the_owner(rng: np.random.Generator, world: st
     assert found_different(case, world, draw_batches(rng)[-2:]) is not None
 
 
+def test_no_ctas_share_k() -> None:
+    """By default they do where tiles are few, and then sums depend on the number of rows."""
+
+    def shares(world: Any) -> int:
+        a, b = np.ones((8, 1024), DTYPES["bfloat16"]), np.ones((1024, 64), DTYPES["bfloat16"])
+        if world.options.batch_invariant:
+            with pytest.raises(ArgumentError, match="with batch_invariant one CTA adds up all of K"):
+                mk.plan("allgather_gemm", a, b, tiling={"shares": 2})
+        return int(mk.plan("allgather_gemm", a, b).plan().shares)
+
+    by_option = {
+        option: mk.launch(shares, 1, target="cpu", heap_bytes=1 << 22, max_sms=4, batch_invariant=option) for option in (False, True)
+    }
+    assert by_option[False][0] > 1
+    assert by_option[True] == [1]
+
+
 def test_one_step_across_nodes_is_refused() -> None:
     def use(world: Any) -> None:
         a, b = np.ones((8, 8), DTYPES["bfloat16"]), np.ones((8, 8), DTYPES["bfloat16"])

@@ -10,7 +10,7 @@ import pytest
 import mkernel as mk
 from mkernel.errors import ArgumentError
 from mkernel.ops.schedule import choice_of
-from mkernel.planner.allgather_gemm import choose_parts
+from mkernel.planner.k_parts import choose_parts
 
 N = 8
 
