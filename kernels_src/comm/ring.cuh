@@ -102,7 +102,7 @@ MK_DEVICE void hand_on_entries(const Call& call) {
 MK_DEVICE void announce_entry(const Call& call) {
   if (is_skipped(call)) return;
   const abi::World& world = call.world;
-  const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, world.check);
+  const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, call.check);
   for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {
     ptx::store_release_sys(&signal_header(world, local_peer(world, i))->entered[call.epoch & 1][world.rank], value);
   }

@@ -10,12 +10,15 @@ struct Call {
   const abi::World& world;
   uint64_t epoch;  // number of this call, from 1; the value of every flag raised in it
   uint32_t role;
+  uint32_t check;  // what all ranks must ask for alike: World::check, and what a kernel finds in its inputs before it announces its entry
 };
 
 MK_DEVICE abi::ControlBlock* control_block(const abi::World& world) { return reinterpret_cast<abi::ControlBlock*>(world.control); }
 MK_DEVICE abi::HostBlock* host_block(const abi::World& world) { return reinterpret_cast<abi::HostBlock*>(world.host); }
 
-MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) { return Call{world, control_block(world)->epoch + 1, role}; }
+MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) {
+  return Call{world, control_block(world)->epoch + 1, role, world.check};
+}
 
 // Whether this call is to be skipped: an earlier one has reported an error that this rank's host has not raised yet (comm/status.cuh). A skipped call
 // is entered by nobody, so that ranks may differ in how many they have launched.
@@ -192,7 +195,7 @@ MK_DEVICE const uint64_t* entry_flag(const Call& call, uint32_t peer) {
 MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
   const abi::World& world = call.world;
   const Awaited what{abi::kFlagEntry, peer, peer};
-  const uint64_t entered = call.epoch << abi::kCheckBits, expected = entry_value(call.epoch, world.check);
+  const uint64_t entered = call.epoch << abi::kCheckBits, expected = entry_value(call.epoch, call.check);
   const bool handed_on = peer / world.ranks_per_node != world.node && peer % world.ranks_per_node != world.local_rank;
   return wait_word(call, entry_flag(call, peer), entered, expected, what, (handed_on ? kSecondHand : 1) * world.entry_timeout_ns);
 }

@@ -132,7 +132,8 @@ def read_host_block(
             )
         return Failure(Kind.timeout, message, record.rank, record)
     if state == abi.State.mismatch:
-        message = f"{who}: rank {record.peer} entered call {record.epoch} with another plan"
+        data = getattr(plan, "agreed_data", "")  # that the kernel compares, too
+        message = f"{who}: rank {record.peer} entered call {record.epoch} with another plan{f', or other {data}' if data else ''}"
         return Failure(Kind.mismatch, message, record.rank, record, asked=((record.rank, title),))
     message = f"{who} was asked to leave call {record.epoch} while waiting for {record.flag} of rank {record.peer}"
     return Failure(Kind.aborted, message, record.rank, record, derived=True, asked=((record.rank, title),))
