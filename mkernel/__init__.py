@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from mkernel.ops.moe_layer import moe_layer
     from mkernel.ops.prepared_plan import PreparedPlan, plan
     from mkernel.ops.ring_attention import Attended, ring_attention
+    from mkernel.ops.ring_attention_varlen import AttendedVarlen, ring_attention_varlen
     from mkernel.ops.split_search import TuneResult, tune
     from mkernel.ops.zigzag import zigzag_shard, zigzag_unshard
     from mkernel.planner.moe import RoutingError
+    from mkernel.planner.ring_varlen import SequenceError
     from mkernel.planner.split import Split
     from mkernel.runtime.init import init
     from mkernel.runtime.launch import launch
@@ -49,6 +51,7 @@ _EXPORTS = {
     "AbortedError": "errors",
     "ArgumentError": "errors",
     "Attended": "ops.ring_attention",
+    "AttendedVarlen": "ops.ring_attention_varlen",
     "CallError": "errors",
     "CompileError": "errors",
     "Dispatched": "ops.moe_dispatch_gemm",
@@ -58,6 +61,7 @@ _EXPORTS = {
     "PreparedPlan": "ops.prepared_plan",
     "Routing": "ops.moe",
     "RoutingError": "planner.moe",
+    "SequenceError": "planner.ring_varlen",
     "Split": "planner.split",
     "TimeoutError": "errors",
     "Trace": "runtime.trace",
@@ -76,6 +80,7 @@ _EXPORTS = {
     "moe_layer": "ops.moe_layer",
     "plan": "ops.prepared_plan",
     "ring_attention": "ops.ring_attention",
+    "ring_attention_varlen": "ops.ring_attention_varlen",
     "shutdown": "runtime.workers.calls",
     "trace": "runtime.trace",
     "tune": "ops.split_search",
@@ -87,6 +92,7 @@ __all__ = [
     "AbortedError",
     "ArgumentError",
     "Attended",
+    "AttendedVarlen",
     "CallError",
     "CompileError",
     "Dispatched",
@@ -96,6 +102,7 @@ __all__ = [
     "PreparedPlan",
     "Routing",
     "RoutingError",
+    "SequenceError",
     "Split",
     "TimeoutError",
     "Trace",
@@ -114,6 +121,7 @@ __all__ = [
     "moe_layer",
     "plan",
     "ring_attention",
+    "ring_attention_varlen",
     "shutdown",
     "trace",
     "tune",

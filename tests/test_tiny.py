@@ -77,9 +77,19 @@ def test_ring_attention() -> None:
     assert mk.launch(rank, ranks=W, target="cpu") == [True] * W
 
 
+def test_ring_attention_varlen() -> None:
+    def rank(world: mk.World) -> bool:
+        q = np.zeros((5, 1, 64), np.float16)
+        v = np.full((5, 1, 64), world.rank, np.float16)
+        o, lse = mk.ring_attention_varlen(q, q, v, np.array([0, 4 * W, 5 * W], np.int32))
+        return bool((o == (W - 1) / 2).all() and np.allclose(lse, np.log([4 * W] * 4 + [W])))
+
+    assert mk.launch(rank, ranks=W, target="cpu") == [True] * W
+
+
 def test_every_op_is_above() -> None:
-    reductions = {"gemm_reduce_scatter", "gemm_allreduce"}
-    assert set(names()) == {"allgather_gemm", *reductions, "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine", "ring_attention"}
+    reductions, moe = {"gemm_reduce_scatter", "gemm_allreduce"}, {"moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"}
+    assert set(names()) == {"allgather_gemm", *reductions, *moe, "ring_attention", "ring_attention_varlen"}
 
 
 def test_ranks_that_call_different_things_are_told_so() -> None:

@@ -35,18 +35,17 @@ struct CopyStorage {
 };
 
 // The chunks of one flow that one of its CTAs moves, in order: segment by segment; in each first this rank's, then those of the rail peers from the next
-// node on. Every stride-th number is this CTA's. Counts: uint32_t count(distance, tile), chunks of that source that the receiver gets in a segment.
+// node on. Every stride-th number is this CTA's. Counts: uint32_t count(distance, sequence, tiles), chunks of that source that the receiver gets in a segment.
 template <uint32_t Sources, class Counts>
 class FlowWalk {
  public:
-  MK_DEVICE FlowWalk(const RingArguments& r, const Counts& counts, uint32_t index, uint32_t stride)
-      : r_(r), counts_(counts), index_(index), stride_(stride) {
-    begin_segment(0);
-    begin_source(0);
+  MK_DEVICE FlowWalk(const Sequences& q, const Counts& counts, uint32_t index, uint32_t stride)
+      : q_(q), counts_(counts), index_(index), stride_(stride) {
     find();
   }
-  MK_DEVICE bool more() const { return first_ < r_.items; }
+  MK_DEVICE bool more() const { return first_ < q_.items(); }
   MK_DEVICE uint32_t first_item() const { return first_; }  // of the segment
+  MK_DEVICE const Sequence& sequence() const { return sequence_; }
   MK_DEVICE uint32_t distance() const { return distance_; }
   MK_DEVICE uint32_t chunk() const { return chunk_; }  // of the source's
   MK_DEVICE uint32_t number() const { return base_ + chunk_; }
@@ -54,48 +53,50 @@ class FlowWalk {
     chunk_ += stride_;
     find();
   }
-  // Which chunk of the current source this CTA moves after this one: r.total if none.
+  // Which chunk of the current source this CTA moves after this one: q.total() if none.
   MK_DEVICE uint32_t next_of_source() const { return next_number(distance_, first_, chunk_ + stride_); }
-  MK_DEVICE uint32_t first_of_source(uint32_t distance) const { return next_number(distance, 0, first_chunk(0)); }
+  MK_DEVICE uint32_t first_of_source(uint32_t distance) const { return next_number(distance, 0, kNoChunk); }
 
  private:
-  MK_DEVICE uint32_t first_chunk(uint32_t first) const {
-    const uint32_t inside = chunk_base(r_, first) % stride_;
+  static constexpr uint32_t kNoChunk = 0xffffffffu;
+  MK_DEVICE uint32_t first_chunk(uint32_t base) const {
+    const uint32_t inside = base % stride_;
     return index_ >= inside ? index_ - inside : index_ + stride_ - inside;
   }
-  MK_DEVICE uint32_t next_number(uint32_t distance, uint32_t first, uint32_t chunk) const {
+  MK_DEVICE uint32_t next_number(uint32_t distance, uint32_t first,
+                                 uint32_t chunk) const {  // kNoChunk: from the first one of the segment on
 #pragma unroll 1
-    while (first < r_.items) {
-      if (chunk < counts_.count(distance, tile_of(r_, first))) return chunk_base(r_, first) + chunk;
-      first = segment_end(r_, first);
-      chunk = first_chunk(first);
+    while (first < q_.items()) {
+      const Sequence s = q_.of_item(first);
+      const uint32_t base = chunk_base(q_.r, s, first);
+      if (chunk == kNoChunk) chunk = first_chunk(base);
+      const uint32_t end = q_.end_of_segment(s, first);
+      if (chunk < counts_.count(distance, s, q_.tiles_of_segment(s, first, end))) return base + chunk;
+      first = end;
+      chunk = kNoChunk;
     }
-    return r_.total;
+    return q_.total();
   }
-  MK_DEVICE void begin_segment(uint32_t first) {
-    first_ = first;
-    if (first < r_.items) base_ = chunk_base(r_, first), tile_ = tile_of(r_, first);
-  }
-  MK_DEVICE void begin_source(uint32_t distance) {
-    if (first_ >= r_.items) return;
-    distance_ = distance, count_ = counts_.count(distance, tile_), chunk_ = first_chunk(first_);
-  }
-  MK_DEVICE void find() {
+  MK_DEVICE void find() {  // goes on to a source and a segment of which something is left
 #pragma unroll 1
-    while (more() && chunk_ >= count_) {
-      if (distance_ + 1 < Sources) {
-        begin_source(distance_ + 1);
-      } else {
-        begin_segment(segment_end(r_, first_));
-        begin_source(0);
+    while (chunk_ >= count_) {
+      if (++distance_ >= Sources) {
+        first_ = end_, distance_ = 0;
+        if (!more()) return;
+        sequence_ = q_.of_item(first_);
+        base_ = chunk_base(q_.r, sequence_, first_), end_ = q_.end_of_segment(sequence_, first_);
+        tiles_ = q_.tiles_of_segment(sequence_, first_, end_);
       }
+      count_ = counts_.count(distance_, sequence_, tiles_), chunk_ = first_chunk(base_);
     }
   }
 
-  const RingArguments& r_;
+  const Sequences& q_;
   const Counts counts_;
   uint32_t index_, stride_;
-  uint32_t first_ = 0, base_ = 0, tile_ = 0, distance_ = 0, count_ = 0, chunk_ = 0;
+  Sequence sequence_;
+  SegmentTiles tiles_;
+  uint32_t first_ = 0, end_ = 0, base_ = 0, distance_ = Sources - 1, count_ = 0, chunk_ = 0;  // it begins at the end of nothing
 };
 
 // Of `ctas` CTAs that serve `flows` flows in turn, those of one flow: this CTA's place among them, and how many they are.
@@ -107,14 +108,14 @@ struct FlowShare {
   }
 };
 
-MK_DEVICE uint32_t chunk_bytes(const RingArguments& r, uint32_t chunk) {  // of the pieces that have the rows of a chunk
-  const uint32_t rows = smaller(r.chunk_rows, r.part_rows - chunk % r.chunks_per_part * r.chunk_rows);
+MK_DEVICE uint32_t chunk_bytes(const RingArguments& r, const Sequence& s, uint32_t chunk) {  // of the pieces that have the rows of a chunk
+  const uint32_t rows = smaller(r.chunk_rows, s.part_rows - chunk % s.chunks_per_part * r.chunk_rows);
   return 2 * kPanels * quotient_up(rows, kCopyRows) * kPieceBytes;
 }
-MK_DEVICE CopiedChunk own_chunk(const RingArguments& r, uint32_t first, uint32_t number, uint32_t chunk, uint32_t to) {
-  const uint32_t pair = first / r.items_per_pair, part = chunk / r.chunks_per_part;
-  const uint32_t row = part * r.part_rows + (chunk - part * r.chunks_per_part) * r.chunk_rows;
-  return CopiedChunk{chunk_bytes(r, chunk), number, 0, 0, static_cast<int32_t>(row), pair % r.kv_heads, pair / r.kv_heads, 0, to};
+MK_DEVICE CopiedChunk own_chunk(const RingArguments& r, const Sequence& s, uint32_t first, uint32_t number, uint32_t chunk, uint32_t to) {
+  const uint32_t pair = pair_of(s, first), part = chunk / s.chunks_per_part;
+  const uint32_t row = s.first_row + part * s.part_rows + (chunk - part * s.chunks_per_part) * r.chunk_rows;
+  return CopiedChunk{chunk_bytes(r, s, chunk), number, 0, 0, static_cast<int32_t>(row), pair % r.kv_heads, pair / r.kv_heads, 0, to};
 }
 
 // What all that copies here has in common. A piece is a panel of 64 columns and kCopyRows rows: of K, then of V, panel by panel.
@@ -147,8 +148,8 @@ struct PushCounts {  // to one node mate
   const RingArguments& r;
   const abi::World& world;
   uint32_t reader;
-  MK_DEVICE uint32_t count(uint32_t distance, uint32_t tile) const {
-    return visible_chunks(r, rail_peer(world, distance), last_position(r, reader, tile));
+  MK_DEVICE uint32_t count(uint32_t distance, const Sequence& s, const SegmentTiles& tiles) const {
+    return visible_chunks(r, s, rail_peer(world, distance), last_of_segment(s, reader, tiles));
   }
 };
 using PushWalk = FlowWalk<kNodes, PushCounts>;
@@ -184,9 +185,9 @@ struct PushedChunks : ChunkPieces<Parameters> {
     const uint32_t number = walk.number(), distance = walk.distance();
     const uint32_t ring = distance == 0 ? local_ring(this->to_rank, world.local_rank) : remote_ring(distance, world.local_rank);
     const uint32_t to = 2 * slot_word(r, ring, number);
-    if (kNodes == 1 || distance == 0) return own_chunk(r, walk.first_item(), number, walk.chunk(), to);
+    if (kNodes == 1 || distance == 0) return own_chunk(r, walk.sequence(), walk.first_item(), number, walk.chunk(), to);
     const uint32_t from = 2 * slot_word(r, remote_ring(distance, world.local_rank), number);
-    return CopiedChunk{chunk_bytes(r, walk.chunk()), number, distance, walk.next_of_source(), 0, 0, 0, from, to};
+    return CopiedChunk{chunk_bytes(r, walk.sequence(), walk.chunk()), number, distance, walk.next_of_source(), 0, 0, 0, from, to};
   }
   MK_DEVICE bool ready(const CopiedChunk&) { return arrived.try_take(); }
   MK_DEVICE bool wait(const CopiedChunk&) {
@@ -243,17 +244,17 @@ struct RingProgress {
 
 // One warp. Returns when the feeder needs no more credits.
 template <class Parameters>
-MK_DEVICE void keep_credits(const Entered& entered, const Parameters& p, uint32_t ring) {
+MK_DEVICE void keep_credits(const Entered& entered, const Parameters& p, uint32_t total, uint32_t ring) {
   const RingArguments& r = p.ring;
   const abi::World& world = p.world;
   const uint32_t source = source_of(world, ring), feeder = feeder_of(world, ring);
   const bool is_rail = kNodes > 1 && feeder / kR != world.node;
   const uint32_t readers = is_rail ? num_readers(r) : r.ctas, lane = ptx::lane_index();
-  if (r.total <= r.depth || !wait_all(entered, ReadersBegun<Parameters>{p}, readers)) return;
+  if (total <= r.depth || !wait_all(entered, ReadersBegun<Parameters>{p}, readers)) return;
   uint64_t ticket = 0;
 #pragma unroll 1
-  for (uint32_t number = 0; number < r.total - r.depth;) {
-    number = smaller(number + r.credit_step, r.total - r.depth);
+  for (uint32_t number = 0; number < total - r.depth;) {
+    number = smaller(number + r.credit_step, total - r.depth);
     if (!wait_all(entered, RingProgress<Parameters>{p, ring, number}, readers)) return;
     if (lane != 0) continue;
     if (!is_rail) {
@@ -273,13 +274,13 @@ MK_DEVICE void keep_credits(const Entered& entered, const Parameters& p, uint32_
 
 // The rings that a warp keeps: CTAs that move data share them out among their warps from kFirstKeeper on. All lanes of these warps.
 template <class Parameters>
-MK_DEVICE void keep_rings(const Call& call, const Parameters& p, EntryGate& entries) {
+MK_DEVICE void keep_rings(const Call& call, const Parameters& p, const Sequences& q, EntryGate& entries) {
   constexpr uint32_t kKeepers = AttentionShape<Config>::kThreads / 32 - kFirstKeeper;
   static_assert(kRings <= kKeepers * (kMates + kNodes - 1), "a warp for each ring");  // there are at least so many such CTAs
   const uint32_t ring = (ptx::warp_index() - kFirstKeeper) * (p.ring.intra_comm + p.ring.inter_send) + ptx::cta_index();
   if (ring >= kRings) return;
   const MaybeEntered entered = entries.pass(call);
-  if (entered) keep_credits(*entered, p, ring);
+  if (entered) keep_credits(*entered, p, q.total(), ring);
 }
 
 MK_DEVICE void copy_init(CopyStorage& storage) {  // one thread, before a sync_cta
@@ -290,7 +291,7 @@ MK_DEVICE void copy_init(CopyStorage& storage) {  // one thread, before a sync_c
 
 // All threads of an intra_comm CTA.
 template <class Parameters>
-MK_DEVICE void push_role(const Call& call, const Parameters& p, CopyStorage& storage) {
+MK_DEVICE void push_role(const Call& call, const Parameters& p, const Sequences& q, CopyStorage& storage) {
   const RingArguments& r = p.ring;
   const abi::World& world = p.world;
   if (ptx::thread_index() == 0) copy_init(storage);
@@ -308,7 +309,7 @@ MK_DEVICE void push_role(const Call& call, const Parameters& p, CopyStorage& sto
         const Entered entered = *maybe;
         Trace trace(world, 2);
         CopyRing ring(storage.pieces, storage.barriers);
-        PushedChunks<Parameters> chunks{{p, to_rank},  entered,  PushWalk(r, counts, share.index, share.stride),
+        PushedChunks<Parameters> chunks{{p, to_rank},  entered,  PushWalk(q, counts, share.index, share.stride),
                                         storage.queue, receiver, storage.announce,
                                         announcement,  trace,    trace.now()};
         ring.copy(chunks);
@@ -319,7 +320,7 @@ MK_DEVICE void push_role(const Call& call, const Parameters& p, CopyStorage& sto
   } else if (warp == 1) {
     const MaybeEntered entered = storage.entries.pass(call);
     if (entered && kNodes > 1 && ptx::lane_index() == 0) {
-      const PushWalk walk(r, counts, share.index, share.stride);
+      const PushWalk walk(q, counts, share.index, share.stride);
 #pragma unroll 1
       for (uint32_t distance = 1; distance < kNodes; ++distance) {
         publish_progress(*entered, r, remote_ring(distance, world.local_rank), reader, walk.first_of_source(distance));
@@ -335,11 +336,11 @@ MK_DEVICE void push_role(const Call& call, const Parameters& p, CopyStorage& sto
   } else if (warp == 2) {
     const MaybeEntered entered = storage.entries.open(call);
     if (ptx::lane_index() == 0) {
-      if (entered) wait_to_push(*entered, p, PushWalk(r, counts, share.index, share.stride), mate, storage.arrived, arrival);
+      if (entered) wait_to_push(*entered, p, PushWalk(q, counts, share.index, share.stride), mate, storage.arrived, arrival);
       storage.arrived.end(arrival);
     }
   } else {
-    keep_rings(call, p, storage.entries);
+    keep_rings(call, p, q, storage.entries);
   }
   ptx::sync_cta();
 }
@@ -348,8 +349,8 @@ MK_DEVICE void push_role(const Call& call, const Parameters& p, CopyStorage& sto
 struct SendCounts {  // to one other node
   const RingArguments& r;
   uint32_t rank, node;
-  MK_DEVICE uint32_t count(uint32_t, uint32_t tile) const {
-    return visible_chunks(r, rank, last_position(r, node_reader(r, node, tile), tile));
+  MK_DEVICE uint32_t count(uint32_t, const Sequence& s, const SegmentTiles& tiles) const {
+    return visible_chunks(r, s, rank, last_of_node(s, node, tiles));
   }
 };
 
@@ -367,7 +368,7 @@ struct StagedKeys : ChunkPieces<Parameters> {  // one chunk
 
 // Stages each chunk in one of this CTA's slots when the engine has read what was there, and puts it when its slot at the receiver is free. One thread.
 template <class Parameters>
-MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, CopyStorage& storage, uint32_t index) {
+MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, const Sequences& q, CopyStorage& storage, uint32_t index) {
   const RingArguments& r = p.ring;
   const abi::World& world = p.world;
   const Call& call = entered.call();
@@ -380,12 +381,12 @@ MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, CopyStor
   uint64_t tickets[kSendSlots] = {};
   uint32_t sent = 0;
 #pragma unroll 1
-  for (FlowWalk<1, SendCounts> walk(r, SendCounts{r, world.rank, node}, share.index, share.stride); walk.more(); walk.advance(), ++sent) {
+  for (FlowWalk<1, SendCounts> walk(q, SendCounts{r, world.rank, node}, share.index, share.stride); walk.more(); walk.advance(), ++sent) {
     const uint64_t begin = trace.now();
     const uint32_t number = walk.number(), plane = first_plane + sent % kSendSlots * 2;
     const uint64_t before = sent % kSendSlots == 0 ? tickets[0] : tickets[1];
     if (before != 0 && !wait_put(call, before, peer)) return;
-    StagedKeys<Parameters> staged{{p, world.local_rank}, own_chunk(r, walk.first_item(), number, walk.chunk(), plane)};
+    StagedKeys<Parameters> staged{{p, world.local_rank}, own_chunk(r, walk.sequence(), walk.first_item(), number, walk.chunk(), plane)};
     copies.copy(staged);
     if (number >= r.depth && !wait_counted(entered, r, rail_credit_word(r, distance), number - r.depth + 1, peer)) return;
     const uint32_t word = slot_word(r, ring, number);
@@ -402,17 +403,17 @@ MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, CopyStor
 
 // All threads of an inter_send CTA.
 template <class Parameters>
-MK_DEVICE void send_role(const Call& call, const Parameters& p, CopyStorage& storage) {
+MK_DEVICE void send_role(const Call& call, const Parameters& p, const Sequences& q, CopyStorage& storage) {
   if (ptx::thread_index() == 0) copy_init(storage);
   ptx::sync_cta();
   const uint32_t warp = ptx::warp_index();
   if (warp == 0) {
     const MaybeEntered entered = storage.entries.pass_to_store(call);
-    if (entered && ptx::lane_index() == 0) send_chunks(*entered, p, storage, ptx::cta_index() - p.ring.intra_comm);
+    if (entered && ptx::lane_index() == 0) send_chunks(*entered, p, q, storage, ptx::cta_index() - p.ring.intra_comm);
   } else if (warp == 2) {
     storage.entries.open(call);
   } else if (warp >= kFirstKeeper) {
-    keep_rings(call, p, storage.entries);
+    keep_rings(call, p, q, storage.entries);
   }
   ptx::sync_cta();
 }

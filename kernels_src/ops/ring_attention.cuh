@@ -1,15 +1,17 @@
 // ring_attention: every rank's queries attend to the keys and values of all ranks. Included by the generated source after `struct Config`.
+// ring_attention_varlen is the same with kPacked: sequences of lengths that only the device knows (attention/sequences.cuh).
 //
 // A compute CTA takes one tile of queries after the other, and for each goes through this rank's keys, where the caller has them, then through those of
 // the other ranks, which come chunk by chunk into a window of this rank's heap. intra_comm pushes chunks to the node's other ranks, inter_send puts them
 // to other nodes (attention/exchange.cuh). A slot of the window is written again when all CTAs of its rank have read it.
 #pragma once
 #include "attention/exchange.cuh"
+#include "attention/packed.cuh"
 #include "attention/role.cuh"
 
 namespace mkernel {
 
-// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
+// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kPacked, kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
 using Shape = AttentionShape<Config>;
 
 // ---- arguments
@@ -21,7 +23,9 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;  // signal segment: one per CTA that reads rings, raised when its progress is valid
   uint32_t rows;         // of this rank, per head
   float scale_log2;
-  uint32_t reserved[12];                      // the maps are 64-byte aligned
+  uint64_t cu_seqlens;  // packed: where each sequence begins, of all ranks, and where the last one ends
+  uint32_t sequences;
+  uint32_t reserved[9];                       // the maps are 64-byte aligned
   abi::TensorMap q_map, k_map, v_map, o_map;  // (B, heads, rows, D)
   abi::TensorMap copy_k_map, copy_v_map;      // k and v in the boxes of copies
   abi::TensorMap window_k_map, window_v_map;  // (slots, chunk_rows, D)
@@ -29,16 +33,30 @@ struct alignas(64) Parameters {
 };
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 
+// What is read for an item.
+struct ItemKeys {
+  Sequence sequence;         // that the item belongs to, if it is packed
+  int32_t last;              // key that it sees
+  uint32_t base, next_base;  // numbers of its first chunk, and of the first one of this CTA's next item
+};
 // Where the producer warp is in the keys of its item. In shared memory: it has few registers.
 struct KeyPosition {
   KeyBlock block;
-  uint32_t more;
-  uint32_t number, head, batch;  // of the item; the KV head
-  int32_t last_position;         // of its rows
-  uint32_t base, next_base;      // numbers of its first chunk, and of the first one of this CTA's next item
-  uint32_t stage, source, part;  // stage 0: this rank's keys; else those of ring stage - 1
-  uint32_t row, seen;            // of the part: where the next block begins, and how many are seen
-  uint32_t chunk, in_chunk;      // of the part, and row in it
+  ItemKeys items[Config::kStages + 1];  // this one, and those that the op owes the credit of their own keys
+  uint32_t count, has_keys;             // items before this one that had keys; whether this one has
+  uint32_t more, told;                  // told: that this CTA's progress is valid
+  uint32_t head, batch;                 // of the item; the KV head
+  uint32_t stage, source, part;         // stage 0: this rank's keys; else those of ring stage - 1
+  uint32_t row, seen;                   // of the part: where the next block begins, and how many are seen
+  uint32_t chunk, in_chunk;             // of the part, and row in it
+
+  MK_DEVICE void init() { count = has_keys = told = 0; }  // its one user, the first lane of the producer warp
+  MK_DEVICE uint32_t place() const { return count % (Config::kStages + 1); }
+  MK_DEVICE ItemKeys& item() { return items[place()]; }
+  MK_DEVICE void begin_item() {
+    count += has_keys;
+    has_keys = 0;
+  }
 };
 struct Storage {
   union {
@@ -46,6 +64,7 @@ struct Storage {
     CopyStorage copy;
   };
   KeyPosition keys;
+  SequenceTables tables;
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
@@ -53,19 +72,30 @@ static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 constexpr uint32_t kOwnKeys = 0xfe;  // in a credit, in place of a ring
 
 // The first chunk of the next item of the CTA that has this one.
-MK_DEVICE uint32_t base_after(const RingArguments& r, uint32_t number) {
+MK_DEVICE uint32_t base_after(const Sequences& q, uint32_t number) {
+  const RingArguments& r = q.r;
   const uint32_t wave = number / r.ctas, inside = number - wave * r.ctas, cta = wave % 2 == 0 ? inside : r.ctas - 1 - inside;
-  const uint32_t next = item_of(r, wave + 1, cta);
-  return next < r.items ? chunk_base(r, next) : r.total;
+  return q.base_of(item_of(r, wave + 1, cta));
 }
 
 class Keys {  // functions of the producer warp
+  MK_DEVICE decltype(auto) sequence() const {
+    if constexpr (kPacked)
+      return (at_.item().sequence);
+    else
+      return q_.of_item(0);
+  }
+
  public:
-  MK_DEVICE Keys(const Parameters& p, KeyPosition& at, uint32_t number, const AttentionItem& item) : p_(p), at_(at) {
+  MK_DEVICE Keys(const Parameters& p, const Sequences& q, KeyPosition& at, uint32_t number, const AttentionItem& item)
+      : p_(p), q_(q), at_(at) {
     if (ptx::lane_index() == 0) {
-      at.number = number, at.head = item.head / p.ring.group, at.batch = item.batch;
-      at.last_position = item.position + static_cast<int32_t>(item.rows) - 1;
-      at.base = chunk_base(p.ring, number), at.next_base = base_after(p.ring, number);
+      ItemKeys& keys = at.item();
+      keys.last = item.position + static_cast<int32_t>(item.rows) - 1;
+      if (kPacked && Config::kCausal == 0) keys.last = sequence().length - 1;
+      if (kPacked && item.rows == 0) keys.last = -1;  // a tile of padding sees nothing
+      keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, number);
+      at.head = item.head / p.ring.group, at.batch = item.batch;
       at.stage = 0;
       begin_source(p.world.rank);
     }
@@ -100,29 +130,32 @@ class Keys {  // functions of the producer warp
   }
   MK_DEVICE void take(KeyBlock& block) {
     const RingArguments& r = p_.ring;
+    const Sequence& s = sequence();
     const uint32_t row = at_.row, in_chunk = at_.in_chunk, part = at_.part, stage = at_.stage;
-    const uint32_t number = at_.base + part * r.chunks_per_part + at_.chunk;
-    block.rows = smaller(kKeyBlock, r.part_rows - row);
-    block.position = part_position(r, at_.source, part) + static_cast<int32_t>(row);
+    const uint32_t number = at_.item().base + part * s.chunks_per_part + at_.chunk;
+    block.rows = smaller(kKeyBlock, (kPacked ? at_.seen : s.part_rows) - row);
+    block.position = part_position(s, at_.source, part) + static_cast<int32_t>(row);
     block.credit = kNoCredit;
     const bool chunk_ends = in_chunk + kKeyBlock == r.chunk_rows, part_ends = row + kKeyBlock >= at_.seen;
-    const bool source_ends = part_ends && (part + 1 == kParts || seen_rows(r, at_.source, part + 1, at_.last_position) == 0);
+    const bool source_ends = part_ends && (part + 1 == kParts || seen_rows(s, at_.source, part + 1, at_.item().last) == 0);
     at_.row = row + kKeyBlock, at_.in_chunk = chunk_ends ? 0 : in_chunk + kKeyBlock;
     if (chunk_ends) ++at_.chunk;
     if (stage == 0) {
       block.map = 0;
-      block.row = static_cast<int32_t>(part * r.part_rows + row);
+      block.row = static_cast<int32_t>(s.first_row + part * s.part_rows + row);
       block.head = at_.head, block.batch = at_.batch;
-      block.is_padded = part + 1 < kParts;
+      block.is_padded = kPacked || part + 1 < kParts;
       block.waits = false;
-      if (kRings > 0 && source_ends) block.credit = kOwnKeys << kCountBits | at_.number / r.ctas;
+      at_.has_keys = 1;
+      if (kRings > 0 && source_ends) block.credit = kOwnKeys << kCountBits | at_.place();
     } else {
       block.map = 1 + number;
       block.row = static_cast<int32_t>(in_chunk);
       block.head = slot_word(r, stage - 1, number), block.batch = 0;
       block.is_padded = true;
       block.waits = in_chunk == 0;
-      if (source_ends || part_ends || chunk_ends) block.credit = (stage - 1) << kCountBits | (source_ends ? at_.next_base : number + 1);
+      if (source_ends || part_ends || chunk_ends)
+        block.credit = (stage - 1) << kCountBits | (source_ends ? at_.item().next_base : number + 1);
     }
   }
   MK_DEVICE void begin_source(uint32_t source) {
@@ -131,34 +164,45 @@ class Keys {  // functions of the producer warp
   }
   MK_DEVICE void begin_part(uint32_t part) {
     at_.part = part, at_.row = at_.in_chunk = at_.chunk = 0;
-    at_.seen = seen_rows(p_.ring, at_.source, part, at_.last_position);
+    at_.seen = seen_rows(sequence(), at_.source, part, at_.item().last);
   }
 
   const Parameters& p_;
+  const Sequences& q_;
   KeyPosition& at_;
 };
 
 struct RingAttention {
   static constexpr bool kMoves = true, kSplits = false;
   const Parameters& p;
+  const Sequences& q;
   KeyPosition& position;
+  EntryGate& entries;
 
   MK_DEVICE float scale_log2() const { return p.scale_log2; }
   MK_DEVICE uint32_t cta() const { return ptx::cta_index() - p.ring.intra_comm - p.ring.inter_send; }
 
-  // ---- items
+  // ---- items. By the producer warp
   MK_DEVICE uint32_t take(uint32_t wave) const {
     const uint32_t number = item_of(p.ring, wave, cta());
-    return number < p.ring.items ? number : kNoItem;
+    return number < q.items() ? number : kNoItem;
   }
   MK_DEVICE AttentionItem item(uint32_t number) const {
     const RingArguments& r = p.ring;
-    const uint32_t pair = number / r.items_per_pair, tile = tile_of(r, number), part = part_of(r, tile), row = row_in_part(r, tile);
-    const uint32_t head = pair % r.kv_heads * r.group + number % r.items_per_pair % r.group;
-    return AttentionItem{pair / r.kv_heads, head, static_cast<int32_t>(part * r.part_rows + row), smaller(kQueryRows, r.part_rows - row),
-                         part_position(r, p.world.rank, part) + static_cast<int32_t>(row)};
+    if (ptx::lane_index() == 0) {
+      position.begin_item();
+      if constexpr (kPacked) position.item().sequence = q.of_item(number);
+    }
+    ptx::sync_warp();
+    const Sequence s = kPacked ? position.item().sequence : q.of_item(0);
+    const uint32_t pair = pair_of(s, number), tile = tile_of(r, s, number), part = part_of(s, tile), row = row_in_part(s, tile);
+    const uint32_t head = pair % r.kv_heads * r.group + (number - s.first_item) % s.items_per_pair % r.group;
+    const uint32_t valid = valid_rows(s, p.world.rank, part);
+    return AttentionItem{pair / r.kv_heads, head, static_cast<int32_t>(s.first_row + part * s.part_rows + row),
+                         valid <= row ? 0 : smaller(kQueryRows, valid - row),
+                         part_position(s, p.world.rank, part) + static_cast<int32_t>(row)};
   }
-  MK_DEVICE Keys keys(uint32_t number, const AttentionItem& item) const { return Keys(p, position, number, item); }
+  MK_DEVICE Keys keys(uint32_t number, const AttentionItem& item) const { return Keys(p, q, position, number, item); }
 
   // ---- their inputs
   MK_DEVICE const abi::TensorMap* q_map() const { return &p.q_map; }
@@ -179,33 +223,35 @@ struct RingAttention {
   MK_DEVICE void landed(const Entered& entered, uint32_t credit) const {
     const uint32_t ring = credit >> kCountBits, number = credit & ((1u << kCountBits) - 1);
     if (ring == kOwnKeys) {
-      begin_reading(entered, number);
+      begin_reading(entered, position.items[number]);
     } else if (ptx::lane_index() == 0) {
       publish_progress(entered, p.ring, ring, cta(), number);
     }
   }
   // The rings of which this item sees nothing are free for the next one. After the first item's own keys, all of this CTA's progress is valid.
-  MK_DEVICE void begin_reading(const Entered& entered, uint32_t wave) const {
+  MK_DEVICE void begin_reading(const Entered& entered, const ItemKeys& keys) const {
     const RingArguments& r = p.ring;
-    const uint32_t number = item_of(r, wave, cta());
-    const int32_t last = last_position(r, p.world.rank, tile_of(r, number));
+    const Sequence s = kPacked ? keys.sequence : q.of_item(0);
 #pragma unroll 1
     for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) {
-      const bool reads = visible_chunks(r, source_of(p.world, ring), last) != 0;
-      publish_progress(entered, r, ring, cta(), reads ? chunk_base(r, number) : base_after(r, number));
+      const bool reads = visible_chunks(r, s, source_of(p.world, ring), keys.last) != 0;
+      publish_progress(entered, r, ring, cta(), reads ? keys.base : keys.next_base);
     }
-    if (wave == 0) tell(entered);
+    tell(entered);
   }
   MK_DEVICE void finish(const Entered& entered) const {
     if constexpr (kRings > 0) {
+      ptx::sync_warp();  // the first lane has published what it knew of its last item, which is less
 #pragma unroll 1
-      for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), p.ring.total);
-      if (item_of(p.ring, 0, cta()) >= p.ring.items) tell(entered);  // it has had no item
+      for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), q.total());
+      tell(entered);  // it may have had no item
     }
   }
   MK_DEVICE void tell(const Entered& entered) const {
     ptx::sync_warp();
-    if (ptx::lane_index() == 0) raise_flag_of(entered, p, cta(), p.world.local_rank);
+    if (ptx::lane_index() != 0 || position.told != 0) return;
+    position.told = 1;
+    raise_flag_of(entered, p, cta(), p.world.local_rank);
   }
 
   // ---- their results
@@ -220,6 +266,10 @@ struct RingAttention {
   }
   MK_DEVICE void move(const Call& call) const {
     if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
+    if constexpr (kPacked) {
+      const MaybeEntered entered = entries.pass(call);
+      if (entered) zero_padding(*entered, *this, p.world.rank, p.rows, cta());
+    }
   }
 };
 
@@ -228,16 +278,26 @@ MK_KERNEL(Shape::kThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const uint32_t cta = ptx::cta_index(), moving = p.ring.intra_comm + p.ring.inter_send;
   const abi::Role role = cta + 1 > moving ? abi::kCompute : cta + 1 > p.ring.intra_comm ? abi::kInterSend : abi::kIntraComm;
-  const Call call = begin_call(p.world, role);
+  const Sequences sequences(p.ring, storage.tables, p.cu_seqlens, p.sequences);
+  Call call = begin_call(p.world, role);
+  if constexpr (kPacked) {
+    build_tables(sequences, storage.tables);
+    call.check = mixed_check(sequences, call.check);
+    if (!are_right(sequences, p.rows)) {
+      refuse_sequences(call, sequences, p.rows, storage.keys.told);
+      return;
+    }
+  }
   if (role == abi::kCompute) {
-    attention_role<Config>(call, RingAttention{p, storage.keys}, storage.attention);
+    if (ptx::thread_index() == 0) storage.keys.init();
+    attention_role<Config>(call, RingAttention{p, sequences, storage.keys, storage.attention.entries}, storage.attention);
     return;
   }
   if constexpr (kMates > 0) {
-    if (role == abi::kIntraComm) push_role(call, p, storage.copy);
+    if (role == abi::kIntraComm) push_role(call, p, sequences, storage.copy);
   }
   if constexpr (kNodes > 1) {
-    if (role == abi::kInterSend) send_role(call, p, storage.copy);
+    if (role == abi::kInterSend) send_role(call, p, sequences, storage.copy);
   }
   if (ptx::thread_index() == 0) leave_call(call);
 }

@@ -30,7 +30,7 @@ __all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "f
 BUILT_IN = (
     *("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"),
     *("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"),
-    "ring_attention",
+    *("ring_attention", "ring_attention_varlen"),
 )
 
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["OP", "Attended", "ring_attention"]
+__all__ = ["OP", "Attended", "Parameters", "RingAttention", "checked_problem", "ring_attention"]
 
 _HEAD_DIMS = (64, 128)
-_MOST_ROWS = 1 << 26  # of all batches, on one rank
+MOST_ROWS = 1 << 26  # of all batches, on one rank
 _LOG2_E = math.log2(math.e)
 
 
@@ -90,7 +90,9 @@ class Parameters(ctypes.Structure):
         ("flag_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("scale_log2", ctypes.c_float),
-        ("reserved", ctypes.c_uint32 * 12),
+        ("cu_seqlens", ctypes.c_uint64),
+        ("sequences", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 9),
         *((name, abi.TensorMap) for name in _maps),
     ]
 
@@ -187,9 +189,9 @@ class RingAttention(Op[RingAttentionProblem]):
     name = OP_NAME
     gives = "its rows of q (B, Hq, S/W, D), and of k and v (B, Hkv, S/W, D)"
     gets = "its rows' attention to all keys: o (B, Hq, S/W, D), lse (B, Hq, S/W)"
-    operands = ("q", "k", "v")
+    operands: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     options: ClassVar[Mapping[str, Any]] = {"causal": False, "scale": None, "layout": "contiguous"}
-    result = Attended
+    result: ClassVar[type[tuple[Any, ...]]] = Attended
     bench = "mkernel.bench.cases.ring_attention"
     by_rows = False
     tunable = ()
@@ -197,29 +199,21 @@ class RingAttention(Op[RingAttentionProblem]):
 
     # ---- problem and plan
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[RingAttentionProblem]:
-        (q, k, v), causal, scale, layout = operands, options["causal"], options["scale"], options["layout"]
+        (q, k, v), layout = operands, options["layout"]
         for name, view in zip(self.operands, operands, strict=True):
-            _check_array(name, view, q.dtype)
+            check_array(name, view, q.dtype)
         (batches, heads, length, d), ranks = q.shape, world.size
-        if d not in _HEAD_DIMS:
-            raise ArgumentError("q.shape", q.shape, "D, the last extent, must be 64 or 128", "pad q, k and v with zeros")
         if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (batches, length, d):
             rule = f"must be (B, Hkv, S/W, D) = ({batches}, Hkv, {length}, {d}), both alike"
             raise ArgumentError("k.shape, v.shape", (k.shape, v.shape), rule, "q, k and v are of the same sequence")
-        if heads < 1 or k.shape[1] < 1 or heads % k.shape[1]:
-            raise ArgumentError("k.shape", k.shape, f"Hkv must divide Hq = {heads}")
-        if not isinstance(causal, bool):
-            raise ArgumentError("causal", causal, "must be True or False")
-        if layout not in LAYOUTS:
-            raise ArgumentError("layout", layout, f"must be one of {', '.join(LAYOUTS)}")
+        problem = checked_problem(world, q, k, heads, k.shape[1], packed=False, **options)
         if layout == "zigzag" and length % 2:
             raise ArgumentError(
                 "q.shape", q.shape, f"S/W = {length} must be even with layout zigzag", "pad the sequence to a multiple of 2W"
             )
-        if batches * length >= _MOST_ROWS:
-            raise ArgumentError("q.shape", q.shape, f"B * S/W must be below {_MOST_ROWS}", "make several calls")
+        if batches * length >= MOST_ROWS:
+            raise ArgumentError("q.shape", q.shape, f"B * S/W must be below {MOST_ROWS}", "make several calls")
         check_extents(length * ranks, batches * heads * max(1, length))
-        problem = RingAttentionProblem(world.topology, heads, k.shape[1], d, q.dtype, causal, layout, _scale(scale, d))
         return Instance(problem, Sizes(batches, length).code)
 
     def make_plan(
@@ -234,8 +228,8 @@ class RingAttention(Op[RingAttentionProblem]):
         return shape[0] * shape[2] if len(shape) == 4 else 0  # of all batches; what has another shape is refused
 
     def largest(self, max_rows: int, ranks: int) -> Iterable[int]:
-        if max_rows >= _MOST_ROWS:
-            raise ArgumentError("max_rows", max_rows, f"B * S/W must be below {_MOST_ROWS}")
+        if max_rows >= MOST_ROWS:
+            raise ArgumentError("max_rows", max_rows, f"B * S/W must be below {MOST_ROWS}")
         lengths = {max_rows, *(1 << bits for bits in range(max_rows.bit_length()))}
         return [Sizes(max_rows // length, length).code for length in sorted(lengths)]
 
@@ -248,7 +242,7 @@ class RingAttention(Op[RingAttentionProblem]):
         self, instance: Instance[RingAttentionProblem], operands: Sequence[TensorView], results: Sequence[TensorView]
     ) -> None:
         q, (o, lse) = operands[0], results
-        _check_array("out.o", o, q.dtype)
+        check_array("out.o", o, q.dtype)
         for name, view, shape in (("out.o", o, q.shape), ("out.lse", lse, q.shape[:3])):
             if view.shape != shape:
                 raise ArgumentError(f"{name}.shape", view.shape, f"must be {shape}")
@@ -338,6 +332,22 @@ def _ring_values(plan: RingAttentionPlan, scratch: int) -> tuple[int, ...]:
     )
 
 
+def checked_problem(
+    world: World, q: TensorView, k: TensorView, heads: int, kv_heads: int, *, causal: Any, scale: Any, layout: Any, packed: bool
+) -> RingAttentionProblem:
+    """The problem of a call. Raises ArgumentError."""
+    d = q.shape[-1]
+    if d not in _HEAD_DIMS:
+        raise ArgumentError("q.shape", q.shape, "D, the last extent, must be 64 or 128", "pad q, k and v with zeros")
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ArgumentError("k.shape", k.shape, f"Hkv must divide Hq = {heads}")
+    if not isinstance(causal, bool):
+        raise ArgumentError("causal", causal, "must be True or False")
+    if layout not in LAYOUTS:
+        raise ArgumentError("layout", layout, f"must be one of {', '.join(LAYOUTS)}")
+    return RingAttentionProblem(world.topology, heads, kv_heads, d, q.dtype, causal, layout, _scale(scale, d), packed)
+
+
 def _scale(scale: Any, d: int) -> float:
     """The scale that a caller means."""
     if scale is None:
@@ -351,10 +361,11 @@ def _scale(scale: Any, d: int) -> float:
     return value
 
 
-def _check_array(name: str, view: TensorView, dtype: str) -> None:
-    """q, k, v or o: four dimensions, whose strides tensor maps take."""
-    if len(view.shape) != 4:
-        raise ArgumentError(f"{name}.ndim", len(view.shape), "must be 4: (B, heads, S/W, D)")
+def check_array(name: str, view: TensorView, dtype: str, shape: str = "(B, heads, S/W, D)") -> None:
+    """q, k, v or o, whose strides tensor maps take."""
+    extents = shape.count(",") + 1
+    if len(view.shape) != extents:
+        raise ArgumentError(f"{name}.ndim", len(view.shape), f"must be {extents}: {shape}")
     if view.dtype not in DTYPES:
         raise ArgumentError(f"{name}.dtype", view.dtype, "must be bfloat16 (ml_dtypes) or float16")
     if view.dtype != dtype:
@@ -363,9 +374,9 @@ def _check_array(name: str, view: TensorView, dtype: str) -> None:
         return
     check_aligned(name, view)
     *strides, inner = view.strides
-    if view.shape[3] > 1 and inner != ITEM:
+    if view.shape[-1] > 1 and inner != ITEM:
         raise ArgumentError(f"{name}.strides", view.strides, "D must be contiguous", f"use xp.ascontiguousarray({name})")
-    for extent, stride in zip(view.shape[:3], strides, strict=True):
+    for extent, stride in zip(view.shape[:-1], strides, strict=True):
         if extent > 1 and (stride <= 0 or stride % 16):
             rule = "must be positive multiples of 16 bytes"
             raise ArgumentError(f"{name}.strides", view.strides, rule, f"use xp.ascontiguousarray({name})")

@@ -19,7 +19,7 @@ from mkernel.planner.gemm import digest_of
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.split import Split, SplitError
 
-__all__ = ["COUNT_BITS", "ITEM", "OP", "RingAttentionPlan", "Scale", "Segment", "make_plan"]
+__all__ = ["COUNT_BITS", "ITEM", "OP", "RingAttentionPlan", "Scale", "Segment", "make_plan", "scale_of_plans"]
 
 OP = "ring_attention"
 PARAMETER_BYTES = 1472  # sizeof(Parameters); ops/ring_attention.py mirrors the struct
@@ -31,6 +31,7 @@ COUNT_BITS = 24  # of a counted flag (docs/memory_model.md): the others are the 
 _ALIGNMENT = 128  # of areas
 _WORD = 8
 _KEYS_SHARED_BYTES = 1024  # where the keys of a tile are gone through
+_TABLES_SHARED_BYTES = 4096  # of packed sequences
 _COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, and a queue of chunks
 _COPY_RATE = 40e9  # bytes per second of one copying CTA (docs/planner.md)
 _FLOPS = 4.5e12  # per second, of the attention loop on one SM
@@ -55,6 +56,10 @@ class Scale:
 
 
 SCALE = Scale()  # of all plans; tests make it smaller
+
+
+def scale_of_plans() -> Scale:
+    return SCALE
 
 
 class Segment(NamedTuple):
@@ -270,6 +275,14 @@ class RingAttentionPlan:
         ranks = self.problem.topology.node_ranks(node)
         return ranks[0] if tile >= self.tiles_per_part else ranks[-1]
 
+    def holds(self, rank: int, item: int) -> bool:
+        """Whether an item has rows of ``rank``: always, where nothing is padded."""
+        return True
+
+    def reads(self, source: int, reader: int, item: int) -> int:
+        """Chunks of ``source``, its first ones, that an item of ``reader`` reads."""
+        return self.visible(source, reader, self.tile_of(item))
+
     def streamed(self, segment: Segment, source: int, reader: int) -> int:
         """Chunks of ``source`` that ``reader`` streams in a segment: those that its first item sees, which sees most."""
         return self.visible(source, reader, self.tile_of(segment.first))
@@ -390,10 +403,12 @@ class RingAttentionPlan:
             "kFloat16": int(problem.dtype == "float16"),
             "kCausal": int(problem.causal),
             "kParts": problem.parts,
+            "kPacked": int(problem.packed),
             "kNumNodes": problem.topology.num_nodes,
             "kRanksPerNode": problem.topology.ranks_per_node,
         }
         shared = max(tile.shared_bytes, _COPY_SHARED_BYTES) + _KEYS_SHARED_BYTES  # a CTA does one or the other
+        shared += _TABLES_SHARED_BYTES if problem.packed else 0
         return KernelSpec(OP, tuple(constants.items()), tile.threads, shared, PARAMETER_BYTES)
 
     # ---- for people
@@ -428,6 +443,6 @@ def make_plan(
     problem: RingAttentionProblem, rows: int, sm_count: int, split: Split | None = None, scale: Scale | None = None
 ) -> RingAttentionPlan:
     """The plan of a call on a device with ``sm_count`` SMs; ``rows``: ``Sizes.code``. Raises SplitError."""
-    plan = RingAttentionPlan(problem, rows, sm_count, split or Split(), scale or SCALE)
+    plan = RingAttentionPlan(problem, rows, sm_count, split or Split(), scale or scale_of_plans())
     assert plan.split.total <= sm_count
     return plan

@@ -50,6 +50,8 @@ class RingAttentionProblem:
         Which rows of a sequence a rank holds: one of ``LAYOUTS``.
     scale
         What scores are multiplied by.
+    packed
+        Whether sequences follow each other in the rows of a rank, of lengths that only the device knows; else they are a batch, all alike.
     """
 
     topology: Topology
@@ -60,6 +62,7 @@ class RingAttentionProblem:
     causal: bool
     layout: str
     scale: float
+    packed: bool = False
 
     @property
     def parts(self) -> int:

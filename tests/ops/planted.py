@@ -17,7 +17,7 @@ import mkernel as mk
 from mkernel.errors import CompileError, Error
 from mkernel.planner.tiling import Tiling
 from mkernel.transport import emulated
-from tests.ops import moe_body, ring_body
+from tests.ops import moe_body, ring_body, varlen_body
 from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
 from tests.virtual_time import sleep
 
@@ -95,6 +95,8 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
     if workload in ring_body.PLANTED_SCALES:
         return ring_body.found_wrong(world, ring_body.PLANTED, seed, ring_body.PLANTED_SIZES[:most], ring_body.PLANTED_SCALES[workload])
+    if workload == "varlen":
+        return varlen_body.found_wrong(world, varlen_body.PLANTED, seed, varlen_body.PLANTED_CALLS[:most])
     if workload == "dispatch from the heap":
         return moe_body.found_overwritten(world, seed)
     shape, network_us = topology(world), WORKLOADS[workload][-1] if workload in WORKLOADS else 0.0

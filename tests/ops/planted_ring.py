@@ -9,7 +9,9 @@ from tests.ops.planted_bug import Bug
 __all__ = ["RING"]
 
 _EXCHANGE, _WINDOW, _OP = "attention/exchange.cuh", "attention/window.cuh", "ops/ring_attention.cuh"
+_SEQUENCES, _PACKED = "attention/sequences.cuh", "attention/packed.cuh"
 _Bug = functools.partial(Bug, workload="ring")
+_Varlen = functools.partial(Bug, workload="varlen", world="2x2", slow=True)
 _WAITS_FOR_CREDIT = "wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth + 1, reader)"
 
 RING = [
@@ -70,7 +72,13 @@ RING = [
         seeds=20,
         slow=True,
     ),
-    _Bug("a CTA says too early that it is done with a ring", _OP, "(source_ends ? at_.next_base : number + 1)", "at_.next_base", slow=True),
+    _Bug(
+        "a CTA says too early that it is done with a ring",
+        _OP,
+        "(source_ends ? at_.item().next_base : number + 1)",
+        "at_.item().next_base",
+        slow=True,
+    ),
     _Bug(
         "a missing proxy fence before a slot is written again",
         _EXCHANGE,
@@ -91,7 +99,7 @@ RING = [
     ),
     _Bug(
         "the second half of a zigzag rank lies elsewhere",
-        _WINDOW,
+        _SEQUENCES,
         "(part == 0 ? rank : 2 * kWorldSize - 1 - rank)",
         "(part == 0 ? rank : 2 * kWorldSize - 2 - rank)",
         slow=True,
@@ -104,5 +112,31 @@ RING = [
         found_as="data race",
         tsan=True,
         slow=True,
+    ),
+    # ---- packed sequences
+    _Varlen(
+        "chunks are sent to a tile of padding, which nobody reads",
+        _SEQUENCES,
+        "if constexpr (!kPacked) return last_position(s, rank, tiles.first);",
+        "return last_position(s, rank, tiles.first);",
+        seeds=20,
+    ),
+    _Varlen(
+        "progress of the last item is published after that of the end",
+        _OP,
+        "      ptx::sync_warp();  // the first lane has published what it knew of its last item, which is less\n",
+        seeds=20,
+    ),
+    _Varlen("keys behind the end of a sequence are seen", _OP, "(kPacked ? at_.seen : s.part_rows) - row", "s.part_rows - row"),
+    _Varlen("values of another sequence are not replaced by zeros", _OP, "kPacked || part + 1 < kParts", "part + 1 < kParts"),
+    _Varlen("rows of padding are left as they were", _OP, "if (entered) zero_padding(", "if (entered && p.rows == 0) zero_padding("),
+    _Varlen("rows behind the last sequence are left as they were", _PACKED, "row < rows; row += q.r.ctas", "row < 0; row += q.r.ctas"),
+    _Varlen("rows of padding are stored as a tile's", _OP, "valid <= row ? 0 : smaller(kQueryRows, valid - row)", "kQueryRows"),
+    _Varlen(
+        "waves of a sequence are not counted",
+        _SEQUENCES,
+        "return (r.kv_heads + waves) * kParts * s.chunks_per_part;",
+        "return r.kv_heads * kParts * s.chunks_per_part;",
+        seeds=20,
     ),
 ]

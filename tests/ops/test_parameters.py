@@ -31,6 +31,7 @@ PROBLEMS: dict[str, list[Any]] = {
     "moe_combine": [MoeCombineProblem(TOPOLOGY, 256, "bfloat16", 2, 4, 64, 512, True)],
     "moe_gemm_combine": [MoeGemmCombineProblem(MoeCombineProblem(TOPOLOGY, 256, "bfloat16", 2, 4, 64, 512, True), 64, True)],
     "ring_attention": [RingAttentionProblem(TOPOLOGY, 8, 2, 64, "bfloat16", True, "zigzag", 0.125)],
+    "ring_attention_varlen": [RingAttentionProblem(TOPOLOGY, 8, 2, 64, "bfloat16", True, "zigzag", 0.125, packed=True)],
 }
 
 

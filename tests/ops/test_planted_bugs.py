@@ -122,6 +122,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
         *(pytest.param(world, "ring", marks=pytest.mark.slow) for world in ("1x2", "2x2", "4x1")),
+        pytest.param("2x2", "varlen", marks=pytest.mark.slow),
         *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
         pytest.param("1x2", "warps short", marks=pytest.mark.slow),
         *(

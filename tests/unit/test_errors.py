@@ -20,6 +20,7 @@ SAMPLES = {
     "int": 3,
     "int | None": 2,
     "object": (1, "two"),
+    "tuple[int, ...]": (5, 3),
     "CallReport": CallReport("op", "op(8 rows)", 1, 2, 3, (4, 5, 6), 7),
     "FailureRecord | None": FailureRecord(1, 2, "compute", 3, "chunk flag 4", 5, 6, 7, 8),
 }

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mkernel.planner.proofs.areas import COUNTED, FLAGS, HEAP, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.ring_attention import SEND_SLOTS, RingAttentionPlan
+from mkernel.planner.ring_varlen import Packing
 
-__all__ = ["RingAttentionCall", "call_of"]
+__all__ = ["RingAttentionCall", "call_of", "packed_call_of"]
 
 _WORD = 8
 
 
 def call_of(plan: RingAttentionPlan) -> Call:
     """One call of ``mk.ring_attention``."""
-    return RingAttentionCall(plan).call()
+    return RingAttentionCall(plan, plan).call()
+
+
+def packed_call_of(packing: Packing) -> Call:
+    """One call of ``mk.ring_attention_varlen``."""
+    return RingAttentionCall(packing.plan, packing).call()
 
 
 class Moved(NamedTuple):
@@ -35,11 +42,11 @@ class RingAttentionCall:
     ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``.
     """
 
-    def __init__(self, plan: RingAttentionPlan) -> None:
-        self.plan, self.problem = plan, plan.problem
+    def __init__(self, plan: RingAttentionPlan, work: RingAttentionPlan | Packing) -> None:
+        self.plan, self.problem, self.work = plan, plan.problem, work
         self.topology = self.problem.topology
         self.ranks = range(self.topology.size)
-        self.segments = list(plan.segments())
+        self.segments = list(work.segments())
         rings, others = self.problem.rings, self.topology.num_nodes > 1
         sent = frozenset({"put"}) if others else frozenset[str]()
         pushed = frozenset({"push"}) if self.plan.copying[0] else frozenset[str]()
@@ -82,16 +89,20 @@ class RingAttentionCall:
 
     # ---- compute
     def _computing_steps(self, graph: WaitGraph, rank: int) -> None:
-        plan = self.plan
+        plan, work = self.plan, self.work
         for cta in range(plan.ctas):
             steps: list[Step] = []
-            wave = 0
-            while (item := plan.item_of(wave, cta)) is not None:
-                following = plan.item_of(wave + 1, cta)
-                base = plan.segment(item).base
-                after = plan.total if following is None else plan.segment(following).base
+            for wave in itertools.count():
+                item = work.item_of(wave, cta)
+                if item is None:
+                    break
+                if not work.holds(rank, item):
+                    continue
+                following = work.item_of(wave + 1, cta)
+                base = work.segment(item).base
+                after = work.total if following is None else work.segment(following).base
                 steps.append(graph.add(("begin", rank, cta, wave), self.entered()))
-                seen = [plan.visible(plan.source_of(rank, ring), rank, plan.tile_of(item)) for ring in range(self.problem.rings)]
+                seen = [work.reads(plan.source_of(rank, ring), rank, item) for ring in range(self.problem.rings)]
                 for ring, chunks in enumerate(seen):
                     self._publish(rank, ring, cta, base if chunks else after, steps[-1])
                 for ring, chunks in enumerate(seen):
@@ -99,10 +110,9 @@ class RingAttentionCall:
                         number = base + chunk
                         steps.append(graph.add(("read", rank, cta, ring, number), [*self.entered(), self.filling(rank, ring, number)]))
                         self._publish(rank, ring, cta, after if chunk + 1 == chunks else number + 1, steps[-1])
-                wave += 1
             steps.append(graph.add(("finish", rank, cta), self.entered()))
             for ring in range(self.problem.rings):
-                self._publish(rank, ring, cta, plan.total, steps[-1])
+                self._publish(rank, ring, cta, work.total, steps[-1])
             graph.chain(steps)
 
     def filling(self, rank: int, ring: int, number: int) -> Step:
@@ -137,7 +147,7 @@ class RingAttentionCall:
         if number < plan.depth:
             return []
         needed = -(-(number - plan.depth + 1) // plan.credit_step) * plan.credit_step
-        return [("credit", rank, ring, min(needed, plan.total - plan.depth))]
+        return [("credit", rank, ring, min(needed, self.work.total - plan.depth))]
 
     # ---- intra_comm
     def _pushing_steps(self, graph: WaitGraph, rank: int) -> None:
@@ -145,13 +155,13 @@ class RingAttentionCall:
         for cta in range(plan.copying[0]):
             mate = self.topology.rank(self.topology.node(rank), (self.topology.local_rank(rank) + 1 + cta % (per_node - 1)) % per_node)
             sources = [rank, *self.topology.rail_peers(rank)]
-            counts = [[plan.streamed(segment, source, mate) for source in sources] for segment in self.segments]
+            counts = [[self.work.streamed(segment, source, mate) for source in sources] for segment in self.segments]
             moved = list(self.moved(cta, plan.copying[0], per_node - 1, counts))
             steps: list[Step] = []
             if nodes > 1:
                 steps.append(graph.add(("forward", rank, cta), self.entered()))
             for distance in range(1, nodes):
-                first = next((one.number for one in moved if one.distance == distance), plan.total)
+                first = next((one.number for one in moved if one.distance == distance), self.work.total)
                 self._publish(rank, plan.ring_of(rank, sources[distance]), plan.ctas + cta, first, steps[0])
             for at, one in enumerate(moved):
                 source = sources[one.distance]
@@ -160,7 +170,7 @@ class RingAttentionCall:
                     waits.append(self.filling(rank, plan.ring_of(rank, source), one.number))
                 steps.append(graph.add(("push", rank, cta, one.distance, one.number), waits))
                 if one.distance:
-                    following = next((later.number for later in moved[at + 1 :] if later.distance == one.distance), plan.total)
+                    following = next((later.number for later in moved[at + 1 :] if later.distance == one.distance), self.work.total)
                     self._publish(rank, plan.ring_of(rank, source), plan.ctas + cta, following, steps[-1])
             graph.chain(steps)
 
@@ -169,7 +179,7 @@ class RingAttentionCall:
         plan, peers = self.plan, self.topology.rail_peers(rank)
         for cta in range(plan.copying[1]):
             peer = peers[cta % len(peers)]
-            counts = [[plan.sent(segment, rank, self.topology.node(peer))] for segment in self.segments]
+            counts = [[self.work.sent(segment, rank, self.topology.node(peer))] for segment in self.segments]
             steps: list[Step] = []
             for one in self.moved(cta, plan.copying[1], len(peers), counts):
                 steps.append(graph.add(("stage", rank, cta, one.number), self.entered()))
@@ -185,8 +195,8 @@ class RingAttentionCall:
             readers = range(plan.readers if is_rail else plan.ctas)
             steps: list[Step] = []
             number = 0
-            while number < plan.total - plan.depth:
-                number = min(number + plan.credit_step, plan.total - plan.depth)
+            while number < self.work.total - plan.depth:
+                number = min(number + plan.credit_step, self.work.total - plan.depth)
                 told = [next(step for at, step in self.steps_of[rank, ring][reader] if at >= number) for reader in readers]
                 begun = [self.begins(rank, reader) for reader in readers]
                 steps.append(graph.add(("credit", rank, ring, number), [*self.entered(), *begun, *told]))
@@ -196,7 +206,13 @@ class RingAttentionCall:
         """The step after which the progress of a reader is valid."""
         if reader >= self.plan.ctas:
             return ("forward", rank, reader - self.plan.ctas)
-        return ("begin", rank, reader, 0) if self.plan.item_of(0, reader) is not None else ("finish", rank, reader)
+        for wave in itertools.count():
+            item = self.work.item_of(wave, reader)
+            if item is None:
+                return ("finish", rank, reader)
+            if self.work.holds(rank, item):
+                return ("begin", rank, reader, wave)
+        raise AssertionError
 
     # ---- who accesses what
     def slot(self, step: Step, rank: int, ring: int, number: int, *, writes: bool) -> Iterator[Access]:
@@ -274,7 +290,7 @@ class RingAttentionCall:
     def _staged(self, step: Step, rank: int, cta: int, number: int, *, writes: bool) -> Access:
         """A chunk in one of the slots of its CTA, which takes them in turn."""
         peers = self.topology.rail_peers(rank)
-        counts = [[self.plan.sent(segment, rank, self.topology.node(peers[cta % len(peers)]))] for segment in self.segments]
+        counts = [[self.work.sent(segment, rank, self.topology.node(peers[cta % len(peers)]))] for segment in self.segments]
         numbers = [one.number for one in self.moved(cta, self.plan.copying[1], len(peers), counts)]
         slot = cta * SEND_SLOTS + numbers.index(number) % SEND_SLOTS
         return Access(step, rank, self.sending, slot * 2 * self.plan.plane_bytes, 2 * self.plan.plane_bytes, writes)
