@@ -127,7 +127,8 @@ def plan(
     Parameters
     ----------
     op
-        Name of the op, such as ``"allgather_gemm"``.
+        Name of the op, such as ``"allgather_gemm"``; or ``"moe_layer"``: both of its kernels, and the arrays between them for as many
+        tokens as ``x`` has.
     max_rows
         Most rows of the first operand of a later call; the workspace for them is set aside at once. None: as many as the heap has room
         for, taken when a call needs them (on target cpu, where a kernel takes seconds to compile: those whose kernels are there).
@@ -155,6 +156,11 @@ def plan(
     ArgumentError, MismatchError, CompileError
         As the op itself; ``max_rows`` is less than the arrays have, or needs more heap than there is.
     """
+    if op == "moe_layer":
+        from mkernel.ops.moe_layer import plan_layer
+
+        bound = {} if max_rows is None else {"max_rows": max_rows}
+        return plan_layer(arrays, world, options | bound, split=split, specialize=specialize, tiling=tiling, stream=stream)
     of, w = find(op), current.current(world)
     if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, (int, np.integer)) or max_rows < 1):
         raise ArgumentError("max_rows", max_rows, "must be a positive integer or None")

@@ -140,6 +140,54 @@ def test_the_same_bits_under_any_schedule(rng: np.random.Generator, world: str, 
     assert len(found) == 1, f"{layer}, {model}"
 
 
+def planned(world: Any, layer: Layer, model: Any) -> list[Any]:
+    """Results of a plan beside those of calls, and what was agreed on after the plan was made."""
+    rng, found = np.random.default_rng(layer.seed), []
+    up, down = layer.weights(world.rank)
+    options: dict[str, Any] = {"activation": "swiglu" if layer.gated else None, "max_tokens": model.max_tokens}
+    for call, kind in enumerate(("uniform", "skewed")):
+        ids = draw_ids(rng, model, world.size, kind)[world.rank]
+        own = np.random.default_rng([layer.seed, world.rank, call, 3])
+        x = own.standard_normal((len(ids), layer.h)).astype(DTYPES[layer.dtype])
+        weights = own.random(ids.shape).astype(np.float32)
+        add = x[::-1].copy() if call else None
+        plan = mk.plan("moe_layer", x, ids, weights, up, down, add, **options)
+        agreed, counts = world.problems.collectives, np.zeros(layer.experts * world.size, np.int32)
+        y = plan.run(x, ids, weights, up, down, add, counts)
+        found.append(world.problems.collectives - agreed)
+        again = mk.moe_layer(x, ids, weights, up, down, add=add, **options)
+        found.append(y.tobytes() == again.tobytes() and int(counts.sum()) > 0)
+        text = plan.describe()
+        found.append(text.startswith("moe_dispatch_gemm") and "\nmoe_gemm_combine" in text and plan.workspace_bytes > 0)
+    return found
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+@pytest.mark.drawn(1)
+def test_a_prepared_layer_agrees_on_nothing_more(rng: np.random.Generator, world: str) -> None:
+    shape = topology(world)
+    model = dataclasses.replace(draw_model(rng, shape.size), max_tokens=30, alignment=1)
+    seed = int(rng.integers(1 << 30))
+    layer = Layer(model.h, model.f, model.experts, model.dtype, model.row_major, model.gated, seed)
+    options = {"seed": seed, "heap_bytes": HEAP, "timeout": 5.0, "entry_timeout": 60.0}
+    found = mk.launch(planned, shape.size, shape.ranks_per_node, "cpu", (layer, model), **options)
+    assert found == [[0, True, True] * 2] * shape.size, f"{layer}, {model}"
+
+
+def test_a_plan_of_the_layer_says_what_is_wrong() -> None:
+    def use(world: Any) -> None:
+        x, up, down = np.ones((3, 16), np.float16), np.ones((1, 16, 16), np.float16), np.ones((1, 8, 16), np.float16)
+        ids, weights = np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32)
+        with pytest.raises(ArgumentError, match="takes x, topk_ids"):
+            mk.plan("moe_layer", x, ids, weights, up)
+        with pytest.raises(ArgumentError, match="w_down"):
+            mk.plan("moe_layer", x, ids, weights, up, np.ones((1, 16, 16), np.float16))
+        with pytest.raises(TypeError, match="alignment"):
+            mk.plan("moe_layer", x, ids, weights, up, down, alignment=2)
+
+    mk.launch(use, 1, target="cpu", heap_bytes=HEAP)
+
+
 def test_the_world_goes_on_after_bad_routing() -> None:
     def use(world: Any) -> list[Any]:
         x, up, down = np.ones((3, 16), np.float16), np.ones((1, 16, 16), np.float16), np.ones((1, 8, 16), np.float16)
