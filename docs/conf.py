@@ -42,6 +42,7 @@ highlight_language = "none"
 
 autodoc_typehints = "none"  # signatures have them; docstrings say shapes and units
 autosummary_generate = True
+autodoc_mock_imports = ["torch"]  # what mkernel.torch imports: the site is built without it
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 
