@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.moe_layer import moe_layer
-    from mkernel.ops.prepared_plan import PreparedPlan, plan
+    from mkernel.ops.plan import plan
+    from mkernel.ops.prepared_plan import PreparedPlan
     from mkernel.ops.ring_attention import Attended, ring_attention
     from mkernel.ops.ring_attention_varlen import AttendedVarlen, ring_attention_varlen
     from mkernel.ops.split_search import TuneResult, tune
@@ -78,7 +79,7 @@ _EXPORTS = {
     "moe_dispatch_gemm": "ops.moe_dispatch_gemm",
     "moe_gemm_combine": "ops.moe_gemm_combine",
     "moe_layer": "ops.moe_layer",
-    "plan": "ops.prepared_plan",
+    "plan": "ops.plan",
     "ring_attention": "ops.ring_attention",
     "ring_attention_varlen": "ops.ring_attention_varlen",
     "shutdown": "runtime.workers.calls",

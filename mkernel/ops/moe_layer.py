@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
@@ -11,21 +10,19 @@ from mkernel.ops.call import remember
 from mkernel.ops.moe import check_ids, check_weights, layout_of_experts
 from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-from mkernel.ops.op import find
-from mkernel.ops.prepared_plan import PreparedPlan, plan
 from mkernel.runtime import current
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from mkernel.planner.split import Split
     from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["PreparedLayer", "moe_layer", "plan_layer"]
+__all__ = ["NAME", "OPTIONS", "check", "moe_layer"]
 
 NAME = "moe_layer"
-_OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
+OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
 
 
 def moe_layer(
@@ -118,7 +115,10 @@ def moe_layer(
         known: Dispatched | None = w.bound_calls.get(asked)
         shape = None
         if known is None:
-            shape = (type(x), *_check(w, activation, *(None if array is None else libraries[type(array)].view(array) for array in arrays)))
+            shape = (
+                type(x),
+                *check(w, activation, *(None if array is None else libraries[type(array)].view(array) for array in arrays)),
+            )
             known = w.kept.get((*shape, *options.values()))
         more: dict[str, Any] = {"world": w, "split": split, "stream": stream}
         rows = moe_dispatch_gemm(x, topk_ids, w_gate_up, expert_counts=expert_counts, out=known, **options, **more)
@@ -127,7 +127,7 @@ def moe_layer(
         return moe_gemm_combine(rows.y, w_down, rows.routing, topk_weights=topk_weights, add=add, out=out, **more)
 
 
-def _check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, up: Any, down: Any, add: Any, *_: Any) -> tuple[Any, ...]:
+def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, up: Any, down: Any, add: Any, *_: Any) -> tuple[Any, ...]:
     """Shapes and dtypes: calls alike in them share arrays. What the second kernel would refuse is refused before the first one runs."""
     tokens, h = check_matrix("x", x)
     topk = check_ids(ids, tokens)
@@ -139,69 +139,3 @@ def _check(world: World, activation: str | None, x: Any, ids: Any, weights: Any,
     if add is not None and check_matrix("add", add, x.dtype) != (tokens, h):
         raise ArgumentError("add.shape", add.shape, f"must be that of x, {(tokens, h)}")
     return x.shape, x.dtype, topk, experts, columns
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class PreparedLayer(PreparedPlan):
-    """What ``mk.plan("moe_layer", ...)`` returns: both kernels, agreed on and loaded. ``plan`` and ``split`` are those of the first one.
-
-    Attributes
-    ----------
-    max_rows
-        None: how many tokens a call has is bounded by ``max_tokens``.
-    workspace_bytes
-        Bytes of the symmetric data heap that neither kernel exceeds.
-    """
-
-    _first: PreparedPlan = dataclasses.field(repr=False)
-    _second: PreparedPlan = dataclasses.field(repr=False)
-
-    def plan(self, rows: int | None = None) -> Any:
-        return self._first.plan(rows)
-
-    def describe(self, rows: int | None = None) -> str:
-        return f"{self._first.describe(rows)}\n{self._second.describe()}"
-
-    def run(self, *arrays: Array | None, out: Any = None, stream: Any = None) -> Any:
-        """``mk.moe_layer`` of the arrays in the order of ``mk.plan``, with the options that the plan was made with."""
-        x, ids, weights, up, down, add, counts = _all_arrays(arrays)
-        given: dict[str, Any] = dict(zip(_OPTIONS, self._options, strict=True))
-        more = {"add": add, "expert_counts": counts, "world": self.world, "out": out, "stream": stream}
-        result: Array = moe_layer(x, ids, weights, up, down, split=self._choice, **more, **given)  # type: ignore[arg-type]
-        return result
-
-
-def plan_layer(arrays: Sequence[Array | None], world: World | None, options: Mapping[str, Any], **how: Any) -> PreparedLayer:
-    """``mk.plan`` of the layer. The rows between its kernels get their arrays here, so that the first call may be one that is captured."""
-    unknown = options.keys() - _OPTIONS.keys()
-    if unknown:
-        raise TypeError(f"{NAME}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
-    given = dict(_OPTIONS) | dict(options)
-    w = current.current(world)
-    x, ids, weights, up, down, add, counts = _all_arrays(arrays)
-    with w.lock:
-        libraries = w.backend.libraries
-        given_arrays = (x, ids, weights, up, down, add, counts)
-        views: list[Any] = [None if array is None else libraries[type(array)].view(array) for array in given_arrays]
-        shape = (type(x), *_check(w, given["activation"], *views))
-        first = plan("moe_dispatch_gemm", x, ids, up, None, counts, world=w, **how, **given)
-        op, home = find("moe_dispatch_gemm"), libraries[type(x)]
-        queue = home.stream() if how.get("stream") is None else w.backend.stream(how["stream"])
-        operands: list[Any] = [views[0], views[1], views[3], None, views[6]]
-        specs = op.results(first._instance, operands)
-        rows = w.kept.get((*shape, *given.values()))
-        if rows is None:
-            rows = w.kept[*shape, *given.values()] = op.returned([home.empty(*spec, queue) for spec in specs])
-        second = plan("moe_gemm_combine", rows.y, down, *rows.routing, weights, add, world=w, **how)
-    workspace = max(first.workspace_bytes, second.workspace_bytes)
-    return PreparedLayer(NAME, w, None, workspace, first._instance, first._choice, tuple(given.values()), first, second)
-
-
-def _all_arrays(arrays: Sequence[Array | None]) -> list[Array | None]:
-    names = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down", "add", "expert_counts")
-    if not 5 <= len(arrays) <= len(names):
-        raise ArgumentError("arrays", f"{len(arrays)} arrays", f"{NAME} takes " + ", ".join(names), "the last two may be left out")
-    for name, array in zip(names[:5], arrays, strict=False):
-        if array is None:
-            raise ArgumentError(name, None, f"{NAME} needs it")
-    return [*arrays, *[None] * (len(names) - len(arrays))]

@@ -46,6 +46,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/ops/call.py": (*_OPS, *_SIZES, "tests/ops/test_tuning.py", "tests/ops/test_remember.py"),
     "mkernel/ops/gemm.py": (*_OPS, "tests/ops/test_libraries.py"),
     "mkernel/ops/prepared_plan.py": (*_OPS, *_SIZES),
+    "mkernel/ops/prepared_layer.py": ("tests/ops/test_moe_layer.py",),
     "mkernel/ops/schedule.py": (*_OPS, *_SIZES, "tests/ops/test_tuning.py"),
     "mkernel/ops/split_search.py": ("tests/ops/test_tuning.py", "tests/unit/test_pictures.py"),
     "mkernel/planner": ("tests/planner",),
