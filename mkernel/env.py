@@ -323,6 +323,13 @@ RC_SIGNAL = _declare(
     "how rc raises a flag: behind an atomic, by a plain write (no routing may be adaptive), or by a message (imm)",
 )
 RC_QUEUE_PAIRS = _declare("MKERNEL_RC_QUEUE_PAIRS", "1 to 256", _between(1, 256), 4, "queue pairs of rc to each peer; channels share them")
+ENGINE = _declare(
+    "MKERNEL_ENGINE",
+    "auto, compiled or python",
+    _choice("auto", "compiled", "python"),
+    "auto",
+    "what the engine's process runs: compiled, by the host's C++ compiler at first use, where it can (else Python)",
+)
 GRAPH_SPIN = _declare(
     "MKERNEL_GRAPH_SPIN",
     "seconds",

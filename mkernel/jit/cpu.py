@@ -21,13 +21,14 @@ from mkernel.jit.headers import IncludePath, device_code, digest, kernels_src, o
 from mkernel.jit.source import render
 from mkernel.jit.spec import KernelSpec
 
-__all__ = ["compile", "core_library", "find_compiler", "open_library", "sanitizing"]
+__all__ = ["compile", "core_library", "engine_library", "find_compiler", "open_library", "sanitizing"]
 
 _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas", "-Wno-psabi", "-pthread")
 # -O1: a kernel's time is spent in the scheduler and its products, so that -O2 makes no call faster and compiling a third slower.
 # -fno-strict-aliasing: kernels read the same memory as different types, as CUDA code does.
 _KERNEL_FLAGS = ("-O1", "-fno-strict-aliasing")
 _CORE_FLAGS = ("-O3",)
+_ENGINE_FLAGS = ("-O2",)
 _TSAN_FLAGS = ("-fsanitize=thread", "-g1")
 _CORE_SOURCES = ("memory", "fiber", "tsan", "scheduler", "sync", "async", "races", "wgmma", "report", "crash", "host")
 _SECONDS = 600
@@ -59,6 +60,12 @@ def core_library() -> Path:
     """The scheduler that runs the kernels (kernels_src/cpu), compiled once."""
     text = "".join(f'#include "{name}.cpp"\n' for name in _CORE_SOURCES)
     return _build("scheduler", text, [*_FLAGS, *_CORE_FLAGS], (kernels_src() / "cpu",))
+
+
+def engine_library() -> Path:
+    """The loop of the proxy engine (kernels_src/proxy), compiled once."""
+    folder = kernels_src()
+    return _build("engine", '#include "engine.cpp"\n', [*_FLAGS, *_ENGINE_FLAGS], (folder / "proxy", folder))
 
 
 def find_compiler() -> tuple[str, ...]:

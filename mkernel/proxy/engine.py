@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from mkernel.errors import TransportError
 from mkernel.proxy.cpus import choose_cpus
@@ -17,7 +17,7 @@ from mkernel.proxy.pace import GRAPH_SPIN_NS, Pace
 from mkernel.proxy.ring import RingReader
 from mkernel.transport.base import Put, Transport
 
-__all__ = ["Engine", "EngineThread", "pace_of"]
+__all__ = ["BATCH", "Engine", "EngineThread", "as_transport_error", "pace_of"]
 
 _log = logging.getLogger("mkernel")
 
@@ -79,11 +79,28 @@ class Engine:
                 self.ring.complete_all(done)
             arrived, self._arrived = self._arrived, transport.arrived
         except Exception as error:
-            self.error = self.error or _as_transport_error(error, put)
-            if self.error is error:
-                raise
-            raise self.error from error
+            self._fail(error, put)
         return bool(posted or done or arrived != self._arrived)
+
+    def _fail(self, error: Exception, put: Put | None) -> NoReturn:
+        """Stay failed, and raise the error as a TransportError."""
+        self.error = self.error or as_transport_error(error, put)
+        if self.error is error:
+            raise error
+        raise self.error from error
+
+    def spin(self, pace: Pace, moved: bool, limit_ns: int) -> int:
+        """Step until it may nap, or ``limit_ns`` nanoseconds are over; returns how long it may nap. Raises as ``step`` does.
+
+        ``moved``: something has happened that no step sees, such as a launch.
+        """
+        began = time.monotonic_ns()
+        while True:
+            nap = pace.nap(self.step() or moved)
+            moved = False
+            if nap or time.monotonic_ns() - began >= limit_ns:
+                return nap
+            os.sched_yield()
 
     def _post_held(self) -> int:
         """Offer what the transport has refused again; returns how many puts it took."""
@@ -94,7 +111,7 @@ class Engine:
                     queue.popleft()
                     posted += 1
             except Exception as error:
-                self.error = _as_transport_error(error, queue[0])
+                self.error = as_transport_error(error, queue[0])
                 raise
             if not queue:
                 del self._held[rank]
@@ -201,7 +218,7 @@ class EngineThread:
             self._on_error(error)
         except BaseException as error:  # whatever it is: kernels would wait for an engine that ended in silence
             _log.exception("%s failed", self._thread.name)
-            self._on_error(_as_transport_error(error, None))
+            self._on_error(as_transport_error(error, None))
 
     def _loop(self) -> None:
         engine, wake, pace = self.engine, self._wake, self._pace
@@ -219,7 +236,8 @@ class EngineThread:
                 os.sched_yield()  # time.sleep(0) would take 80 us
 
 
-def _as_transport_error(error: BaseException, put: Put | None) -> TransportError:
+def as_transport_error(error: BaseException, put: Put | None) -> TransportError:
+    """What an engine reports when anything fails, at a put or at no particular one."""
     if isinstance(error, TransportError):
         return error
     peer = None if put is None else put.dst_rank

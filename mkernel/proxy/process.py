@@ -27,6 +27,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mkernel.errors import ArgumentError, Error, TransportError
+from mkernel.proxy.compiled import open_engine
 from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.engine import Engine, pace_of
 from mkernel.proxy.naps import Naps
@@ -301,7 +302,7 @@ def _open(layout: Layout, channel: _Channel, stack: contextlib.ExitStack) -> Eng
     )
     plain = platform.machine() in _ORDERED
     reader = RingReader(memoryview(ring), store=None if plain else store)
-    engine = Engine(reader, create(layout.transport, wiring))
+    engine = open_engine(layout.transport, reader, create(layout.transport, wiring))
     stack.callback(engine.close)
     return engine
 
@@ -355,17 +356,10 @@ class _Loop:
         self._naps = Naps((channel.socket.fileno(), wake))
 
     def run(self) -> None:
-        step, now_ns, pace = self._engine.step, time.monotonic_ns, self._pace.nap
-        looked_ns, moved = now_ns(), True
+        moved = True
         try:
             while not self._told_to_stop():
-                nap = pace(step() or moved)
-                moved = False
-                if nap == 0 and now_ns() - looked_ns < NAP_NS:
-                    os.sched_yield()
-                    continue
-                moved = self._wait(nap)
-                looked_ns = now_ns()
+                moved = self._wait(self._engine.spin(self._pace, moved, NAP_NS))
             return
         except (EOFError, OSError):
             raise  # the rank has gone

@@ -90,6 +90,11 @@ class RingReader:
         self._early: set[int] = set()  # tickets that completed before one below them
 
     @property
+    def address(self) -> int:
+        """Where the ring is in this process."""
+        return self._address
+
+    @property
     def taken(self) -> int:
         """The number of commands taken so far, which is the ticket of the next one."""
         return self._taken

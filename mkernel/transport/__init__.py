@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mkernel import env
 from mkernel.errors import ArgumentError
 
 if TYPE_CHECKING:
     from mkernel.transport.base import Transport
+    from mkernel.transport.compiled import Side
 
-__all__ = ["TRANSPORTS", "Card", "Copier", "Entry", "Wiring", "create", "host_signals", "names", "own_process"]
+__all__ = ["TRANSPORTS", "Card", "Copier", "Entry", "Wiring", "compiled_side", "create", "host_signals", "names", "own_process"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,18 +31,27 @@ class Entry:
         The transport needs a network card.
     host_signals
         Tells whether an engine, on the CPU, raises the flags; else the card or the GPU's copy engine does.
+    compiled
+        ``"module:class"`` of its side of the compiled engine; empty: only the engine in Python serves it.
     """
 
     factory: str
     own_process: bool = False
     rdma: bool = False
     host_signals: Callable[[], bool] = lambda: False
+    compiled: str = ""
 
 
 TRANSPORTS: dict[str, Entry] = {
     "emulated": Entry("mkernel.transport.emulated:create", host_signals=env.EMULATED_HOST_SIGNALS.get),
-    "null": Entry("mkernel.transport.null:create", own_process=True),
-    "rc": Entry("mkernel.transport.rc:create", own_process=True, rdma=True, host_signals=lambda: env.RC_SIGNAL.get() == "imm"),
+    "null": Entry("mkernel.transport.null:create", own_process=True, compiled="mkernel.transport.null:NullSide"),
+    "rc": Entry(
+        "mkernel.transport.rc:create",
+        own_process=True,
+        rdma=True,
+        host_signals=lambda: env.RC_SIGNAL.get() == "imm",
+        compiled="mkernel.transport.rc_compiled:RcSide",
+    ),
     "srd": Entry("mkernel.transport.srd:create", own_process=True, rdma=True, host_signals=lambda: True),
 }
 
@@ -160,5 +170,26 @@ def create(name: str, wiring: Wiring) -> Transport:
     """
     if name not in TRANSPORTS:
         raise ArgumentError("transport", repr(name), "no such transport", f"there are {', '.join(names())}")
-    module, _, factory = TRANSPORTS[name].factory.partition(":")
-    return cast("Transport", getattr(importlib.import_module(module), factory)(wiring))
+    return cast("Transport", _load(TRANSPORTS[name].factory)(wiring))
+
+
+def compiled_side(name: str, transport: Transport) -> Side:
+    """What the compiled engine needs to post and poll in place of ``transport``, which is open and has posted nothing yet.
+
+    Raises
+    ------
+    UnfitError
+        That engine does not know this transport, or cannot use this card.
+    """
+    place = TRANSPORTS[name].compiled
+    if not place:
+        from mkernel.transport.compiled import UnfitError
+
+        raise UnfitError(f"it does not know transport {name}")
+    return cast("Side", _load(place)(transport))
+
+
+def _load(place: str) -> Any:
+    """What ``"module:name"`` names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

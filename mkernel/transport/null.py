@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mkernel.transport import Wiring
 from mkernel.transport.base import Put, Transport
+from mkernel.transport.compiled import Kind, Setup, Side
 
-__all__ = ["NullTransport", "create"]
+__all__ = ["NullSide", "NullTransport", "create"]
 
 
 class NullTransport(Transport):
@@ -30,6 +31,15 @@ class NullTransport(Transport):
 
     def close(self) -> None:
         self._posted.clear()
+
+
+class NullSide(Side):
+    """It needs nothing."""
+
+    def __init__(self, transport: NullTransport) -> None: ...
+
+    def fill(self, setup: Setup) -> None:
+        setup.kind = Kind.null
 
 
 def create(wiring: Wiring) -> NullTransport:

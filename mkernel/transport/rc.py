@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mkernel import env
-from mkernel.errors import ArgumentError
+from mkernel.errors import ArgumentError, TransportError
 from mkernel.transport import Wiring, rdma, verbs
 from mkernel.transport.base import Put
 
@@ -199,13 +199,11 @@ class RcTransport(rdma.RdmaTransport):
         ordered = self._needs_order(connection, put, last if owner is connection else -1)
         requests = data + (self._extra if ordered else 1)
         if requests > self._depth:
-            room = (self._depth - self._extra) * self._max_message
-            raise self._error(put.dst_rank, "put_signal", "too long", f"{put.bytes} bytes, the card takes {room} in one put")
+            raise self._too_long(put)
         if connection.room < requests or self._completions_left < requests:
             return False
         if owner is not connection and last >= owner.retired:
-            text = f"flag at {put.signal_offset} is under way on channel {put.channel} and another, which have no common order"
-            raise self._error(put.dst_rank, "put_signal", "two channels", text)
+            raise self._two_channels(put)
         self._flags[key] = (connection, number)
         if put.bytes:
             connection.data[put.channel] = number
@@ -230,6 +228,14 @@ class RcTransport(rdma.RdmaTransport):
         """The queue pair of a put, and the number of writes that carry its bytes."""
         self._check_addresses(put)
         return self._by_peer[put.dst_rank][put.channel % self._count], -(-put.bytes // self._max_message)
+
+    def _too_long(self, put: Put) -> TransportError:
+        room = (self._depth - self._extra) * self._max_message
+        return self._error(put.dst_rank, "put_signal", "too long", f"{put.bytes} bytes, the card takes {room} in one put")
+
+    def _two_channels(self, put: Put) -> TransportError:
+        text = f"flag at {put.signal_offset} is under way on channel {put.channel} and another, which have no common order"
+        return self._error(put.dst_rank, "put_signal", "two channels", text)
 
     def flush(self) -> None:
         """Build and post the work requests of all accepted puts. The last put of each queue pair asks for a completion."""
@@ -302,7 +308,7 @@ class RcTransport(rdma.RdmaTransport):
 
     def poll(self) -> list[int]:
         if self._polled() and self._outstanding and self.signal == "atomic":
-            self._nudge()
+            self._nudge([connection for connection in self._connections if connection.posted], time.monotonic_ns())
         tickets: list[int] = []
         for completion in self._completions(self._sends):
             self._retire(completion.wr_id, tickets)
@@ -313,22 +319,20 @@ class RcTransport(rdma.RdmaTransport):
             self._moved_ns = time.monotonic_ns()
         return tickets
 
-    def _nudge(self) -> None:
-        """Ring doorbells again if nothing completes. Only rxe needs it; real cards then do nothing.
+    def _nudge(self, connections: Iterable[_Connection], now: int) -> None:
+        """Ring doorbells of queue pairs with work again if nothing completes. Only rxe needs it; real cards then do nothing.
 
         rxe first decides that a fenced request must wait, and then notes that it waits. If the requests before it complete in between, the
         request is forgotten until the next doorbell (Linux 6.1, drivers/infiniband/sw/rxe: rxe_req.c, rxe_comp.c).
         """
-        now = time.monotonic_ns()
         if now - self._moved_ns < _NUDGE_NS:
             return
         self._moved_ns = now
-        for connection in self._connections:
-            if connection.posted:
-                try:
-                    connection.pair.nudge()
-                except verbs.VerbsError as error:
-                    raise self._refused("post", error, connection.pair) from error
+        for connection in connections:
+            try:
+                connection.pair.nudge()
+            except verbs.VerbsError as error:
+                raise self._refused("post", error, connection.pair) from error
 
     def _retire(self, wr_id: int, tickets: list[int]) -> None:
         """Note that a work request, and with it all that were posted before it on its queue pair, has completed."""
@@ -358,13 +362,16 @@ class RcTransport(rdma.RdmaTransport):
         connection = self._connections[position]
         offset = _WORD * (completion.imm or 0)
         if completion.imm is None or completion.size != _WORD or not self._is_flag(offset):
-            raise self._error(connection.peer, "receive", "bad message", f"{completion.size} bytes for flag {completion.imm}")
+            raise self._bad_message(connection, completion.size, completion.imm)
         assert self._store is not None
         self._store(self._signal_address + offset, self._scratch[_SCRATCH + position * self._receives + slot])
         try:
             self._receive(connection, slot)
         except verbs.VerbsError as error:
             raise self._refused("receive", error, connection.pair) from error
+
+    def _bad_message(self, connection: _Connection, size: int, imm: int | None) -> TransportError:
+        return self._error(connection.peer, "receive", "bad message", f"{size} bytes for flag {imm}")
 
     def _operation(self, wr_id: int) -> str:
         return ("write", "send" if self.signal == "imm" else "signal", "fetch_add")[wr_id & 3]

@@ -18,6 +18,7 @@ from typing import Any
 from mkernel.transport import Wiring
 from mkernel.transport.verbs import Access, Completion
 from tests.transport.harness import LocalNetwork
+from tests.transport.standin_calls import Calls
 from tests.transport.standin_card import CardPair, CardQueue, CardRegion, StandinNic, Work
 
 __all__ = ["MOODS", "Fabric", "Mood", "StandinNetwork", "StandinNic"]
@@ -99,6 +100,7 @@ class Fabric:
         self.numbers = itertools.count(0x100)
         self.keys = itertools.count(0x1000)
         self.serials = itertools.count()
+        self.calls: Calls | None = None  # how compiled engines reach the cards, if they may
         self.posted: list[str] = []  # kinds of all requests, in order
 
     def nic(self, index: int, *, srd: bool = False) -> StandinNic:

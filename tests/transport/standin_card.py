@@ -225,6 +225,9 @@ class CardPair(verbs.QueuePair):
         else:
             self.work.remove(work)
 
+    def handles(self) -> verbs.Handles | None:
+        return None if self.nic.fabric.calls is None else self.nic.fabric.calls.handles(self)
+
     def fail(self) -> None:
         self.state = "ERR"
         self.flush()

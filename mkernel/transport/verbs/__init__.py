@@ -3,6 +3,7 @@
 interface.py: what transports need of a card, and what they hand to it.
 pyverbs.py:   the real cards.
 classic.py:   the same where providers lack newer functions. Only these two import pyverbs.
+handles.py:   what their queue pairs are to libibverbs.
 status.py:    the numbers that cards report, in words.
 """
 
@@ -14,6 +15,7 @@ from mkernel.transport.verbs.interface import (
     CompletionQueue,
     Destination,
     Event,
+    Handles,
     Limits,
     Nic,
     Port,
@@ -37,6 +39,7 @@ __all__ = [
     "CompletionQueue",
     "Destination",
     "Event",
+    "Handles",
     "Limits",
     "Nic",
     "Port",

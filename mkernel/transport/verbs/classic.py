@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mkernel.transport.verbs.interface import Completion, CompletionQueue, Destination, QueuePair, Remote, RetryPolicy
+from mkernel.transport.verbs import handles
+from mkernel.transport.verbs.interface import Completion, CompletionQueue, Destination, Handles, QueuePair, Remote, RetryPolicy
 
 __all__ = ["ClassicPair", "ClassicQueue", "post_receive", "queue_pair", "to_error"]
 
@@ -125,6 +126,9 @@ class ClassicPair(QueuePair):
 
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
         post_receive(self._pair, wr_id, local, size, lkey, self._verb)
+
+    def handles(self) -> Handles | None:
+        return handles.find(self._pair, self.number)
 
     def fail(self) -> None:
         to_error(self._pair, self._nic.enums, self._verb)

@@ -19,6 +19,7 @@ __all__ = [
     "CompletionQueue",
     "Destination",
     "Event",
+    "Handles",
     "Limits",
     "Nic",
     "Port",
@@ -156,6 +157,18 @@ class RetryPolicy:
         return (self.retry_count + 1) * 4.096e-6 * float(1 << self.timeout)
 
 
+class Handles(NamedTuple):
+    """What a queue pair is to libibverbs: addresses in this process, for the compiled engine (``kernels_src/proxy/verbs.hpp``)."""
+
+    pair: int  # struct ibv_qp
+    sends: int  # struct ibv_cq of its send queue
+    arrivals: int  # struct ibv_cq of its receive queue
+    post_send: int  # the provider's functions
+    post_receive: int
+    poll: int
+    stored: int = 0  # called after each flag that the engine stores (tests)
+
+
 class Region(abc.ABC):
     """Memory that a card may read and write.
 
@@ -267,6 +280,10 @@ class QueuePair(abc.ABC):
 
         A write with an immediate consumes a receive and leaves its memory alone; ``size`` may be 0 then.
         """
+
+    def handles(self) -> Handles | None:
+        """What the queue pair is to libibverbs; None if that cannot be told."""
+        return None
 
     @abc.abstractmethod
     def fail(self) -> None:

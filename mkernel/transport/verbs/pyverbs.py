@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mkernel import env
-from mkernel.transport.verbs import classic
+from mkernel.transport.verbs import classic, handles
 from mkernel.transport.verbs.interface import (
     Access,
     Completion,
     CompletionQueue,
     Destination,
     Event,
+    Handles,
     Limits,
     Nic,
     Port,
@@ -452,6 +453,9 @@ class _PyverbsQueuePair(QueuePair):
 
     def receive(self, wr_id: int, local: int, size: int, lkey: int) -> None:
         classic.post_receive(self._pair, wr_id, local, size, lkey, _verb)
+
+    def handles(self) -> Handles | None:
+        return handles.find(self._pair, self.number)
 
     def fail(self) -> None:
         classic.to_error(self._pair, self._nic.enums, _verb)

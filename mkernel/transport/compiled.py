@@ -1,0 +1,88 @@
+"""What a transport tells the compiled engine, and what it says when that engine meets trouble (``kernels_src/proxy/interface.hpp``).
+
+The engine posts and polls by itself. Opening, asynchronous events, and the words of every failure stay with the transport.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import enum
+from typing import NoReturn
+
+from mkernel.errors import TransportError
+from mkernel.transport.base import Put
+
+__all__ = ["Failed", "Kind", "Report", "Setup", "Side", "Target", "Trouble", "UnfitError"]
+
+_u64 = ctypes.c_uint64
+POLLED = 64  # completions a poll takes at most
+
+
+class UnfitError(Exception):
+    """The compiled engine cannot serve this transport, or this card; the text says why."""
+
+
+class Kind(enum.IntEnum):
+    null = 0
+    rc = 1
+
+
+class Signal(enum.IntEnum):
+    atomic = 0
+    write = 1
+    imm = 2
+
+
+class Trouble(enum.IntEnum):
+    none = 0
+    bad_put = 1
+    too_long = 2
+    two_channels = 3
+    post = 4
+    poll = 5
+    failed = 6
+    bad_message = 7
+    receive = 8
+    miscounted = 9
+
+
+def _words(names: str) -> list[tuple[str, type[ctypes.c_uint64]]]:
+    return [(name, _u64) for name in names.split()]
+
+
+class Target(ctypes.Structure):
+    _fields_ = _words("rank heap heap_key signals signal_key barrier barrier_key")
+
+
+class Setup(ctypes.Structure):
+    _fields_ = _words(
+        "kind ring batch post_send post_receive poll stored sends arrivals pairs targets num_peers queue_pairs signal heap heap_bytes"
+        " heap_key signals signal_bytes scratch scratch_registered scratch_key max_message depth receives completions"
+    )
+
+
+class Failed(ctypes.Structure):
+    _fields_ = _words("id status pair vendor_error")
+
+
+class Report(ctypes.Structure):
+    _fields_ = (
+        *_words("trouble ticket pair code arrivals bytes imm num_failed outstanding arrived taken completed moved_ns nap_ns"),
+        ("failed", Failed * POLLED),
+    )
+
+
+class Side(abc.ABC):
+    """A transport's side of the compiled engine. What it gives must live as long as this does."""
+
+    @abc.abstractmethod
+    def fill(self, setup: Setup) -> None:
+        """Fill in everything but ``ring`` and ``batch``."""
+
+    def explain(self, report: Report, put: Put) -> NoReturn:
+        """Raise the error that the engine has met. ``put``: that of ``report.ticket``, if the trouble is one of a put."""
+        raise TransportError(f"ticket {report.ticket} completed, but is not in flight", op="poll", status="miscounted")
+
+    def look(self, report: Report, under_way: list[int]) -> None:
+        """Do what is due now and then. ``under_way``: positions of the queue pairs with work. Raises TransportError."""
