@@ -67,6 +67,13 @@ def started(
             yield engine, producer
 
 
+@pytest.fixture(params=["python", "compiled"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which engine the process runs."""
+    monkeypatch.setenv("MKERNEL_ENGINE", request.param)
+    return str(request.param)
+
+
 def issue(producer: SharedProducer, count: int = 1, size: int = 1 << 18) -> None:
     for _ in range(count):
         assert producer.issue(producer.head % 4, 1, 0, 0, size, 1024, producer.head + 1) is not None
@@ -92,6 +99,7 @@ def alive(pid: int) -> bool:
     return False
 
 
+@pytest.mark.usefixtures("kind")
 def test_puts_complete_over_several_laps() -> None:
     with started() as (engine, producer):
         errors: list[TransportError] = []
@@ -104,6 +112,7 @@ def test_puts_complete_over_several_laps() -> None:
     assert not alive(engine.pid)
 
 
+@pytest.mark.usefixtures("kind")
 def test_it_wakes_without_being_told() -> None:
     """Replayed graphs launch nothing that the host sees."""
     with started() as (_, producer):
@@ -122,6 +131,7 @@ def sleeps(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
+@pytest.mark.usefixtures("kind")
 def test_it_is_awake_while_a_call_is_under_way_and_cheap_when_none_is() -> None:
     with started(follows=True) as (engine, producer):
         producer.ring.launched = 1
@@ -244,20 +254,33 @@ def test_ctrl_c_is_for_the_rank() -> None:
         wait_completed(producer)
 
 
-def test_a_failure_reaches_the_rank_with_its_fields(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent("""
-            from mkernel.errors import TransportError
-            from mkernel.transport.null import NullTransport
+_FAILS = {  # what fails in a process
+    "python": """
+        def poll(self):
+            if self._posted:
+                raise gone
+            return []
 
-            def poll(self):
-                if self._posted:
-                    raise TransportError("gone", peer=1, op="write", status="IBV_WC_RETRY_EXC_ERR", queue_pair=7, remedy="look")
-                return []
+        NullTransport.poll = poll
+    """,
+    "compiled": """
+        def look(self, report, under_way):
+            if report.taken:
+                raise gone
 
-            NullTransport.poll = poll
-        """)
-    )
+        NullSide.look = look
+    """,
+}
+
+
+def test_a_failure_reaches_the_rank_with_its_fields(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin = """
+        from mkernel.errors import TransportError
+        from mkernel.transport.null import NullSide, NullTransport
+
+        gone = TransportError("gone", peer=1, op="write", status="IBV_WC_RETRY_EXC_ERR", queue_pair=7, remedy="look")
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(begin) + textwrap.dedent(_FAILS[kind]))
     monkeypatch.syspath_prepend(str(tmp_path))
     with started() as (engine, producer):
         errors: list[TransportError] = []
@@ -269,7 +292,7 @@ def test_a_failure_reaches_the_rank_with_its_fields(monkeypatch: pytest.MonkeyPa
         (error,) = errors
         fields = (error.peer, error.op, error.status, error.queue_pair, error.remedy)
         assert fields == (1, "write", "IBV_WC_RETRY_EXC_ERR", 7, "look")
-        assert producer.completed == 0
+        assert kind == "compiled" or producer.completed == 0
 
 
 def test_what_cannot_be_opened_is_an_error() -> None:
@@ -361,7 +384,7 @@ print(sorted(times)[len(times) // 2])
 
 @pytest.mark.parametrize("pause", [0.006, *(pytest.param(pause, marks=pytest.mark.slow) for pause in (0.0005, 0.05))])
 @pytest.mark.parametrize("follows", [True, False], ids=["a call is launched", "unannounced"])
-def test_command_to_credit_after_a_pause(pause: float, follows: bool) -> None:
+def test_command_to_credit_after_a_pause(kind: str, pause: float, follows: bool) -> None:
     """Prints how long a put takes after a pause (``-s``): 20 us after its launch was announced, or unannounced as of a replayed graph.
 
     Asserts only that the work was done, because machines differ.
@@ -389,12 +412,12 @@ def test_command_to_credit_after_a_pause(pause: float, follows: bool) -> None:
     assert len(times) == 40
     times.sort()
     how = "of a launched call" if follows else "unannounced"
-    print(f"own process, null transport, {pause * 1e3:g} ms after the last put, {how}: median {times[20]:.1f} us, most {times[-1]:.1f}")
+    print(f"own process, {kind}, null transport, {pause * 1e3:g} ms after the last put, {how}: median {times[20]:.1f} us, most {times[-1]:.1f}")
 
 
 @pytest.mark.parametrize("hog", [False, True], ids=["free", "hogged"])
 @pytest.mark.parametrize("burst", [1, RING_SLOTS], ids=["alone", "batched"])
-def test_cost_per_put(burst: int, hog: bool) -> None:
+def test_cost_per_put(kind: str, burst: int, hog: bool) -> None:
     """Prints the cost of a put (``-s``) as a process in the place of the device sees it, with the rank's interpreter free or busy.
 
     Asserts only that the work was done, because machines differ.
@@ -409,4 +432,5 @@ def test_cost_per_put(burst: int, hog: bool) -> None:
             assert device.stdout is not None
             median = float(device.stdout.read())
         assert producer.completed == puts
-        print(f"own process, null transport, 256 KiB puts, {burst} at once, rank {'busy' if hog else 'idle'}: {median:.2f} us per put")
+        rank = "busy" if hog else "idle"
+        print(f"own process, {kind}, null transport, 256 KiB puts, {burst} at once, rank {rank}: {median:.2f} us per put")

@@ -81,7 +81,7 @@ class Calls:
         self.failure: BaseException | None = None
         self._post_send = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.POINTER(Request), _p)(self._guarded(self._send))
         self._post_receive = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.POINTER(Receive), _p)(self._guarded(self._receive))
-        self._poll = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.c_int, ctypes.POINTER(End))(self._guarded(self._take))
+        self._poll = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.c_int, ctypes.POINTER(End), use_errno=True)(self._polled)
         self._stored = ctypes.CFUNCTYPE(None)(lambda: self.fabric.watcher())
 
     def handles(self, pair: CardPair) -> verbs.Handles:
@@ -132,6 +132,17 @@ class Calls:
         entry = request.entries[0]
         self.fabric.pairs[number].receive(request.id, entry.address, entry.bytes, entry.key)
         return 0
+
+    def _polled(self, number: int, limit: int, found: ctypes._Pointer[End]) -> int:
+        count = [0]
+
+        def take() -> int:
+            count[0] = self._take(number, limit, found)
+            return 0
+
+        code = self._guarded(take)()
+        ctypes.set_errno(code)
+        return -1 if code else count[0]
 
     def _take(self, number: int, limit: int, found: ctypes._Pointer[End]) -> int:
         completions = self.fabric.queues[number - 1].poll(limit)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mkernel.proxy.compiled import library
 from tests.transport.contract import CHECKS
 from tests.vm.machines import Job, Machines, Outcome
 
@@ -23,11 +24,14 @@ def run(machines: Machines, job: Job, count: int, timeout: float) -> list[Outcom
 @pytest.mark.parametrize(
     ("count", "signals"),
     [
-        (2, "atomic"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "imm write"), (2, "classic-atomic classic-imm"), (4, "atomic"))),
+        (2, "compiled-atomic"),
+        *(pytest.param(2, signals, marks=pytest.mark.slow) for signals in ("atomic imm write", "classic-atomic classic-imm")),
+        *(pytest.param(2, signals, marks=pytest.mark.slow) for signals in ("compiled-imm compiled-write", "classic-compiled-atomic")),
+        *(pytest.param(4, signals, marks=pytest.mark.slow) for signals in ("atomic", "compiled-atomic")),
     ],
 )
 def test_contract(machines: Machines, count: int, signals: str) -> None:
+    library()  # machines find it in the cache
     outcomes = run(machines, Job(JOBS / "contract.py", ("rc", *signals.split())), count, 200)
     expected = [(signal, check) for signal in signals.split() for check in CHECKS]
     assert [(line["signal"], line["check"]) for line in outcomes[0].lines] == expected, str(outcomes[0])

@@ -1,7 +1,8 @@
 """``python contract.py <transport> <signal> ...``: the contract's body between machines, for each way to raise signals.
 
-``classic-atomic`` is ``atomic`` over ibv_post_send and ibv_poll_cq, as for providers that have nothing newer. Machine 0 drives, and prints
-one line per check.
+``classic-atomic`` is ``atomic`` over ibv_post_send and ibv_poll_cq, as for providers that have nothing newer; ``compiled-atomic`` and
+``classic-compiled-atomic`` are the same below the compiled engine, the others below the one in Python. Machine 0 drives, and prints one
+line per check.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ OPEN_NIC = pyverbs.open_nic
 def main(transport: str, signals: list[str]) -> None:
     wires = Wires()
     for signal, name in itertools.product(signals, CHECKS):
-        os.environ["MKERNEL_RC_SIGNAL"] = signal.removeprefix("classic-")
+        os.environ["MKERNEL_RC_SIGNAL"] = signal.rpartition("-")[2]
+        os.environ["MKERNEL_ENGINE"] = "compiled" if "compiled-" in signal else "python"
         pyverbs.open_nic = functools.partial(OPEN_NIC, classic=signal.startswith("classic-"))
         node = Node(wires, transport)
         if MACHINE:

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from mkernel.abi import SIGNAL_FLAGS
-from mkernel.proxy.engine import Engine
+from mkernel.proxy.compiled import open_engine
 from mkernel.proxy.ring import RingReader
 from mkernel.transport import Wiring, create
 from mkernel.transport.devices import card_for
@@ -126,7 +126,7 @@ class Node:
             timeout=TIMEOUT,
         )
         self.transport = create(transport, wiring)
-        self.engine = Engine(RingReader(self.producer.buffer), self.transport, time.monotonic_ns)
+        self.engine = open_engine(transport, RingReader(self.producer.buffer), self.transport)  # MKERNEL_ENGINE says which
 
     @staticmethod
     def _store(address: int, value: int) -> None:
