@@ -89,11 +89,11 @@ constexpr uint64_t kPolled = 64;  // completions a poll takes at most
 struct Report {
   uint64_t trouble;  // Trouble
   uint64_t ticket;
-  uint64_t pair;  // position of a queue pair among `Setup::pairs`
-  uint64_t code;  // an errno
+  uint64_t pair;      // position of a queue pair among `Setup::pairs`
+  uint64_t code;      // an errno
   uint64_t arrivals;  // 1: of `Setup::arrivals`; 0: of `Setup::sends`
   uint64_t bytes;
-  uint64_t imm;         // 1 << 32 where there was none
+  uint64_t imm;  // 1 << 32 where there was none
   uint64_t num_failed;
   uint64_t outstanding;  // puts accepted and not completed
   uint64_t arrived;      // messages of peers
@@ -111,7 +111,7 @@ MKP_API void mkp_destroy(void* engine);
 MKP_API int mkp_step(void* engine);
 // Steps until it may nap, something fails, or `limit_ns` are over. `moved`: something has happened that it cannot see.
 MKP_API int mkp_spin(void* engine, mkproxy::Pace* pace, int moved, uint64_t limit_ns);
-MKP_API int mkp_waiting(void* engine);                    // whether there is a command to take
-MKP_API int mkp_under_way(void* engine, uint64_t pair);  // whether a queue pair has work that has not completed
+MKP_API int mkp_waiting(void* engine);                                 // whether there is a command to take
+MKP_API int mkp_under_way(void* engine, uint64_t pair);                // whether a queue pair has work that has not completed
 MKP_API int mkp_put(void* engine, uint64_t ticket, uint64_t* fields);  // channel .. signal_value of a command in flight
 MKP_API uint64_t mkp_nap(mkproxy::Pace* pace, int moved, uint64_t now_ns, int launching, int captured);

@@ -39,7 +39,7 @@ struct Connection {
   uint64_t position, peer, index;  // index: among the peer's
   uint64_t room;                   // free work requests
   uint64_t accepted = 0, flushed = 0, retired = 0;
-  std::vector<Pending> puts;                        // by number, modulo the size
+  std::vector<Pending> puts;                         // by number, modulo the size
   std::unordered_map<uint32_t, uint64_t> last_data;  // channel -> number of its last put with bytes
 
   Pending& at(uint64_t number) { return puts[number & (puts.size() - 1)]; }
@@ -154,7 +154,9 @@ class RcTransport {
     return Post::kFailed;
   }
 
-  bool is_flag(uint64_t offset) const { return offset % kWord == 0 && offset < setup_.signal_bytes && setup_.signal_bytes - offset >= kWord; }
+  bool is_flag(uint64_t offset) const {
+    return offset % kWord == 0 && offset < setup_.signal_bytes && setup_.signal_bytes - offset >= kWord;
+  }
 
   bool inside(const abi::Command& put) const {
     const uint64_t offset = std::max(put.src_offset, put.dst_offset);
@@ -347,8 +349,8 @@ class RcTransport {
   void (*const stored_)();
   const Target* const targets_;
   uint64_t* const scratch_;
-  const uint64_t extra_;       // work requests of an ordered put in addition to its writes
-  uint64_t completions_left_;  // entries of the completion queue that no request may need
+  const uint64_t extra_;        // work requests of an ordered put in addition to its writes
+  uint64_t completions_left_;   // entries of the completion queue that no request may need
   std::vector<int64_t> peers_;  // by rank; -1: no peer
   std::vector<Connection> connections_;
   std::vector<std::vector<std::unique_ptr<Page>>> flags_;  // by peer

@@ -13,9 +13,7 @@ class Ring {
 
   uint64_t taken() const { return taken_; }
   uint64_t completed() const { return completed_; }
-  bool launching() const {
-    return __atomic_load_n(&ring_->launched, __ATOMIC_RELAXED) != __atomic_load_n(&ring_->ended, __ATOMIC_RELAXED);
-  }
+  bool launching() const { return __atomic_load_n(&ring_->launched, __ATOMIC_RELAXED) != __atomic_load_n(&ring_->ended, __ATOMIC_RELAXED); }
   bool captured() const { return __atomic_load_n(&ring_->captured, __ATOMIC_RELAXED) != 0; }
 
   bool waiting() const { return __atomic_load_n(&ring_->slots[taken_ & kMask].ticket, __ATOMIC_ACQUIRE) == taken_ + 1; }

@@ -61,10 +61,10 @@ using PostSend = int (*)(void* pair, SendRequest* first, SendRequest** bad);
 using PostReceive = int (*)(void* pair, ReceiveRequest* first, ReceiveRequest** bad);
 using Poll = int (*)(void* queue, int limit, Completion* found);
 
-enum Opcode : uint32_t { kWrite = 0, kSendImm = 3, kFetchAdd = 6 };            // ibv_wr_opcode
-enum SendFlag : uint32_t { kFence = 1, kSignaled = 2, kInline = 8 };           // ibv_send_flags
-constexpr uint32_t kReceived = 128;                                            // IBV_WC_RECV: a bit that the opcodes of all receives have
-constexpr uint32_t kWithImm = 2;                                               // IBV_WC_WITH_IMM
+enum Opcode : uint32_t { kWrite = 0, kSendImm = 3, kFetchAdd = 6 };   // ibv_wr_opcode
+enum SendFlag : uint32_t { kFence = 1, kSignaled = 2, kInline = 8 };  // ibv_send_flags
+constexpr uint32_t kReceived = 128;                                   // IBV_WC_RECV: a bit that the opcodes of all receives have
+constexpr uint32_t kWithImm = 2;                                      // IBV_WC_WITH_IMM
 
 static_assert(sizeof(Entry) == 16 && sizeof(SendRequest) == 128 && sizeof(ReceiveRequest) == 32 && sizeof(Completion) == 48, "verbs");
 #if __has_include(<infiniband/verbs.h>)

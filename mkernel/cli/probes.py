@@ -206,6 +206,7 @@ def _verbs() -> Iterator[Finding]:
     for port in ports:
         if usable and port.active and port.transport == "rc" and (gid := devices.choose_gid(port)) is not None:
             yield _loopback(port, gid.index)
+    yield _engine()
     yield Finding("ok", "transports", ", ".join(transport.names()))
 
 
@@ -290,6 +291,22 @@ def _loopback(port: devices.DevicePort, gid_index: int) -> Finding:
         return Finding("ok", f"{port.name} loopback", f"a put arrived (signal: {result.stdout.splitlines()[-1]})")
     lines = result.stderr.strip().splitlines() or ["no message"]
     return Finding("note", f"{port.name} loopback", lines[-1], "rc will fail on this port: docs/transports.md")
+
+
+def _engine() -> Finding:
+    """What the engine's process would run for a transport that the compiled engine serves."""
+    from mkernel.proxy import compiled
+
+    wanted = env.ENGINE.get()
+    if wanted == "python":
+        return Finding("note", "engine", f"in Python: {env.ENGINE.name} is set to python")
+    served = ", ".join(name for name, entry in transport.TRANSPORTS.items() if entry.compiled and entry.rdma)
+    try:
+        compiled.library()
+    except Error as error:
+        remedy = "apt-get install -y g++, or set MKERNEL_CXX to a C++20 compiler"
+        return Finding("note", "engine", f"in Python, which takes microseconds more per put: {str(error).splitlines()[0]}", remedy)
+    return Finding("ok", "engine", f"compiled, for {served} (others run in Python)")
 
 
 # ---- files and switches

@@ -84,5 +84,6 @@ class Side(abc.ABC):
         """Raise the error that the engine has met. ``put``: that of ``report.ticket``, if the trouble is one of a put."""
         raise TransportError(f"ticket {report.ticket} completed, but is not in flight", op="poll", status="miscounted")
 
+    @abc.abstractmethod
     def look(self, report: Report, under_way: list[int]) -> None:
         """Do what is due now and then. ``under_way``: positions of the queue pairs with work. Raises TransportError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mkernel.transport import Wiring
 from mkernel.transport.base import Put, Transport
-from mkernel.transport.compiled import Kind, Setup, Side
+from mkernel.transport.compiled import Kind, Report, Setup, Side
 
 __all__ = ["NullSide", "NullTransport", "create"]
 
@@ -40,6 +40,8 @@ class NullSide(Side):
 
     def fill(self, setup: Setup) -> None:
         setup.kind = Kind.null
+
+    def look(self, report: Report, under_way: list[int]) -> None: ...
 
 
 def create(wiring: Wiring) -> NullTransport:

@@ -80,18 +80,15 @@ def test_the_source_without_a_bug_keeps_the_contract_as_the_bugs_are_built(tmp_p
 @pytest.mark.parametrize("signal", ["atomic", "imm", "write"])
 def test_both_engines_post_the_same_requests(signal: str, rng: np.random.Generator) -> None:
     """Random puts, and all of them done before the next ones: kind by kind, in the same order."""
-    rounds = [
-        [(int(rng.integers(4)), 1 + int(rng.integers(2)), int(rng.integers(3)) * int(rng.integers(3000))) for _ in range(rng.integers(1, 9))]
-        for _ in range(40)
-    ]
+    rounds = [rng.integers((4, 2, 2, 3000), size=(rng.integers(1, 9), 4)).tolist() for _ in range(40)]
     posted = []
     for kind in NETWORKS:
         with kind(opener(signal), mood=MOODS["short_messages"]) as network:
             found = []
             for puts in rounds:
-                for channel, to, size in puts:
+                for channel, peer, full, size in puts:
                     producer = network.producers[0]
-                    producer.issue(channel, to, 0, 0, size, network.flag_offset(8 * to + channel), producer.head + 1)
+                    producer.issue(channel, 1 + peer, 0, 0, full * size, network.flag_offset(channel), producer.head + 1)
                 network.settle()
                 found.append(requests(network))
             posted.append(found)

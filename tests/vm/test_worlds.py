@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import mkernel as mk
+from mkernel.proxy.compiled import library
 from tests.ops.body import USES, Case, Rank, topology
 from tests.vm.jobs import worker
 from tests.vm.machines import Job, Machines, Outcome, Round
@@ -30,6 +31,7 @@ def compile(world: str, *cases: Case) -> None:
             for number, rows in enumerate(worker.ROWS):  # plans may depend on them
                 rank.call(number, rows, USES[0])
 
+    library()  # of the engines
     mk.launch(fill, shape.size, ranks_per_node=shape.ranks_per_node, target="cpu", heap_bytes=worker.HEAP)
 
 
