@@ -412,9 +412,8 @@ def test_command_to_credit_after_a_pause(kind: str, pause: float, follows: bool)
     assert len(times) == 40
     times.sort()
     how = "of a launched call" if follows else "unannounced"
-    print(
-        f"own process, {kind}, null transport, {pause * 1e3:g} ms after the last put, {how}: median {times[20]:.1f} us, most {times[-1]:.1f}"
-    )
+    pauses = f"{pause * 1e3:g} ms after the last put"
+    print(f"own process, {kind}, null transport, {pauses}, {how}: median {times[20]:.1f} us, most {times[-1]:.1f}")
 
 
 @pytest.mark.parametrize("hog", [False, True], ids=["free", "hogged"])
