@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mkernel.abi import RING_SLOTS
 from mkernel.errors import TransportError
 from mkernel.transport import rc, verbs
 from mkernel.transport.base import Put
-from mkernel.transport.rc_compiled import RcSide
 from tests.transport.compiled_bugs import BUGS, NARROW, Bug, build
 from tests.transport.compiled_standin import CompiledNetwork
 from tests.transport.contract import CHECKS, check_signal_never_before_data
@@ -242,75 +237,6 @@ def test_a_card_that_forgets_what_waits_is_nudged(monkeypatch: pytest.MonkeyPatc
         while network.turn() and time.monotonic() < end:
             pass
         assert (network.flag(1, 0) == 5) == nudges
-
-
-# ---- what it costs
-_IDLE_CARD = """
-#include "verbs.hpp"
-// A card that does nothing: what asks for a completion has one at the next poll.
-static uint64_t ended[1 << 16];
-static unsigned head, tail;
-extern "C" int post_send(void*, mkproxy::SendRequest* first, mkproxy::SendRequest**) {
-  for (; first; first = first->next) {
-    if (first->flags & mkproxy::kSignaled) ended[head++ & 0xFFFF] = first->id;
-  }
-  return 0;
-}
-extern "C" int post_receive(void*, mkproxy::ReceiveRequest*, mkproxy::ReceiveRequest**) { return 0; }
-extern "C" int poll(void*, int limit, mkproxy::Completion* found) {
-  int count = 0;
-  for (; tail != head && count < limit; ++count) found[count] = {.id = ended[tail++ & 0xFFFF]};
-  return count;
-}
-"""
-
-
-@contextlib.contextmanager
-def idle_engine(folder: Path) -> Iterator[tuple[object, object]]:
-    """An engine over a compiled card that does nothing, and its ring."""
-    import subprocess
-
-    from mkernel.jit.cpu import find_compiler
-    from mkernel.proxy.compiled import CompiledEngine
-    from mkernel.proxy.ring import RingReader
-    from mkernel.transport.rc import open_transport
-    from tests.transport.compiled_bugs import KERNELS
-    from tests.transport.harness import Producer
-    from tests.transport.rc_standin import wiring
-    from tests.transport.standin import Fabric
-
-    (folder / "card.cpp").write_text(_IDLE_CARD)
-    command = [*find_compiler(), "-std=c++20", "-O2", "-fPIC", "-shared", f"-I{KERNELS / 'proxy'}"]
-    subprocess.run([*command, str(folder / "card.cpp"), "-o", str(folder / "card.so")], check=True)
-    card = ctypes.CDLL(str(folder / "card.so"))
-    functions = [ctypes.cast(getattr(card, name), ctypes.c_void_p).value or 0 for name in ("post_send", "post_receive", "poll")]
-    transport = open_transport(Fabric().nic(0), wiring(heap_bytes=1 << 30), signal="atomic", queue_pairs=4)
-    transport.connect([b"", transport.address.replace(b'"1": [[', b'"0": [[')])
-    for connection in transport._connections:
-        connection.pair.handles = lambda: verbs.Handles(1, 1, 1, *functions)  # type: ignore[method-assign]
-    producer = Producer()
-    with CompiledEngine(RingReader(producer.buffer), transport, RcSide(transport)) as engine:
-        yield engine, producer
-
-
-@pytest.mark.parametrize("burst", [1, RING_SLOTS], ids=["alone", "batched"])
-def test_cost_per_put(burst: int, tmp_path: Path) -> None:
-    """Prints what ring, engine and transport cost compiled (``-s``); the card adds its own. Asserts only that it works."""
-    from mkernel.proxy.pace import Pace
-
-    spent, puts = 0, 20 * RING_SLOTS
-    with idle_engine(tmp_path) as (engine, producer):
-        pace = Pace(spin_ns=0)
-        while producer.head < puts:
-            for _ in range(burst):
-                channel = producer.head % 4
-                assert producer.issue(channel, 1, 0, 0, 1 << 18, 8 * channel, producer.head + 1) is not None
-            begin = time.process_time_ns()
-            while producer.completed < producer.head:
-                engine.spin(pace, False, 1_000_000)
-            spent += time.process_time_ns() - begin
-        assert producer.completed == puts
-    print(f"rc compiled, over an idle card, 256 KiB puts: {spent / 1e3 / puts:.3f} us per put")
 
 
 def test_the_engine_names_a_bad_put() -> None:
