@@ -31,7 +31,7 @@ from mkernel.proxy.compiled import open_engine
 from mkernel.proxy.cpus import choose_cpus
 from mkernel.proxy.engine import Engine, pace_of
 from mkernel.proxy.naps import Naps
-from mkernel.proxy.pace import GRAPH_SPIN_NS, NAP_NS, SPIN_NS, Pace
+from mkernel.proxy.pace import GRAPH_SPIN_NS, SPIN_NS, Pace
 from mkernel.proxy.ring import RING_BYTES, RingReader
 from mkernel.proxy.spawn import die_with, how_it_ended, scrubbed_environment, spawn
 from mkernel.transport import Card, Wiring, create
@@ -43,6 +43,7 @@ _log = logging.getLogger("mkernel")
 _LENGTH = struct.Struct("=I")
 _START_SECONDS = 120.0  # the longest start: pinning a large heap takes time
 _CLOSE_SECONDS = 10.0  # the longest end, before the process is killed
+_LISTEN_NS = 4_000_000  # the longest time for which the process does not listen to its rank
 _KILL_SECONDS = 5.0  # the longest end of a killed process: a driver may hold it in the kernel
 
 
@@ -359,7 +360,7 @@ class _Loop:
         moved = True
         try:
             while not self._told_to_stop():
-                moved = self._wait(self._engine.spin(self._pace, moved, NAP_NS))
+                moved = self._wait(self._engine.spin(self._pace, moved, _LISTEN_NS))
             return
         except (EOFError, OSError):
             raise  # the rank has gone

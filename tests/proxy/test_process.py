@@ -74,6 +74,11 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+either = pytest.mark.parametrize(
+    "kind", ["compiled", pytest.param("python", marks=pytest.mark.slow)], indirect=True
+)  # where the time counts
+
+
 def issue(producer: SharedProducer, count: int = 1, size: int = 1 << 18) -> None:
     for _ in range(count):
         assert producer.issue(producer.head % 4, 1, 0, 0, size, 1024, producer.head + 1) is not None
@@ -382,6 +387,7 @@ print(sorted(times)[len(times) // 2])
 """
 
 
+@either
 @pytest.mark.parametrize("pause", [0.006, *(pytest.param(pause, marks=pytest.mark.slow) for pause in (0.0005, 0.05))])
 @pytest.mark.parametrize("follows", [True, False], ids=["a call is launched", "unannounced"])
 def test_command_to_credit_after_a_pause(kind: str, pause: float, follows: bool) -> None:
@@ -416,6 +422,7 @@ def test_command_to_credit_after_a_pause(kind: str, pause: float, follows: bool)
     print(f"own process, {kind}, null transport, {pauses}, {how}: median {times[20]:.1f} us, most {times[-1]:.1f}")
 
 
+@either
 @pytest.mark.parametrize("hog", [False, True], ids=["free", "hogged"])
 @pytest.mark.parametrize("burst", [1, RING_SLOTS], ids=["alone", "batched"])
 def test_cost_per_put(kind: str, burst: int, hog: bool) -> None:

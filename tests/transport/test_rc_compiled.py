@@ -34,7 +34,7 @@ ALL_CHECKS = {**CHECKS, "values_of_a_flag": check_values_of_a_flag}
 @pytest.mark.parametrize("check", ALL_CHECKS)
 @pytest.mark.parametrize("mood", ALL_MOODS)
 @pytest.mark.parametrize("signal", ["atomic", "imm"])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(6)
 def test_contract(signal: str, mood: str, check: str, pytestconfig: pytest.Config) -> None:
     if (signal, check) == ("imm", "values_of_a_flag"):
         signal = "atomic"  # this check is of one rank's queue pairs
@@ -57,7 +57,7 @@ def test_plain_writes() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_planted_bug_fails_the_contract(bug: Bug, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Some bugs show at some orders of events only: a dozen are tried."""
     loop = build(bug, tmp_path)
@@ -67,6 +67,7 @@ def test_planted_bug_fails_the_contract(bug: Bug, tmp_path: Path, pytestconfig: 
                 ALL_CHECKS[bug.check](network)
 
 
+@pytest.mark.slow
 def test_the_source_without_a_bug_keeps_the_contract_as_the_bugs_are_built(tmp_path: Path) -> None:
     with CompiledNetwork(opener(), loop=build(None, tmp_path)) as network:
         check_signal_never_before_data(network)
