@@ -292,8 +292,8 @@ def _script(machine: _Machine, jobs: Sequence[Job], machines: int, sysroot: Sysr
 # What jobs import. Compiling Python takes an emulated processor seconds per process, so the machines find it compiled.
 _IMPORTS = """
 numpy ml_dtypes mkernel mkernel.bench mkernel.tools.check mkernel.ops.allgather_gemm mkernel.proxy.process mkernel.runtime.init
-mkernel.runtime.cpu.backend mkernel.transport.rc mkernel.transport.devices mkernel.cli.doctor tests.ops.body tests.transport.contract
-tests.transport.harness
+mkernel.runtime.cpu.backend mkernel.transport.rc mkernel.transport.rc_compiled mkernel.transport.devices mkernel.cli.doctor tests.ops.body
+tests.transport.contract tests.transport.harness
 """
 
 

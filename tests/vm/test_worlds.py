@@ -38,7 +38,7 @@ def compile(world: str, *cases: Case) -> None:
 def jobs(scenario: str, world: str, **environment: str) -> list[list[Job]]:
     shape = topology(world)
     common = {"MKERNEL_RENDEZVOUS": "10.77.0.1:5555", "MKERNEL_SIZE": str(shape.size), "MKERNEL_NO_COMPILE": "1"}
-    common |= {"MKERNEL_SECRET": SECRET, **environment}
+    common |= {"MKERNEL_SECRET": SECRET, "MKERNEL_ENGINE": "compiled", **environment}
     ranks = [Job(JOBS / "worker.py", (scenario,), {**common, "MKERNEL_RANK": str(rank)}) for rank in range(shape.size)]
     return [ranks[node * shape.ranks_per_node : (node + 1) * shape.ranks_per_node] for node in range(shape.num_nodes)]
 
@@ -106,8 +106,10 @@ def test_a_killed_machine(machines: Machines, world: str) -> None:
         ("deaf:1", "imm", {"IBV_WC_RNR_RETRY_EXC_ERR"}),
     ],
 )
-def test_a_fault_inside_an_engine(machines: Machines, fault: str, signal: str, statuses: set[str]) -> None:
-    outcomes = fails(machines, "fails", "2x1", TEST_FAULT=fault, PYTHONPATH=str(JOBS / "faults"), MKERNEL_RC_SIGNAL=signal)
+@pytest.mark.parametrize("engine", ["compiled", pytest.param("python", marks=pytest.mark.slow)])
+def test_a_fault_inside_an_engine(machines: Machines, fault: str, signal: str, statuses: set[str], engine: str) -> None:
+    faults = {"TEST_FAULT": fault, "PYTHONPATH": str(JOBS / "faults"), "MKERNEL_RC_SIGNAL": signal, "MKERNEL_ENGINE": engine}
+    outcomes = fails(machines, "fails", "2x1", **faults)
     for outcome in outcomes:
         (line,) = outcome.lines
         assert line["error"] == "TransportError" and line["status"] in statuses, texts(outcomes)

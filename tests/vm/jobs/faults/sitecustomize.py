@@ -45,6 +45,37 @@ def _plant(kind: str, rank: int) -> None:
     import mkernel.transport.rc
 
     mkernel.transport.rc.RcTransport = Broken  # type: ignore[misc]
+    _plant_compiled(kind, rank)
+
+
+def _plant_compiled(kind: str, rank: int) -> None:
+    """The same below the compiled engine, which posts by itself."""
+    import ctypes
+
+    from mkernel.transport import rc_compiled
+    from mkernel.transport.compiled import Report, Setup
+
+    no_receive = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: 0)
+
+    class Broken(rc_compiled.RcSide):
+        broken = False
+
+        def fill(self, setup: Setup) -> None:
+            super().fill(setup)
+            if kind == "deaf" and self._transport._rank == rank:
+                setup.post_receive = ctypes.cast(no_receive, ctypes.c_void_p).value or 0
+
+        def look(self, report: Report, under_way: list[int]) -> None:
+            if not self.broken and kind != "deaf" and self._transport._rank == rank and report.taken > _LATER:
+                self.broken = True
+                if kind == "rkey":
+                    for target in self._targets:
+                        target.heap_key = target.signal_key = 0x7FFFFF
+                else:
+                    self._transport._connections[0].pair.fail()
+            super().look(report, under_way)
+
+    rc_compiled.RcSide = Broken  # type: ignore[misc]
 
 
 if "TEST_FAULT" in os.environ and "mkernel.proxy" in sys.orig_argv:
