@@ -83,9 +83,19 @@ static_assert(sizeof(Completion) == sizeof(ibv_wc) && offsetof(Completion, bytes
                   offsetof(Completion, imm) == offsetof(ibv_wc, imm_data) && offsetof(Completion, pair) == offsetof(ibv_wc, qp_num) &&
                   offsetof(Completion, flags) == offsetof(ibv_wc, wc_flags),
               "ibv_wc");
-static_assert(kWrite == IBV_WR_RDMA_WRITE && kSendImm == IBV_WR_SEND_WITH_IMM && kFetchAdd == IBV_WR_ATOMIC_FETCH_AND_ADD, "opcodes");
-static_assert(kFence == IBV_SEND_FENCE && kSignaled == IBV_SEND_SIGNALED && kInline == IBV_SEND_INLINE, "flags");
+static_assert(kWrite == uint32_t{IBV_WR_RDMA_WRITE} && kSendImm == uint32_t{IBV_WR_SEND_WITH_IMM} &&
+                  kFetchAdd == uint32_t{IBV_WR_ATOMIC_FETCH_AND_ADD},
+              "ibv_wr_opcode");
+static_assert(kFence == uint32_t{IBV_SEND_FENCE} && kSignaled == uint32_t{IBV_SEND_SIGNALED} && kInline == uint32_t{IBV_SEND_INLINE},
+              "ibv_send_flags");
 static_assert(kReceived == IBV_WC_RECV && kWithImm == IBV_WC_WITH_IMM, "completions");
+// What mkernel/transport/verbs/handles.py takes for granted.
+static_assert(offsetof(ibv_qp, send_cq) == 24 && offsetof(ibv_qp, recv_cq) == 32 && offsetof(ibv_qp, qp_num) == 52 &&
+                  offsetof(ibv_qp, qp_type) == 60 && IBV_QPT_RC == 2,
+              "ibv_qp");
+static_assert(offsetof(ibv_context, ops.poll_cq) == 96 && offsetof(ibv_context, ops.post_send) == 208 &&
+                  offsetof(ibv_context, ops.post_recv) == 216,
+              "ibv_context");
 #endif
 
 }  // namespace mkproxy

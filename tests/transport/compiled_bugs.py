@@ -12,7 +12,7 @@ from mkernel.jit.cpu import find_compiler
 from mkernel.proxy.compiled import load
 from tests.transport.standin import Mood
 
-__all__ = ["BUGS", "NARROW", "Bug", "build"]
+__all__ = ["BUGS", "NARROW", "Bug", "build", "planted"]
 
 KERNELS = Path(__file__).parents[2] / "kernels_src"
 _EARLY = "visible before the bytes|never sent|went back|signals arrived"
@@ -153,14 +153,19 @@ BUGS = (
 )
 
 
+def planted(bug: Bug) -> str:
+    """The text of the bug's file with the bug."""
+    text = (KERNELS / "proxy" / bug.file).read_text()
+    assert text.count(bug.old) == 1, f"{bug.name}: its place is in {bug.file} {text.count(bug.old)} times"
+    return text.replace(bug.old, bug.new)
+
+
 def build(bug: Bug | None, folder: Path) -> ctypes.CDLL:
     """The engine with that bug; None: without any. ``folder`` is empty."""
     proxy = folder / "proxy"
     shutil.copytree(KERNELS / "proxy", proxy)
     if bug is not None:
-        text = (proxy / bug.file).read_text()
-        assert text.count(bug.old) == 1, f"{bug.name}: its place is in {bug.file} {text.count(bug.old)} times"
-        (proxy / bug.file).write_text(text.replace(bug.old, bug.new))
+        (proxy / bug.file).write_text(planted(bug))
     library = folder / "engine.so"
     command = [*find_compiler(), "-std=c++20", "-O0", "-fPIC", "-shared", "-w", f"-I{proxy}", f"-I{KERNELS}"]
     subprocess.run([*command, str(proxy / "engine.cpp"), "-o", str(library)], check=True)

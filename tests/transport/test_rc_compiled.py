@@ -11,7 +11,7 @@ import pytest
 from mkernel.errors import TransportError
 from mkernel.transport import rc, verbs
 from mkernel.transport.base import Put
-from tests.transport.compiled_bugs import BUGS, NARROW, Bug, build
+from tests.transport.compiled_bugs import BUGS, NARROW, Bug, build, planted
 from tests.transport.compiled_standin import CompiledNetwork
 from tests.transport.contract import CHECKS, check_signal_never_before_data
 from tests.transport.rc_standin import issue, opener, run_until_error
@@ -65,6 +65,11 @@ def test_planted_bug_fails_the_contract(bug: Bug, tmp_path: Path, pytestconfig: 
         for seed in range(pytestconfig.getoption("--seed"), pytestconfig.getoption("--seed") + 12):
             with CompiledNetwork(opener(bug.signal), mood=ALL_MOODS[bug.mood], seed=seed, loop=loop) as network:
                 ALL_CHECKS[bug.check](network)
+
+
+def test_every_bug_can_be_planted() -> None:
+    for bug in BUGS:
+        planted(bug)
 
 
 @pytest.mark.slow
