@@ -18,10 +18,11 @@ MK_DEVICE uint32_t rail_peer(const abi::World& world, uint32_t distance) { retur
 MK_DEVICE uint32_t rank_at(const abi::World& world, uint32_t node_distance, uint32_t local_distance) {
   return rank_of(node_at(world, node_distance), local_peer(world, local_distance));
 }
-MK_DEVICE uint32_t remote_rank(const abi::World& world, uint32_t i) {  // the i-th of the other nodes, from the next node on
-  return (rank_of(world.node, kR) + i) % kWorldSize;
-}
 MK_DEVICE uint32_t node_mate(const abi::World& world, uint32_t local_rank) { return rank_of(world.node, local_rank); }
+// Who raises a flag of a rank's on this one: that rank, or for one of another node the rank of this node on its rail.
+MK_DEVICE uint32_t raiser(const abi::World& world, uint32_t rank) {
+  return rank / kR == world.node || rank % kR == world.local_rank ? rank : node_mate(world, rank % kR);
+}
 MK_DEVICE uint32_t node_distance(const abi::World& world, uint32_t rank) { return (rank / kR + kNodes - world.node) % kNodes; }
 // The distance at which a peer sees this rank: the node at `distance` (not 0) from here, the local rank `local_rank` of this node.
 MK_DEVICE uint32_t seen_by_node_at(uint32_t distance) { return kNodes - distance; }

@@ -78,10 +78,6 @@ MK_DEVICE uint32_t chunk_flag(const RoutingArguments& r, uint32_t rank, uint32_t
 }
 MK_DEVICE uint32_t barrier_flag(const RoutingArguments& r, uint32_t i) { return kWorldSize * (1 + max_chunks(r)) + i; }
 MK_DEVICE uint32_t fetched_flag(const RoutingArguments& r, uint32_t i) { return barrier_flag(r, 2) + i; }
-// Who raises a flag of a rank's on this one: that rank, or for one of another node the rank of this node on its rail.
-MK_DEVICE uint32_t raiser(const abi::World& world, uint32_t rank) {
-  return rank / kR == world.node || rank % kR == world.local_rank ? rank : node_mate(world, rank % kR);
-}
 
 // ---- tables in this rank's part of the heap. `token`: its number among the tokens of all ranks
 struct Item {     // a row to fetch

@@ -1,6 +1,6 @@
 // gemm_allreduce, one-shot: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), for few rows. Included by the generated source after
-// `struct Config`. Everyone sends its partial tiles to everyone and adds up all tiles itself, in the order of the ranks: one step instead of
-// two, W times the bytes. Inside a node a tile goes by bulk stores; inter_send puts it to the ranks of the other nodes.
+// `struct Config`. Everyone adds up the partial tiles of all ranks itself, in the order of the ranks: one step instead of two, more bytes. Inside a
+// node a tile goes to everyone by bulk stores; inter_send puts it to the rail peers, from whose heaps their node mates add it.
 #pragma once
 #include "comm/ring.cuh"
 #include "reduce/layout.cuh"
@@ -10,8 +10,8 @@ namespace mkernel {
 
 static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such roles");
 
-// p.tiles is the number of all tiles; every rank has room for (world size, tiles) partial tiles, and a flag for each. Of a rank on another node
-// only the flag of a chunk's first tile is used.
+// p.tiles is the number of all tiles; every rank has room for (world size, tiles) partial tiles, and a flag for each. Of ranks on other nodes only
+// the places of the rail peers are used, and only the flags of chunks' first tiles.
 MK_DEVICE uint32_t slot(const Parameters& p, uint32_t source, uint32_t tile) { return source * p.tiles + tile; }
 
 // First all tiles are multiplied and sent, then all are added up.
@@ -33,7 +33,8 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const { return c.is_sum ? 0 : steps_k(); }
   MK_DEVICE uint32_t addends(const TileCoordinate& c, uint32_t) const { return c.is_sum ? kWorldSize : 0; }
   MK_DEVICE const char* addend(const TileCoordinate& c, uint32_t source) const {
-    return own_heap(p) + partial_offset(p, slot(p, source, c.index));
+    const bool remote = source / kR != p.world.node;
+    return heap(p.world, remote ? source % kR : p.world.local_rank) + partial_offset(p, slot(p, source, c.index));
   }
   struct SlotFlags {  // by source rank
     const Parameters& p;
@@ -42,7 +43,10 @@ struct Tiles : BasicOp<Config, Parameters> {
       const bool remote = source / kR != p.world.node;
       return slot(p, source, remote ? index >> p.chunk_shift << p.chunk_shift : index);
     }
-    MK_DEVICE bool wait(const Entered& entered, uint32_t source) const { return wait_flag(entered, p, flag(source), source); }
+    MK_DEVICE bool wait(const Entered& entered, uint32_t source) const {
+      const uint32_t writer = raiser(p.world, source);
+      return wait_flag(entered, p, flag(source), writer, writer != source ? kSecondHand : 1);
+    }
   };
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t) const {  // warp function
     return wait_all(entered, SlotFlags{p, c.index}, kWorldSize);
@@ -65,7 +69,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
 };
 
-// ---- inter_send: chunks of this rank's partial tiles to all ranks of the other nodes (one warp)
+// ---- inter_send: chunks of this rank's partial tiles to the rail peers (warp 0), beside word of theirs to the node (warp 1)
 struct PartialsToSend {
   const Parameters& p;
   uint32_t first, count;  // slots
@@ -79,17 +83,33 @@ struct PartialsToSend {
     }
     return true;
   }
-  MK_DEVICE uint32_t puts() const { return kWorldSize - kR; }
+  MK_DEVICE uint32_t puts() const { return kNodes - 1; }
   MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {  // from the next node on
     const uint64_t offset = partial_offset(p, first);
-    return Put{channel, remote_rank(p.world, i), offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch};
+    return Put{channel, rail_peer(p.world, 1 + i), offset, offset, count * kPartialBytes, flag_offset(p, first), call.epoch};
   }
 };
 
-MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {
+// Tells the node's other ranks of the chunks that the rail peers have put here. One warp of each inter_send CTA.
+MK_DEVICE void forward_partials(const Entered& entered, const Parameters& p, uint32_t index) {
+  bool ok = true;
+#pragma unroll 1
+  for (uint32_t chunk = index; ok && chunk < num_chunks(p); chunk += num_inter_send(p)) {
+#pragma unroll 1
+    for (uint32_t distance = 1; ok && distance < kNodes; ++distance) {
+      const uint32_t source = rail_peer(p.world, distance), flag = slot(p, source, chunk << p.chunk_shift);
+      ok = ptx::all_of_warp(ptx::lane_index() != 0 || wait_flag(entered, p, flag, source));
+      ptx::sync_warp();
+      if (ok) raise_flag(entered, p, flag, 1);
+    }
+  }
+}
+
+MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t index) {  // both warps
   if constexpr (kNodes > 1) {
     const MaybeEntered entered = enter(call);
-    if (!entered || ptx::lane_index() != 0) return;
+    if (entered && ptx::warp_index() == 1) forward_partials(*entered, p, index);
+    if (!entered || ptx::thread_index() != 0) return;
     Trace trace(p.world, 2);
     PartialsToSend chunks{p, 0, 0};
     put_chunks(*entered, chunks, 1 + index, index, num_inter_send(p), trace);
@@ -101,7 +121,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
   const Call call = begin_call(p.world, role);
-  if (ptx::warp_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - first_inter_send(p));
+  if (ptx::warp_index() < (kR > 1 ? 2 : 1) && role == abi::kInterSend) inter_send_role(call, p, cta - first_inter_send(p));
   compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 

@@ -53,7 +53,7 @@ def gemm_allreduce(
         What the ranks' contributions travel as: ``"output"``, rounded once to the dtype of ``a``, or ``"float32"``, exact, twice the
         bytes.
     algorithm
-        ``"one_shot"``: everyone sends to everyone and adds up everything; ``"two_shot"``: every tile has an owner that adds it up, and
+        ``"one_shot"``: everyone adds up what all ranks have sent; ``"two_shot"``: every tile has an owner that adds it up, and
         from which the others get it. None: by world and size.
 
     Returns

@@ -165,10 +165,10 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
 
 
 def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
-    """Everyone sends its partial tiles to everyone, and adds all of them."""
+    """Everyone sends its partial tiles to its node and its rail, and adds all ranks'."""
     topology = plan.problem.topology
     result = plan.tiles * plan.partial_bytes
-    mates, others = topology.ranks_per_node - 1, topology.size - topology.ranks_per_node
+    mates, others = topology.ranks_per_node - 1, topology.num_nodes - 1
     link = result * mates / (machine.link if mates > 1 else machine.link_pair)
     adding = waves(plan.tiles, plan.split.compute or 1) * topology.size * plan.partial_bytes / machine.add
     network, arrived = _sent(machine, conditions, result, plan.put_bytes, others) if others else (0.0, 0.0)

@@ -34,10 +34,6 @@ class Topology:
     def node_ranks(self, node: int) -> range:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def foreign(self, rank: int) -> list[int]:
-        """The ranks of other nodes, in order."""
-        return [peer for peer in range(self.size) if self.node(peer) != self.node(rank)]
-
     def rail_peers(self, rank: int) -> list[int]:
         """Ranks of the same local rank on the other nodes, from the next node on."""
         node, local = self.node(rank), self.local_rank(rank)

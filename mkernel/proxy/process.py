@@ -62,7 +62,7 @@ class Layout:
 
     transport: str  # its name
     rank: int
-    peers: Sequence[int]  # ranks of other nodes
+    peers: Sequence[int]  # ranks on its rail, of the other nodes
     heap: Memory
     signals: Memory
     ring: int  # descriptor of the command ring

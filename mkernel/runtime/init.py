@@ -181,7 +181,7 @@ def open_world(
         backend, memory = together(bootstrap, "its device and memory", open_device)
         backend.sm_count = min(map(int, bootstrap.allgather(str(backend.sm_count).encode())))  # plans follow from it; ranks compare none
         share = lambda: share_memory(control, backend, memory, topology, rank, network)  # noqa: E731
-        foreign = together(bootstrap, "the memory of its peers", share)
+        rail = together(bootstrap, "the memory of its peers", share)
         parts = Parts(
             options=dataclasses.replace(options, target=target, transport=network.transport, heap_bytes=memory.data.size),
             topology=topology,
@@ -199,9 +199,7 @@ def open_world(
         )
         process = open_process(bootstrap, infos, parts, undo) if network.own_process else None
         if network.transport:
-            parts.start_engine = functools.partial(
-                start_engine, foreign=foreign, thread_ranks=thread_ranks, process=process, network=network
-            )
+            parts.start_engine = functools.partial(start_engine, rail=rail, thread_ranks=thread_ranks, process=process, network=network)
         world = World(parts)
         undo.pop_all()
     try:

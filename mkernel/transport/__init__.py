@@ -109,7 +109,8 @@ class Wiring:
     heap_dmabuf, signal_dmabuf
         Descriptor of the segment's dma-buf if its address is 0, else -1.
     peers
-        Every rank of other nodes, with the addresses of its (data heap, signal segment) in this process; zeros if they are not mapped here.
+        The ranks to which this one puts, and which put to it: those on its rail (the same local rank of the other nodes), with the
+        addresses of their (data heap, signal segment) in this process; zeros if they are not mapped here. A put elsewhere is an error.
     copier
         Makes a copier. Only transports that copy in this process call it.
     clock_ns

@@ -267,7 +267,7 @@ class EmulatedTransport(Transport):
     def _check(self, put: Put) -> None:
         if put.dst_rank not in self._peers:
             raise TransportError(
-                f"rank {self._rank} has no network path to rank {put.dst_rank}: only to {sorted(self._peers)}",
+                f"rank {self._rank} has no network path to rank {put.dst_rank}: ranks put to their rail only, here {sorted(self._peers)}",
                 peer=put.dst_rank,
                 op="put_signal",
                 status="unreachable",

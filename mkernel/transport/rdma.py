@@ -38,7 +38,7 @@ class RdmaTransport(Transport):
     nic
         The opened port. Closed with the transport.
     rank, peers
-        This rank, and all ranks of other nodes.
+        This rank, and the ranks to connect to: those on its rail.
     heap
         This rank's data heap, registered with ``nic``. Closed with the transport.
     signal_bytes
@@ -137,7 +137,8 @@ class RdmaTransport(Transport):
         """Raise TransportError unless the peer is connected and all bytes lie inside the segments."""
         rank = put.dst_rank
         if rank not in self._reachable:
-            raise self._error(rank, "put_signal", "unreachable", f"no connection: only to {sorted(self._reachable)}")
+            text = f"no connection: ranks put to their rail only, here {sorted(self._reachable)}"
+            raise self._error(rank, "put_signal", "unreachable", text)
         if max(put.src_offset, put.dst_offset) + put.bytes > self._heap.size:
             text = f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes} outside the data heap of {self._heap.size} bytes"
             raise self._error(rank, "put_signal", "bad address", text)

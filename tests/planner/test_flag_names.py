@@ -97,6 +97,8 @@ def _tile_name(plan: Any, access: Access) -> str:
     if kind == "send":
         first = rest[1] * plan.chunk_tiles
         return f"{tile(rank, first)}, {f'as rank {rank} has it' if plan.one_shot else 'finished'}"
+    if kind == "tell":
+        return f"{tile(rank, rest[1] * plan.chunk_tiles)}, as rank {rest[0]} has it"
     assert kind == "pull", kind
     owner, chunk = rest  # of another node: passed on to this one's ranks
     assert topology.node(owner) != topology.node(rank)

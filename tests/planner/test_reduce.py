@@ -236,7 +236,8 @@ def _steps(plan: ReducePlan) -> collections.Counter[object]:
     steps: collections.Counter[object] = collections.Counter(enter=size)
     if plan.one_shot:
         steps["tile"] = 2 * size * grid
-        steps["send"] = size * (size - per_node) * -(-grid // plan.chunk_tiles)
+        steps["send"] = size * others * -(-grid // plan.chunk_tiles)
+        steps["tell"] = steps["send"] if per_node > 1 else 0
         return steps
     total = grid * (size if plan.op == REDUCE_SCATTER else 1)  # tiles of all owners
     owned = [grid if plan.op == REDUCE_SCATTER else max(0, min(plan.tiles, grid - owner * plan.tiles)) for owner in range(size)]

@@ -170,7 +170,8 @@ def test_engines_get_the_memory_they_can_write(
     monkeypatch.setattr(infos, "networks_here", lambda: {"rc": "", "srd": ""})
     monkeypatch.setattr(devices, "card_for", lambda *args, **more: None)
     gpu = target == "cuda"
-    for layout, heap, signals in ranks(use, 4, 2, transport, target):
+    for rank, (layout, heap, signals) in enumerate(ranks(use, 4, 2, transport, target)):
+        assert list(layout.peers) == [(rank + 2) % 4], "ranks put to their rail"
         assert layout.heap.dmabuf == gpu
         assert layout.signals.dmabuf == (gpu and not host)
         card = transport != "null"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 from typing import Any
 
 import pytest
 
 from mkernel import env
 from mkernel.errors import ArgumentError, TransportError
+from mkernel.planner.topology import Topology
 from mkernel.transport import Card, srd, verbs
 from mkernel.transport.loopback import loopback
 from mkernel.transport.rc import MOST_QUEUE_PAIRS, RcTransport, open_transport, retry_policy
@@ -143,6 +145,18 @@ def test_a_card_with_too_few_queue_pairs(transport: str) -> None:
     with pytest.raises(TransportError, match=r"\d+ queue pairs are needed, and the card has 3.*fewer"):
         srd.open_transport(nic, given) if transport == "srd" else open_transport(nic, given, signal="atomic", queue_pairs=4)
     assert nic.closed and not nic.pairs
+
+
+@pytest.mark.parametrize("nodes", [8, 64])
+def test_queue_pairs_are_linear_in_nodes(nodes: int) -> None:
+    """In nodes of 8 ranks, 28 and 252 for each rank with 4 to each peer: it connects to its rail, which is what its wiring names."""
+    topology = Topology(8 * nodes, 8)
+    nic = Fabric().nic(0)
+    given = wiring(rank=13, peers=dict.fromkeys(topology.rail_peers(13), (0, 0)))
+    transport = open_transport(nic, given, signal="atomic", queue_pairs=4)
+    assert len(nic.pairs) == 4 * (nodes - 1)
+    assert set(json.loads(transport.address)["pairs"]) == {str(rank) for rank in range(8 * nodes) if rank % 8 == 5 and rank != 13}
+    transport.close()
 
 
 def test_loopback() -> None:

@@ -28,7 +28,7 @@ def call_of(plan: ReducePlan) -> Call:
         name: Area(what, HEAP, offsets[name], plan.areas[name], frozenset(writers), frozenset(readers))
         for name, (what, writers, readers) in _WORKSPACE.items()
     }
-    everyone = frozenset({"tile", "sum", "put", "send", "pull"})
+    everyone = frozenset({"tile", "send", "tell"} if plan.one_shot else {"tile", "sum", "put", "send", "pull"})
     areas["flags"] = Area("flags of tiles, sums and chunks", FLAGS, 0, plan.flag_words * _WORD, everyone, everyone)
     taking = frozenset({"partials", "packets", "tile"})
     areas["packets"] = Area("packets", PACKETS, 0, plan.packet_bytes, taking, taking)
@@ -183,6 +183,15 @@ class _Accesses:
             yield self._tile_at(step, rank, "partial", first, writes=False, count=len(tiles))
             yield self._tile_at(step, peer, "partial", first, writes=True, count=len(tiles))
             yield self._flag(step, peer, first, writes=True)
+        elif kind == "tell":
+            source, chunk = rest
+            assert isinstance(source, int)
+            assert isinstance(chunk, int)
+            flag = source * plan.tiles + self._chunk(source, chunk).start
+            yield self._flag(step, rank, flag, writes=False)
+            for mate in near:
+                if mate != rank:
+                    yield self._flag(step, mate, flag, writes=True)
         elif kind == "tile":
             (index,) = rest
             assert isinstance(index, int)
@@ -194,8 +203,9 @@ class _Accesses:
                 return
             for source in range(topology.size):
                 first = tile.index if source in near else tile.index // plan.chunk_tiles * plan.chunk_tiles
+                holder = rank if source in near else topology.rank(topology.node(rank), topology.local_rank(source))
                 yield self._flag(step, rank, source * plan.tiles + first, writes=False)
-                yield self._tile_at(step, rank, "partial", source * plan.tiles + tile.index, writes=False)
+                yield self._tile_at(step, holder, "partial", source * plan.tiles + tile.index, writes=False)
 
     def _packets(self, step: Step, rank: int) -> Iterator[Access]:
         """Whole ranges of packets: who sends writes to everybody, who takes leaves zeros."""

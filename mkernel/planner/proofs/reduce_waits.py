@@ -12,7 +12,8 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
     """Who waits for whom in one call, on all ranks (the roles of ``kernels_src/reduce``).
 
     Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
-    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("pull", rank, owner, tile or chunk)``, and of packets
+    sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("tell", rank, peer, chunk)`` the node of the latter,
+    ``("pull", rank, owner, tile or chunk)``, and of packets
     ``("partials", rank, tile)``, ``("packets", rank, tile)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a
     tile waits for fewer.
     """
@@ -79,8 +80,7 @@ class _Steps:
             if not tile.is_sum:
                 return []
             near: list[Step] = [self.computed(source, source, tile.index) for source in topology.node_ranks(node)]
-            far: list[Step] = [("send", source, rank, chunk) for source in range(topology.size) if topology.node(source) != node]
-            return near + far
+            return near + [self._arrived(rank, source, chunk) for source in range(topology.size) if topology.node(source) != node]
         if tile.is_sum:
             return [self.computed(source, tile.owner, tile.index) for source in topology.node_ranks(node)]
         if tile.owner != rank:
@@ -88,17 +88,22 @@ class _Steps:
         sent = [self.computed(source, rank, tile.index) for source in topology.node_ranks(node) if source != rank]
         return [*sent, *(("put", peer, rank, chunk) for peer in topology.rail_peers(rank))]
 
+    def _arrived(self, rank: int, source: int, chunk: int) -> Step:
+        """What tells ``rank`` of a chunk of another node's rank: its put, or the node mate that has received it."""
+        holder = self.topology.rank(self.topology.node(rank), self.topology.local_rank(source))
+        return ("send", source, rank, chunk) if holder == rank else ("tell", holder, source, chunk)
+
     def sends(self, rank: int, cta: int) -> list[list[tuple[Step, list[Step]]]]:
         """The sends of each thread of an inter_send CTA, in order."""
         plan, topology, stride = self.plan, self.topology, self.plan.split.inter_send or 1
-        remote = [peer for peer in range(topology.size) if topology.node(peer) != topology.node(rank)]
-        puts: list[tuple[Step, list[Step]]] = []
+        peers, puts = topology.rail_peers(rank), list[tuple[Step, list[Step]]]()
         if plan.one_shot:
+            told: list[tuple[Step, list[Step]]] = []
             for chunk in range(cta, plan.num_chunks, stride):
                 ready = [self.computed(rank, rank, index) for index in self.chunk(chunk, rank)]
-                puts += [(("send", rank, peer, chunk), ready) for peer in remote]
-            return [puts]
-        peers = topology.rail_peers(rank)
+                puts += [(("send", rank, peer, chunk), ready) for peer in peers]
+                told += [(("tell", rank, peer, chunk), [("send", peer, rank, chunk)]) for peer in peers]
+            return [puts, told] if topology.ranks_per_node > 1 else [puts]
         items = [(chunk, peer) for chunk in range(plan.num_chunks) for peer in peers][cta::stride]
         for chunk, peer in items:
             if tiles := self.chunk(chunk, peer):

@@ -81,6 +81,7 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
     assert parts.ring is not None
     ring = parts.ring.fd
     slot, link = host_slot(infos, rank), choose_link(infos) if name == "rc" else None
+    peers = parts.topology.rail_peers(rank)
 
     def memory(segment: Segment) -> Memory:
         if segment.mappable:
@@ -93,7 +94,7 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
             Layout(
                 transport=name,
                 rank=rank,
-                peers=parts.topology.foreign(rank),
+                peers=peers,
                 heap=memory(parts.data),
                 signals=memory(parts.signals),
                 ring=ring,
@@ -109,19 +110,20 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
 
     engine = together(bootstrap, "its network", start)
     while (part := together(bootstrap, "its network", engine.step)) is not None:
-        engine.give(bootstrap.allgather(part))
+        told = bootstrap.allgather(part)
+        engine.give([told[other] if other in peers or other == rank else b"" for other in range(len(told))])
     return engine
 
 
 def start_engine(
     parts: Parts,
     on_error: OnError,
-    foreign: dict[int, tuple[int, int]],
+    rail: dict[int, tuple[int, int]],
     thread_ranks: ThreadRanks | None,
     process: EngineProcess | None,
     network: Network,
 ) -> Callable[[], None]:
-    """Start the engine, or listen to its process. Returns what stops it. ``foreign``: mapped memory of other nodes' ranks, by rank."""
+    """Start the engine, or listen to its process. Returns what stops it. ``rail``: mapped memory of the rail peers, by rank."""
     if process is not None:
         process.watch(on_error)
         parts.wakers.append(process.wake)
@@ -141,7 +143,7 @@ def start_engine(
         heap_address=parts.data.address(),
         heap_bytes=parts.data.size,
         signal_bytes=parts.signals.size,
-        peers=foreign or dict.fromkeys(parts.topology.foreign(rank), (0, 0)),
+        peers=rail or dict.fromkeys(parts.topology.rail_peers(rank), (0, 0)),
         copier=backend.copier,
         clock_ns=clock,
         signal_address=parts.signals.address(),

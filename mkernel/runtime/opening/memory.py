@@ -50,7 +50,7 @@ def open_memory(backend: Backend, heap_bytes: int, topology: Topology, rank: int
 def share_memory(
     control: Control, backend: Backend, memory: Memory, topology: Topology, rank: int, network: Network
 ) -> dict[int, tuple[int, int]]:
-    """Map the memory of the node's ranks; for the emulated transport also of the others: their heap and flags, by rank. Collective."""
+    """Map the memory of the node's ranks; for the emulated transport also of its rail's: their heap and flags, by rank. Collective."""
     data, signals = memory.data, memory.signals
     with control.exchange_fds([data.fd, signals.fd], CONNECT_SECONDS) as fds:
         local = topology.node_ranks(topology.node(rank))
@@ -62,4 +62,4 @@ def share_memory(
         def mapped(heap: int, flags: int) -> tuple[int, int]:
             return backend.import_segment(heap, data.size), backend.import_segment(flags, signals.size, host=network.host_signals)
 
-        return {peer: mapped(*fds[peer]) for peer in topology.foreign(rank)}
+        return {peer: mapped(*fds[peer]) for peer in topology.rail_peers(rank)}
