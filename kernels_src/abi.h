@@ -11,8 +11,9 @@
 
 namespace abi {
 
-constexpr uint32_t kMaxRanks = 64;     // ranks of a world; sizes the entry flags
+constexpr uint32_t kMaxRanks = 512;    // ranks of a world; sizes the entry flags
 constexpr uint32_t kRingSlots = 1024;  // commands in flight per rank, a power of two
+constexpr uint32_t kScratchWords = 64;
 
 // CTA roles. The numbers appear in traces and in failure reports.
 enum Role : uint32_t { kCompute = 0, kIntraComm = 1, kInterSend = 2, kInterReduce = 3, kNumRoles = 4 };
@@ -97,6 +98,7 @@ struct SignalHeader {
   uint64_t entered[2][kMaxRanks];  // by parity of the epoch, then source rank: epoch << kCheckBits | World::check of what it asked for
   uint64_t abort;                  // written by a peer of the same node that failed: nonzero asks to leave
   uint64_t reserved[15];
+  uint64_t scratch[kScratchWords];  // written by transports that need a flag for nobody (mkernel/transport/striped.py)
 };
 constexpr uint32_t kSignalFlags = sizeof(SignalHeader);  // byte offset of the first op flag
 constexpr uint32_t kCheckBits = 24;

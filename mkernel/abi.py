@@ -14,6 +14,7 @@ __all__ = [
     "MAX_RANKS",
     "PACKET_BYTES",
     "RING_SLOTS",
+    "SCRATCH_WORDS",
     "SIGNAL_FLAGS",
     "TRACE_FLAG_KIND_SHIFT",
     "TRACE_FLAG_LANE",
@@ -36,7 +37,8 @@ __all__ = [
     "World",
 ]
 
-MAX_RANKS = 64
+MAX_RANKS = 512
+SCRATCH_WORDS = 64
 RING_SLOTS = 1024
 CHECK_BITS = 24
 HALTED = 1 << 63
@@ -156,7 +158,7 @@ class ControlBlock(ctypes.Structure):
 
 
 class SignalHeader(ctypes.Structure):
-    _fields_ = [("entered", (_u64 * MAX_RANKS) * 2), ("abort", _u64), ("reserved", _u64 * 15)]
+    _fields_ = [("entered", (_u64 * MAX_RANKS) * 2), ("abort", _u64), ("reserved", _u64 * 15), ("scratch", _u64 * SCRATCH_WORDS)]
 
 
 SIGNAL_FLAGS = ctypes.sizeof(SignalHeader)

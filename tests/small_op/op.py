@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OP", "GatheredRows", "allgather_rows"]
 
-_MOST_ROWS = 1 << 25  # of one rank: kernels add up those of 64 ranks in 32 bits
+_MOST_ROWS = 1 << 22  # of one rank: kernels add up those of 512 ranks in 32 bits
 
 
 class Parameters(ctypes.Structure):

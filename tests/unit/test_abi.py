@@ -22,6 +22,7 @@ ENUM_PREFIX = {"Role": "k", "State": "k", "FlagKind": "kFlag", "TraceKind": "kTr
 CONSTANTS = {
     "kMaxRanks": abi.MAX_RANKS,
     "kRingSlots": abi.RING_SLOTS,
+    "kScratchWords": abi.SCRATCH_WORDS,
     "kSignalFlags": abi.SIGNAL_FLAGS,
     "kCheckBits": abi.CHECK_BITS,
     "kHalted": abi.HALTED,

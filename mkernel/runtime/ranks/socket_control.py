@@ -110,6 +110,7 @@ class SocketControl(Control):
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
         self._reader = threading.Thread(target=self._read_all, name="mkernel-control", daemon=True)
         _living.add(self)
         try:
@@ -399,6 +400,7 @@ class SocketControl(Control):
             self._learn(failure, None)
 
     def _poke(self) -> None:
+        """Wake the reader. Never blocks: the reader itself pokes, once per request, and bytes that are waiting wake it anyway."""
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
