@@ -118,6 +118,13 @@ def _bandwidth(text: str) -> float:
     return value
 
 
+def _bandwidths(text: str) -> list[float]:
+    rates = [_bandwidth(part) for part in _list(text)]
+    if min(rates) == 0:
+        raise ValueError("several, by comma, from 0.001 to 1e6")
+    return rates
+
+
 def _host(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9:\[][A-Za-z0-9._:%\[\]-]*", text):
         raise ValueError("a name, an IPv4 or an IPv6 address")
@@ -307,7 +314,7 @@ NIC = _declare(
     "device or device:port, by comma",
     _optional(_list),
     None,
-    "network cards by rank of a host (else the nearest)",
+    "network cards by rank of a host (else the nearest); a+b: both, puts are spread over them",
 )
 GID_INDEX = _declare("MKERNEL_GID_INDEX", "an integer >= 0", _optional(_natural), None, "index of the GID to use (else chosen by content)")
 PKEY = _declare(
@@ -338,6 +345,13 @@ GRAPH_SPIN = _declare(
     "how long an engine stays quick after the last put of a replayed graph, at the price of a CPU; 1000000: always",
 )
 EMULATED_GBPS = _declare("MKERNEL_EMULATED_GBPS", "GB/s", _bandwidth, 50.0, "bandwidth of one emulated link; 0: not paced")
+EMULATED_LINKS = _declare(
+    "MKERNEL_EMULATED_LINKS",
+    "GB/s, by comma",
+    _optional(_bandwidths),
+    None,
+    "several emulated links per rank of these bandwidths, over which puts are spread (else one)",
+)
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _number(0, 1e7), 5.0, "latency of one emulated link")
 EMULATED_HOST_SIGNALS = _declare(
     "MKERNEL_EMULATED_HOST_SIGNALS",

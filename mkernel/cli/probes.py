@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from mkernel import env, transport
-from mkernel.errors import Error
+from mkernel.errors import ArgumentError, Error
 from mkernel.tools.launcher import find_mpirun, mpi_flavour
 from mkernel.transport import devices
 
@@ -199,6 +199,7 @@ def _verbs() -> Iterator[Finding]:
     for port in ports:
         yield _port(port)
     yield from _distances(ports)
+    yield from _spread(ports)
     yield _locked_memory(bool(ports))
     if ctypes.util.find_library("ibverbs") is None:
         yield Finding("note", "libibverbs", "not installed", "apt-get install -y libibverbs1 ibverbs-providers")
@@ -240,6 +241,22 @@ def _distances(ports: Sequence[devices.DevicePort]) -> Iterator[Finding]:
         if ports and bar:
             remedy = "" if bar >= 1 << 30 else "switch Resizable BAR on in the firmware, or keep heap_bytes below this"
             yield Finding("ok" if not remedy else "note", f"GPU {gpu} BAR1", f"{bar >> 20} MiB: the most a card can register", remedy)
+
+
+def _spread(ports: Sequence[devices.DevicePort]) -> Iterator[Finding]:
+    """A finding for each rank of a host to which MKERNEL_NIC gives several cards."""
+    for slot, wish in enumerate(env.NIC.get() or ()):
+        if "+" not in wish:
+            continue
+        subject = f"cards of rank {slot} of a host"
+        try:
+            cards = devices.cards_for("rc", slot, ports=ports)
+        except ArgumentError as error:
+            yield Finding("note", subject, str(error).splitlines()[0], "MKERNEL_NIC names ports of this host, those of a rank joined by +")
+            continue
+        total = sum(card.gigabits for card in cards)
+        rates = ", ".join(f"{card.device}:{card.port} {card.gigabits / total if total else 1 / len(cards):.0%}" for card in cards)
+        yield Finding("ok", subject, f"puts of rc are spread by rate: {rates}")
 
 
 def _gpu_addresses() -> list[str]:

@@ -67,6 +67,7 @@ class Layout:
     signals: Memory
     ring: int  # descriptor of the command ring
     card: Card | None  # for transports that need one
+    more_cards: Sequence[Card] = ()  # over which puts are spread, too
     timeout: float  # seconds after which a wait inside a call ends
     spin_ns: int = SPIN_NS  # how long the engine spins after the last put
     follows: bool = False  # it spins as long as calls are under way, too
@@ -84,6 +85,7 @@ class Layout:
         fields["heap"], fields["signals"] = Memory(**fields["heap"]), Memory(**fields["signals"])
         if fields["card"] is not None:
             fields["card"] = Card(**fields["card"])
+        fields["more_cards"] = tuple(Card(**card) for card in fields["more_cards"])
         return cls(**fields), more
 
 
@@ -297,6 +299,7 @@ def _open(layout: Layout, channel: _Channel, stack: contextlib.ExitStack) -> Eng
         heap_dmabuf=layout.heap.fd if layout.heap.dmabuf else -1,
         signal_dmabuf=layout.signals.fd if layout.signals.dmabuf else -1,
         card=layout.card,
+        more_cards=layout.more_cards,
         exchange=exchange,
         store=store,
         timeout=layout.timeout,

@@ -86,12 +86,15 @@ class Card:
         Entry of the port's GID table to speak with.
     pkey_index
         Entry of the port's table of partitions to be in.
+    gigabits
+        Its rate in 10^9 bits per second; 0: unknown.
     """
 
     device: str
     port: int
     gid_index: int
     pkey_index: int = 0
+    gigabits: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ class Wiring:
         The engine's clock, in nanoseconds.
     card
         The network card, for transports that need one.
+    more_cards
+        Further cards over which puts are spread; as many on every rank.
     exchange
         Gives this rank's bytes to all ranks and returns the bytes of all, by rank. All ranks call it equally often.
     store
@@ -136,6 +141,7 @@ class Wiring:
     heap_dmabuf: int = -1
     signal_dmabuf: int = -1
     card: Card | None = None
+    more_cards: Sequence[Card] = ()
     exchange: Callable[[bytes], Sequence[bytes]] | None = None
     store: Callable[[int, int], object] | None = None
     timeout: float = 30.0

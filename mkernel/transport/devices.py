@@ -18,7 +18,7 @@ __all__ = [
     "DevicePort",
     "Gid",
     "bar_bytes",
-    "card_for",
+    "cards_for",
     "choose_gid",
     "describe_distance",
     "distance",
@@ -143,7 +143,7 @@ def usable(name: str, ports: Sequence[DevicePort]) -> list[DevicePort]:
 
 def links(ports: Sequence[DevicePort]) -> dict[str, float]:
     """The link layers over which ``rc`` can go from this host, of the ports that ``MKERNEL_NIC`` allows, each with its fastest rate."""
-    wished = env.NIC.get()
+    wished = {card for wish in env.NIC.get() or () for card in wish.split("+")}
     found: dict[str, float] = {}
     for port in usable("rc", ports):
         if not wished or port.device in wished or port.name in wished:
@@ -167,12 +167,12 @@ def problem(name: str, ports: Sequence[DevicePort]) -> str:
     return ""
 
 
-def card_for(
+def cards_for(
     name: str, slot: int, gpu: str = "", ports: Sequence[DevicePort] | None = None, root: Path = SYSFS, link: str | None = None
-) -> Card:
-    """The network card of one of a host's ranks: the one that ``MKERNEL_NIC`` names, else the nearest to its GPU, then the fastest.
+) -> tuple[Card, ...]:
+    """The network cards of one of a host's ranks: those that ``MKERNEL_NIC`` names, else the nearest to its GPU, then the fastest.
 
-    Ranks share cards that are equally near and fast in turns.
+    Ranks share cards that are equally near and fast in turns. More than one card is taken only where they are named.
 
     Parameters
     ----------
@@ -195,30 +195,50 @@ def card_for(
     candidates = [port for port in usable(name, ports) if link in (None, port.link_layer)]
     wished = env.NIC.get()
     if wished:
-        wish = wished[slot % len(wished)]
-        named = [port for port in ports if wish in (port.device, port.name)]
-        candidates = [port for port in named if port in candidates]
-        if not candidates:
-            there = ", ".join(f"{port.name} ({port.state.lower()})" for port in ports) or "none"
-            over = f" over {link}" if link and named else ""
-            raise ArgumentError("MKERNEL_NIC", wish, f"no such port, or it cannot be used for {name}{over}: there are {there}", remedy)
+        wishes = wished[slot % len(wished)].split("+")
+        chosen = [_best(_named(wish, name, candidates, ports, link), gpu, root) for wish in wishes]
+        cards = tuple(_card(best[slot % len(best)], root) for best in chosen)
+        if len(set(cards)) < len(cards):
+            raise ArgumentError("MKERNEL_NIC", "+".join(wishes), "one port is named twice", "name different ones")
+        return cards
     if not candidates and link and not problem(name, ports):
         raise ArgumentError("transport", repr(name), f"no port is {link}, as those of other ranks are", "choose cards with MKERNEL_NIC")
     if not candidates:
         raise ArgumentError("transport", repr(name), problem(name, ports), remedy)
+    best = _best(candidates, gpu, root)
+    return (_card(best[slot % len(best)], root),)
+
+
+def _named(wish: str, name: str, candidates: Sequence[DevicePort], ports: Sequence[DevicePort], link: str | None) -> list[DevicePort]:
+    """The ports that a word of ``MKERNEL_NIC`` names."""
+    named = [port for port in ports if wish in (port.device, port.name)]
+    found = [port for port in named if port in candidates]
+    if not found:
+        there = ", ".join(f"{port.name} ({port.state.lower()})" for port in ports) or "none"
+        over = f" over {link}" if link and named else ""
+        rule = f"no such port, or it cannot be used for {name}{over}: there are {there}"
+        raise ArgumentError("MKERNEL_NIC", wish, rule, "see `python -m mkernel doctor`")
+    return found
+
+
+def _best(candidates: Sequence[DevicePort], gpu: str, root: Path) -> list[DevicePort]:
+    """Those that are nearest to the GPU, and of these the fastest."""
     if gpu:
         apart = [distance(gpu, port, root) for port in candidates]
         candidates = [port for port, far in zip(candidates, apart, strict=True) if far == min(apart)]
     fastest = max(port.gigabits for port in candidates)
-    candidates = [port for port in candidates if port.gigabits == fastest]
-    port = candidates[slot % len(candidates)]
+    return [port for port in candidates if port.gigabits == fastest]
+
+
+def _card(port: DevicePort, root: Path) -> Card:
+    """The port as a card, with the GID and the partition to use."""
     gid = choose_gid(port)
     assert gid is not None
     index = env.GID_INDEX.get()
     if index is not None and index not in {g.index for g in port.gids}:
         there = ", ".join(map(str, port.gids))
         raise ArgumentError("MKERNEL_GID_INDEX", index, f"{port.name} has no such GID: there are {there}", "unset it")
-    return Card(port.device, port.port, gid.index if index is None else index, pkey_index(port, root))
+    return Card(port.device, port.port, gid.index if index is None else index, pkey_index(port, root), port.gigabits)
 
 
 def pkey_index(port: DevicePort, root: Path = SYSFS) -> int:

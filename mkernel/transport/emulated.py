@@ -15,6 +15,7 @@ from mkernel import env
 from mkernel.errors import TransportError
 from mkernel.transport import Copier, Wiring
 from mkernel.transport.base import Put, Transport
+from mkernel.transport.striped import Link, StripedTransport
 
 __all__ = ["EmulatedTransport", "Faults", "create"]
 
@@ -39,6 +40,8 @@ class Faults:
         The put with this number (counted from 0 in order of posting) completes with an error.
     cut_ns
         By rank, the time of the engine's clock from which puts to it neither arrive nor complete.
+    down_ns
+        The time from which this link is down: nothing arrives any more, and the next poll with a put under way raises "link down".
     drop
         Numbers of puts (as above) that vanish without data, signal or completion. Nothing that follows on their channels becomes visible.
     seed
@@ -51,6 +54,7 @@ class Faults:
     queue_depth: int | None = None
     fail_completion: int | None = None
     cut_ns: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    down_ns: int | None = None
     drop: frozenset[int] = frozenset()
     seed: int = 0
 
@@ -177,6 +181,9 @@ class EmulatedTransport(Transport):
 
     def poll(self) -> list[int]:
         arrivals, ready, done = self._arrivals, self._ready, []
+        if self._in_flight and self._faults.down_ns is not None and self._clock_ns() >= self._faults.down_ns:
+            self._abandon()
+            raise TransportError(f"a link of rank {self._rank} is down (injected fault)", op="put_signal", status="link down")
         if arrivals:
             now = self._clock_ns()
             while arrivals and arrivals[0][0] <= now:
@@ -211,6 +218,11 @@ class EmulatedTransport(Transport):
         return min((math.ceil(events[0][0]) for events in (self._arrivals, self._acks) if events), default=None)
 
     def close(self) -> None:
+        self._abandon()
+        self._copier.close()
+
+    def _abandon(self) -> None:
+        """Forget what is under way: nothing of it lands any more."""
         flights = [flight for channel in self._channels.values() for flight in channel]
         for flight in [*flights, *(flight for _, _, flight in self._acks)]:
             self._complete(flight)
@@ -219,7 +231,6 @@ class EmulatedTransport(Transport):
         self._ready.clear()
         self._acks.clear()
         self._in_flight = 0
-        self._copier.close()
 
     def _addresses(self, put: Put) -> tuple[int, int]:
         """The addresses to which and from which the bytes of a put go."""
@@ -287,15 +298,21 @@ class EmulatedTransport(Transport):
         )
 
 
-def create(wiring: Wiring) -> EmulatedTransport:
-    """The transport, with bandwidth and latency from the environment."""
+def create(wiring: Wiring) -> Transport:
+    """The transport, with bandwidth and latency from the environment; several links where that asks for them."""
+    rates = env.EMULATED_LINKS.get() or [env.EMULATED_GBPS.get()]
+    links = [Link(_open(wiring, rate), f"emulated link {number} ({rate:g} GB/s)", rate) for number, rate in enumerate(rates)]
+    return links[0].transport if len(links) == 1 else StripedTransport(wiring.rank, links)
+
+
+def _open(wiring: Wiring, gigabytes_per_second: float) -> EmulatedTransport:
     return EmulatedTransport(
         wiring.rank,
         wiring.heap_address,
         wiring.peers,
         wiring.copier(),
         wiring.clock_ns,
-        env.EMULATED_GBPS.get(),
+        gigabytes_per_second,
         env.EMULATED_LATENCY_US.get(),
         heap_bytes=wiring.heap_bytes,
         signal_bytes=wiring.signal_bytes,

@@ -22,9 +22,10 @@ from typing import Any
 from mkernel import env
 from mkernel.errors import ArgumentError, TransportError
 from mkernel.transport import Wiring, rdma, verbs
-from mkernel.transport.base import Put
+from mkernel.transport.base import Put, Transport
+from mkernel.transport.striped import Link, StripedTransport
 
-__all__ = ["MOST_QUEUE_PAIRS", "RcTransport", "create", "open_transport", "retry_policy"]
+__all__ = ["MOST_QUEUE_PAIRS", "RcTransport", "create", "open_transport", "retry_policy", "stripe"]
 
 SEND_DEPTH = 256  # work requests of a queue pair
 MOST_QUEUE_PAIRS = 256  # to a peer: what the number of a work request has room for
@@ -435,7 +436,22 @@ def open_transport(nic: verbs.Nic, wiring: Wiring, *, signal: str, queue_pairs: 
     )
 
 
-def create(wiring: Wiring) -> RcTransport:
-    """Open the card, exchange addresses with all ranks, and connect. Collective. Raises as ``rdma.join`` and ``open_transport`` do."""
+def create(wiring: Wiring) -> Transport:
+    """Open the cards, exchange addresses with all ranks, and connect. Collective. Raises as ``rdma.join`` and ``open_transport`` do."""
     options: dict[str, Any] = {"signal": env.RC_SIGNAL.get(), "queue_pairs": env.RC_QUEUE_PAIRS.get()}
-    return rdma.join(wiring, functools.partial(open_transport, **options))
+    return stripe(wiring, rdma.join(wiring, functools.partial(open_transport, **options)))
+
+
+def stripe(wiring: Wiring, transports: Sequence[RcTransport]) -> Transport:
+    """The transports of a rank's cards as one. Raises ArgumentError where a completion does not say that bytes are in the peer's memory."""
+    if len(transports) == 1:
+        return transports[0]
+    if any(transport.signal != "atomic" for transport in transports):
+        for transport in transports:
+            transport.close()
+        rule = f"puts are spread over {len(transports)} cards only where flags are raised behind atomics"
+        raise ArgumentError("MKERNEL_RC_SIGNAL", transports[0].signal, rule, "set it to atomic, or name one card per rank in MKERNEL_NIC")
+    assert wiring.card is not None
+    rates = [card.gigabits for card in (wiring.card, *wiring.more_cards)]
+    known = rates if min(rates) > 0 else [1.0] * len(rates)
+    return StripedTransport(wiring.rank, [Link(one, one.name, rate) for one, rate in zip(transports, known, strict=True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import json
 import logging
 import time
@@ -62,6 +63,11 @@ class RdmaTransport(Transport):
         self._undo = contextlib.ExitStack()
         self._undo.callback(nic.close)
         self._undo.callback(heap.close)
+
+    @property
+    def name(self) -> str:
+        """Device and port, e.g. ``mlx5_0:1``."""
+        return f"{self._nic.port.device}:{self._nic.port.number}"
 
     # ---- opening and closing
     @contextlib.contextmanager
@@ -302,24 +308,35 @@ def register(nic: verbs.Nic, rank: int, *segments: tuple[int, int, int]) -> list
 _T = TypeVar("_T", bound=RdmaTransport)
 
 
-def join(wiring: Wiring, open: Callable[[verbs.Nic, Wiring], _T]) -> _T:
-    """Open the card, and a transport on it by ``open``; exchange addresses with all ranks; connect. Collective.
+def join(wiring: Wiring, open: Callable[[verbs.Nic, Wiring], _T]) -> list[_T]:
+    """Open the cards, and a transport on each by ``open``; exchange addresses with all ranks; connect. Collective.
+
+    The first card of a rank connects to the first ones of its peers, and so on.
 
     Raises
     ------
     ValueError
         ``wiring`` has no card or no exchange.
     TransportError
-        The card, or the connection to a rank, could not be opened.
+        A card, or the connection to a rank, could not be opened; or a peer has more cards, or fewer.
     """
-    card, exchange = wiring.card, wiring.exchange
-    if card is None or exchange is None:
+    if wiring.card is None or wiring.exchange is None:
         raise ValueError("RDMA needs a card and an exchange")
-    transport = open(open_card(card, wiring.rank), wiring)
-    try:
-        transport.connect(exchange(transport.address))
-        exchange(b"")  # a barrier: nobody sends to a rank that is not connected yet
-    except BaseException:
-        transport.close()
-        raise
-    return transport
+    cards, transports = (wiring.card, *wiring.more_cards), list[_T]()
+    with contextlib.ExitStack() as undo:
+        for card in cards:  # one after the other may fail before a wait inside a call ends
+            own = dataclasses.replace(wiring, card=card, more_cards=(), timeout=wiring.timeout / len(cards))
+            transports.append(open(open_card(card, wiring.rank), own))
+            undo.callback(transports[-1].close)
+        told = wiring.exchange(json.dumps([transport.address.decode() for transport in transports]).encode())
+        addresses = {peer: json.loads(told[peer]) for peer in wiring.peers}
+        for peer, theirs in addresses.items():
+            if len(theirs) != len(cards):
+                text = f"rank {wiring.rank}: rank {peer} has {len(theirs)} cards, and this one {len(cards)} (name as many for every rank)"
+                raise TransportError(text, peer=peer, op="connect", status="mismatch", remedy="set MKERNEL_NIC")
+        for number, transport in enumerate(transports):
+            of_card = {peer: theirs[number].encode() for peer, theirs in addresses.items()}
+            transport.connect([of_card.get(peer, b"") for peer in range(len(told))])
+        wiring.exchange(b"")  # a barrier: nobody sends to a rank that is not connected yet
+        undo.pop_all()
+    return transports

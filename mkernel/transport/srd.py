@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mkernel.errors import TransportError
+from mkernel.errors import ArgumentError, TransportError
 from mkernel.transport import Wiring, rdma, verbs
 from mkernel.transport.base import Put
 
@@ -475,4 +475,8 @@ def open_transport(nic: verbs.Nic, wiring: Wiring) -> SrdTransport:
 
 def create(wiring: Wiring) -> SrdTransport:
     """Open the card, exchange addresses with all ranks, and connect. Collective. Raises as ``rdma.join`` and ``open_transport`` do."""
-    return rdma.join(wiring, open_transport)
+    if wiring.more_cards:
+        rule = "srd uses one card per rank: its receivers raise flags, and count what comes by one card"
+        raise ArgumentError("MKERNEL_NIC", f"{1 + len(wiring.more_cards)} cards", rule, "name one per rank")
+    (transport,) = rdma.join(wiring, open_transport)
+    return transport

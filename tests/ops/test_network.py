@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 import mkernel as mk
 from mkernel.errors import TransportError
-from mkernel.transport import rc, srd
+from mkernel.transport import emulated, rc, srd, striped
 from tests.ops import standin
 from tests.ops.body import Case, back_to_back, problems, topology
 from tests.transport.rc_bugs import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
@@ -41,6 +42,10 @@ def calls(world: Any, seed: int) -> list[str]:
     return [problem for i, case in enumerate(CASES) for problem in problems(back_to_back(world, case, seed + i, 0.0, ROWS))]
 
 
+def few_calls(world: Any, seed: int) -> list[str]:
+    return [problem for case in (CASES[0], CASES[3]) for problem in problems(back_to_back(world, case, seed, 0.0, (7, 129)))]
+
+
 @pytest.mark.cases(kind=tuple(KINDS), mood=("late", "split", "short_queues"), world=("2x2", "4x1"))
 @pytest.mark.drawn(3)
 def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, mood: str, kind: str) -> None:
@@ -55,6 +60,23 @@ def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest
     monkeypatch.setenv("MKERNEL_EMULATED_HOST_SIGNALS", "1")
     seed = request.config.getoption("--seed")
     assert run("2x2", calls, seed, seed=seed, transport="emulated") == [[]] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.drawn(1)
+def test_two_unlike_links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Bytes are spread over both, and one may fail while calls are under way."""
+    monkeypatch.setenv("MKERNEL_EMULATED_LINKS", "40,10")
+    monkeypatch.setattr(striped, "SMALLEST", 1 << 10)
+    seed, opened = request.config.getoption("--seed"), list[striped.StripedTransport]()
+    number, kind = itertools.count(), striped.StripedTransport
+    faults = [
+        emulated.Faults(seed=seed, reorder_us=20.0, ack_us=20.0, down_ns=200_000 if fails and link == 3 else None) for link in range(8)
+    ]
+    monkeypatch.setattr(emulated, "Faults", lambda: faults[next(number)])
+    monkeypatch.setattr(emulated, "StripedTransport", lambda *args: opened.append(kind(*args)) or opened[-1])
+    assert run("2x2", few_calls, seed, seed=seed, transport="emulated") == [[]] * 4
+    assert sorted(len(transport.links) for transport in opened) == ([1, 2, 2, 2] if fails else [2, 2, 2, 2])
 
 
 @pytest.mark.parametrize("bug", [SignalBeforeData, SignalOnAnotherQueuePair, EpochEarly], ids=lambda bug: bug.__name__)

@@ -168,7 +168,7 @@ def test_engines_get_the_memory_they_can_write(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process, "EngineProcess", Engine)
     monkeypatch.setattr(infos, "networks_here", lambda: {"rc": "", "srd": ""})
-    monkeypatch.setattr(devices, "card_for", lambda *args, **more: None)
+    monkeypatch.setattr(devices, "cards_for", lambda *args, **more: ())
     gpu = target == "cuda"
     for rank, (layout, heap, signals) in enumerate(ranks(use, 4, 2, transport, target)):
         assert list(layout.peers) == [(rank + 2) % 4], "ranks put to their rail"

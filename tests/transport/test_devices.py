@@ -78,7 +78,8 @@ class Host:
         return devices.find(self.root)
 
     def choose(self, name: str = "rc", place: int = 0, gpu: str = "", link: str | None = None) -> Card:
-        return devices.card_for(name, place, gpu, root=self.root, link=link)
+        (card,) = devices.cards_for(name, place, gpu, root=self.root, link=link)
+        return card
 
 
 @pytest.fixture
@@ -192,6 +193,16 @@ def test_distances_have_an_order(two_roots: Host) -> None:
 def test_switches(two_roots: Host) -> None:
     with env.override(MKERNEL_NIC="mlx5_9, mlx5_1:1"):
         assert [two_roots.choose(place=place, gpu="0000:22:00.0").device for place in range(3)] == ["mlx5_9", "mlx5_1", "mlx5_9"]
+    with env.override(MKERNEL_NIC="mlx5_9+mlx5_1:1,mlx5_2"):
+        both, one = (devices.cards_for("rc", slot, ports=two_roots.ports, root=two_roots.root) for slot in (0, 1))
+        assert [card.device for card in both] == ["mlx5_9", "mlx5_1"]
+        assert [card.gigabits for card in both] == [400.0, 400.0]
+        assert [card.device for card in one] == ["mlx5_2"]
+        assert devices.links(two_roots.ports) == {"Ethernet": 400.0}
+    with env.override(MKERNEL_NIC="mlx5_1+mlx5_1:1"), pytest.raises(ArgumentError, match="named twice"):
+        two_roots.choose()
+    with env.override(MKERNEL_NIC="mlx5_1+mlx5_7"), pytest.raises(ArgumentError, match="MKERNEL_NIC = mlx5_7"):
+        two_roots.choose()
     with env.override(MKERNEL_NIC="mlx5_7"), pytest.raises(ArgumentError, match=r"MKERNEL_NIC = mlx5_7.*there are mlx5_1:1 \(active\)"):
         two_roots.choose()
     with env.override(MKERNEL_NIC="a,,b"), pytest.raises(ArgumentError, match="one comma"):

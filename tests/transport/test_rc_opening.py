@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +15,10 @@ import pytest
 from mkernel import env
 from mkernel.errors import ArgumentError, TransportError
 from mkernel.planner.topology import Topology
-from mkernel.transport import Card, srd, verbs
+from mkernel.transport import Card, rdma, srd, verbs
 from mkernel.transport.loopback import loopback
-from mkernel.transport.rc import MOST_QUEUE_PAIRS, RcTransport, open_transport, retry_policy
+from mkernel.transport.rc import MOST_QUEUE_PAIRS, RcTransport, create, open_transport, retry_policy
+from mkernel.transport.striped import StripedTransport
 from tests.transport.rc_standin import issue, opener, wiring
 from tests.transport.standin import Fabric, Mood, StandinNetwork
 
@@ -157,6 +162,58 @@ def test_queue_pairs_are_linear_in_nodes(nodes: int) -> None:
     assert len(nic.pairs) == 4 * (nodes - 1)
     assert set(json.loads(transport.address)["pairs"]) == {str(rank) for rank in range(8 * nodes) if rank % 8 == 5 and rank != 13}
     transport.close()
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, cards: Sequence[int], mood: Mood | None = None, signal: str = "auto") -> list[Any]:
+    """What ``create`` gives to two ranks with so many cards each, or raises."""
+    fabrics, gathered, barrier = [Fabric(mood) for _ in range(3)], {}, threading.Barrier(2)
+    monkeypatch.setattr(rdma, "open_card", lambda card, rank: fabrics[int(card.device[-1])].nic(rank))
+
+    def open_rank(rank: int) -> Any:
+        turn = itertools.count()
+
+        def exchange(part: bytes) -> list[bytes]:
+            gathered[rank, number := next(turn)] = part
+            barrier.wait(20)
+            return [gathered[other, number] for other in range(2)]
+
+        of = [Card(f"card{number}", 1, 0, 0, 100.0 + 100 * number) for number in range(cards[rank])]
+        try:
+            return create(wiring(rank=rank, peers={1 - rank: (0, 0)}, card=of[0], more_cards=of[1:], exchange=exchange))
+        except Exception as error:
+            return error
+
+    with env.override(MKERNEL_RC_SIGNAL=signal), ThreadPoolExecutor(2) as pool:
+        return list(pool.map(open_rank, range(2)))
+
+
+def test_a_rank_with_several_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for transport in ends(monkeypatch, (2, 2)):
+        assert isinstance(transport, StripedTransport)
+        assert [way.link.rate for way in transport._ways] == [100, 200]
+        assert [link.transport._retry.timeout for link in (way.link for way in transport._ways)] == [retry_policy(15.0).timeout] * 2
+        transport.close()
+    for transport in ends(monkeypatch, (1, 1)):
+        assert isinstance(transport, RcTransport)
+        transport.close()
+
+
+def test_ranks_with_unequal_numbers_of_cards_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ends(monkeypatch, (2, 1))
+    assert all(isinstance(error, TransportError) and error.status == "mismatch" for error in found), found
+    assert "rank 1 has 1 cards, and this one 2 (name as many for every rank)" in str(found[0])
+
+
+@pytest.mark.parametrize(("mood", "signal"), [(Mood(atomics=False), "auto"), (None, "imm"), (None, "write")])
+def test_several_cards_need_atomics(monkeypatch: pytest.MonkeyPatch, mood: Mood | None, signal: str) -> None:
+    """Elsewhere a completion does not say that bytes are in the peer's memory, and a flag could overtake them by the other card."""
+    for error in ends(monkeypatch, (2, 2), mood, signal):
+        assert isinstance(error, ArgumentError) and "only where flags are raised behind atomics" in str(error)
+
+
+def test_srd_takes_one_card() -> None:
+    with pytest.raises(ArgumentError, match=r"MKERNEL_NIC = 2 cards: srd uses one card per rank"):
+        srd.create(wiring(card=Card("efa0", 1, 0), more_cards=[Card("efa1", 1, 0)]))
 
 
 def test_loopback() -> None:

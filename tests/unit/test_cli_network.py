@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mkernel import env
 from mkernel.cli import probes
 from mkernel.cli.probes import Finding
 from mkernel.transport import devices
@@ -66,6 +67,19 @@ def test_a_port_that_works(host: Host, program: Callable[..., None]) -> None:
     assert found["mlx5_0:1"].detail == "Ethernet, active, 400 Gb/sec (4X NDR), for rc, GID 3: 10.78.0.1 (RoCE v2, eth1)"
     assert found["mlx5_0:1 loopback"].detail == "a put arrived (signal: atomic)"
     assert found["pyverbs"].state == "ok"
+
+
+def test_cards_over_which_puts_are_spread(host: Host, program: Callable[..., None]) -> None:
+    host.card("mlx5_0")
+    host.card("mlx5_1", rate="100 Gb/sec (4X EDR)")
+    program(**works())
+    assert not any("cards of rank" in subject for subject in look())
+    with env.override(MKERNEL_NIC="mlx5_0,mlx5_0+mlx5_1,mlx5_0+mlx5_5"):
+        found = look()
+    assert "cards of rank 0 of a host" not in found
+    assert found["cards of rank 1 of a host"].detail == "puts of rc are spread by rate: mlx5_0:1 80%, mlx5_1:1 20%"
+    assert found["cards of rank 2 of a host"].state == "note"
+    assert "mlx5_5" in found["cards of rank 2 of a host"].detail
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
         return Memory(segment.dmabuf() if rdma else -1, segment.size, dmabuf=True)
 
     def start() -> EngineProcess:
-        card = devices.card_for(name, slot, backend.pci_address, link=link) if rdma else None
+        cards = devices.cards_for(name, slot, backend.pci_address, link=link) if rdma else ()
         process = EngineProcess(
             Layout(
                 transport=name,
@@ -98,7 +98,8 @@ def open_process(bootstrap: Bootstrap, infos: Sequence[RankInfo], parts: Parts, 
                 heap=memory(parts.data),
                 signals=memory(parts.signals),
                 ring=ring,
-                card=card,
+                card=cards[0] if cards else None,
+                more_cards=cards[1:],
                 timeout=parts.options.timeout,
                 spin_ns=_spin_ns(backend.target),
                 follows=backend.target == "cuda",

@@ -20,7 +20,7 @@ from mkernel.abi import SIGNAL_FLAGS
 from mkernel.proxy.compiled import open_engine
 from mkernel.proxy.ring import RingReader
 from mkernel.transport import Wiring, create
-from mkernel.transport.devices import card_for
+from mkernel.transport.devices import cards_for
 from tests.transport.harness import Producer
 
 MACHINE, MACHINES = int(os.environ["TEST_MACHINE"]), int(os.environ["TEST_MACHINES"])
@@ -120,7 +120,7 @@ class Node:
             copier=_no_copier,
             clock_ns=time.monotonic_ns,
             signal_address=address + heap_bytes,
-            card=card_for(transport, 0),
+            card=cards_for(transport, 0)[0],
             exchange=wires.exchange,
             store=self._store,
             timeout=TIMEOUT,

@@ -1,0 +1,197 @@
+"""Several links as one: the contract over unlike links and in all moods, links that fail while puts are under way, planted bugs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+
+import numpy as np
+import pytest
+
+from mkernel.abi import RING_SLOTS, SIGNAL_FLAGS
+from mkernel.errors import TransportError
+from mkernel.proxy.engine import Engine
+from mkernel.proxy.ring import RingReader
+from mkernel.transport import striped
+from mkernel.transport.base import Put
+from mkernel.transport.emulated import Faults
+from mkernel.transport.null import NullTransport
+from mkernel.transport.striped import Link, StripedTransport, shares
+from tests.transport.contract import CHECKS, check_signal_never_before_data
+from tests.transport.harness import Producer
+from tests.transport.standin import MOODS, Mood
+from tests.transport.striped_networks import BUGS, FAILING_BUGS, RATES, Cards, EmulatedLinks
+
+_FAULTS = {
+    "plain": (Faults(), Faults()),
+    "unlike": (Faults(delay_us=100, reorder_us=20), Faults(queue_depth=3)),
+    "disordered": (Faults(reorder_us=40, ack_us=60), Faults(reorder_us=100, ack_us=30, queue_depth=5)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract's puts have at most 1500 bytes: they are spread, too."""
+    monkeypatch.setattr(striped, "SMALLEST", 48)
+    monkeypatch.setattr(striped, "_UNIT", 16)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("faults", _FAULTS)
+@pytest.mark.drawn(3)
+def test_contract_over_emulated_links(faults: str, check: str, pytestconfig: pytest.Config) -> None:
+    seed = pytestconfig.getoption("--seed")
+    with EmulatedLinks(faults=_FAULTS[faults], seed=seed) as network:
+        CHECKS[check](network)
+        assert len(network.transports[0].links) == 2
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.drawn(3)
+def test_contract_over_cards(mood: str, check: str, pytestconfig: pytest.Config) -> None:
+    seed = pytestconfig.getoption("--seed")
+    with Cards(moods=(MOODS[mood], Mood()), seed=seed) as network:
+        CHECKS[check](network)
+        assert all(len(transport.links) == 2 for transport in network.transports), "none has failed"
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bug_fails_the_contract(bug: type[StripedTransport]) -> None:
+    """Over links of very unlike rates one of the seeds shows each."""
+    for seed in range(4):
+        faults = (Faults(delay_us=200, reorder_us=40), Faults(reorder_us=100))
+        with EmulatedLinks(kind=bug, faults=faults, seed=seed) as network:
+            try:
+                check_signal_never_before_data(network, seed)
+            except AssertionError as error:
+                assert re.search(BUGS[bug], str(error)), error
+                return
+    raise AssertionError(f"{bug.__name__} was not noticed")
+
+
+# ---- links that fail
+def lose(network: Cards) -> None:
+    """The second network is gone, for all."""
+    network.fabrics[1].cut |= set(network.ranks)
+
+
+@pytest.mark.parametrize("turns", [1, 15, 30, 60])
+@pytest.mark.parametrize("mood", ["late", "slow", "short_queues"])
+@pytest.mark.drawn(2)
+def test_a_lost_network_costs_bandwidth_only(turns: int, mood: str, caplog: pytest.LogCaptureFixture, pytestconfig: pytest.Config) -> None:
+    seed = pytestconfig.getoption("--seed")
+    with Cards(moods=(Mood(), MOODS[mood]), then=(turns, lose), seed=seed) as network, caplog.at_level(logging.WARNING):
+        check_signal_never_before_data(network, seed)
+        for rank, transport in enumerate(network.transports):
+            assert transport.links == [f"net0card{rank}:1"]
+            assert f"net1card{rank}:1 has failed, and its puts go by net0card{rank}:1 from now on" in caplog.text
+            assert "IBV_WC_RETRY_EXC_ERR" in caplog.text
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_link_that_fails_in_mid_call(number: int, pytestconfig: pytest.Config) -> None:
+    """At many times, either link, whichever has the flags."""
+    seed, failed = pytestconfig.getoption("--seed"), 0
+    for at in np.random.default_rng(seed).integers(2_000, 100_000, 2):
+        with EmulatedLinks(faults=_FAULTS["disordered"], down=(0, number, int(at)), seed=seed) as network:
+            check_signal_never_before_data(network, seed)
+            failed += len(network.transports[0].links) == 1
+    assert failed, "the times are those of puts"
+
+
+@pytest.mark.parametrize("bug", FAILING_BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bug_shows_where_a_link_fails(bug: type[StripedTransport]) -> None:
+    for seed in range(14, 60):  # the first finds both bugs: when it was written here
+        with EmulatedLinks(kind=bug, faults=_FAULTS["disordered"], down=(0, seed % 2, 5_000 + 2_000 * seed), seed=seed) as network:
+            try:
+                check_signal_never_before_data(network, seed)
+            except AssertionError as error:
+                assert re.search(FAILING_BUGS[bug], str(error)), error
+                return
+    raise AssertionError(f"{bug.__name__} was not noticed")
+
+
+def test_the_last_link_ends_the_world_and_names_the_peer() -> None:
+    with Cards() as network:
+        for fabric in network.fabrics:
+            fabric.cut.add(1)
+        network.producers[0].issue(1, 1, 0, 0, 1000, network.flag_offset(0), 1)
+        with pytest.raises(TransportError) as caught:
+            for _ in range(20_000):
+                network.turn()
+        assert (caught.value.peer, caught.value.status) == (1, "IBV_WC_RETRY_EXC_ERR")
+        assert network.producers[0].completed == 0
+
+
+def test_other_errors_end_the_world_at_once() -> None:
+    """A put outside of the heap is wrong on every link."""
+    with Cards() as network, pytest.raises(TransportError) as caught:
+        network.transports[0].post(Put(0, 1, 1, 0, 1 << 30, 1000, network.flag_offset(0), 1))
+    assert caught.value.status == "bad address"
+
+
+# ---- how much goes where
+def test_shares_end_at_the_same_time(rng: np.random.Generator) -> None:
+    for _ in range(300):
+        rates, backlogs = rng.uniform(1, 20, rng.integers(1, 5)), rng.integers(0, 5000, 5)
+        backlogs = backlogs[: len(rates)]
+        size = int(rng.integers(1, 20_000))
+        parts = shares(size, list(rates), list(backlogs))
+        assert sum(parts) == size and all(part == 0 or part >= min(size, 48) - 16 * len(parts) for part in parts)
+        ends = [(backlog + part) / rate for part, rate, backlog in zip(parts, rates, backlogs, strict=True)]
+        used = [end for end, part in zip(ends, parts, strict=True) if part]
+        unused = [end for end, part in zip(ends, parts, strict=True) if not part]
+        slack = (48 + 16 * len(parts)) / min(rates)
+        assert max(used) - min(used) <= slack and all(end >= max(used) - slack for end in unused)
+
+
+def test_unlike_links_carry_the_sum_of_their_rates() -> None:
+    """50 and 12.5 GB/s: 24 puts of 1 MiB take as long as over one link of 62.5, but for the latencies of a put."""
+    with EmulatedLinks(ranks=2, heap_bytes=32 << 20) as network:
+        begin = network.clock.now
+        for number in range(24):
+            network.producers[0].issue(1 + number % 4, 1, number << 20, number << 20, 1 << 20, network.flag_offset(number % 4), number + 1)
+        network.settle()
+        seconds = (network.clock.now - begin) * 1e-9
+        assert network.producers[0].completed == 24
+    ideal = (24 << 20) / (sum(RATES) * 1e9)
+    assert ideal < seconds < 1.05 * ideal + 15e-6
+
+
+def test_small_puts_are_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(striped, "SMALLEST", 32 << 10)
+    with Cards(ranks=2) as network:
+        network.producers[0].issue(1, 1, 0, 0, (64 << 10) - 1, network.flag_offset(0), 1)
+        network.settle()
+        assert sorted(len(fabric.posted) for fabric in network.fabrics) == [0, 3], "a write, an atomic, a flag"
+        network.producers[0].issue(1, 1, 0, 0, 128 << 10, network.flag_offset(0), 2)
+        network.settle()
+        assert math.prod(fabric.posted.count("write") for fabric in network.fabrics) >= 2, "both links"
+
+
+@pytest.mark.parametrize("links", [1, 2, 4])
+def test_cost_per_put(monkeypatch: pytest.MonkeyPatch, links: int) -> None:
+    """Prints what ring, engine and striping cost in Python (``-s``); links add theirs. Asserts only that it works."""
+    monkeypatch.setattr(striped, "SMALLEST", 64 << 10)
+    transport = StripedTransport(0, [Link(NullTransport(), f"link {number}", 1.0) for number in range(links)])
+    producer = Producer()
+    engine = Engine(RingReader(producer.buffer), transport)
+    spent = 0
+    while producer.head < 4 * RING_SLOTS:
+        for _ in range(RING_SLOTS):
+            channel = producer.head % 4
+            producer.issue(channel, 1, 0, 0, 1 << 20, SIGNAL_FLAGS + 8 * channel, producer.head + 1)
+        begin = time.process_time_ns()
+        while producer.completed < producer.head:
+            engine.step()
+        spent += time.process_time_ns() - begin
+    print(f"{links} links that carry nothing: {spent / 1e3 / producer.completed:.1f} us per put")
+    assert producer.completed == 4 * RING_SLOTS
+
+
+def test_links_must_be_there() -> None:
+    with pytest.raises(ValueError, match="there must be links"):
+        StripedTransport(0, [])
