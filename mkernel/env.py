@@ -314,7 +314,7 @@ NIC = _declare(
     "device or device:port, by comma",
     _optional(_list),
     None,
-    "network cards by rank of a host (else the nearest); a+b: both, puts are spread over them",
+    "network cards by rank of a host (else the nearest); a+b: puts go by both",
 )
 GID_INDEX = _declare("MKERNEL_GID_INDEX", "an integer >= 0", _optional(_natural), None, "index of the GID to use (else chosen by content)")
 PKEY = _declare(
@@ -350,7 +350,7 @@ EMULATED_LINKS = _declare(
     "GB/s, by comma",
     _optional(_bandwidths),
     None,
-    "several emulated links per rank of these bandwidths, over which puts are spread (else one)",
+    "emulated links of a rank, over which puts are spread (else one)",
 )
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _number(0, 1e7), 5.0, "latency of one emulated link")
 EMULATED_HOST_SIGNALS = _declare(

@@ -155,10 +155,10 @@ def test_unlike_links_carry_the_sum_of_their_rates() -> None:
         for number in range(24):
             network.producers[0].issue(1 + number % 4, 1, number << 20, number << 20, 1 << 20, network.flag_offset(number % 4), number + 1)
         network.settle()
-        seconds = (network.clock.now - begin) * 1e-9
+        virtual = (network.clock.now - begin) * 1e-9
         assert network.producers[0].completed == 24
     ideal = (24 << 20) / (sum(RATES) * 1e9)
-    assert ideal < seconds < 1.05 * ideal + 15e-6
+    assert ideal < virtual < 1.05 * ideal + 15e-6
 
 
 def test_small_puts_are_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
