@@ -22,6 +22,7 @@ __all__ = [
     "Routing",
     "agreed_tokens",
     "check_bound",
+    "check_columns",
     "check_contiguous",
     "check_expert_counts",
     "check_ids",
@@ -32,6 +33,7 @@ __all__ = [
 
 _MOST_BYTES = 8 << 30  # that rows of any routing may take where the caller does not say how many there are
 _MOST_ROWS = 1 << 27  # of one rank
+_MARKS = 64  # bits of what kernels note of a token: its choices, the nodes, and one more
 _TOKENS = 64  # the number of tokens that a call without max_tokens has room for is a multiple
 
 
@@ -162,6 +164,15 @@ def agreed_tokens(world: World, key: Hashable, tokens: int, given: Any) -> int:
         most = max(world.exchange(f"most tokens of {key}", tokens))
         known = world.agreed[key] = max(1, math.ceil(most / _TOKENS)) * _TOKENS
     return known
+
+
+def check_columns(topology: Topology, topk: int) -> None:
+    """Raise ArgumentError where kernels have no bit for each choice of a token and each node (kernels_src/moe/router.cuh)."""
+    most = _MARKS - 1 - topology.num_nodes
+    if topk >= most:
+        nodes = topology.num_nodes
+        rule = f"a token must have fewer than {max(most, 0)} choices: choices and nodes ({nodes}) together fewer than {_MARKS - 1}"
+        raise ArgumentError("topk_ids.shape", f"(T, {topk})", rule)
 
 
 def check_rows(topology: Topology, given: Any, max_tokens: int, topk: int, experts: int, alignment: int, columns: int) -> int:

@@ -14,6 +14,7 @@ from mkernel.ops.moe import (
     Routing,
     agreed_tokens,
     check_bound,
+    check_columns,
     check_contiguous,
     check_expert_counts,
     check_ids,
@@ -232,6 +233,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         if tokens:
             check_aligned("x", x)
         topk = check_ids(ids, tokens)
+        check_columns(world.topology, topk)
         check_weights(weights, (tokens, topk))
         activation, clamp, alignment = options["activation"], options["clamp"], options["alignment"]
         if activation not in (None, "swiglu"):

@@ -8,6 +8,8 @@ import pytest
 
 from mkernel import abi
 from mkernel.bench.cases import ops
+from mkernel.errors import ArgumentError
+from mkernel.ops.moe import check_columns
 from mkernel.ops.op import BUILT_IN, find
 from mkernel.planner import moe_combine, moe_dispatch_gemm, moe_gemm_combine
 from mkernel.planner.split import SplitError
@@ -18,12 +20,16 @@ SMS = 132
 
 
 def moe_plan(op: str, topology: Topology) -> Any:
-    """4096 tokens of each rank, each to 8 of as many experts as there are ranks."""
+    """4096 tokens of each rank, each to 8 of as many experts as there are ranks; dispatched over as many nodes as that can be."""
     combined = moe_combine.MoeCombineProblem(topology, 7168, "bfloat16", 8, 1, 4096, 32768, True)
     if op == "moe_combine":
         return moe_combine.make_plan(combined, 0, SMS)
     if op == "moe_gemm_combine":
         return moe_gemm_combine.make_plan(moe_gemm_combine.MoeGemmCombineProblem(combined, 2048, True), 0, SMS)
+    with pytest.raises(ArgumentError, match=r"choices and nodes \(\d+\) together fewer than 63"):
+        check_columns(topology, 8)
+    topology = Topology(54 * topology.ranks_per_node, topology.ranks_per_node)
+    check_columns(topology, 8)
     dispatched = moe_dispatch_gemm.MoeDispatchGemmProblem(
         topology, 2048, 7168, "bfloat16", True, 1, 8, 4096, 32768, 128, True, False, 0.0
     )  # fmt: skip
