@@ -7,7 +7,7 @@ import time
 from typing import NoReturn
 
 from mkernel.transport import verbs
-from mkernel.transport.base import Put
+from mkernel.transport.base import Put, Transport
 from mkernel.transport.compiled import Kind, Report, Setup, Side, Signal, Target, Trouble, UnfitError
 from mkernel.transport.rc import RcTransport
 
@@ -22,10 +22,12 @@ class RcSide(Side):
     Raises
     ------
     UnfitError
-        The card's queue pairs do not tell what they are to libibverbs.
+        There are several cards; or the card's queue pairs do not tell what they are to libibverbs.
     """
 
-    def __init__(self, transport: RcTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
+        if not isinstance(transport, RcTransport):
+            raise UnfitError("it does not spread puts over several cards")
         self._transport = transport
         found = [connection.pair.handles() for connection in transport._connections]
         handles = [handle for handle in found if handle is not None]

@@ -21,9 +21,11 @@ from mkernel.proxy.engine import Engine
 from mkernel.proxy.pace import GRAPH_SPIN_NS, LONG_NAP_NS, NAP_NS, SPIN_NS, Pace
 from mkernel.proxy.ring import RingReader
 from mkernel.transport import compiled as structs
+from mkernel.transport import compiled_side
 from mkernel.transport.null import NullSide, NullTransport
 from mkernel.transport.verbs import Handles, handles
 from tests.transport.harness import Producer
+from tests.transport.striped_networks import Cards
 
 INTERFACE = Path(__file__).parents[2] / "kernels_src" / "proxy" / "interface.hpp"
 
@@ -126,6 +128,11 @@ def test_a_transport_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MKERNEL_ENGINE", "compiled")
     with pytest.raises(ArgumentError, match="does not know transport emulated"):
         kind_of("emulated")
+
+
+def test_several_cards_are_left_to_python() -> None:
+    with Cards(ranks=2) as network, pytest.raises(structs.UnfitError, match="several cards"):
+        compiled_side("rc", network.transports[0])
 
 
 # ---- queue pairs of pyverbs
