@@ -35,7 +35,8 @@ struct CopyStorage {
 };
 
 // The chunks of one flow that one of its CTAs moves, in order: segment by segment; in each first this rank's, then those of the rail peers from the next
-// node on. Every stride-th number is this CTA's. Counts: uint32_t count(distance, sequence, tiles), chunks of that source that the receiver gets in a segment.
+// node on; with kCanonical by position, as they are read. Every stride-th number is this CTA's. Counts: uint32_t count(distance, sequence, tiles), chunks
+// of that source that the receiver gets in a segment; uint32_t distance(leg), which source comes when.
 template <uint32_t Sources, class Counts>
 class FlowWalk {
  public:
@@ -59,6 +60,8 @@ class FlowWalk {
 
  private:
   static constexpr uint32_t kNoChunk = 0xffffffffu;
+  static constexpr bool kByPart = kCanonical && Sources > 1;
+  static constexpr uint32_t kWalkLegs = (kByPart ? kParts : 1) * Sources;
   MK_DEVICE uint32_t first_chunk(uint32_t base) const {
     const uint32_t inside = base % stride_;
     return index_ >= inside ? index_ - inside : index_ + stride_ - inside;
@@ -79,15 +82,19 @@ class FlowWalk {
   }
   MK_DEVICE void find() {  // goes on to a source and a segment of which something is left
 #pragma unroll 1
-    while (chunk_ >= count_) {
-      if (++distance_ >= Sources) {
-        first_ = end_, distance_ = 0;
+    while (chunk_ >= end_of_leg_) {
+      if (++leg_ >= kWalkLegs) {
+        first_ = end_, leg_ = 0;
         if (!more()) return;
         sequence_ = q_.of_item(first_);
         base_ = chunk_base(q_.r, sequence_, first_), end_ = q_.end_of_segment(sequence_, first_);
         tiles_ = q_.tiles_of_segment(sequence_, first_, end_);
       }
-      count_ = counts_.count(distance_, sequence_, tiles_), chunk_ = first_chunk(base_);
+      distance_ = counts_.distance(leg_);
+      const uint32_t count = counts_.count(distance_, sequence_, tiles_);
+      const uint32_t begin = kByPart && leg_ >= Sources ? sequence_.chunks_per_part : 0;
+      end_of_leg_ = kByPart && leg_ < Sources ? smaller(count, sequence_.chunks_per_part) : count;
+      chunk_ = begin + first_chunk(base_ + begin);
     }
   }
 
@@ -96,7 +103,8 @@ class FlowWalk {
   uint32_t index_, stride_;
   Sequence sequence_;
   SegmentTiles tiles_;
-  uint32_t first_ = 0, end_ = 0, base_ = 0, distance_ = Sources - 1, count_ = 0, chunk_ = 0;  // it begins at the end of nothing
+  uint32_t first_ = 0, end_ = 0, base_ = 0, leg_ = kWalkLegs - 1, distance_ = 0, end_of_leg_ = 0,
+           chunk_ = 0;  // it begins at the end of nothing
 };
 
 // Of `ctas` CTAs that serve `flows` flows in turn, those of one flow: this CTA's place among them, and how many they are.
@@ -148,6 +156,9 @@ struct PushCounts {  // to one node mate
   const RingArguments& r;
   const abi::World& world;
   uint32_t reader;
+  MK_DEVICE uint32_t distance(uint32_t leg) const {
+    return kCanonical ? (there_and_back(leg, kNodes) + kNodes - world.node) % kNodes : leg;
+  }
   MK_DEVICE uint32_t count(uint32_t distance, const Sequence& s, const SegmentTiles& tiles) const {
     return visible_chunks(r, s, rail_peer(world, distance), last_of_segment(s, reader, tiles));
   }
@@ -349,6 +360,7 @@ MK_DEVICE void push_role(const Call& call, const Parameters& p, const Sequences&
 struct SendCounts {  // to one other node
   const RingArguments& r;
   uint32_t rank, node;
+  MK_DEVICE uint32_t distance(uint32_t) const { return 0; }
   MK_DEVICE uint32_t count(uint32_t, const Sequence& s, const SegmentTiles& tiles) const {
     return visible_chunks(r, s, rank, last_of_node(s, node, tiles));
   }

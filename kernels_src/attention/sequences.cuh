@@ -15,6 +15,7 @@ namespace mkernel {
 
 constexpr uint32_t kParts = Config::kParts;  // runs of consecutive positions that a rank holds: 2 with the layout zigzag
 constexpr bool kPacked = Config::kPacked != 0;
+constexpr bool kCanonical = Config::kCanonical != 0;  // keys are taken by position, whoever has them
 constexpr uint32_t kPanels = AttentionShape<Config>::kPanels, kQueryRows = AttentionShape<Config>::kQueryRows;
 constexpr uint32_t kKeyBlock = Config::kKeyBlock;
 constexpr uint32_t kCountBits = 24;  // of a counted flag, which holds a chunk's number; the others are the epoch
@@ -76,6 +77,9 @@ MK_DEVICE int32_t last_position(const Sequence& s, uint32_t rank, uint32_t tile)
 MK_DEVICE uint32_t seen_rows(const Sequence& s, uint32_t rank, uint32_t part, int32_t last) {
   if constexpr (!kPacked && Config::kCausal == 0) return s.part_rows;
   return rows_below(last + 1, part_position(s, rank, part), s.part_rows);
+}
+MK_DEVICE int32_t last_key(const Sequence& s) {  // of all
+  return kPacked ? s.length - 1 : static_cast<int32_t>(kParts * kWorldSize * s.part_rows) - 1;
 }
 // Chunks of a rank, its first ones, of which a key is seen.
 MK_DEVICE uint32_t visible_chunks(const RingArguments& r, const Sequence& s, uint32_t rank, int32_t last) {

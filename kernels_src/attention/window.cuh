@@ -17,6 +17,13 @@ MK_DEVICE uint32_t local_ring(uint32_t reader, uint32_t source) { return (source
 MK_DEVICE uint32_t remote_ring(uint32_t distance, uint32_t source) {  // of local rank `source` of the node at a distance
   return kMates + (distance - 1) * kR + source;
 }
+MK_DEVICE uint32_t ring_of(const abi::World& world, uint32_t source) {  // in which the keys of another rank come
+  const uint32_t distance = node_distance(world, source);
+  return distance == 0 ? local_ring(world.local_rank, source % kR) : remote_ring(distance, source % kR);
+}
+// With kCanonical keys are taken in the order of their positions: leg by leg, each a part of some rank's. Sources of one rail follow each other by node.
+constexpr uint32_t kLegs = kParts * kWorldSize;
+MK_DEVICE uint32_t there_and_back(uint32_t leg, uint32_t count) { return leg < count ? leg : 2 * count - 1 - leg; }
 MK_DEVICE uint32_t feeder_of(const abi::World& world, uint32_t ring) {  // who writes to the ring: its source, or the node mate on its rail
   const uint32_t source = source_of(world, ring);
   return source / kR == world.node || source % kR == world.local_rank ? source : node_mate(world, source % kR);

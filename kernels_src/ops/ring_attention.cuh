@@ -2,7 +2,7 @@
 // ring_attention_varlen is the same with kPacked: sequences of lengths that only the device knows (attention/sequences.cuh).
 //
 // A compute CTA takes one tile of queries after the other, and for each goes through this rank's keys, where the caller has them, then through those of
-// the other ranks, which come chunk by chunk into a window of this rank's heap. intra_comm pushes chunks to the node's other ranks, inter_send puts them
+// the other ranks, which come chunk by chunk into a window of this rank's heap; with kCanonical through all keys by position. intra_comm pushes chunks to the node's other ranks, inter_send puts them
 // to other nodes (attention/exchange.cuh). A slot of the window is written again when all CTAs of its rank have read it.
 #pragma once
 #include "attention/exchange.cuh"
@@ -11,7 +11,8 @@
 
 namespace mkernel {
 
-// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kPacked, kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
+// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kPacked, kCanonical, kNumNodes,
+// kRanksPerNode; kSharedBytes, kParameterBytes
 using Shape = AttentionShape<Config>;
 
 // ---- arguments
@@ -49,8 +50,10 @@ struct KeyPosition {
   uint32_t stage, source, part;         // stage 0: this rank's keys; else those of ring stage - 1
   uint32_t row, seen;                   // of the part: where the next block begins, and how many are seen
   uint32_t chunk, in_chunk;             // of the part, and row in it
+  uint32_t leg;                         // kCanonical: which part of which rank this is, by position
+  uint32_t first_base, has_first;       // and the first chunk of this CTA's first item that has keys, once there is one
 
-  MK_DEVICE void init() { count = has_keys = told = 0; }  // its one user, the first lane of the producer warp
+  MK_DEVICE void init() { count = has_keys = told = has_first = 0; }  // its one user, the first lane of the producer warp
   MK_DEVICE uint32_t place() const { return count % (Config::kStages + 1); }
   MK_DEVICE ItemKeys& item() { return items[place()]; }
   MK_DEVICE void begin_item() {
@@ -68,14 +71,23 @@ struct Storage {
 };
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
-// ---- compute: the keys of an item. This rank's first, then those of the rings in turn.
-constexpr uint32_t kOwnKeys = 0xfe;  // in a credit, in place of a ring
+// ---- compute: the keys of an item. This rank's first, then those of the rings in turn; or (kCanonical) all by position.
+constexpr uint32_t kOwnKeys = 0xfe, kAllKeys = 0xfd;  // in a credit, in place of a ring
 
-// The first chunk of the next item of the CTA that has this one.
-MK_DEVICE uint32_t base_after(const Sequences& q, uint32_t number) {
+// The first chunk of the next item of the CTA that has this one. With kCanonical it is an item that has keys: nothing is told of others.
+MK_DEVICE uint32_t base_after(const Sequences& q, uint32_t rank, uint32_t number) {
   const RingArguments& r = q.r;
-  const uint32_t wave = number / r.ctas, inside = number - wave * r.ctas, cta = wave % 2 == 0 ? inside : r.ctas - 1 - inside;
-  return q.base_of(item_of(r, wave + 1, cta));
+  uint32_t wave = number / r.ctas;
+  const uint32_t inside = number - wave * r.ctas, cta = wave % 2 == 0 ? inside : r.ctas - 1 - inside;
+  if constexpr (!kPacked || !kCanonical) return q.base_of(item_of(r, wave + 1, cta));
+#pragma unroll 1
+  while (true) {
+    const uint32_t item = item_of(r, ++wave, cta);
+    if (item >= q.items()) return q.total();
+    const Sequence s = q.of_item(item);
+    const uint32_t tile = tile_of(r, s, item);
+    if (row_in_part(s, tile) < valid_rows(s, rank, part_of(s, tile))) return chunk_base(r, s, item);
+  }
 }
 
 class Keys {  // functions of the producer warp
@@ -93,11 +105,17 @@ class Keys {  // functions of the producer warp
       ItemKeys& keys = at.item();
       keys.last = item.position + static_cast<int32_t>(item.rows) - 1;
       if (kPacked && Config::kCausal == 0) keys.last = sequence().length - 1;
+      if (kCanonical && Config::kCausal == 0) keys.last = last_key(sequence());
       if (kPacked && item.rows == 0) keys.last = -1;  // a tile of padding sees nothing
-      keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, number);
+      keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, p.world.rank, number);
       at.head = item.head / p.ring.group, at.batch = item.batch;
-      at.stage = 0;
-      begin_source(p.world.rank);
+      if constexpr (kCanonical) {
+        if (at.has_first == 0 && keys.last >= 0) at.has_first = 1, at.first_base = keys.base;
+        begin_leg(0);
+      } else {
+        at.stage = 0;
+        begin_source(p.world.rank);
+      }
     }
     ptx::sync_warp();
   }
@@ -118,7 +136,11 @@ class Keys {  // functions of the producer warp
   MK_DEVICE uint32_t find() {  // goes on to a part of which something is left; 0: there is none
 #pragma unroll 1
     while (at_.row >= at_.seen) {
-      if (at_.part + 1 < kParts) {
+      if constexpr (kCanonical) {
+        if (at_.leg + 1 == kLegs) return 0;
+        begin_leg(at_.leg + 1);
+        if (at_.seen == 0) return 0;  // nor is anything behind it
+      } else if (at_.part + 1 < kParts) {
         begin_part(at_.part + 1);
       } else if (at_.stage < kRings) {
         begin_source(source_of(p_.world, at_.stage++));
@@ -146,8 +168,8 @@ class Keys {  // functions of the producer warp
       block.head = at_.head, block.batch = at_.batch;
       block.is_padded = kPacked || part + 1 < kParts;
       block.waits = false;
-      at_.has_keys = 1;
-      if (kRings > 0 && source_ends) block.credit = kOwnKeys << kCountBits | at_.place();
+      if constexpr (!kCanonical) at_.has_keys = 1;
+      if (!kCanonical && kRings > 0 && source_ends) block.credit = kOwnKeys << kCountBits | at_.place();
     } else {
       block.map = 1 + number;
       block.row = static_cast<int32_t>(in_chunk);
@@ -157,6 +179,16 @@ class Keys {  // functions of the producer warp
       if (source_ends || part_ends || chunk_ends)
         block.credit = (stage - 1) << kCountBits | (source_ends ? at_.item().next_base : number + 1);
     }
+    if constexpr (kCanonical) {
+      const bool item_ends = part_ends && part_position(s, at_.source, part) + static_cast<int32_t>(at_.seen) > at_.item().last;
+      if (item_ends) block.credit = kAllKeys << kCountBits | at_.item().next_base;
+    }
+  }
+  MK_DEVICE void begin_leg(uint32_t leg) {
+    const uint32_t rank = there_and_back(leg, kWorldSize);
+    at_.leg = leg, at_.source = rank;
+    at_.stage = rank == p_.world.rank ? 0 : 1 + ring_of(p_.world, rank);
+    begin_part(leg / kWorldSize);
   }
   MK_DEVICE void begin_source(uint32_t source) {
     at_.source = source;
@@ -215,6 +247,7 @@ struct RingAttention {
     return came;
   }
   MK_DEVICE bool wait(const Entered& entered, const KeyBlock& block) const {
+    if constexpr (kCanonical) begin_rings(entered);
     const uint32_t feeder = feeder_of(p.world, block.head / p.ring.depth);
     const bool came = ptx::all_of_warp(ptx::lane_index() != 0 || wait_counted(entered, p.ring, block.head, block.map, feeder));
     ptx::sync_warp();
@@ -222,8 +255,11 @@ struct RingAttention {
   }
   MK_DEVICE void landed(const Entered& entered, uint32_t credit) const {
     const uint32_t ring = credit >> kCountBits, number = credit & ((1u << kCountBits) - 1);
+    if constexpr (kCanonical) begin_rings(entered);
     if (ring == kOwnKeys) {
-      begin_reading(entered, position.items[number]);
+      if constexpr (!kCanonical) begin_reading(entered, position.items[number]);
+    } else if (kCanonical && ring == kAllKeys) {  // of the next item, whichever rings this one has read
+      publish_all(entered, number);
     } else if (ptx::lane_index() == 0) {
       publish_progress(entered, p.ring, ring, cta(), number);
     }
@@ -239,11 +275,21 @@ struct RingAttention {
     }
     tell(entered);
   }
+  // With kCanonical own keys may come last, and others wait for what this CTA reads: before it waits itself it says where it begins.
+  MK_DEVICE void begin_rings(const Entered& entered) const {
+    if (position.told != 0) return;
+    publish_all(entered, position.first_base);
+    tell(entered);
+    ptx::sync_warp();  // what the first lane says in tell() all lanes read the next time
+  }
+  MK_DEVICE void publish_all(const Entered& entered, uint32_t number) const {
+    ptx::sync_warp();  // the first lane has published what it knew of a ring, which is less
+#pragma unroll 1
+    for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), number);
+  }
   MK_DEVICE void finish(const Entered& entered) const {
     if constexpr (kRings > 0) {
-      ptx::sync_warp();  // the first lane has published what it knew of its last item, which is less
-#pragma unroll 1
-      for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), q.total());
+      publish_all(entered, q.total());
       tell(entered);  // it may have had no item
     }
   }

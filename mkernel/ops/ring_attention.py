@@ -345,7 +345,8 @@ def checked_problem(
         raise ArgumentError("causal", causal, "must be True or False")
     if layout not in LAYOUTS:
         raise ArgumentError("layout", layout, f"must be one of {', '.join(LAYOUTS)}")
-    return RingAttentionProblem(world.topology, heads, kv_heads, d, q.dtype, causal, layout, _scale(scale, d), packed)
+    canonical = world.options.batch_invariant
+    return RingAttentionProblem(world.topology, heads, kv_heads, d, q.dtype, causal, layout, _scale(scale, d), packed, canonical)
 
 
 def _scale(scale: Any, d: int) -> float:

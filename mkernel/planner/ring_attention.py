@@ -275,6 +275,10 @@ class RingAttentionPlan:
         ranks = self.problem.topology.node_ranks(node)
         return ranks[0] if tile >= self.tiles_per_part else ranks[-1]
 
+    def chunks_of_part(self, item: int) -> int:
+        """Chunks of a part of a rank's keys that an item sees."""
+        return self.chunks_per_part
+
     def holds(self, rank: int, item: int) -> bool:
         """Whether an item has rows of ``rank``: always, where nothing is padded."""
         return True
@@ -404,6 +408,7 @@ class RingAttentionPlan:
             "kCausal": int(problem.causal),
             "kParts": problem.parts,
             "kPacked": int(problem.packed),
+            "kCanonical": int(problem.canonical and problem.rings > 0),
             "kNumNodes": problem.topology.num_nodes,
             "kRanksPerNode": problem.topology.ranks_per_node,
         }
@@ -431,7 +436,8 @@ class RingAttentionPlan:
         near, far = self.received_bytes(p.topology.size - 1)  # no rank receives more
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{OP}: B {sizes.batches}, {sizes.length} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
-            f"{'causal' if p.causal else 'full'}, {p.layout}, scale {p.scale:g}, {world} ranks, {self.ctas}/{pushing}/{sending} SMs\n"
+            f"{'causal' if p.causal else 'full'}, {p.layout}{p.order}, scale {p.scale:g}, {world} ranks, "
+            f"{self.ctas}/{pushing}/{sending} SMs\n"
             f"tiles of {p.tile.q_rows} query rows, {self.items} items in {waves} waves; chunks of {self.chunk_rows} keys, "
             f"{self.total} per source, {self.depth} slots\n"
             f"SMs: compute {self.ctas}, intra_comm {pushing} push, inter_send {sending}; received at most {near} bytes inside the node, "

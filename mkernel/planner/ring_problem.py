@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from mkernel.planner.attention_tile import AttentionTile
@@ -52,6 +53,8 @@ class RingAttentionProblem:
         What scores are multiplied by.
     packed
         Whether sequences follow each other in the rows of a rank, of lengths that only the device knows; else they are a batch, all alike.
+    canonical
+        Whether keys are taken by position, whoever has them; else a rank's own first.
     """
 
     topology: Topology
@@ -63,6 +66,7 @@ class RingAttentionProblem:
     layout: str
     scale: float
     packed: bool = False
+    canonical: bool = False
 
     @property
     def parts(self) -> int:
@@ -79,9 +83,20 @@ class RingAttentionProblem:
         return AttentionTile.of(self.head_dim, self.causal)
 
     @property
+    def order(self) -> str:
+        """In which order keys are taken, for descriptions, if it is not the usual one."""
+        return ", keys by position" if self.canonical else ""
+
+    @property
     def rings(self) -> int:
         """Sources whose keys a rank streams."""
         return self.topology.size - 1
+
+    def legs(self) -> Iterator[tuple[int, int]]:
+        """All keys by position: parts, each with the rank that holds it."""
+        for part in range(self.parts):
+            for i in range(self.topology.size):
+                yield part, self.topology.size - 1 - i if part else i
 
     def part_position(self, rank: int, part: int, part_rows: int) -> int:
         """Global position of the first row of a part that ``rank`` holds."""

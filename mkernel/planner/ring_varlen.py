@@ -113,7 +113,8 @@ class RingAttentionVarlenPlan(RingAttentionPlan):
         world = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}"
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{OP}: {self.rows} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
-            f"{'causal' if p.causal else 'full'}, {p.layout}, scale {p.scale:g}, {world} ranks, {self.ctas}/{pushing}/{sending} SMs\n"
+            f"{'causal' if p.causal else 'full'}, {p.layout}{p.order}, scale {p.scale:g}, {world} ranks, "
+            f"{self.ctas}/{pushing}/{sending} SMs\n"
             f"tiles of {p.tile.q_rows} query rows; chunks of at most {self.chunk_rows} keys, {self.depth} slots per source\n"
             f"SMs: compute {self.ctas}, intra_comm {pushing} push, inter_send {sending}; workspace {self.workspace_bytes} bytes, "
             f"of which {self.window_bytes} are for keys of other ranks"
@@ -210,6 +211,10 @@ class Packing:
         row = inside * problem.tile.q_rows
         end = min(s.part_rows, s.length - problem.part_position(rank, part, s.part_rows))
         return part, row, max(0, min(end - row, problem.tile.q_rows))
+
+    def chunks_of_part(self, item: int) -> int:
+        """Chunks of a part of a rank's keys that an item sees."""
+        return self.sequence(item).chunks_per_part
 
     def holds(self, rank: int, item: int) -> bool:
         """Whether an item has rows of ``rank`` that are not padding."""

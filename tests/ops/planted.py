@@ -95,8 +95,11 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
     if workload in ring_body.PLANTED_SCALES:
         return ring_body.found_wrong(world, ring_body.PLANTED, seed, ring_body.PLANTED_SIZES[:most], ring_body.PLANTED_SCALES[workload])
-    if workload == "varlen":
-        return varlen_body.found_wrong(world, varlen_body.PLANTED, seed, varlen_body.PLANTED_CALLS[:most])
+    if workload == "ring by position":
+        return ring_body.found_wrong(world, ring_body.PLANTED, seed, ring_body.BY_POSITION_SIZES[:most], batch_invariant=True)
+    if workload in ("varlen", "varlen by position"):
+        by_position = workload != "varlen"
+        return varlen_body.found_wrong(world, varlen_body.PLANTED, seed, varlen_body.PLANTED_CALLS[:most], batch_invariant=by_position)
     if workload == "dispatch from the heap":
         return moe_body.found_overwritten(world, seed)
     shape, network_us = topology(world), WORKLOADS[workload][-1] if workload in WORKLOADS else 0.0

@@ -12,6 +12,7 @@ _EXCHANGE, _WINDOW, _OP = "attention/exchange.cuh", "attention/window.cuh", "ops
 _SEQUENCES, _PACKED = "attention/sequences.cuh", "attention/packed.cuh"
 _Bug = functools.partial(Bug, workload="ring")
 _Varlen = functools.partial(Bug, workload="varlen", world="2x2", slow=True)
+_ByPosition = functools.partial(Bug, workload="ring by position")
 _WAITS_FOR_CREDIT = "wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth + 1, reader)"
 
 RING = [
@@ -138,5 +139,41 @@ RING = [
         "return (r.kv_heads + waves) * kParts * s.chunks_per_part;",
         "return r.kv_heads * kParts * s.chunks_per_part;",
         seeds=20,
+    ),
+    # ---- keys by position
+    _ByPosition(
+        "a CTA waits before it says where it begins",
+        _OP,
+        "    if constexpr (kCanonical) begin_rings(entered);\n    const uint32_t feeder",
+        "    const uint32_t feeder",
+        sms=8,
+    ),
+    _ByPosition(
+        "lanes go on before they agree that a CTA has begun",
+        _OP,
+        "    ptx::sync_warp();  // what the first lane says in tell() all lanes read the next time\n",
+        workload="varlen by position",
+        found_as="the warp has diverged",
+        seeds=20,
+        slow=True,
+    ),
+    _ByPosition("an item ends and says nothing of rings that it has not read", _OP, "      publish_all(entered, number);\n", slow=True),
+    _ByPosition(
+        "chunks are forwarded in another order than they are read",
+        _EXCHANGE,
+        "kCanonical ? (there_and_back(leg, kNodes) + kNodes - world.node) % kNodes : leg",
+        "leg % kNodes",
+        world="2x2",
+        slow=True,
+    ),
+    _ByPosition(
+        "a CTA says no more than where a tile of padding begins",
+        _OP,
+        "    if (row_in_part(s, tile) < valid_rows(s, rank, part_of(s, tile))) return chunk_base(r, s, item);",
+        "    return chunk_base(r, s, item);",
+        workload="varlen by position",
+        world="2x2",
+        seeds=20,
+        slow=True,
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from mkernel.abi import COUNTED_WORDS
 from mkernel.ops.ring_attention import OP
 from mkernel.planner import ring_attention as planner
 from mkernel.planner.proofs.areas import HEAP, Access, Call
-from mkernel.planner.proofs.ring_attention import call_of
+from mkernel.planner.proofs.ring_attention import RingAttentionCall, call_of
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
-from mkernel.planner.ring_attention import RingAttentionPlan, Scale, make_plan
+from mkernel.planner.ring_attention import RingAttentionPlan, Scale, Segment, make_plan
 from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.topology import Topology
@@ -29,8 +30,10 @@ TINY = Scale(chunk_bytes=1, window_bytes=1, fewest=1)  # chunks of one key block
 
 
 def plan_of(world: str, batches: int = 1, length: int = 300, *, heads: int = 2, kv_heads: int = 1, causal: bool = True,
-            layout: str = "zigzag", split: Split | None = None, sms: int = 6, scale: Scale = TINY) -> RingAttentionPlan:  # fmt: skip
-    problem = RingAttentionProblem(Topology(*WORLDS[world]), heads, kv_heads, 64, "float16", causal, layout, 0.125)
+            layout: str = "zigzag", split: Split | None = None, sms: int = 6, scale: Scale = TINY,
+            canonical: bool = False) -> RingAttentionPlan:  # fmt: skip
+    topology = Topology(*WORLDS[world])
+    problem = RingAttentionProblem(topology, heads, kv_heads, 64, "float16", causal, layout, 0.125, canonical=canonical)
     return make_plan(problem, Sizes(batches, length).code, sms, split, scale)
 
 
@@ -51,6 +54,7 @@ def draw_plan(rng: np.random.Generator, world: str, most: int = 700) -> RingAtte
         split=split,
         sms=16,
         scale=Scale(int(rng.choice([1, 1, 100_000])), int(rng.choice([1, 300_000])), int(rng.choice([1, 1, 2, 3]))),
+        canonical=bool(rng.integers(2)),
     )
 
 
@@ -190,6 +194,32 @@ def test_another_order_of_remote_sources_on_each_rank_would_deadlock(monkeypatch
     assert call.graph.find_cycle() is not None
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flows_that_do_not_follow_the_keys_would_deadlock(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Why chunks are forwarded by position where keys are read so."""
+
+    def own_first(self: RingAttentionCall, rank: int, segment: Segment, counts: list[int]) -> Iterator[tuple[int, int]]:
+        return iter([(distance, chunk) for distance, chunks in enumerate(counts) for chunk in range(chunks)])
+
+    plan = plan_of("2x2", 1, 600, causal=False, layout=layout, canonical=True)
+    proofs.check_no_deadlock(call_of(plan).graph)
+    monkeypatch.setattr(RingAttentionCall, "moving_order", own_first)
+    assert call_of(plan).graph.find_cycle() is not None
+
+
+def test_a_cta_that_waits_before_it_says_where_it_begins_would_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a CTA says where it begins before it waits: another one reads chunks that come before its own first one."""
+    plan = plan_of("1x2", 2, 140, causal=False, layout="contiguous", canonical=True)
+
+    def after_the_first_read(self: RingAttentionCall, rank: int, reader: int) -> Step:
+        return next((step for step in self.steps if step[:3] == ("read", rank, reader)), ("finish", rank, reader))
+
+    steps = list(call_of(plan).graph)
+    monkeypatch.setattr(RingAttentionCall, "steps", steps, raising=False)
+    monkeypatch.setattr(RingAttentionCall, "begins", after_the_first_read)
+    assert call_of(plan).graph.find_cycle() is not None
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_item_once_and_every_key_that_it_sees(rng: np.random.Generator, world: str) -> None:
     plan = draw_plan(rng, world)
@@ -297,24 +327,25 @@ def test_docs_list_the_areas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "d", "causal", "layout"),
+    ("world", "d", "causal", "layout", "canonical"),
     [
-        ("1x4", 128, True, "zigzag"),
-        ("2x2", 64, False, "contiguous"),
+        ("1x4", 128, True, "zigzag", False),
+        ("2x2", 64, False, "contiguous", True),
         *(
-            pytest.param(world, d, causal, layout, marks=pytest.mark.slow)
+            pytest.param(world, d, causal, layout, canonical, marks=pytest.mark.slow)
             for world in ("1x1", "1x2", "1x4", "2x2", "4x1", "8x8")
             for d in (64, 128)
             for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag"))
+            for canonical in (False, True)
         ),
     ],
 )
-def test_kernels_for_the_gpu(caplog: pytest.LogCaptureFixture, world: str, d: int, causal: bool, layout: str) -> None:
+def test_kernels_for_the_gpu(caplog: pytest.LogCaptureFixture, world: str, d: int, causal: bool, layout: str, canonical: bool) -> None:
     pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
     from mkernel.jit import cuda
 
     nodes, per_node = map(int, world.split("x"))
-    problem = RingAttentionProblem(Topology(nodes * per_node, per_node), 8, 2, d, "bfloat16", causal, layout, 0.1)
+    problem = RingAttentionProblem(Topology(nodes * per_node, per_node), 8, 2, d, "bfloat16", causal, layout, 0.1, canonical=canonical)
     used: Any = cuda.resources(cuda.compile(OP.make_plan(problem, Sizes(1, 4096).code, 132).spec))
     assert used.local_bytes == 0, "spills"
     assert caplog.text == ""

@@ -26,8 +26,10 @@ from tests.shared import proofs
 
 
 def packing_of(world: str, lengths: tuple[int, ...], *, heads: int = 2, kv_heads: int = 1, causal: bool = True, layout: str = "zigzag",
-               split: Split | None = None, sms: int = 6, scale: Scale = uniform.TINY, spare: int = 0) -> Packing:  # fmt: skip
-    problem = RingAttentionProblem(Topology(*WORLDS[world]), heads, kv_heads, 64, "float16", causal, layout, 0.125, packed=True)
+               split: Split | None = None, sms: int = 6, scale: Scale = uniform.TINY, spare: int = 0,
+               canonical: bool = False) -> Packing:  # fmt: skip
+    topology = Topology(*WORLDS[world])
+    problem = RingAttentionProblem(topology, heads, kv_heads, 64, "float16", causal, layout, 0.125, packed=True, canonical=canonical)
     packed = Packed(lengths, spare)
     return Packing(make_plan(problem, packed.rows(WORLDS[world][0], problem.parts), sms, split, scale), packed.ends())
 
@@ -49,6 +51,7 @@ def draw_packing(rng: np.random.Generator, world: str, most: int = 900) -> Packi
         sms=16,
         scale=Scale(int(rng.choice([1, 1, 100_000])), int(rng.choice([1, 300_000])), int(rng.choice([1, 1, 2, 3]))),
         spare=int(rng.integers(3)),
+        canonical=bool(rng.integers(2)),
     )
 
 
@@ -161,12 +164,14 @@ def test_errors_say_what_is_wrong() -> None:
 @pytest.mark.parametrize("world", ["1x1", "1x2", "1x4", "2x2", "4x1", "8x8"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
-def test_kernels_for_the_gpu(caplog: pytest.LogCaptureFixture, world: str, d: int, causal: bool, layout: str) -> None:
+@pytest.mark.parametrize("canonical", [False, True])
+def test_kernels_for_the_gpu(caplog: pytest.LogCaptureFixture, world: str, d: int, causal: bool, layout: str, canonical: bool) -> None:
     pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
     from mkernel.jit import cuda
 
     nodes, per_node = map(int, world.split("x"))
-    problem = RingAttentionProblem(Topology(nodes * per_node, per_node), 8, 2, d, "bfloat16", causal, layout, 0.1, packed=True)
+    topology = Topology(nodes * per_node, per_node)
+    problem = RingAttentionProblem(topology, 8, 2, d, "bfloat16", causal, layout, 0.1, packed=True, canonical=canonical)
     used: Any = cuda.resources(cuda.compile(make_plan(problem, 4096, 132).spec))
     assert used.local_bytes == 0, "spills"
     assert caplog.text == ""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mkernel.planner.proofs.areas import COUNTED, FLAGS, HEAP, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
-from mkernel.planner.ring_attention import SEND_SLOTS, RingAttentionPlan
+from mkernel.planner.ring_attention import SEND_SLOTS, RingAttentionPlan, Segment
 from mkernel.planner.ring_varlen import Packing
 
 __all__ = ["RingAttentionCall", "call_of", "packed_call_of"]
@@ -36,10 +36,10 @@ class Moved(NamedTuple):
 class RingAttentionCall:
     """The steps of a call, and what they access.
 
-    Steps: ``("enter", rank)``; ``("begin", rank, cta, wave)``: an item's own keys have been read; ``("read", rank, cta, ring, number)``:
-    a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder of a ring is told how many chunks have been read;
-    ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first; ``("push", rank, cta, distance, number)``;
-    ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``.
+    Steps: ``("enter", rank)``; ``("begin", rank, cta, wave)``: an item's own keys have been read, or it begins where keys are read by
+    position; ``("read", rank, cta, ring, number)``: a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder
+    of a ring is told how many chunks have been read; ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first;
+    ``("push", rank, cta, distance, number)``; ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``.
     """
 
     def __init__(self, plan: RingAttentionPlan, work: RingAttentionPlan | Packing) -> None:
@@ -98,22 +98,37 @@ class RingAttentionCall:
                     break
                 if not work.holds(rank, item):
                     continue
-                following = work.item_of(wave + 1, cta)
-                base = work.segment(item).base
-                after = work.total if following is None else work.segment(following).base
+                base, after = work.segment(item).base, self.base_after(rank, cta, wave)
                 steps.append(graph.add(("begin", rank, cta, wave), self.entered()))
                 seen = [work.reads(plan.source_of(rank, ring), rank, item) for ring in range(self.problem.rings)]
                 for ring, chunks in enumerate(seen):
-                    self._publish(rank, ring, cta, base if chunks else after, steps[-1])
-                for ring, chunks in enumerate(seen):
-                    for chunk in range(chunks):
-                        number = base + chunk
-                        steps.append(graph.add(("read", rank, cta, ring, number), [*self.entered(), self.filling(rank, ring, number)]))
-                        self._publish(rank, ring, cta, after if chunk + 1 == chunks else number + 1, steps[-1])
+                    self._publish(rank, ring, cta, base if chunks or self.problem.canonical else after, steps[-1])
+                for ring, chunk in self.reading_order(rank, item, seen):
+                    number = base + chunk
+                    steps.append(graph.add(("read", rank, cta, ring, number), [*self.entered(), self.filling(rank, ring, number)]))
+                    self._publish(rank, ring, cta, after if chunk + 1 == seen[ring] else number + 1, steps[-1])
             steps.append(graph.add(("finish", rank, cta), self.entered()))
             for ring in range(self.problem.rings):
                 self._publish(rank, ring, cta, work.total, steps[-1])
             graph.chain(steps)
+
+    def base_after(self, rank: int, cta: int, wave: int) -> int:
+        """The first chunk of a CTA's next item; in canonical order of the next one that has keys."""
+        while (following := self.work.item_of(wave := wave + 1, cta)) is not None:
+            if not self.problem.canonical or self.work.holds(rank, following):
+                return self.work.segment(following).base
+        return self.work.total
+
+    def reading_order(self, rank: int, item: int, seen: list[int]) -> Iterator[tuple[int, int]]:
+        """Rings and chunks that an item of ``rank`` reads, in order. ``seen``: how many of each ring."""
+        if not self.problem.canonical:
+            yield from ((ring, chunk) for ring, chunks in enumerate(seen) for chunk in range(chunks))
+            return
+        per_part = self.work.chunks_of_part(item)
+        for part, source in self.problem.legs():
+            if source != rank:
+                ring = self.plan.ring_of(rank, source)
+                yield from ((ring, chunk) for chunk in range(part * per_part, min(seen[ring], (part + 1) * per_part)))
 
     def filling(self, rank: int, ring: int, number: int) -> Step:
         """The step that brings a chunk to a ring."""
@@ -133,13 +148,24 @@ class RingAttentionCall:
         """Which of the CTAs that serve a flow moves a chunk."""
         return flow + flows * (number % len(range(flow, ctas, flows)))
 
-    def moved(self, cta: int, ctas: int, flows: int, counts: list[list[int]]) -> Iterator[Moved]:
-        """What a CTA moves, in order. ``counts``: of each segment, chunks of each source."""
+    def moved(self, rank: int, cta: int, ctas: int, flows: int, counts: list[list[int]]) -> Iterator[Moved]:
+        """What a CTA of ``rank`` moves, in order. ``counts``: of each segment, chunks of each source."""
         for segment, of_sources in zip(self.segments, counts, strict=True):
-            for distance, chunks in enumerate(of_sources):
-                for number in range(segment.base, segment.base + chunks):
-                    if self.mover(number, ctas, flows, cta % flows) == cta:
-                        yield Moved(distance, number)
+            for distance, chunk in self.moving_order(rank, segment, of_sources):
+                number = segment.base + chunk
+                if self.mover(number, ctas, flows, cta % flows) == cta:
+                    yield Moved(distance, number)
+
+    def moving_order(self, rank: int, segment: Segment, counts: list[int]) -> Iterator[tuple[int, int]]:
+        """Chunks of a segment that a flow of ``rank`` has, in order, each with its source."""
+        if not self.problem.canonical or len(counts) == 1:
+            yield from ((distance, chunk) for distance, chunks in enumerate(counts) for chunk in range(chunks))
+            return
+        per_part, local = self.work.chunks_of_part(segment.first), self.topology.local_rank(rank)
+        for part, source in self.problem.legs():
+            if self.topology.local_rank(source) == local:
+                distance = self.node_distance(rank, source)
+                yield from ((distance, chunk) for chunk in range(part * per_part, min(counts[distance], (part + 1) * per_part)))
 
     def credit_for(self, rank: int, ring: int, number: int) -> list[Step]:
         """What the feeder of a ring waits for before it writes a chunk."""
@@ -156,7 +182,7 @@ class RingAttentionCall:
             mate = self.topology.rank(self.topology.node(rank), (self.topology.local_rank(rank) + 1 + cta % (per_node - 1)) % per_node)
             sources = [rank, *self.topology.rail_peers(rank)]
             counts = [[self.work.streamed(segment, source, mate) for source in sources] for segment in self.segments]
-            moved = list(self.moved(cta, plan.copying[0], per_node - 1, counts))
+            moved = list(self.moved(rank, cta, plan.copying[0], per_node - 1, counts))
             steps: list[Step] = []
             if nodes > 1:
                 steps.append(graph.add(("forward", rank, cta), self.entered()))
@@ -181,7 +207,7 @@ class RingAttentionCall:
             peer = peers[cta % len(peers)]
             counts = [[self.work.sent(segment, rank, self.topology.node(peer))] for segment in self.segments]
             steps: list[Step] = []
-            for one in self.moved(cta, plan.copying[1], len(peers), counts):
+            for one in self.moved(rank, cta, plan.copying[1], len(peers), counts):
                 steps.append(graph.add(("stage", rank, cta, one.number), self.entered()))
                 credit = self.credit_for(peer, plan.ring_of(peer, rank), one.number)
                 steps.append(graph.add(("put", rank, cta, one.number), [*self.entered(), *credit]))
@@ -291,6 +317,6 @@ class RingAttentionCall:
         """A chunk in one of the slots of its CTA, which takes them in turn."""
         peers = self.topology.rail_peers(rank)
         counts = [[self.work.sent(segment, rank, self.topology.node(peers[cta % len(peers)]))] for segment in self.segments]
-        numbers = [one.number for one in self.moved(cta, self.plan.copying[1], len(peers), counts)]
+        numbers = [one.number for one in self.moved(rank, cta, self.plan.copying[1], len(peers), counts)]
         slot = cta * SEND_SLOTS + numbers.index(number) % SEND_SLOTS
         return Access(step, rank, self.sending, slot * 2 * self.plan.plane_bytes, 2 * self.plan.plane_bytes, writes)
