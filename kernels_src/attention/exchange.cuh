@@ -246,7 +246,7 @@ struct RingProgress {
   uint32_t ring, number;
   MK_DEVICE bool wait(const Entered& entered, uint32_t reader) const {
     const RingArguments& r = p.ring;
-    const uint32_t index = num_readers(r) + kRings * (r.depth + 1) + ring * num_readers(r) + reader;
+    const uint32_t index = num_flags(r) + kRings * (r.depth + 1) + ring * num_readers(r) + reader;
     const char* word = heap(p.world, p.world.local_rank) + progress_offset(r, ring, reader);
     return wait_ge(entered.call(), reinterpret_cast<const uint64_t*>(word), number, Awaited{abi::kFlagChunk, index, p.world.rank},
                    p.world.timeout_ns);

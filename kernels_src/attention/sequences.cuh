@@ -1,7 +1,7 @@
 // How the work of ring attention is dealt: numbers that all ranks work out alike. mkernel/planner/ring_attention.py says the same in Python, and
 // ring_varlen.py what differs where sequences are packed. Included after `struct Config`.
 //
-// An item is a tile of query rows of one head; a pair is a sequence and a KV head, whose items follow each other. The items that the compute CTAs of a
+// An item is a tile of query rows of one head, or (kShares) a share of its keys: every so many blocks of them. A pair is a sequence and a KV head, whose items follow each other. The items that the compute CTAs of a
 // rank work on at the same time are a wave, and the part of a wave that belongs to one pair is a segment. In each segment a rank streams the pair's keys
 // of all others, chunk by chunk, through a ring of slots per source. Chunks of a ring are numbered through all segments.
 //
@@ -16,6 +16,7 @@ namespace mkernel {
 constexpr uint32_t kParts = Config::kParts;  // runs of consecutive positions that a rank holds: 2 with the layout zigzag
 constexpr bool kPacked = Config::kPacked != 0;
 constexpr bool kCanonical = Config::kCanonical != 0;  // keys are taken by position, whoever has them
+constexpr bool kShares = Config::kShares != 0;        // several CTAs may share the keys of a tile
 constexpr uint32_t kPanels = AttentionShape<Config>::kPanels, kQueryRows = AttentionShape<Config>::kQueryRows;
 constexpr uint32_t kKeyBlock = Config::kKeyBlock;
 constexpr uint32_t kCountBits = 24;  // of a counted flag, which holds a chunk's number; the others are the epoch
@@ -25,13 +26,15 @@ struct RingArguments {
   uint64_t window_offset;    // data heap: rings x depth slots, each (K, V) x chunk_rows x D; then kSendSlots more of each inter_send CTA
   uint64_t progress_offset;  // data heap: rings x readers words, which chunk a CTA of this rank reads next
   uint64_t counted_offset;   // signal segment: flags that count
+  uint64_t partial_offset;   // data heap: (tiles of all heads, shares - 1) sums that CTAs leave, where shares is more than 1
   uint32_t items, items_per_pair;
-  uint32_t group, kv_heads;                      // query heads of a KV head
-  uint32_t part_rows, tiles_per_part;            // of a part of a rank's rows
-  uint32_t chunk_rows, chunks_per_part;          // of keys; chunk_rows is a multiple of kKeyBlock
-  uint32_t ctas, intra_comm, inter_send;         // of these roles: ctas compute
-  uint32_t period;                               // every so many waves end where a pair ends
-  uint32_t total, depth, credit_step, reserved;  // chunks of a ring, its slots, chunks that are given back at once
+  uint32_t group, kv_heads;               // query heads of a KV head
+  uint32_t part_rows, tiles_per_part;     // of a part of a rank's rows
+  uint32_t chunk_rows, chunks_per_part;   // of keys; chunk_rows is a multiple of kKeyBlock
+  uint32_t ctas, intra_comm, inter_send;  // of these roles: ctas compute
+  uint32_t period;                        // every so many waves end where a pair ends
+  uint32_t total, depth, credit_step;     // chunks of a ring, its slots, chunks that are given back at once
+  uint32_t shares;                        // CTAs that share the keys of a tile. Where they are several, each has one item
 };
 
 MK_DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -49,8 +52,9 @@ MK_DEVICE uint32_t item_of(const RingArguments& r, uint32_t wave, uint32_t cta) 
   return wave * r.ctas + (wave % 2 == 0 ? cta : r.ctas - 1 - cta);
 }
 MK_DEVICE uint32_t pair_of(const Sequence& s, uint32_t item) { return (item - s.first_item) / s.items_per_pair; }
+MK_DEVICE uint32_t shares_of(const RingArguments& r) { return kShares ? r.shares : 1; }
 MK_DEVICE uint32_t tile_of(const RingArguments& r, const Sequence& s, uint32_t item) {  // the last rows first, which see most keys
-  return kParts * s.tiles_per_part - 1 - (item - s.first_item) % s.items_per_pair / r.group;
+  return kParts * s.tiles_per_part - 1 - (item - s.first_item) % s.items_per_pair / (r.group * shares_of(r));
 }
 MK_DEVICE uint32_t part_of(const Sequence& s, uint32_t tile) { return kParts > 1 && tile >= s.tiles_per_part ? 1 : 0; }
 MK_DEVICE uint32_t row_in_part(const Sequence& s, uint32_t tile) { return (tile - part_of(s, tile) * s.tiles_per_part) * kQueryRows; }

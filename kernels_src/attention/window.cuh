@@ -48,10 +48,13 @@ MK_DEVICE uint32_t num_readers(const RingArguments& r) {
 MK_DEVICE const uint64_t* counted_flag(const abi::World& world, const RingArguments& r, uint32_t word) {
   return reinterpret_cast<const uint64_t*>(signals(world, world.local_rank) + counted_offset(r, word));
 }
+MK_DEVICE uint32_t num_flags(const RingArguments& r) {
+  return (kShares ? 2 : 1) * num_readers(r);
+}  // theirs, then those of shares that are left
 // Waits until a counted flag of this rank says `number`. For reports, counted flags are numbered behind the others.
 MK_DEVICE bool wait_counted(const Entered& entered, const RingArguments& r, uint32_t word, uint32_t number, uint32_t writer) {
   const Call& call = entered.call();
-  const Awaited what{abi::kFlagChunk, num_readers(r) + word, writer};
+  const Awaited what{abi::kFlagChunk, num_flags(r) + word, writer};
   return wait_ge(call, counted_flag(call.world, r, word), counted(call, number), what, call.world.timeout_ns);
 }
 MK_DEVICE void raise_counted(const Entered& entered, const RingArguments& r, uint32_t local_rank, uint32_t word, uint32_t number) {

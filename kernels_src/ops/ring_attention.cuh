@@ -11,8 +11,8 @@
 
 namespace mkernel {
 
-// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kPacked, kCanonical, kNumNodes,
-// kRanksPerNode; kSharedBytes, kParameterBytes
+// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kPacked, kCanonical, kShares,
+// kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
 using Shape = AttentionShape<Config>;
 
 // ---- arguments
@@ -26,7 +26,7 @@ struct alignas(64) Parameters {
   float scale_log2;
   uint64_t cu_seqlens;  // packed: where each sequence begins, of all ranks, and where the last one ends
   uint32_t sequences;
-  uint32_t reserved[9];                       // the maps are 64-byte aligned
+  uint32_t reserved[7];                       // the maps are 64-byte aligned
   abi::TensorMap q_map, k_map, v_map, o_map;  // (B, heads, rows, D)
   abi::TensorMap copy_k_map, copy_v_map;      // k and v in the boxes of copies
   abi::TensorMap window_k_map, window_v_map;  // (slots, chunk_rows, D)
@@ -51,6 +51,7 @@ struct KeyPosition {
   uint32_t row, seen;                   // of the part: where the next block begins, and how many are seen
   uint32_t chunk, in_chunk;             // of the part, and row in it
   uint32_t leg;                         // kCanonical: which part of which rank this is, by position
+  uint32_t turn;                        // kShares: so many blocks are other CTAs' before this one's next
   uint32_t first_base, has_first;       // and the first chunk of this CTA's first item that has keys, once there is one
 
   MK_DEVICE void init() { count = has_keys = told = has_first = 0; }  // its one user, the first lane of the producer warp
@@ -102,6 +103,7 @@ class Keys {  // functions of the producer warp
   MK_DEVICE Keys(const Parameters& p, const Sequences& q, KeyPosition& at, uint32_t number, const AttentionItem& item)
       : p_(p), q_(q), at_(at) {
     if (ptx::lane_index() == 0) {
+      if constexpr (!kPacked) at.begin_item();
       ItemKeys& keys = at.item();
       keys.last = item.position + static_cast<int32_t>(item.rows) - 1;
       if (kPacked && Config::kCausal == 0) keys.last = sequence().length - 1;
@@ -109,8 +111,9 @@ class Keys {  // functions of the producer warp
       if (kPacked && item.rows == 0) keys.last = -1;  // a tile of padding sees nothing
       keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, p.world.rank, number);
       at.head = item.head / p.ring.group, at.batch = item.batch;
+      if (at.has_first == 0 && keys.last >= 0) at.has_first = 1, at.first_base = keys.base;
+      at.turn = item.part;
       if constexpr (kCanonical) {
-        if (at.has_first == 0 && keys.last >= 0) at.has_first = 1, at.first_base = keys.base;
         begin_leg(0);
       } else {
         at.stage = 0;
@@ -133,7 +136,21 @@ class Keys {  // functions of the producer warp
   }
 
  private:                      // the first lane's
-  MK_DEVICE uint32_t find() {  // goes on to a part of which something is left; 0: there is none
+  MK_DEVICE uint32_t find() {  // goes on to this CTA's next block; 0: there is none
+    uint32_t found = find_part();
+#pragma unroll 1
+    for (; kShares && found != 0 && at_.turn > 0; --at_.turn) {
+      pass_block();
+      found = find_part();
+    }
+    return found;
+  }
+  MK_DEVICE void pass_block() {
+    const bool chunk_ends = at_.in_chunk + kKeyBlock == p_.ring.chunk_rows;
+    at_.row += kKeyBlock, at_.in_chunk = chunk_ends ? 0 : at_.in_chunk + kKeyBlock;
+    if (chunk_ends) ++at_.chunk;
+  }
+  MK_DEVICE uint32_t find_part() {  // goes on to a part of which something is left; 0: there is none
 #pragma unroll 1
     while (at_.row >= at_.seen) {
       if constexpr (kCanonical) {
@@ -153,15 +170,15 @@ class Keys {  // functions of the producer warp
   MK_DEVICE void take(KeyBlock& block) {
     const RingArguments& r = p_.ring;
     const Sequence& s = sequence();
-    const uint32_t row = at_.row, in_chunk = at_.in_chunk, part = at_.part, stage = at_.stage;
+    const uint32_t row = at_.row, in_chunk = at_.in_chunk, part = at_.part, stage = at_.stage, step = shares_of(r) * kKeyBlock;
     const uint32_t number = at_.item().base + part * s.chunks_per_part + at_.chunk;
     block.rows = smaller(kKeyBlock, (kPacked ? at_.seen : s.part_rows) - row);
     block.position = part_position(s, at_.source, part) + static_cast<int32_t>(row);
     block.credit = kNoCredit;
-    const bool chunk_ends = in_chunk + kKeyBlock == r.chunk_rows, part_ends = row + kKeyBlock >= at_.seen;
+    const bool chunk_ends = in_chunk + step >= r.chunk_rows, part_ends = row + step >= at_.seen;  // of what this CTA has of them
     const bool source_ends = part_ends && (part + 1 == kParts || seen_rows(s, at_.source, part + 1, at_.item().last) == 0);
-    at_.row = row + kKeyBlock, at_.in_chunk = chunk_ends ? 0 : in_chunk + kKeyBlock;
-    if (chunk_ends) ++at_.chunk;
+    pass_block();
+    at_.turn = shares_of(r) - 1;
     if (stage == 0) {
       block.map = 0;
       block.row = static_cast<int32_t>(s.first_row + part * s.part_rows + row);
@@ -175,7 +192,7 @@ class Keys {  // functions of the producer warp
       block.row = static_cast<int32_t>(in_chunk);
       block.head = slot_word(r, stage - 1, number), block.batch = 0;
       block.is_padded = true;
-      block.waits = in_chunk == 0;
+      block.waits = in_chunk < step;
       if (source_ends || part_ends || chunk_ends)
         block.credit = (stage - 1) << kCountBits | (source_ends ? at_.item().next_base : number + 1);
     }
@@ -205,7 +222,7 @@ class Keys {  // functions of the producer warp
 };
 
 struct RingAttention {
-  static constexpr bool kMoves = true, kSplits = false;
+  static constexpr bool kMoves = true, kSplits = kShares;
   const Parameters& p;
   const Sequences& q;
   KeyPosition& position;
@@ -221,18 +238,25 @@ struct RingAttention {
   }
   MK_DEVICE AttentionItem item(uint32_t number) const {
     const RingArguments& r = p.ring;
-    if (ptx::lane_index() == 0) {
-      position.begin_item();
-      if constexpr (kPacked) position.item().sequence = q.of_item(number);
+    if constexpr (kPacked) {
+      if (ptx::lane_index() == 0) {
+        position.begin_item();
+        position.item().sequence = q.of_item(number);
+      }
+      ptx::sync_warp();
     }
-    ptx::sync_warp();
     const Sequence s = kPacked ? position.item().sequence : q.of_item(0);
     const uint32_t pair = pair_of(s, number), tile = tile_of(r, s, number), part = part_of(s, tile), row = row_in_part(s, tile);
-    const uint32_t head = pair % r.kv_heads * r.group + (number - s.first_item) % s.items_per_pair % r.group;
+    const uint32_t of_tile = (number - s.first_item) % s.items_per_pair % (r.group * shares_of(r));
+    const uint32_t head = pair % r.kv_heads * r.group + of_tile / shares_of(r);
     const uint32_t valid = valid_rows(s, p.world.rank, part);
-    return AttentionItem{pair / r.kv_heads, head, static_cast<int32_t>(s.first_row + part * s.part_rows + row),
+    return AttentionItem{pair / r.kv_heads,
+                         head,
+                         static_cast<int32_t>(s.first_row + part * s.part_rows + row),
                          valid <= row ? 0 : smaller(kQueryRows, valid - row),
-                         part_position(s, p.world.rank, part) + static_cast<int32_t>(row)};
+                         part_position(s, p.world.rank, part) + static_cast<int32_t>(row),
+                         of_tile % shares_of(r),
+                         shares_of(r)};
   }
   MK_DEVICE Keys keys(uint32_t number, const AttentionItem& item) const { return Keys(p, q, position, number, item); }
 
@@ -248,6 +272,7 @@ struct RingAttention {
   }
   MK_DEVICE bool wait(const Entered& entered, const KeyBlock& block) const {
     if constexpr (kCanonical) begin_rings(entered);
+    if (kShares && p.ring.shares > 1) pass_rings(entered, block.head / p.ring.depth, block.map - 1);
     const uint32_t feeder = feeder_of(p.world, block.head / p.ring.depth);
     const bool came = ptx::all_of_warp(ptx::lane_index() != 0 || wait_counted(entered, p.ring, block.head, block.map, feeder));
     ptx::sync_warp();
@@ -255,7 +280,7 @@ struct RingAttention {
   }
   MK_DEVICE void landed(const Entered& entered, uint32_t credit) const {
     const uint32_t ring = credit >> kCountBits, number = credit & ((1u << kCountBits) - 1);
-    if constexpr (kCanonical) begin_rings(entered);
+    if (kCanonical || (kShares && p.ring.shares > 1)) begin_rings(entered);
     if (ring == kOwnKeys) {
       if constexpr (!kCanonical) begin_reading(entered, position.items[number]);
     } else if (kCanonical && ring == kAllKeys) {  // of the next item, whichever rings this one has read
@@ -275,6 +300,15 @@ struct RingAttention {
     }
     tell(entered);
   }
+  // One of several shares may have no block of a chunk, or of a ring: before it waits it says that it will not read what comes before. An item at most.
+  MK_DEVICE void pass_rings(const Entered& entered, uint32_t until, uint32_t number) const {
+    begin_rings(entered);
+    ptx::sync_warp();  // the first lane has published what it knew, which is less
+#pragma unroll 1
+    for (uint32_t ring = ptx::lane_index(); ring <= until; ring += 32) {
+      publish_progress(entered, p.ring, ring, cta(), ring < until ? q.total() : number);
+    }
+  }
   // With kCanonical own keys may come last, and others wait for what this CTA reads: before it waits itself it says where it begins.
   MK_DEVICE void begin_rings(const Entered& entered) const {
     if (position.told != 0) return;
@@ -292,6 +326,35 @@ struct RingAttention {
       publish_all(entered, q.total());
       tell(entered);  // it may have had no item
     }
+  }
+
+  // ---- shares of an item's keys
+  MK_DEVICE uint32_t tile_number(const AttentionItem& item) const {  // of all heads
+    const RingArguments& r = p.ring;
+    const uint32_t part = kParts > 1 && item.row >= static_cast<int32_t>(r.part_rows) ? 1 : 0;
+    const uint32_t tile = part * r.tiles_per_part + (item.row - part * r.part_rows) / kQueryRows;
+    return (item.batch * r.kv_heads * r.group + item.head) * kParts * r.tiles_per_part + tile;
+  }
+  MK_DEVICE char* partial(const Entered& entered, const AttentionItem& item, uint32_t share) const {
+    const uint64_t place = uint64_t(tile_number(item)) * (p.ring.shares - 1) + share;
+    return shared_heap(entered, p.world.local_rank) + p.ring.partial_offset + place * Shape::kPartialBytes;
+  }
+  MK_DEVICE uint32_t share_flag(const AttentionItem& item, uint32_t share) const {
+    return num_readers(p.ring) + tile_number(item) * p.ring.shares + share;
+  }
+  MK_DEVICE void raise_part(const Entered& entered, const AttentionItem& item) const {
+    raise_flag_of(entered, p, share_flag(item, item.part), p.world.local_rank);
+  }
+  struct ShareFlags {
+    const RingAttention& op;
+    const AttentionItem& item;
+    MK_DEVICE bool wait(const Entered& entered, uint32_t share) const {
+      return wait_flag(entered, op.p, op.share_flag(item, share), op.p.world.rank);
+    }
+  };
+  MK_DEVICE bool wait_parts(const Entered& entered, const AttentionItem& item) const {
+    finish(entered);  // the others may read chunks of which this share has nothing
+    return wait_all(entered, ShareFlags{*this, item}, item.parts - 1);
   }
   MK_DEVICE void tell(const Entered& entered) const {
     ptx::sync_warp();

@@ -67,10 +67,10 @@ class Attended(NamedTuple):
 class RingArguments(ctypes.Structure):
     """``RingArguments`` of ``kernels_src/attention/window.cuh``."""
 
-    _offsets = ("window_offset", "progress_offset", "counted_offset")
+    _offsets = ("window_offset", "progress_offset", "counted_offset", "partial_offset")
     _sizes = (
         *("items", "items_per_pair", "group", "kv_heads", "part_rows", "tiles_per_part", "chunk_rows", "chunks_per_part"),
-        *("ctas", "intra_comm", "inter_send", "period", "total", "depth", "credit_step", "reserved"),
+        *("ctas", "intra_comm", "inter_send", "period", "total", "depth", "credit_step", "shares"),
     )
     _fields_ = [*((name, ctypes.c_uint64) for name in _offsets), *((name, ctypes.c_uint32) for name in _sizes)]
 
@@ -92,13 +92,13 @@ class Parameters(ctypes.Structure):
         ("scale_log2", ctypes.c_float),
         ("cu_seqlens", ctypes.c_uint64),
         ("sequences", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 9),
+        ("reserved", ctypes.c_uint32 * 7),
         *((name, abi.TensorMap) for name in _maps),
     ]
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
-_RING_AT, _RING = place_of(RingArguments, "window_offset", "reserved")
+_RING_AT, _RING = place_of(RingArguments, "window_offset", "shares")
 _AT, _VALUES = place_of(Parameters, "o", "rows")
 _MAPS = map_places(Parameters, *Parameters._maps)
 
@@ -313,6 +313,7 @@ def _ring_values(plan: RingAttentionPlan, scratch: int) -> tuple[int, ...]:
         scratch,
         scratch + plan.progress_offset,
         abi.COUNTED_OFFSET,
+        scratch + plan.partial_offset,
         plan.items,
         plan.items_per_pair,
         problem.group,
@@ -328,7 +329,7 @@ def _ring_values(plan: RingAttentionPlan, scratch: int) -> tuple[int, ...]:
         plan.total,
         plan.depth,
         plan.credit_step,
-        0,
+        plan.shares,
     )
 
 

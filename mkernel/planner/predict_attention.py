@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from mkernel.planner.attention_shares import exchange_seconds
 from mkernel.planner.machine import Machine
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, blend, busy_of
 from mkernel.planner.ring_attention import RingAttentionPlan
@@ -21,13 +22,15 @@ def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions
         return Prediction(start, start=start)
     size, mates = topology.size, topology.ranks_per_node - 1
     keys = sizes.length * size * (0.5 if problem.causal else 1.0)
-    flops = 4.0 * problem.tile.q_rows * keys * problem.head_dim
+    flops = 4.0 * problem.tile.q_rows * keys * problem.head_dim / plan.shares
     rate = machine.attention_flops * (1.0 if problem.head_dim > 64 else _NARROW)
     guess = plan.items * flops / (rate * machine.sms)
     rate *= machine.speed(busy_of(conditions, machine, guess))
     # Causal items differ in length, and the longest are dealt first: what is left at the end is half an item.
     turns = math.ceil(plan.items / plan.ctas) if not problem.causal else plan.items / plan.ctas + 0.5
     item = flops / rate + machine.attention_item
+    if plan.shares > 1:
+        item += exchange_seconds(problem.tile, plan.shares)
     tensor = turns * flops / rate
     if size == 1:
         return Prediction(start + turns * item, tensor, start=start)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from mkernel.abi import COUNTED_WORDS
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner.attention_shares import ATTENTION_FLOPS, MOST_SHARES, choose_shares
 from mkernel.planner.gemm import digest_of
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.split import Split, SplitError
@@ -34,7 +35,6 @@ _KEYS_SHARED_BYTES = 1024  # where the keys of a tile are gone through
 _TABLES_SHARED_BYTES = 4096  # of packed sequences
 _COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, and a queue of chunks
 _COPY_RATE = 40e9  # bytes per second of one copying CTA (docs/planner.md)
-_FLOPS = 4.5e12  # per second, of the attention loop on one SM
 _MOST_COPYING = 9  # CTAs: more of them push no faster
 
 
@@ -48,11 +48,14 @@ class Scale:
         What K and V of a chunk may have together.
     window_bytes
         What the rings of a rank may have together, as long as each has ``fewest`` slots.
+    shares
+        CTAs that share the keys of a query tile, where the tiles are few enough for that; None: as many as pay.
     """
 
     chunk_bytes: int = 512 * 1024
     window_bytes: int = 64 << 20
     fewest: int = 2
+    shares: int | None = None
 
 
 SCALE = Scale()  # of all plans; tests make it smaller
@@ -113,9 +116,22 @@ class RingAttentionPlan:
         """Of one query head."""
         return self.problem.parts * self.tiles_per_part
 
+    @functools.cached_property
+    def shares(self) -> int:
+        """CTAs that share the keys of a tile: several only where all of them work at once, each on one item."""
+        if not self.problem.may_share or not self.query_tiles:
+            return 1
+        keys = self.sizes.length * self.problem.topology.size
+        return choose_shares(self.problem.tile, keys, self.query_tiles, self.ctas, self.scale.shares)
+
+    @property
+    def query_tiles(self) -> int:
+        """Of all heads of all batches."""
+        return self.pairs * self.tiles * self.problem.group
+
     @property
     def items_per_pair(self) -> int:
-        return self.tiles * self.problem.group
+        return self.tiles * self.problem.group * self.shares
 
     @property
     def pairs(self) -> int:
@@ -133,10 +149,10 @@ class RingAttentionPlan:
         copying = 0
         if mates:
             per_flow = max(1, min(_MOST_COPYING // mates, sms // (8 * mates)))
-            if self.items:
-                pairs = min(self.pairs, 1 + (sms - 1) / self.items_per_pair)  # whose keys a wave streams
+            if self.query_tiles:
+                pairs = min(self.pairs, 1 + (sms - 1) / (self.tiles * self.problem.group))  # whose keys a wave streams
                 moved = self.problem.rings * ITEM * 2 * self.problem.head_dim * pairs
-                computed = 4 * self.problem.tile.q_rows * self.problem.head_dim * topology.size / _FLOPS
+                computed = 4 * self.problem.tile.q_rows * self.problem.head_dim * topology.size / ATTENTION_FLOPS
                 per_flow = max(1, min(per_flow, math.ceil(1.5 * moved / computed / _COPY_RATE / mates)))
             copying = per_flow * mates
         split = self.wanted.complete(Split(intra_comm=copying, inter_send=others, inter_reduce=0), sms)
@@ -166,7 +182,7 @@ class RingAttentionPlan:
 
     def tile_of(self, item: int) -> int:
         """The tile of an item, in its head: the last rows first, which see most keys."""
-        return self.tiles - 1 - item % self.items_per_pair // self.problem.group
+        return self.tiles - 1 - item % self.items_per_pair // (self.problem.group * self.shares)
 
     @property
     def period(self) -> int:
@@ -329,7 +345,8 @@ class RingAttentionPlan:
 
     @property
     def flag_words(self) -> int:
-        return self.readers
+        """Of readers that have begun, then of shares that are left to be added up."""
+        return self.readers * (2 if self.problem.may_share else 1)
 
     def slot_word(self, ring: int, slot: int) -> int:
         """Counted flag of a slot: the chunk that is in it."""
@@ -355,7 +372,7 @@ class RingAttentionPlan:
         """What a flag tells ``rank``, for reports."""
         topology, rings = self.problem.topology, self.problem.rings
         if index < self.flag_words:
-            return f"reader {index} has begun"
+            return f"reader {index} has begun" if index < self.readers else f"item {index - self.readers} has been computed"
         index -= self.flag_words
         if index < rings * self.depth:
             ring, slot = divmod(index, self.depth)
@@ -397,8 +414,19 @@ class RingAttentionPlan:
         return self.problem.rings * self.readers * _WORD
 
     @property
+    def partial_offset(self) -> int:
+        return -(-(self.progress_offset + self.progress_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def partial_bytes(self) -> int:
+        """Room for the sums of shares, the same for all sizes: smaller calls have more shares."""
+        if not self.problem.may_share or not self.items:
+            return 0
+        return (self.sm_count - self.sm_count // (self.scale.shares or MOST_SHARES)) * self.problem.tile.partial_bytes
+
+    @property
     def workspace_bytes(self) -> int:
-        return self.progress_offset + self.progress_bytes
+        return self.partial_offset + self.partial_bytes
 
     @functools.cached_property
     def spec(self) -> KernelSpec:
@@ -409,6 +437,7 @@ class RingAttentionPlan:
             "kParts": problem.parts,
             "kPacked": int(problem.packed),
             "kCanonical": int(problem.canonical and problem.rings > 0),
+            "kShares": int(problem.may_share),
             "kNumNodes": problem.topology.num_nodes,
             "kRanksPerNode": problem.topology.ranks_per_node,
         }
@@ -438,7 +467,8 @@ class RingAttentionPlan:
             f"{OP}: B {sizes.batches}, {sizes.length} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
             f"{'causal' if p.causal else 'full'}, {p.layout}{p.order}, scale {p.scale:g}, {world} ranks, "
             f"{self.ctas}/{pushing}/{sending} SMs\n"
-            f"tiles of {p.tile.q_rows} query rows, {self.items} items in {waves} waves; chunks of {self.chunk_rows} keys, "
+            f"tiles of {p.tile.q_rows} query rows{f', keys shared by {self.shares} CTAs' if self.shares > 1 else ''}, "
+            f"{self.items} items in {waves} waves; chunks of {self.chunk_rows} keys, "
             f"{self.total} per source, {self.depth} slots\n"
             f"SMs: compute {self.ctas}, intra_comm {pushing} push, inter_send {sending}; received at most {near} bytes inside the node, "
             f"{far} from other nodes; workspace {self.workspace_bytes} bytes, of which {self.window_bytes} are for keys of other ranks"

@@ -88,6 +88,11 @@ class RingAttentionProblem:
         return ", keys by position" if self.canonical else ""
 
     @property
+    def may_share(self) -> bool:
+        """Whether several CTAs may share the keys of a tile: not where bits must not depend on how many tiles there are."""
+        return not self.packed and not self.canonical
+
+    @property
     def rings(self) -> int:
         """Sources whose keys a rank streams."""
         return self.topology.size - 1

@@ -94,7 +94,8 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     if workload == "dispatch":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
     if workload in ring_body.PLANTED_SCALES:
-        return ring_body.found_wrong(world, ring_body.PLANTED, seed, ring_body.PLANTED_SIZES[:most], ring_body.PLANTED_SCALES[workload])
+        sizes = ring_body.SHARED_SIZES if workload == "ring shared" else ring_body.PLANTED_SIZES
+        return ring_body.found_wrong(world, ring_body.PLANTED, seed, sizes[:most], ring_body.PLANTED_SCALES[workload])
     if workload == "ring by position":
         return ring_body.found_wrong(world, ring_body.PLANTED, seed, ring_body.BY_POSITION_SIZES[:most], batch_invariant=True)
     if workload in ("varlen", "varlen by position"):

@@ -12,6 +12,7 @@ _EXCHANGE, _WINDOW, _OP = "attention/exchange.cuh", "attention/window.cuh", "ops
 _SEQUENCES, _PACKED = "attention/sequences.cuh", "attention/packed.cuh"
 _Bug = functools.partial(Bug, workload="ring")
 _Varlen = functools.partial(Bug, workload="varlen", world="2x2", slow=True)
+_Shared = functools.partial(Bug, workload="ring shared", sms=26)
 _ByPosition = functools.partial(Bug, workload="ring by position")
 _WAITS_FOR_CREDIT = "wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth + 1, reader)"
 
@@ -125,7 +126,7 @@ RING = [
     _Varlen(
         "progress of the last item is published after that of the end",
         _OP,
-        "      ptx::sync_warp();  // the first lane has published what it knew of its last item, which is less\n",
+        "    ptx::sync_warp();  // the first lane has published what it knew of a ring, which is less\n",
         seeds=20,
     ),
     _Varlen("keys behind the end of a sequence are seen", _OP, "(kPacked ? at_.seen : s.part_rows) - row", "s.part_rows - row"),
@@ -144,8 +145,7 @@ RING = [
     _ByPosition(
         "a CTA waits before it says where it begins",
         _OP,
-        "    if constexpr (kCanonical) begin_rings(entered);\n    const uint32_t feeder",
-        "    const uint32_t feeder",
+        "    if constexpr (kCanonical) begin_rings(entered);\n",
         sms=8,
     ),
     _ByPosition(
@@ -174,6 +174,36 @@ RING = [
         workload="varlen by position",
         world="2x2",
         seeds=20,
+        slow=True,
+    ),
+    # ---- shares of keys
+    _Shared("a share has every block from its first one on", _OP, "at_.turn = shares_of(r) - 1;", "at_.turn = 0;"),
+    _Shared(
+        "sums of shares are added up before they are left",
+        _OP,
+        "    return wait_all(entered, ShareFlags{*this, item}, item.parts - 1);",
+        "    return true;",
+        seeds=20,
+        slow=True,
+    ),
+    _Shared(
+        "a share waits and does not pass the chunks of which it has nothing",
+        _OP,
+        "    if (kShares && p.ring.shares > 1) pass_rings(entered, block.head / p.ring.depth, block.map - 1);\n",
+        "    if (kShares && p.ring.shares > 1) begin_rings(entered);\n",
+        slow=True,
+    ),
+    _Shared(
+        "a share waits before it says where it begins",
+        _OP,
+        "    begin_rings(entered);\n    ptx::sync_warp();  // the first",
+        "    // the first",
+        slow=True,
+    ),
+    _Shared(
+        "who adds up waits for shares before it says that it reads no more",
+        _OP,
+        "    finish(entered);  // the others may read chunks of which this share has nothing\n",
         slow=True,
     ),
 ]

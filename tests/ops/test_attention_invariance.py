@@ -207,6 +207,19 @@ def test_plans_tell() -> None:
     assert ["keys by position" in text for text in by_option] == [False, True]
 
 
+def test_no_ctas_share_keys() -> None:
+    """By default they do where tiles are few, and then sums depend on how many sequences there are."""
+
+    def shares(world: Any) -> int:
+        x = np.ones((1, 1, 4096, 64), np.float16)
+        return int(mk.plan("ring_attention", x, x, x).plan().shares)
+
+    with env.override(MKERNEL_CPU_SMS=128):
+        by_option = [mk.launch(shares, 1, target="cpu", batch_invariant=option) for option in (False, True)]
+    assert by_option[0][0] > 1
+    assert by_option[1] == [1]
+
+
 _OP = "ops/ring_attention.cuh"
 _ROTATED = "const uint32_t rank = there_and_back(leg, kWorldSize);"
 PLANTED = [  # of two chunks: ranks 0 and 1, and the halves that one rank has
@@ -216,9 +229,9 @@ PLANTED = [  # of two chunks: ranks 0 and 1, and the halves that one rank has
         "blocks of own keys begin where a sequence lies",
         _OP,
         "block.rows = smaller(kKeyBlock, (kPacked ? at_.seen : s.part_rows) - row);",
-        "const uint32_t step = kPacked && stage == 0 && row == 0 ? kKeyBlock - s.first_row % kKeyBlock : kKeyBlock;\n"
-        "    block.rows = smaller(step, (kPacked ? at_.seen : s.part_rows) - row);",
-        also=(("at_.row = row + kKeyBlock, at_", "at_.row = row + step, at_"),),
+        "const uint32_t cut = kPacked && stage == 0 && row == 0 ? s.first_row % kKeyBlock : 0;\n"
+        "    block.rows = smaller(kKeyBlock - cut, (kPacked ? at_.seen : s.part_rows) - row);",
+        also=(("    pass_block();\n    at_.turn", "    pass_block();\n    at_.row -= cut;\n    at_.turn"),),
         slow=True,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
+from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.planner import ring_attention as planner
 from mkernel.planner.ring_problem import LAYOUTS
@@ -32,6 +34,20 @@ def test_every_element(rng: np.random.Generator, world: str, mask: tuple[str, st
     model = draw_model(rng, d, mask[0] == "causal", mask[1], dtype)
     sizes = tuple(draw_sizes(rng, model, ranks, most) for most in (1 << 22, 1 << 18))
     assert found_wrong(world, model, int(rng.integers(1 << 30)), sizes, scale) is None
+
+
+@pytest.mark.cases(world=WORLDS, mask=(FULL, CAUSAL, ZIGZAG, DEALT), d=(64, 128), shares=(2, 3, 8))
+@pytest.mark.drawn(1)
+def test_shared_keys(rng: np.random.Generator, world: str, mask: tuple[str, str], d: int, shares: int) -> None:
+    """Where tiles are fewer than CTAs; also shares that have no block of a chunk, of a rank, or at all."""
+    ranks = ring_body.topology(world)
+    model = draw_model(rng, d, mask[0] == "causal", mask[1], str(rng.choice(list(DTYPES))))
+    sizes = tuple(draw_sizes(rng, model, ranks.size, most) for most in (1 << 20, 1 << 18, 1 << 16))
+    scale = dataclasses.replace((TINY, SHARED)[rng.integers(2)], shares=shares)
+    tiles = max(batches * model.heads * 2 * -(-length // 128) for batches, length in sizes[1:])
+    computing = min(60 // ranks.size, int(rng.integers(tiles, shares * tiles + 3)))
+    with env.override(MKERNEL_CPU_SMS=ranks.ranks_per_node + ranks.num_nodes - 2 + computing):
+        assert found_wrong(world, model, int(rng.integers(1 << 30)), sizes, scale) is None, (model, sizes)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +88,21 @@ def test_the_same_bits_under_any_schedule(request: pytest.FixtureRequest, rng: n
             "max_sms": 3 + ranks // ring_body.topology(world).num_nodes - 2 + run % 2,
         }
         assert ring_body.digests(world, model, seed, sizes, int(rng.integers(1 << 30)), late, **options) == expected, (run, late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["1x1", "1x2", "2x2"])
+def test_shared_keys_have_the_same_bits_under_any_schedule(rng: np.random.Generator, world: str) -> None:
+    seed, ranks = int(rng.integers(1 << 30)), ring_body.topology(world).size
+    model, sizes = Model(2, 1, 64, "bfloat16", True, "zigzag"), ((1, 260), (1, 70), (2, 20))
+    scales = [dataclasses.replace(scale, shares=3) for scale in (TINY, SHARED)]
+    with env.override(MKERNEL_CPU_SMS=16):
+        expected = ring_body.digests(world, model, seed, sizes, 0, None, scale=scales[0])
+        assert expected != ring_body.digests(world, model, seed, sizes, 0, None, scale=dataclasses.replace(TINY, shares=1))
+        for run in range(12):
+            late = (int(rng.integers(ranks)), int(rng.integers(14)), int(2 ** rng.uniform(0, 5)))
+            schedule = int(rng.integers(1 << 30))
+            assert ring_body.digests(world, model, seed, sizes, schedule, late, scale=scales[run % 2]) == expected, (run, late)
 
 
 def _refuses(world: Any, cases: list[tuple[dict[str, Any], str]]) -> list[str]:

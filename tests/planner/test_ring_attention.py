@@ -16,6 +16,7 @@ from mkernel.ops.ring_attention import OP
 from mkernel.planner import ring_attention as planner
 from mkernel.planner.proofs.areas import HEAP, Access, Call
 from mkernel.planner.proofs.ring_attention import RingAttentionCall, call_of
+from mkernel.planner.proofs.ring_shares import chunks_read
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.ring_attention import RingAttentionPlan, Scale, Segment, make_plan
 from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
@@ -42,7 +43,8 @@ def draw_plan(rng: np.random.Generator, world: str, most: int = 700) -> RingAtte
     kv_heads, layout = int(rng.integers(1, 4)), str(rng.choice(LAYOUTS))
     size, per_node = WORLDS[world]
     mates, others = per_node - 1, size // per_node - 1
-    split = Split(int(rng.integers(1, 6)), mates and mates + int(rng.integers(3)), others and others + int(rng.integers(3)))
+    computing = int(rng.choice([rng.integers(1, 6), 8 * kv_heads * 2]))  # few, or enough to share the keys of some tiles
+    split = Split(computing, mates and mates + int(rng.integers(3)), others and others + int(rng.integers(3)))
     return plan_of(
         world,
         int(rng.integers(1, 4)),
@@ -52,8 +54,10 @@ def draw_plan(rng: np.random.Generator, world: str, most: int = 700) -> RingAtte
         causal=bool(rng.integers(2)),
         layout=layout,
         split=split,
-        sms=16,
-        scale=Scale(int(rng.choice([1, 1, 100_000])), int(rng.choice([1, 300_000])), int(rng.choice([1, 1, 2, 3]))),
+        sms=64,
+        scale=Scale(
+            int(rng.choice([1, 1, 100_000])), int(rng.choice([1, 300_000])), int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 2, 3, 8]))
+        ),
         canonical=bool(rng.integers(2)),
     )
 
@@ -220,6 +224,56 @@ def test_a_cta_that_waits_before_it_says_where_it_begins_would_deadlock(monkeypa
     assert call_of(plan).graph.find_cycle() is not None
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_shares_that_do_not_pass_chunks_would_deadlock(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """A share says before it waits what it will not read, and who adds up the shares says so before that."""
+    scale = dataclasses.replace(TINY, shares=3)
+    plan = plan_of("1x4", 1, 260, causal=causal, layout="contiguous", sms=32, scale=scale)
+    assert plan.shares == 3
+    proofs.check_no_deadlock(call_of(plan).graph)
+
+    def read(self: RingAttentionCall, graph: WaitGraph, rank: int, cta: int, item: int, steps: list[Step]) -> None:
+        base = self.work.segment(item).base
+        for source, chunks in chunks_read(self.plan, rank, item).items():
+            for chunk in chunks if source != rank else ():
+                at = self.plan.ring_of(rank, source)
+                steps.append(graph.add(("read", rank, cta, at, base + chunk), [*self.entered(), self.filling(rank, at, base + chunk)]))
+                self._publish(rank, at, cta, base + chunk + 1, steps[-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RingAttentionCall, "_read_share", read)
+        assert call_of(plan).graph.find_cycle() is not None
+    graph = WaitGraph()
+    call = call_of(plan)
+    for step in call.graph:  # the last thing that a CTA does is to say that it reads no more
+        merges = [
+            ("merge", step[1], step[2], other[3]) for other in call.graph if step[0] == "finish" and other[:3] == ("merge", *step[1:3])
+        ]
+        graph.add(step, [*(one for one in call.graph.before(step) if (step[0], one[0]) != ("merge", "finish")), *merges])
+    assert (graph.find_cycle() is not None) is causal
+
+
+@pytest.mark.parametrize(("batches", "length", "heads", "expected"), [(1, 4096, 2, 2), (1, 4096, 8, 1), (64, 4096, 8, 1), (1, 8, 2, 1)])
+def test_how_many_ctas_share_keys(batches: int, length: int, heads: int, expected: int) -> None:
+    """None where all SMs have a tile, or a tile has few keys."""
+    plan = plan_of("1x4", batches, length, heads=heads, sms=132, scale=planner.SCALE)
+    assert plan.shares == expected, plan.describe()
+    assert ("keys shared by" in plan.describe()) == (expected > 1)
+    assert plan.items == plan.query_tiles * expected
+    assert plan.query_tiles * plan.shares <= plan.ctas or plan.shares == 1
+
+
+def test_shares_have_all_blocks_once(rng: np.random.Generator) -> None:
+    plan = plan_of("2x2", 1, 2 * int(rng.integers(60, 260)), sms=64, scale=dataclasses.replace(TINY, shares=3))
+    assert plan.shares == 3
+    for rank in range(4):
+        for first in range(0, plan.items, 3):
+            found = [chunks_read(plan, rank, item) for item in range(first, first + 3)]
+            for source in range(4):
+                chunks = sorted(chunk for of_share in found for chunk in of_share[source])
+                assert chunks == list(range(plan.reads(source, rank, first))), "chunks of one block"
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_item_once_and_every_key_that_it_sees(rng: np.random.Generator, world: str) -> None:
     plan = draw_plan(rng, world)
@@ -322,7 +376,9 @@ def test_plans_differ_in_their_first_line() -> None:
 
 def test_docs_list_the_areas() -> None:
     text = (test_areas.Path(__file__).parents[2] / "docs" / "memory_model.md").read_text()
-    rows = [test_areas.row("gemm", area).replace("| gemm |", "| ring_attention |") for area in call_of(plan_of("2x2", 2, 600)).areas]
+    plans = plan_of("2x2", 2, 600), plan_of("2x2", 1, 300, sms=64, scale=dataclasses.replace(TINY, shares=3))
+    areas = [area for plan in plans for area in call_of(plan).areas]
+    rows = [test_areas.row("gemm", area).replace("| gemm |", "| ring_attention |") for area in areas]
     assert [row for row in rows if row not in text] == []
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mkernel.planner.proofs.areas import COUNTED, FLAGS, HEAP, Access, Area, Call
+from mkernel.planner.proofs.ring_shares import chunks_read, tile_number
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.ring_attention import SEND_SLOTS, RingAttentionPlan, Segment
 from mkernel.planner.ring_varlen import Packing
@@ -39,7 +40,8 @@ class RingAttentionCall:
     Steps: ``("enter", rank)``; ``("begin", rank, cta, wave)``: an item's own keys have been read, or it begins where keys are read by
     position; ``("read", rank, cta, ring, number)``: a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder
     of a ring is told how many chunks have been read; ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first;
-    ``("push", rank, cta, distance, number)``; ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``.
+    ``("push", rank, cta, distance, number)``; ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``;
+    ``("leave", rank, cta, item)`` and ``("merge", rank, cta, item)``: of sums of shares.
     """
 
     def __init__(self, plan: RingAttentionPlan, work: RingAttentionPlan | Packing) -> None:
@@ -57,7 +59,10 @@ class RingAttentionCall:
         self.progress = Area(
             "what CTAs have read", HEAP, plan.progress_offset, plan.progress_bytes, begun | {"read"} | forwards, frozenset({"credit"})
         )
-        self.begun = Area("flags of CTAs", FLAGS, 0, _WORD * plan.flag_words if rings else 0, begun, frozenset({"credit"}))
+        self.begun = Area("flags of CTAs", FLAGS, 0, _WORD * plan.readers if rings else 0, begun, frozenset({"credit"}))
+        self.left = Area("sums of shares", HEAP, plan.partial_offset, plan.partial_bytes, frozenset({"leave"}), frozenset({"merge"}))
+        flags = _WORD * (plan.flag_words - plan.readers)
+        self.is_left = Area("flags of shares", FLAGS, _WORD * plan.readers, flags, frozenset({"leave"}), frozenset({"merge"}))
         self.counted = Area(
             "flags of chunks and credits",
             COUNTED,
@@ -79,7 +84,8 @@ class RingAttentionCall:
         for rank in self.ranks:
             self._credits(graph, rank)
         accesses = tuple(access for step in graph for access in self.accesses(step))
-        return Call(graph, (self.window, self.sending, self.progress, self.begun, self.counted), accesses)
+        shared = (self.left, self.is_left) if self.plan.shares > 1 else ()
+        return Call(graph, (self.window, self.sending, self.progress, self.begun, self.counted, *shared), accesses)
 
     def entered(self) -> list[Step]:
         return [("enter", rank) for rank in self.ranks]
@@ -92,6 +98,7 @@ class RingAttentionCall:
         plan, work = self.plan, self.work
         for cta in range(plan.ctas):
             steps: list[Step] = []
+            shared: list[int] = []
             for wave in itertools.count():
                 item = work.item_of(wave, cta)
                 if item is None:
@@ -103,6 +110,10 @@ class RingAttentionCall:
                 seen = [work.reads(plan.source_of(rank, ring), rank, item) for ring in range(self.problem.rings)]
                 for ring, chunks in enumerate(seen):
                     self._publish(rank, ring, cta, base if chunks or self.problem.canonical else after, steps[-1])
+                if plan.shares > 1:
+                    shared.append(item)
+                    self._read_share(graph, rank, cta, item, steps)
+                    continue
                 for ring, chunk in self.reading_order(rank, item, seen):
                     number = base + chunk
                     steps.append(graph.add(("read", rank, cta, ring, number), [*self.entered(), self.filling(rank, ring, number)]))
@@ -110,7 +121,30 @@ class RingAttentionCall:
             steps.append(graph.add(("finish", rank, cta), self.entered()))
             for ring in range(self.problem.rings):
                 self._publish(rank, ring, cta, work.total, steps[-1])
+            steps += [self._end_share(graph, rank, cta, item) for item in shared]
             graph.chain(steps)
+
+    def _read_share(self, graph: WaitGraph, rank: int, cta: int, item: int, steps: list[Step]) -> None:
+        """The chunks of which a share has blocks. Before it waits for one it passes those before it; it is the CTA's only item."""
+        base = self.work.segment(item).base
+        for source, chunks in chunks_read(self.plan, rank, item).items():
+            if source == rank:
+                continue
+            at = self.plan.ring_of(rank, source)
+            for chunk in chunks:
+                for ring in range(at + 1):
+                    self._publish(rank, ring, cta, base + chunk if ring == at else self.work.total, steps[-1])
+                steps.append(graph.add(("read", rank, cta, at, base + chunk), [*self.entered(), self.filling(rank, at, base + chunk)]))
+                self._publish(rank, at, cta, base + chunk + 1, steps[-1])
+
+    def _end_share(self, graph: WaitGraph, rank: int, cta: int, item: int) -> Step:
+        """The last share of a tile adds up the others, once they are left; its CTA has said before that it reads no more."""
+        shares, share = self.plan.shares, item % self.plan.shares
+        if share + 1 < shares:
+            return graph.add(("leave", rank, cta, item), self.entered())
+        # All items are of the first wave, in which CTAs have those of their own numbers.
+        left = [("leave", rank, other, other) for other in range(item - share, item)]
+        return graph.add(("merge", rank, cta, item), [*self.entered(), *left])
 
     def base_after(self, rank: int, cta: int, wave: int) -> int:
         """The first chunk of a CTA's next item; in canonical order of the next one that has keys."""
@@ -272,6 +306,8 @@ class RingAttentionCall:
                 yield from self._pushing_accesses(step, rank, cta, distance, number)
             case "stage", [int(cta), int(number)]:
                 yield self._staged(step, rank, cta, number, writes=True)
+            case (("leave" | "merge"), [int(), int(item)]):
+                yield from self._shared_accesses(step, rank, item)
             case "put", [int(cta), int(number)]:
                 peers = self.topology.rail_peers(rank)
                 peer = peers[cta % len(peers)]
@@ -283,6 +319,14 @@ class RingAttentionCall:
                     yield self.progress_word(step, rank, ring, reader, writes=False)
                     yield Access(step, rank, self.begun, reader * _WORD, _WORD, writes=False)
                 yield Access(step, feeder, self.counted, word * _WORD, _WORD, writes=True)
+
+    def _shared_accesses(self, step: Step, rank: int, item: int) -> Iterator[Access]:
+        """Sums that a share leaves, or that the last one of its tile reads, and their flags."""
+        plan, share = self.plan, item % self.plan.shares
+        size, tile = self.problem.tile.partial_bytes, tile_number(plan, item)
+        for one in [share] if step[0] == "leave" else range(plan.shares - 1):
+            yield Access(step, rank, self.left, (tile * (plan.shares - 1) + one) * size, size, step[0] == "leave")
+            yield Access(step, rank, self.is_left, (tile * plan.shares + one) * _WORD, _WORD, step[0] == "leave")
 
     def _beginning_accesses(self, step: Step, rank: int, cta: int) -> Iterator[Access]:
         """Words of progress of all rings that a CTA reads, and its flag, at its first such step."""
