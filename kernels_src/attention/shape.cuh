@@ -24,7 +24,7 @@ struct AttentionShape {
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
   static constexpr uint32_t kNeeded = kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + 24;  // of a consumer: o, scores, weights, and the rest
-  static constexpr uint32_t kConsumerRegisters = kNeeded <= 216 ? 216 : kNeeded <= 224 ? 224 : 232;
+  static constexpr uint32_t kConsumerRegisters = kNeeded <= 160 ? 208 : kNeeded <= 216 ? 216 : kNeeded <= 224 ? 224 : 232;
   static constexpr uint32_t kProducerRegisters = 504 - 2 * kConsumerRegisters;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "kHeadDim");
   static_assert(kKeyBlock % 16 == 0 && kKeyBlock <= 256, "kKeyBlock: whole steps of wgmma");
