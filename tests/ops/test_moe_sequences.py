@@ -19,7 +19,7 @@ from mkernel.jit.headers import kernels_src
 from mkernel.planner import moe_dispatch_gemm as planner
 from mkernel.planner import ring_attention
 from mkernel.transport import emulated
-from tests.ops import ring_body
+from tests.ops import ring_body, varlen_body
 from tests.ops.body import topology
 from tests.ops.moe_body import ROUTINGS, Model, draw_ids
 from tests.ops.planted_bug import Bug
@@ -106,6 +106,15 @@ def attention(world: Any, step: Step) -> bool:
     return not ring_body.errors(ring_body.PLANTED, world.size, world.rank, gathered, *found)
 
 
+def packed_attention(world: Any, step: Step) -> bool:
+    rng, model = np.random.default_rng(step.seed), varlen_body.PLANTED
+    packed = varlen_body.Packed(tuple(int(2 ** rng.uniform(0, 8)) for _ in range(rng.integers(0, 5))), int(rng.integers(3)))
+    whole = varlen_body.whole(model, step.seed, 0, packed)
+    mine = varlen_body.inputs(model, whole, packed, world.rank, world.size)
+    found = varlen_body.one_call(model, mine, np.array(packed.ends(), np.int32))
+    return not varlen_body.errors(model, whole, packed, world.rank, world.size, *found)
+
+
 def refused(world: Any, step: Step) -> bool:
     x, ids, _, factors = routed(world, step)
     if world.rank == step.seed % world.size:
@@ -124,6 +133,7 @@ KINDS = {
     "dispatch and combine": there_and_back,
     "refused": refused,
     "attention": attention,
+    "packed attention": packed_attention,
 }
 
 
