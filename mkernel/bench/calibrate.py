@@ -25,7 +25,7 @@ _OF_ONE = ("sm_flops", "sm_load", "memory", "start", "start_hot", "tile")
 _OF_SEVERAL = ("entry", "flag", "beside", "cta_link", "warps_link", "add")
 _LINK, _PAIR = ("link",), ("link_pair",)
 _NOT_MEASURED = "slow_after, slow_octave, warm (minutes of work), attention, and the network between nodes"
-_PRODUCTS = "1x8192x2048,1x8192x4096,64x2560x8192,512x8192x2048,2048x2048x512,4096x4096x1024,8192x8192x2048,2048x2056x2056"
+_PRODUCTS = "1x8192x2048,1x8192x4096,64x2560x8192,512x8192x2048,2048x2048x512,4096x4096x1024,8192x8192x256,8192x8192x2048,2048x2056x2056"
 _CALLS = {
     "allgather_gemm": "256x2560x8192,2048x1024x2048,4096x1024x4096,8192x2048x8192",
     "gemm_reduce_scatter": "256x4096x8192,2048x2048x4096,4096x4096x4096,8192x8192x8192",

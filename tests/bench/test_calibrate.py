@@ -10,6 +10,7 @@ import pytest
 
 from mkernel.bench import calibrate, command, model
 from mkernel.bench.cases import ops
+from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.report import FUSED, MODES, Report, Row
 from mkernel.bench.stats import slowest
 from mkernel.errors import ArgumentError
@@ -31,7 +32,7 @@ def _report(op: str, sizes: Sequence[str], world: Topology, machine: Machine) ->
             row.times[FUSED][mode] = slowest([[prediction.seconds * 1e3]] * world.size, "ms", "made up")
         rows.append(row)
     of_world = {"ranks": world.size, "nodes": world.num_nodes, "ranks_per_node": world.ranks_per_node}
-    settings = {"options": {}, "cooldown_ms": 10.0}
+    settings = {"options": {}, "tilings": sorted(tilings_of(op)), "cooldown_ms": 10.0}
     return Report(op, "", of_world, "cuda", "bfloat16", "", "", {}, settings, {"name": machine.name}, rows)
 
 

@@ -96,7 +96,7 @@ def test_world_and_split_are_parsed() -> None:
 
 @pytest.mark.usefixtures("no_launcher")
 def test_without_a_gpu_bench_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_gpus", lambda: 0)
+    monkeypatch.setattr(command, "gpus", lambda: 0)
     with pytest.raises(ArgumentError, match="speeds of target cpu mean nothing"):
         main(["allgather_gemm"])
 

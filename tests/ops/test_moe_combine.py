@@ -135,10 +135,10 @@ def test_a_prepared_plan(rng: np.random.Generator) -> None:
 # ---- what does not come
 @pytest.mark.parametrize(
     ("put", "what"),
-    [(2, "weights of rank|sums of tokens|sums of node"), (3, r"chunk \d+ of the sums of node"), (5, r"chunk \d+ of the sums of node")],
+    [(1, "weights of rank|sums of tokens|sums of node"), (2, r"chunk \d+ of the sums of node"), (4, r"chunk \d+ of the sums of node")],
 )
 def test_what_the_network_loses_is_named(monkeypatch: pytest.MonkeyPatch, put: int, what: str) -> None:
-    """Puts 0 and 1 of a rank are its entries, 2 brings its weights, the others sums. All threads of all ranks leave.
+    """Put 0 of a rank is its entry, 1 brings its weights, the others sums. All threads of all ranks leave.
 
     Who names it first is a matter of the schedule: a receiver what has not come, or the sender the put that is not complete.
     """

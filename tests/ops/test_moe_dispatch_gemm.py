@@ -203,10 +203,10 @@ def test_bad_arguments(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("put", "what"), [(2, "routing of rank"), (3, r"chunk \d+ of the rows of rank"), (4, r"chunk \d+ of the rows of rank")]
+    ("put", "what"), [(1, "routing of rank"), (2, r"chunk \d+ of the rows of rank"), (3, r"chunk \d+ of the rows of rank")]
 )
 def test_what_the_network_loses_is_named(put: int, what: str) -> None:
-    """Puts 0 and 1 of a rank are its entries, 2 brings its routing, the others rows. All threads of all ranks leave."""
+    """Put 0 of a rank is its entry, 1 brings its routing, the others rows. All threads of all ranks leave."""
     faults = dataclasses.replace(emulated.Faults(), drop=frozenset({put}))
     ids = np.tile(np.arange(8, dtype=np.int32).reshape(4, 2), (4, 1))
 

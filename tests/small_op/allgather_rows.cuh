@@ -62,7 +62,10 @@ struct Packing {  // what a warp has worked out of the counts
 
 struct CountFlags {
   const Parameters& p;
-  MK_DEVICE bool wait(const Entered& entered, uint32_t rank) const { return wait_flag(entered, p, rank, rank); }
+  MK_DEVICE bool wait(const Entered& entered, uint32_t rank) const {
+    const bool handed_on = rank / kR != p.world.node && rank % kR != p.world.local_rank;
+    return wait_flag(entered, p, rank, rank, handed_on ? kSecondHand : 1);
+  }
 };
 struct ChunkFlag {
   const Parameters& p;
@@ -70,7 +73,7 @@ struct ChunkFlag {
   MK_DEVICE bool wait(const Entered& entered, uint32_t) const { return wait_flag(entered, p, chunk_flag(p, rank, chunk), writer); }
 };
 
-// ---- counts: one warp of the rank tells all ranks its own; returns what to wait for before the call ends (put_done), 0 on one node
+// ---- counts: one warp of the rank tells its node and its rail its own; returns what to wait for before the call ends (put_done), 0 on one node
 MK_DEVICE uint64_t tell_count(const Entered& entered, const Parameters& p) {
   const abi::World& world = p.world;
   const uint64_t offset = count_offset(p, world.rank);
@@ -83,12 +86,26 @@ MK_DEVICE uint64_t tell_count(const Entered& entered, const Parameters& p) {
   uint64_t ticket = 0;
   if (kNodes > 1 && ptx::lane_index() == 0) {
 #pragma unroll 1
-    for (uint32_t i = kR; i < kWorldSize; ++i) {
-      const uint32_t peer = rank_at(world, i / kR, i % kR);
-      ticket = issue_put(entered, Put{1, peer, offset, offset, sizeof(ptx::Words), flag_offset(p, world.rank), entered.call().epoch});
+    for (uint32_t distance = 1; distance < kNodes; ++distance) {
+      const Put put{1, rail_peer(world, distance), offset, offset, sizeof(ptx::Words), flag_offset(p, world.rank), entered.call().epoch};
+      ticket = issue_put(entered, put);
     }
   }
   return ticket;
+}
+// Ranks put to their rail only: each hands the counts of its rail peers to its node mates. The same warp; a lane per peer and mate.
+MK_DEVICE void hand_on_counts(const Entered& entered, const Parameters& p) {
+  const abi::World& world = p.world;
+  constexpr uint32_t kMates = kR > 1 ? kR - 1 : 1;  // no 0: a division by it would draw a warning
+#pragma unroll 1
+  for (uint32_t i = ptx::lane_index(); kR > 1 && i < (kNodes - 1) * kMates; i += 32) {
+    const uint32_t source = rail_peer(world, 1 + i / kMates), mate = local_peer(world, 1 + i % kMates);
+    if (!wait_flag(entered, p, source, source)) break;
+    const uint64_t offset = count_offset(p, source);
+    ptx::store_global(shared_heap(entered, mate) + offset, ptx::load_global(heap(world, world.local_rank) + offset));
+    raise_flag_of(entered, p, source, mate);
+  }
+  ptx::sync_warp();
 }
 MK_DEVICE void put_done(const Call& call, uint64_t ticket) {
   if (ticket != 0) wait_put(call, ticket, rail_peer(call.world, 1));
@@ -188,6 +205,7 @@ MK_DEVICE bool refuses(const Call& call, const Parameters& p, uint32_t* first) {
   const MaybeEntered entered = enter(call);
   if (!entered) return false;
   const uint64_t ticket = worker == 0 ? tell_count(*entered, p) : 0;
+  if (worker == 0) hand_on_counts(*entered, p);
   const Packing packing{p, first};
   bool refused = false;
   if (pack(*entered, p, first)) {

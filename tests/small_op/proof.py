@@ -16,8 +16,9 @@ _WORD = 8
 def call_of(plan: AllGatherRowsPlan, counts: Sequence[int] | None = None) -> Call:
     """One call in which rank r has ``counts[r]`` rows (None: all have equally many, as many as there is room for).
 
-    Steps: ``("enter", rank)``; ``("tell", rank)`` its count to the node, ``("post", rank, peer)`` to a rank of another node, ``("pack",
-    rank)``; ``("share", rank, chunk)`` of its own rows, ``("put", rank, chunk, peer)``, ``("take", rank, source, chunk)``.
+    Steps: ``("enter", rank)``; ``("tell", rank)`` its count to the node, ``("post", rank, peer)`` to one of its rail, ``("hand", rank,
+    source)`` that of a rail peer to the node, ``("pack", rank)``; ``("share", rank, chunk)`` of its own rows, ``("put", rank, chunk,
+    peer)``, ``("take", rank, source, chunk)``.
     """
     size = plan.problem.topology.size
     return _Call(plan, [plan.max_rows // size] * size if counts is None else counts).call()
@@ -30,10 +31,10 @@ class _Call:
         assert sum(counts) <= plan.max_rows, "what is refused moves nothing"
         self.first = [sum(counts[:rank]) for rank in range(size)]
         written, read = frozenset({"share", "put"}), frozenset({"put", "take"})
-        self.told = Area("counts", HEAP, 0, size * COUNT_BYTES, frozenset({"tell", "post"}), frozenset({"pack", "post"}))
+        self.told = Area("counts", HEAP, 0, size * COUNT_BYTES, frozenset({"tell", "post", "hand"}), frozenset({"pack", "post", "hand"}))
         self.rows = Area("rows", HEAP, plan.rows_offset, plan.max_rows * plan.row_bytes, written, read)
-        raising = written | {"tell", "post", "take"}
-        self.flags = Area("flags of counts and chunks", FLAGS, 0, plan.flag_words * _WORD, raising, read | {"pack"})
+        raising = written | {"tell", "post", "hand", "take"}
+        self.flags = Area("flags of counts and chunks", FLAGS, 0, plan.flag_words * _WORD, raising, read | {"hand", "pack"})
 
     def call(self) -> Call:
         graph = self.graph()
@@ -45,9 +46,10 @@ class _Call:
         for rank in ranks:
             graph.add(("enter", rank))
             graph.add(("tell", rank), [("enter", other) for other in ranks])
-            for peer in self.far(rank):
+            for peer in self.topology.rail_peers(rank):
                 graph.add(("post", rank, peer), [("tell", rank)])
-            graph.add(("pack", rank), [("tell", one) if self.near(rank, one) else ("post", one, rank) for one in ranks])
+                graph.add(("hand", rank, peer), [("tell", rank), ("post", peer, rank)])
+            graph.add(("pack", rank), [self.told_by(rank, one) for one in ranks])
             sent: list[Step] = []
             for chunk in range(self.chunks(rank)):
                 for peer in self.topology.rail_peers(rank):
@@ -67,6 +69,13 @@ class _Call:
             for chunk in range(worker, self.chunks(source), workers):
                 yield graph.add(("take", rank, source, chunk), [("pack", rank), self.arrival(rank, source, chunk)])
 
+    def told_by(self, rank: int, source: int) -> Step:
+        """The step that tells ``rank`` the count of ``source``."""
+        if self.near(rank, source):
+            return ("tell", source)
+        holder = self.holder(rank, source)
+        return ("post", source, rank) if holder == rank else ("hand", holder, source)
+
     def arrival(self, rank: int, source: int, chunk: int) -> Step:
         """The step that raises ``rank``'s flag for a chunk."""
         if self.near(rank, source):
@@ -79,6 +88,7 @@ class _Call:
         kind, rank, *rest = step
         assert isinstance(rank, int)
         node = self.topology.node_ranks(self.topology.node(rank))
+        mates = [peer for peer in node if peer != rank]
         match kind, rest:
             case "tell", []:
                 for peer in node:
@@ -88,6 +98,8 @@ class _Call:
                 yield self.count(step, rank, rank, writes=False)
                 yield self.count(step, peer, rank, writes=True)
                 yield self.flag(step, peer, rank, writes=True)
+            case "hand", [int(source)]:
+                yield from self.handing(step, rank, source, mates)
             case "pack", []:
                 for source in range(self.topology.size):
                     yield self.flag(step, rank, source, writes=False)
@@ -105,9 +117,15 @@ class _Call:
                 holder, number = self.holder(rank, source), self.chunk_flag(source, chunk)
                 yield self.flag(step, rank, number, writes=False)
                 yield self.data(step, holder, source, chunk, writes=False)
-                for peer in node:
-                    if holder == rank != peer:
-                        yield self.flag(step, peer, number, writes=True)
+                for mate in mates if holder == rank else []:
+                    yield self.flag(step, mate, number, writes=True)
+
+    def handing(self, step: Step, rank: int, source: int, mates: Sequence[int]) -> Iterator[Access]:
+        yield self.flag(step, rank, source, writes=False)
+        yield self.count(step, rank, source, writes=False)
+        for mate in mates:
+            yield self.count(step, mate, source, writes=True)
+            yield self.flag(step, mate, source, writes=True)
 
     def count(self, step: Step, rank: int, of: int, *, writes: bool) -> Access:
         return Access(step, rank, self.told, of * COUNT_BYTES, COUNT_BYTES, writes)
@@ -129,9 +147,6 @@ class _Call:
 
     def near(self, rank: int, other: int) -> bool:
         return self.topology.node(rank) == self.topology.node(other)
-
-    def far(self, rank: int) -> list[int]:
-        return [other for other in range(self.topology.size) if not self.near(rank, other)]
 
     def holder(self, rank: int, source: int) -> int:
         """The rank of this node that has the rows of ``source`` in its heap: itself, or the one on its rail."""
