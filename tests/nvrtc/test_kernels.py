@@ -26,7 +26,15 @@ from mkernel.planner.topology import Topology
 from mkernel.runtime import clock
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
-_SECONDS = 1.5  # of processor time for one compilation: 0.9 measured on an idle machine, more where neighbours share the core
+# A compilation may take so many times as long as Python takes to compile the source below: neighbours who share the core slow down both.
+# 1.9 to 2.1 were measured on an idle machine (1.1 s and 0.6 s), 2.2 to 2.5 on one whose cores were busy. The limit is 1.67 times the idle
+# figure.
+_COMPILATIONS = 3.2
+_FUNCTION = """
+def f{i}(a, b=[{i}], *c, **d):
+    return [x * {i} + a[b.get('k{i}', {i})](x, *c) for x in range({i}) if x % 3 != (lambda y: y + {i})(x)]
+"""
+_SOURCE = "".join(_FUNCTION.replace("{i}", str(i)) for i in range(6000))
 _SMS = 132
 
 
@@ -95,6 +103,7 @@ def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: i
 
 
 @pytest.mark.cases(block_n=(64, 128, 192, 256), row_major=(True, False), specialize=MODES)
+@pytest.mark.drawn(3)
 def test_allgather_gemm_without_communication_ctas(
     caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, specialize: str
 ) -> None:
@@ -111,6 +120,7 @@ def test_the_kernel_that_tells_the_time(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.cases(block_n=(64, 128), world=("1x1", "1x2", "1x8"), row_major=(True, False), specialize=MODES)
+@pytest.mark.drawn(2)
 def test_allgather_gemm_whose_ctas_share_k(
     caplog: pytest.LogCaptureFixture, block_n: int, world: str, row_major: bool, specialize: str
 ) -> None:
@@ -188,10 +198,17 @@ def relative_cost(spec_of: Callable[[int], KernelSpec]) -> float:
     return statistics.median(its / other for its, other in pairs)
 
 
+def cost_of_source() -> float:
+    """Seconds of processor time in which Python compiles a fixed source."""
+    begin = time.thread_time()
+    compile(_SOURCE, "<source>", "exec")
+    return time.thread_time() - begin
+
+
 def test_compiling_is_quick() -> None:
-    seconds = [cost_of_allgather_gemm() for _ in range(3)]
-    print("seconds of processor time to compile:", ", ".join(f"{s:.2f}" for s in seconds))
-    assert min(seconds) <= _SECONDS
+    pairs = [(cost_of_allgather_gemm(), cost_of_source()) for _ in range(3)]
+    print("seconds of processor time to compile, and to compile Python:", ", ".join(f"{its:.2f} {other:.2f}" for its, other in pairs))
+    assert statistics.median(its / other for its, other in pairs) <= _COMPILATIONS
 
 
 _AGAIN = """
