@@ -237,7 +237,8 @@ PLANTED = [  # of two chunks: ranks 0 and 1, and the halves that one rank has
 ]
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] if bug.slow else [], id=bug.name) for bug in PLANTED])
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in PLANTED])
 def test_planted(rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
     copy = tmp_path / "kernels_src"
     shutil.copytree(kernels_src(), copy)
