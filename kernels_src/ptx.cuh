@@ -21,7 +21,9 @@ MK_DEVICE uint32_t thread_index() { return threadIdx.x; }
 MK_DEVICE uint32_t cta_index() { return blockIdx.x; }
 MK_DEVICE uint32_t cta_count() { return gridDim.x; }
 MK_DEVICE uint32_t lane_index() { return threadIdx.x & 31u; }
-MK_DEVICE uint32_t warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); }  // warp-uniform for the compiler
+// Warp-uniform for the compiler. A shuffle, so a warp function: called by some lanes only it waits for the others for ever. Code for one lane, or for
+// lanes that have diverged, is given what all lanes have found before.
+MK_DEVICE uint32_t warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); }
 MK_DEVICE char* shared_memory() {  // dynamic shared memory of this CTA, 1024-byte aligned
   extern __shared__ __align__(1024) char smem[];
   return smem;

@@ -7,6 +7,7 @@
 
 // ---- called by kernels, on a fiber
 MKC_API uint32_t mkc_thread_index();
+MKC_API uint32_t mkc_warp_index(uint32_t line);  // of the caller
 MKC_API uint32_t mkc_cta_index();
 MKC_API uint32_t mkc_cta_count();
 MKC_API char* mkc_shared_memory();

@@ -21,7 +21,9 @@ MK_DEVICE uint32_t thread_index() { return mkc_thread_index(); }
 MK_DEVICE uint32_t cta_index() { return mkc_cta_index(); }
 MK_DEVICE uint32_t cta_count() { return mkc_cta_count(); }
 MK_DEVICE uint32_t lane_index() { return mkc_thread_index() & 31u; }
-MK_DEVICE uint32_t warp_index() { return mkc_thread_index() >> 5; }
+MK_DEVICE uint32_t warp_index(uint32_t line = __builtin_LINE()) {
+  return mkc_warp_index(line);
+}  // a warp function: see kernels_src/ptx.cuh
 MK_DEVICE char* shared_memory() { return mkc_shared_memory(); }
 MK_DEVICE uint32_t shared_address(const void* p) { return mkc_shared_address(p); }
 

@@ -55,6 +55,16 @@ void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waitin
   tsan::acquire(sync);
 }
 
+// All lanes of a warp come here, one after the other: have they called warp_index(), which is a shuffle, at the same places?
+void compare_lanes(Scheduler& s, Fiber& fiber) {
+  Warp& warp = fiber.cta->warps[fiber.thread / kLanes];
+  if (warp.compared++ == 0) warp.shuffles = fiber.shuffles;
+  if (warp.compared == kLanes) warp.compared = 0;
+  if (warp.shuffles != fiber.shuffles) {
+    s.fail_fiber("the warp has diverged: some of its lanes have called warp_index(), a shuffle, where others have not");
+  }
+}
+
 const char* const kMeetingNames[] = {"sync_warp", "all_of_warp / any_of_warp", "broadcast", "shuffle_xor", "stmatrix_x4"};
 
 // Waits until all lanes have come with their words; the slots stay readable until this lane's next meeting.
@@ -69,6 +79,7 @@ const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t
     s.fail_fiber("the warp has diverged: this lane is in %s, another one in %s", kMeetingNames[int(meeting)],
                  kMeetingNames[int(warp.meeting)]);
   }
+  compare_lanes(s, fiber);
   Warp::Slots& slots = warp.slots[generation % 2];
   if (warp.arrived == 0) slots.clock = ProxyClock();
   warp.meeting = meeting;
@@ -125,6 +136,7 @@ void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& b
 // ---- the end of threads and CTAs
 
 void finish_thread(Scheduler& s, Fiber& fiber) {
+  compare_lanes(s, fiber);
   if (fiber.stores != nullptr) {
     if (fiber.stores->open_used) s.fail_fiber("ended with bulk stores that were never committed (store_commit missing)");
     if (fiber.stores->waited < fiber.stores->open())
@@ -157,6 +169,11 @@ using namespace mkcpu;
 // ---- identity
 
 uint32_t mkc_thread_index() { return self().thread; }
+uint32_t mkc_warp_index(uint32_t line) {
+  Fiber& fiber = self();
+  fiber.shuffles = fiber.shuffles * 0x9e3779b1 + line;
+  return fiber.thread / kLanes;
+}
 uint32_t mkc_cta_index() { return self().cta->index; }
 uint32_t mkc_cta_count() { return self().cta->launch->grid; }
 char* mkc_shared_memory() { return self().cta->shared; }
@@ -168,6 +185,7 @@ void mkc_sync_cta() {
   const Call call;
   Fiber& fiber = call.fiber;
   Cta& cta = *fiber.cta;
+  compare_lanes(call.scheduler, fiber);
   cta.everyone.expected = cta.live;
   meet(call.scheduler, fiber, cta.everyone, true, Waiting{Wait::kCta, 0, 0, kNever});
 }

@@ -43,7 +43,7 @@ struct Verdict {
 class Router {
  public:
   MK_DEVICE Router(const Entered& entered, const RoutingArguments& r, RoutingScratch& scratch)
-      : entered_(entered), world_(entered.world()), r_(r), scratch_(scratch), tables_(entered, r) {}
+      : entered_(entered), world_(entered.world()), r_(r), scratch_(scratch), tables_(entered, r), warp_(ptx::warp_index()) {}
 
   // Reads who has how many tokens. All threads, once the flags of all records have come. False: a rank has too many (verdict).
   MK_DEVICE bool read_headers() {
@@ -75,7 +75,7 @@ class Router {
 
   // Counts the tokens of this CTA's range for every column. All threads. Then the CTAs meet (sync_grid).
   MK_DEVICE void count() {
-    const uint32_t warp = ptx::warp_index(), lane = ptx::lane_index();
+    const uint32_t warp = warp_, lane = ptx::lane_index();
     uint64_t fault = kNoFault;
     if (warp < kPlacers) {
 #pragma unroll 1
@@ -109,7 +109,7 @@ class Router {
 
   // What comes before this CTA's range, where every expert begins, and whether the routing is right. All threads. False: it is not (verdict).
   MK_DEVICE bool add_up() {
-    const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index(), lane = ptx::lane_index();
+    const uint32_t cta = ptx::cta_index(), warp = warp_, lane = ptx::lane_index();
 #pragma unroll 1
     for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
       uint32_t before = 0, total = 0;
@@ -155,7 +155,7 @@ class Router {
 
   // Gives this CTA's tokens their rows, slots and places, and writes the arrays of the result. All threads. Then the CTAs meet again.
   MK_DEVICE void place() {
-    const uint32_t warp = ptx::warp_index(), lane = ptx::lane_index();
+    const uint32_t warp = warp_, lane = ptx::lane_index();
     if (warp < kPlacers) {
       const Range range = groups(warp);
 #pragma unroll 1
@@ -217,7 +217,7 @@ class Router {
 
   // The ids of the lane's token, kNone where a choice is not routed; and where they are kept for when it gets its places. Loops over them are unrolled
   // only where they are copied, or the code would be ten times as long.
-  MK_DEVICE uint32_t* ids_of() const { return scratch_.ids[ptx::warp_index()][ptx::lane_index()]; }
+  MK_DEVICE uint32_t* ids_of() const { return scratch_.ids[warp_][ptx::lane_index()]; }
   MK_DEVICE uint32_t* kept_ids(const Token& token) const { return tables_.ids() + uint64_t(token.number) * kTopK; }
   MK_DEVICE static void copy_ids(uint32_t* to, const uint32_t* from) {
     uint32_t ids[kTopK];
@@ -295,7 +295,7 @@ class Router {
   // Where each expert begins, of which there are so many: rounded up to a multiple of `inner`, and that to one of `outer`. Returns where the one after
   // the last would. Warp function.
   MK_DEVICE uint32_t scan(const uint32_t* counts, uint32_t inner, uint32_t outer, uint32_t* first) {
-    const uint32_t warp = ptx::warp_index(), lane = ptx::lane_index(), each = (kExperts + 31) / 32;
+    const uint32_t warp = warp_, lane = ptx::lane_index(), each = (kExperts + 31) / 32;
     const uint32_t begin = lane * each < kExperts ? lane * each : kExperts, end = begin + each < kExperts ? begin + each : kExperts;
     uint32_t sum = 0;
 #pragma unroll 1
@@ -321,7 +321,7 @@ class Router {
   // The least fault of the lanes of a warp. Almost always there is none.
   MK_DEVICE uint64_t least(uint64_t fault) {
     if (!ptx::any_of_warp(fault != kNoFault)) return kNoFault;
-    uint64_t* found = scratch_.found[ptx::warp_index()];
+    uint64_t* found = scratch_.found[warp_];
     found[ptx::lane_index()] = fault;
     ptx::sync_warp();
 #pragma unroll 1
@@ -494,6 +494,7 @@ class Router {
   const RoutingArguments& r_;
   RoutingScratch& scratch_;
   Tables tables_;
+  uint32_t warp_;  // asked for once, by all lanes: most of what needs it is done by lanes that have a token
   Verdict verdict_;
 };
 

@@ -245,6 +245,8 @@ FAULTS: dict[int, str] = {
     21: r"missing fence.proxy.async: wgmma reads shared \+0x2\w+, which thread \d+ has written",
     22: r"is not a tensor map of target cpu",
     23: r"deadlock: .*\n.*0 of 1 arrivals and 16 bytes missing|deadlock: .*\n.*1 of 1 arrivals",
+    28: r"the warp has diverged: some of its lanes have called warp_index\(\), a shuffle, where others have not",
+    29: r"the warp has diverged: some of its lanes have called warp_index\(\)",
 }
 
 

@@ -19,6 +19,13 @@ MOE = [
         "if (p.routing.x_offset != kStaged) wait_all(entered, FetchedFlags<Parameters>{p, index}, kR - 1);",
         workload="dispatch from the heap",
     ),
+    _Bug(
+        "lanes with a token ask for their warp",
+        _ROUTER,
+        "return scratch_.ids[warp_][",
+        "return scratch_.ids[ptx::warp_index()][",
+        found_as="the warp has diverged",
+    ),
     _Bug("one slot only", _PULL, "i < of.slots[item.row % kGroup]; ++i", "i < 1; ++i", slow=True),
     _Bug("a slot off by one", _ROUTER, "scratch_.first_slot[expert] + at;", "scratch_.first_slot[expert] + (at ^ 1);"),
     _Bug("blocks are released a message early", _ROUTER, "kSegmentRows - left : 0;", "kSegmentRows - left + 8 : 8;", seeds=20),

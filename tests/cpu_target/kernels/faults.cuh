@@ -38,7 +38,9 @@ enum Fault : uint32_t {
   kSharedOverrun,
   kStackOverrun,
   kNullPointer,
-  kDividedByZero
+  kDividedByZero,
+  kOneLaneShuffles,
+  kLanesShuffleApart
 };
 constexpr uint32_t kFault = Config::kFault, kBytes = 2048;
 
@@ -93,6 +95,16 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
       ptx::sync_warp();
     } else {
       ptx::all_of_warp(true);
+    }
+  }
+  if constexpr (kFault == kOneLaneShuffles) {
+    if (lane == 3) s.never = ptx::warp_index();
+  }
+  if constexpr (kFault == kLanesShuffleApart) {
+    if (lane < 16) {
+      s.never = ptx::warp_index();
+    } else {
+      s.never = ptx::warp_index() + 1;
     }
   }
   if constexpr (kFault == kBarrierCounts) ptx::barrier_sync(2, t < 64 ? 128 : 96);
