@@ -71,7 +71,7 @@ struct Fiber {
   Cta* cta = nullptr;
   uint32_t thread = 0;
   bool finished = false;
-  uint32_t calls = 0;  // into the scheduler, nested
+  uint32_t calls = 0;     // into the scheduler, nested
   uint32_t shuffles = 0;  // where warp_index() has been called so far, as one number: alike for all lanes of a warp
   Waiting waiting;
   ProxyClock clock;
@@ -112,7 +112,7 @@ struct Warp {
   };
   Slots slots[2];
   uint32_t generation = 0;
-  uint32_t arrived = 0;  // lanes
+  uint32_t arrived = 0;                 // lanes
   uint32_t compared = 0, shuffles = 0;  // lanes that have come to where Fiber::shuffles is compared, and what the first one had
   Meeting meeting = Meeting::kSync;
 };
