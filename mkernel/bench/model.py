@@ -15,20 +15,23 @@ from typing import Any
 from mkernel import env
 from mkernel.bench.cases import Case, ops
 from mkernel.bench.classes import describe_classes
-from mkernel.bench.command import Asked, parse_split, problem_arguments
-from mkernel.bench.model_error import error_table, measured
+from mkernel.bench.command import Asked, parse_split, parse_world, problem_arguments
+from mkernel.bench.model_error import error_rows, error_table, measured
+from mkernel.bench.published import published_table
+from mkernel.bench.scale import SCALED, scale_table, switch_table
 from mkernel.errors import ArgumentError
 from mkernel.planner.choice import ranked
-from mkernel.planner.machine import Machine, Network, machine_named
-from mkernel.planner.prediction import BATCH, Prediction
+from mkernel.planner.machine import PYTHON_PUT, RDMA, Machine, machine_named
+from mkernel.planner.prediction import BATCH, RESOURCES, Prediction
+from mkernel.planner.reduce import ALLREDUCE
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.tools.table import format_table
 
 __all__ = ["comparison", "main", "machine_of"]
 
-_RESOURCES = ("tensor", "load", "memory", "link", "network", "start", "latency")
-_HEAD = ("shape", "predicted ms", "back to back", "binds", *(f"{name} ms" for name in _RESOURCES))
+_HEAD = ("shape", "predicted ms", "back to back", "binds", *(f"{name} ms" for name in RESOURCES))
+_SELDOM = ("engine ms", "add ms", "routing ms", "entry ms")  # columns that are left out where nothing is in them
 _DIFFER = 20  # lines of a comparison
 
 
@@ -45,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     network = parser.add_argument_group("network, in place of the emulated one")
     network.add_argument("--nics", type=int, help="network cards per GPU")
     network.add_argument("--nic-gbps", type=float, default=50.0, help="GB/s of a card (default 50: 400 Gb/s)")
-    network.add_argument("--oversubscription", type=float, default=1.0, help="of the switches between nodes (default 1: none)")
+    network.add_argument("--oversubscription", type=float, default=1.0, help="of the switches above the leaves (default 1: none)")
+    network.add_argument("--leaf-nodes", type=int, default=1, help="nodes whose cards of a rail share a leaf switch (default 1)")
+    network.add_argument("--engine", choices=("compiled", "python"), help="what posts puts to cards (default compiled)")
     parser.add_argument(
         "--max-rows", type=int, metavar="R", help="instead: what calls of 1 to R rows of the first operand do, by classes of rows"
     )
@@ -53,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--error", type=Path, metavar="FOLDER", help="instead: how far predictions are from the reports of `bench` in a folder"
     )
+    scale = "instead: OP in worlds of 1, 2, 4 .. NODES nodes like those of --world (default 1x8), on shapes of its own: one that stays, "
+    scale += "and one that grows (docs/scale.md); a card per GPU unless --nics says otherwise"
+    parser.add_argument("--scale", type=int, metavar="NODES", help=scale)
+    parser.add_argument("--published", type=Path, metavar="FILE", help="instead: predictions beside others' published times")
     parser.add_argument(
         "--specialize", help="what is compiled into kernels: default, all, none, or of n, k, split (if not given: MKERNEL_SPECIALIZE)"
     )
@@ -62,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints; exit status 0."""
     options = _parser().parse_args(argv)
-    for name, value in (("--sms", options.sms), ("--max-rows", options.max_rows), ("--nics", options.nics)):
+    positive = ("sms", "max_rows", "nics", "leaf_nodes", "scale")
+    for name, value in ((f"--{name.replace('_', '-')}", getattr(options, name)) for name in positive):
         if value is not None and value < 1:
             raise ArgumentError(name, value, "must be a positive integer")
     if options.nic_gbps <= 0 or options.oversubscription < 1:
@@ -75,11 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parse(specialize)
     except ValueError as error:
         raise ArgumentError("--specialize", specialize, str(error)) from None
+    if options.nics is None and (options.scale or options.published):
+        options.nics = 1
     machine = machine_of(options)
-    if options.error is not None:
-        print(error_table(measured(options.error), machine))
+    if (text := _instead(options, machine)) is not None:
+        print(text)
         return 0
-    cases = Asked.of(options).cases
+    try:
+        cases = Asked.of(options).cases
+    except SplitError as error:  # a plan that needs more SMs than there are, whatever the split
+        raise ArgumentError("--world", options.world, f"{options.op}: {error.rule}", error.remedy) from None
     if options.compare:
         print(comparison(cases, machine, specialize))
         return 0
@@ -89,24 +104,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             table = functools.partial(describe_classes, case, options.max_rows, machine.sms, split, specialize)
             print(("\n" if i else "") + _fitting(table, machine.sms, split))
         return 0
-    rows = []
+    lines = []
     for case in cases:
         print(_fitting(functools.partial(_described, case, machine.sms, split, specialize), machine.sms, split) + "\n")
-        rows.append(_row(case, machine, split))
-    print(format_table(_HEAD, rows))
+        lines.append(_row(case, machine, split))
+    print(_table(lines))
     print(f"\n{_in_words(machine)}")
     return 0
+
+
+def _instead(options: argparse.Namespace, machine: Machine) -> str | None:
+    """What is asked for in place of plans, if anything. Raises ArgumentError."""
+    if options.error is not None:
+        rows = measured(options.error)
+        return error_rows([row for row in rows if row.world == options.world], machine) if options.world else error_table(rows, machine)
+    if options.published is not None:
+        return f"{published_table(options.published, machine)}\n\n{_in_words(machine)}"
+    if options.scale is None:
+        return None
+    if options.op not in SCALED:
+        raise ArgumentError("--scale", options.op, f"must be of {', '.join(SCALED)}")
+    per_node = parse_world(options.world or "1x8").ranks_per_node
+    tables = [scale_table(options.op, machine, options.scale, per_node)]
+    if options.op == ALLREDUCE:
+        tables.append(f"one step up to so many rows:\n{switch_table(machine, options.scale, per_node)}")
+    return "\n\n".join([*tables, _in_words(machine)])
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
     """The machine that the options describe. Raises ArgumentError."""
     machine = machine_named(options.machine or env.MACHINE.get(), options.sms)
     paced, latency = env.EMULATED_GBPS.get(), env.EMULATED_LATENCY_US.get()
+    switches: dict[str, Any] = {"oversubscription": options.oversubscription, "leaf_nodes": options.leaf_nodes}
+    if options.engine and options.nics is None:
+        raise ArgumentError("--engine", options.engine, "is that of network cards", "say how many by --nics")
     if options.nics is not None:
         bandwidth = options.nics * options.nic_gbps * 1e9
-        # A hot engine on real cards: no measurement (docs/model.md).
-        return machine.with_network(Network(bandwidth, 4e-6, 2e-6, 10e-6, 5e-6, options.oversubscription))
-    network = dataclasses.replace(machine.network, oversubscription=options.oversubscription)
+        put = PYTHON_PUT if options.engine == "python" else RDMA.put
+        return machine.with_network(dataclasses.replace(RDMA, bandwidth=bandwidth, put=put, **switches))
+    network = dataclasses.replace(machine.network, **switches)
     if env.EMULATED_GBPS.is_set() and paced:
         network = dataclasses.replace(network, bandwidth=paced * 1e9)
     if env.EMULATED_LATENCY_US.is_set():
@@ -166,8 +202,13 @@ def _row(case: Case, machine: Machine, split: Split | None) -> list[str]:
     return [case.label, _ms(alone.seconds), _ms(behind.seconds), alone.binds, *_parts(alone)]
 
 
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    kept = [i for i, name in enumerate(_HEAD) if name not in _SELDOM or any(row[i] not in (_ms(0.0), "-") for row in rows)]
+    return format_table([_HEAD[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
 def _parts(prediction: Prediction) -> list[str]:
-    return [_ms(getattr(prediction, name)) for name in _RESOURCES]
+    return [_ms(getattr(prediction, name)) for name in RESOURCES]
 
 
 def _ms(seconds: float) -> str:
@@ -181,5 +222,5 @@ def _in_words(machine: Machine) -> str:
         f"memory {machine.memory / 1e9:g} GB/s;\n"
         f"NVLink {machine.link / 1e9:g} GB/s into one GPU, {machine.link_pair / 1e9:g} between two; "
         f"network {network.bandwidth / 1e9:g} GB/s, a put at least {network.put * 1e6:g} us, "
-        f"first reaction {network.reaction * 1e6:g} us, oversubscription {network.oversubscription:g}"
+        f"first reaction {network.reaction * 1e6:g} us, oversubscription {network.oversubscription:g} above leaves of {network.leaf_nodes}"
     )

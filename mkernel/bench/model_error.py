@@ -17,13 +17,14 @@ from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.tools.table import format_table
 
-__all__ = ["FITTED", "Measured", "error_table", "fit", "held_out", "measured", "quantiles"]
+__all__ = ["FITTED", "Measured", "error_rows", "error_table", "fit", "held_out", "measured", "quantiles"]
 
 # What ``fit`` changes: constants that no measurement of their own has told.
 FITTED = ("sm_flops", "slow_octave", "warm", "sm_load", "start", "start_hot", "tile", "entry", "flag", "beside")
 _TRUST = 0.5  # how far, as a logarithm, a constant may go from what it was before as for an error of one logarithm
 _FACTORS = (0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25)
 _ROUNDS = 12
+_NEAR = 0.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,17 @@ def error_table(rows: Sequence[Measured], machine: Machine) -> str:
             cells += [str(len(some)), *(f"{100 * size:.1f} %" for size in quantiles(row.error(machine) for row in some))] if some else ["0"]
         lines.append([*cells, *(["-"] * (8 - len(cells)))])
     return format_table(["op", "world", "rows", "median", "90th", "held out", "median", "90th"], lines)
+
+
+def error_rows(rows: Sequence[Measured], machine: Machine) -> str:
+    """Each row: what was measured, what is predicted, and how far that is off; and how many are within 15 %."""
+    lines, near = [], 0
+    for row in rows:
+        off = math.expm1(row.error(machine))
+        near += abs(off) <= _NEAR
+        lines.append([row.op, row.label, row.mode, f"{row.ms:.3f}", f"{row.ms * (1 + off):.3f}", f"{100 * off:+.1f} %"])
+    table = format_table(["op", "shape", "mode", "measured ms", "predicted ms", "off"], lines)
+    return f"{table}\n\n{near} of {len(lines)} within {100 * _NEAR:g} %"
 
 
 def fit(rows: Sequence[Measured], machine: Machine, names: Sequence[str] = FITTED) -> Machine:

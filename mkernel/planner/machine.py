@@ -15,7 +15,21 @@ from typing import Any
 
 from mkernel.errors import ArgumentError
 
-__all__ = ["EMULATED", "H100", "H200", "MACHINES", "RDMA", "Machine", "Network", "changed", "load", "machine_named", "machine_of", "save"]
+__all__ = [
+    "EMULATED",
+    "H100",
+    "H200",
+    "MACHINES",
+    "PYTHON_PUT",
+    "RDMA",
+    "Machine",
+    "Network",
+    "changed",
+    "load",
+    "machine_named",
+    "machine_of",
+    "save",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +49,15 @@ class Network:
     reaction_hot
         and of one that follows another.
     oversubscription
-        How many times less the switches above a node carry than its cards; 1: full bisection.
+        How many times less the switches above the leaves carry than the cards below them; 1: full bisection.
+    leaf_nodes
+        Nodes whose cards of one rail are on one leaf switch: what they send to each other goes no higher.
+    issue
+        Seconds that a thread of the GPU needs for a command to the engine.
+    hop
+        Seconds of each switch on the way beyond the first.
+    radix
+        Ports of a switch, which say how many switches are on the way: one up to ``radix`` nodes, two more for each tier of the fat tree.
     """
 
     bandwidth: float
@@ -44,12 +66,30 @@ class Network:
     reaction: float
     reaction_hot: float
     oversubscription: float = 1.0
+    leaf_nodes: int = 1
+    issue: float = 1e-6
+    hop: float = 0.0
+    radix: int = 64
+
+    def seconds(self, to_each: float, nodes: int) -> float:
+        """How long the cards of a rank, or its share of the switches, are busy with so many bytes to each other node."""
+        beyond = max(0, nodes - max(1, self.leaf_nodes))  # nodes that are reached through the switches above the leaf
+        return to_each / self.bandwidth * max(nodes - 1, beyond * self.oversubscription)
+
+    def delay(self, nodes: int) -> float:
+        """Seconds from the end of a put until its flag is seen, in a world of so many nodes."""
+        tiers, reached = 1, self.radix
+        while reached < nodes:
+            tiers, reached = tiers + 1, reached * max(2, self.radix // 2)
+        return self.latency + 2 * (tiers - 1) * self.hop
 
 
 # 50 GB/s and 5 us are what it is paced to. A put and the reaction are Python's: fitted to "engine alone" of docs/benchmarks/*-2x2-*.json.
-EMULATED = Network(bandwidth=50e9, latency=5e-6, put=26e-6, reaction=190e-6, reaction_hot=60e-6)
-# Not measured here: one 400 Gb/s card per GPU; posting by pyverbs takes 2 us (docs/transports.md), the reaction of a hot engine 5 us.
-RDMA = Network(bandwidth=50e9, latency=4e-6, put=2e-6, reaction=10e-6, reaction_hot=5e-6)
+EMULATED = Network(bandwidth=50e9, latency=5e-6, put=26e-6, reaction=157e-6, reaction_hot=27e-6)
+# Assumed: one 400 Gb/s card per GPU. The compiled engine takes 0.16 us of CPU for a put (docs/transports.md), what its card and provider
+# take comes to that; a hot one has seen a command after 0.6 us, one that sleeps is woken; a switch takes 0.3 us.
+RDMA = Network(bandwidth=50e9, latency=4e-6, put=0.5e-6, reaction=10e-6, reaction_hot=2e-6, hop=0.3e-6)
+PYTHON_PUT = 4e-6  # seconds of the engine in Python: 3.9 us of CPU (docs/transports.md)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +141,8 @@ class Machine:
         The attention loop of one SM, and what a tile of query rows takes beside it.
     network
         Between nodes.
+    poll
+        Until a thread, or a warp with a word for each lane, has looked at a flag that is up. Not measured: assumed.
     """
 
     name: str
@@ -128,6 +170,7 @@ class Machine:
     attention_flops: float
     attention_item: float
     network: Network
+    poll: float = 0.7e-6
 
     def speed(self, busy: float) -> float:
         """The share of ``sm_flops`` that is left after so many seconds of work."""

@@ -6,6 +6,7 @@ import math
 
 from mkernel.planner.attention_shares import exchange_seconds
 from mkernel.planner.machine import Machine
+from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, blend, busy_of
 from mkernel.planner.ring_attention import RingAttentionPlan
 
@@ -40,11 +41,12 @@ def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions
     near = segments * shard * mates * topology.num_nodes
     link_rate = min(machine.link if mates > 1 else machine.link_pair, max(1, plan.copying[0]) * machine.cta_link)
     link = near / link_rate if mates else 0.0
-    network = 0.0
+    network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
-        far = segments * shard * (topology.num_nodes - 1)
-        paced = far / machine.network.bandwidth * machine.network.oversubscription
-        network = max(paced, math.ceil(far / plan.put_bytes) * machine.network.put)
-    slowed = 1 + machine.beside * min(1.0, max(link, network) / (turns * item))
-    seconds = start + machine.entry + machine.flag + blend(turns * item * slowed, link, network)
-    return Prediction(seconds, tensor, 0.0, 0.0, link, network, start)
+        network = sent(machine, topology, shard, plan.put_bytes)
+        network = Sent(segments * network.paced, segments * network.engine, network.arrived - network.paced)
+    carried = max(network.paced, network.engine)
+    slowed = 1 + machine.beside * min(1.0, max(link, carried) / (turns * item))
+    entry = entered(machine, conditions, topology)
+    seconds = start + entry + machine.flag + blend(turns * item * slowed, link, carried)
+    return Prediction(seconds, tensor, link=link, network=network.paced, start=start, engine=network.engine, entry=entry)

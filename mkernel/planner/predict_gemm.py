@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.machine import Machine
+from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
 from mkernel.planner.spans import exchange_seconds
@@ -81,17 +82,19 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     t = work.cost.seconds
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
-    begin, pushing, one_chunk = start + machine.entry, 0.0, 0.0
+    entry = entered(machine, conditions, topology)
+    begin, pushing, forwarding, one_chunk = start + entry, 0.0, 0.0, 0.0
     if mates:
         # What has no CTA is pushed by a warp of each computing one. A chunk goes through one CTA.
         chunk = min(shard, plan.chunk_rows * k * ITEM) / plan.parts * mates
         most = machine.link if mates > 1 else machine.link_pair
         own_rate = machine.cta_link if intra else machine.warps_link * min(mates, 1.4) / compute
-        at_once = min(plan.chunks, intra or compute)
-        pushing = shard * mates / min(most, at_once * own_rate)
+        turns = waves(plan.chunks, intra) if intra else max(1.0, shard * mates / chunk / compute)  # warps of all CTAs share what they reach
+        pushing = max(shard * mates / most, turns * chunk / own_rate)
         one_chunk = chunk / own_rate
+        forwarding = shard * mates * (nodes - 1) / min(most, max(1, intra) * machine.cta_link)  # what comes from the rail peers
     # While the links carry what they can, tiles take longer.
-    slowed = 1 + machine.beside * min(1.0, pushing / work.seconds) * (0.5 if intra else 1.0)
+    slowed = 1 + machine.beside * min(1.0, (pushing + forwarding) / work.seconds) * (0.5 if intra else 1.0)
     all_done = start + work.seconds * slowed
     if mates and plan.span > 1:  # nothing begins before the chunks of all shards that a tile covers are there
         all_done = max(all_done, begin + pushing + machine.flag + work.seconds)
@@ -106,26 +109,19 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         # Own tiles are the first; those of the others begin when their first chunk has come.
         behind = work.seconds - waves(tile_rows * tiles_n, compute) * t
         all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t))
-    network = 0.0
+    network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:
-        network, arrived = _sent(machine, conditions, shard, plan.put_bytes, nodes - 1)
-        forwarded = min(shard, plan.put_bytes) * mates / (max(1, intra) * machine.cta_link) if mates else 0.0
+        network = sent(machine, topology, shard, plan.put_bytes)
+        entry = entered(machine, conditions, topology, by_one_thread=True)  # a thread of each CTA that sends looks at all entries
+        last_chunk = min(shard, plan.put_bytes) * mates / (max(1, intra) * machine.cta_link) if mates else 0.0
         last = waves(topology.ranks_per_node * tiles_n * max(1, plan.chunk_rows // BLOCK_M), compute) * t
         if plan.span > 1:
             last = work.seconds / plan.planes * (1 if plan.near_planes == plan.planes else plan.planes - plan.near_planes)
-        all_done = max(all_done, begin + arrived + forwarded + machine.flag + last)
-    link = pushing + (shard * mates * (nodes - 1) / machine.link if nodes > 1 else 0.0)
-    return Prediction(all_done, work.tensor, work.load, work.memory, link, network, start)
-
-
-def _sent(machine: Machine, conditions: Conditions, to_each: float, put_bytes: float, peers: int) -> tuple[float, float]:
-    """Seconds that the network is busy with so many bytes to each of ``peers`` nodes, and until the last of them has come."""
-    network = machine.network
-    puts = max(1, math.ceil(to_each / max(1.0, put_bytes)))
-    paced = to_each / network.bandwidth * network.oversubscription
-    busy = peers * max(paced, puts * network.put)
-    reaction = network.reaction_hot if conditions.hot else network.reaction
-    return peers * paced, reaction + busy + network.latency
+        here = max(start + entry + network.arrived + last_chunk, begin + pushing + forwarding)
+        all_done = max(all_done, here + machine.flag + last)
+    return Prediction(
+        all_done, work.tensor, work.load, work.memory, pushing + forwarding, network.paced, start, network.engine, entry=entry
+    )  # fmt: skip
 
 
 def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
@@ -145,7 +141,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     if plan.packets:
-        return _packets(plan, machine, start, work)
+        return _packets(plan, machine, start, work)._replace(entry=machine.entry)
     if plan.one_shot:
         return _one_shot(plan, machine, conditions, start, work)
     return _two_shot(plan, machine, conditions, start, work)
@@ -167,13 +163,16 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
 def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
     """Everyone sends its partial tiles to its node and its rail, and adds all ranks'."""
     topology = plan.problem.topology
-    result = plan.tiles * plan.partial_bytes
-    mates, others = topology.ranks_per_node - 1, topology.num_nodes - 1
-    link = result * mates / (machine.link if mates > 1 else machine.link_pair)
+    result, mates = plan.tiles * plan.partial_bytes, topology.ranks_per_node - 1
+    entry = entered(machine, conditions, topology)
+    # Tiles go to the node mates, and those of the other rails, which have come to the mates, are read from there.
+    link = result * mates * topology.num_nodes / (machine.link if mates > 1 else machine.link_pair)
     adding = waves(plan.tiles, plan.split.compute or 1) * topology.size * plan.partial_bytes / machine.add
-    network, arrived = _sent(machine, conditions, result, plan.put_bytes, others) if others else (0.0, 0.0)
-    seconds = start + max(machine.entry, work.seconds) + max(link + machine.flag, arrived) + adding
-    return Prediction(seconds, work.tensor, work.load, work.memory, link, network, start)
+    network = sent(machine, topology, result, plan.put_bytes)
+    seconds = start + max(entry, work.seconds) + max(link + machine.flag, network.arrived) + adding
+    return Prediction(
+        seconds, work.tensor, work.load, work.memory, link, network.paced, start, network.engine, adding, entry
+    )  # fmt: skip
 
 
 def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
@@ -186,18 +185,21 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     compute, gathers = plan.split.compute or 1, plan.op == ALLREDUCE
     # A rank's links carry, in each direction, a partial tile of every other owner of its node, and of every foreign one to its rail peer;
     # in an all-reduce then its own results to each.
-    near = mates * nodes * plan.tiles * plan.partial_bytes
+    filled = plan.rows / (plan.tile_rows * BLOCK_M)  # of tiles, by rows that there are: over NVLink the others are left out
+    near = mates * nodes * plan.tiles * plan.partial_bytes * filled
     back = mates * nodes * plan.tiles * plan.result_bytes if gathers else 0.0
     link_rate = machine.link if mates > 1 else machine.link_pair
     pull_rate = min(link_rate, (plan.split.intra_comm or 1) * machine.cta_link)
     own_share = 1 / size
     loaded = min(1.0, (near + back) / link_rate / work.seconds) if mates else 0.0
     slowed = work.seconds * (1 + machine.beside * loaded) / _STEPS
-    add = waves(plan.tiles, compute) * size * plan.partial_bytes / machine.add / _STEPS
+    added = topology.ranks_per_node + nodes - 1  # partial tiles of the own node, and sums of the others
+    add = waves(plan.tiles, compute) * added * plan.partial_bytes / machine.add / _STEPS
     t = work.cost.seconds
     lag = math.ceil(_STEPS / math.ceil(plan.tiles / plan.group_tiles))  # own tiles follow those of others of the next group
+    entry = entered(machine, conditions, topology)
     worked = summed = start  # products of the computing CTAs, sums of own tiles
-    link = start + max(machine.entry, t if mates else 0.0)  # nothing leaves before the first tile is done
+    link = start + max(entry, t if mates else 0.0)  # nothing leaves before the first tile is done
     pulled, arrived = 0.0, []
     for step in range(_STEPS + lag):
         if step < _STEPS:
@@ -214,14 +216,19 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     last = min(compute, plan.group_tiles, plan.tiles) / plan.tiles  # own tiles that are done at the same time, in the end
     end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed
     end += plan.partial_bytes / machine.cta_link
-    network = 0.0
+    links = (near + back) / link_rate if mates else 0.0
+    end = max(end, start + entry + links)  # both share the links
+    network, adding = Sent(0.0, 0.0, 0.0), 0.0
     if nodes > 1:
-        each = plan.tiles * plan.partial_bytes
-        network, sent = _sent(machine, conditions, each, plan.put_bytes, nodes - 1)
-        first = start + machine.entry + slowed
-        end = max(end, first + sent + add + t)
+        network = sent(machine, topology, plan.tiles * plan.partial_bytes, plan.put_bytes)
+        # The node's partial tiles of every foreign owner on the rail are added up by CTAs of their own.
+        adding = topology.ranks_per_node * (nodes - 1) * plan.tiles * plan.partial_bytes / ((plan.split.inter_reduce or 1) * machine.add)
+        first = start + entry + slowed
+        end = max(end, first + max(network.arrived, adding) + add + t)
         if gathers:
-            again, returned = _sent(machine, conditions._replace(hot=True), plan.tiles * plan.result_bytes, plan.put_bytes, nodes - 1)
-            network += again
-            end = max(end, first + sent + returned - machine.network.reaction_hot + add + t)
-    return Prediction(end, work.tensor, work.load, work.memory, (near + back) / link_rate if mates else 0.0, network, start)
+            again = sent(machine, topology, plan.tiles * plan.result_bytes, plan.put_bytes)
+            end = max(end, first + max(network.arrived, adding) + again.arrived + add + t)
+            network = Sent(network.paced + again.paced, network.engine + again.engine, 0.0)
+    return Prediction(
+        end, work.tensor, work.load, work.memory, links, network.paced, start, network.engine, adding, entry
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from mkernel.planner.machine import Machine
 from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
 from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
+from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
 from mkernel.planner.topology import Topology
 
@@ -20,6 +21,7 @@ __all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm
 
 _ROUTING = 25e-6  # seconds until rows have places, of few tokens: three meetings of all CTAs (docs/moe.md),
 _ROUTING_TOKEN = 4e-9  # and for every token: fitted to docs/benchmarks/moe_*.json
+_ID = 4  # bytes of a choice, and of its weight
 
 
 def expected_tiles(rows: float) -> float:
@@ -66,16 +68,18 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     seconds, tensor, memory, cost = _product(
         machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra / 2
     )
-    routing = _ROUTING + tokens * _ROUTING_TOKEN
-    begin = start + machine.entry + routing
+    # Every rank learns the choices of all tokens, over the network, too, and finds a place for each.
+    told = sent(machine, topology, tokens / size * problem.topk * _ID * (2 if problem.weighted else 1), plan.put_bytes)
+    entry = entered(machine, conditions, topology)
+    routing = told.arrived + _ROUTING + tokens * _ROUTING_TOKEN
+    begin = start + entry + routing
     end = begin + max(seconds, fetching + cost.seconds)
-    network = 0.0
+    network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
-        far = 1 - (1 - 1 / topology.num_nodes) ** problem.topk
-        rows = tokens / size * far
-        busy, arrived = _sent(machine, conditions, rows * problem.row_bytes * (topology.num_nodes - 1), plan.put_bytes)
-        network, end = busy, max(end, begin + arrived + cost.seconds)
-    return Prediction(end, tensor, 0.0, memory, link_bytes / machine.link, network, start)
+        network = _rows_sent(machine, topology, tokens, problem.topk, problem.row_bytes, plan.put_bytes)
+        end = max(end, begin + network.arrived + cost.seconds)
+    network_time, engine = told.paced + network.paced, told.engine + network.engine
+    return Prediction(end, tensor, 0.0, memory, link_bytes / machine.link, network_time, start, engine, entry=entry, routing=routing)
 
 
 def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditions: Conditions, tokens: int) -> Prediction:
@@ -97,14 +101,15 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
     fetching = link_bytes / min(machine.link, intra * machine.cta_link)
     share = 1 / plan.windows
     summing = rows * combined.row_bytes / min(machine.memory, machine.add * machine.sms)
-    begin = start + machine.entry
+    entry = entered(machine, conditions, topology)
+    begin = start + entry
     end = begin + max(seconds, fetching * (1 - share) + cost.seconds) + fetching * share + summing + 2 * machine.flag
-    network = 0.0
+    network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
-        far = tokens / size * (1 - (1 - 1 / topology.num_nodes) ** combined.topk) * (topology.num_nodes - 1)
-        busy, arrived = _sent(machine, conditions, far * combined.row_bytes, plan.put_bytes)
-        network, end = busy, max(end, begin + seconds * share + arrived + summing)
-    return Prediction(end, tensor, 0.0, memory + summing, link_bytes / machine.link, network, start)
+        network = _rows_sent(machine, topology, tokens, combined.topk, combined.row_bytes, plan.put_bytes)
+        end = max(end, begin + seconds * share + network.arrived + summing)
+    link = link_bytes / machine.link
+    return Prediction(end, tensor, 0.0, memory + summing, link, network.paced, start, network.engine, entry=entry)
 
 
 def predict_moe_combine(plan: MoeCombinePlan, machine: Machine, conditions: Conditions, tokens: int) -> Prediction:
@@ -121,18 +126,16 @@ def predict_moe_combine(plan: MoeCombinePlan, machine: Machine, conditions: Cond
     link_bytes = count * plan.node_mates / size * topology.num_nodes
     link = link_bytes / min(machine.link if plan.node_mates > 1 else machine.link_pair, combining * machine.cta_link)
     memory = staged + (count + tokens / size * problem.row_bytes) / machine.memory
-    end = start + machine.entry + machine.flag + max(staged + link, memory)
-    network = 0.0
+    entry = entered(machine, conditions, topology)
+    end = start + entry + machine.flag + max(staged + link, memory)
+    network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
-        far = tokens / size * (1 - (1 - 1 / topology.num_nodes) ** problem.topk) * (topology.num_nodes - 1)
-        network, arrived = _sent(machine, conditions, far * problem.row_bytes, plan.put_bytes)
-        end = max(end, start + machine.entry + staged + arrived)
-    return Prediction(end, memory=memory, link=link, network=network, start=start)
+        network = _rows_sent(machine, topology, tokens, problem.topk, problem.row_bytes, plan.put_bytes)
+        end = max(end, start + entry + staged + network.arrived)
+    return Prediction(end, memory=memory, link=link, network=network.paced, start=start, engine=network.engine, entry=entry)
 
 
-def _sent(machine: Machine, conditions: Conditions, count: float, put_bytes: float) -> tuple[float, float]:
-    """Seconds that the network is busy with so many bytes of a rank, and until the last have come."""
-    network = machine.network
-    paced = count / network.bandwidth * network.oversubscription
-    reaction = network.reaction_hot if conditions.hot else network.reaction
-    return paced, reaction + max(paced, math.ceil(count / put_bytes) * network.put) + network.latency
+def _rows_sent(machine: Machine, topology: Topology, tokens: float, topk: int, row_bytes: int, put_bytes: float) -> Sent:
+    """A rank's rows to, or from, every other node: one for each of its tokens that has any of its choices there."""
+    rows = tokens / topology.size * (1 - (1 - 1 / topology.num_nodes) ** topk)
+    return sent(machine, topology, rows * row_bytes, put_bytes)

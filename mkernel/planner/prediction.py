@@ -7,9 +7,10 @@ from typing import NamedTuple
 from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.machine import Machine
 
-__all__ = ["ALONE", "BATCH", "BEHIND", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
+__all__ = ["ALONE", "BATCH", "BEHIND", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
 
 ITEM = 2  # bytes of a 16-bit element
+RESOURCES = ("tensor", "load", "memory", "link", "network", "engine", "add", "routing", "entry", "start", "latency")
 _LINE = 128  # bytes
 _BATCH_CALLS = 20
 _BLEND = 3.0
@@ -42,7 +43,9 @@ class Prediction(NamedTuple):
     """Seconds of a call, and how long each resource is busy in them.
 
     ``tensor``: multiplying; ``load``: from L2 into the SMs; ``memory``, ``link``, ``network``: what goes over each, at its full rate;
-    ``start``: launch, prologue and end. What is left, ``latency``, are waits: for flags, and for what comes last.
+    ``engine``: its puts; ``add``: a node's sums, by the CTAs for that; ``routing``: until rows of MoE have places; ``entry``: until all
+    ranks are known to have entered; ``start``: launch, prologue and end. What is left, ``latency``, are waits: for flags, and for what
+    comes last.
     """
 
     seconds: float
@@ -52,17 +55,21 @@ class Prediction(NamedTuple):
     link: float = 0.0
     network: float = 0.0
     start: float = 0.0
+    engine: float = 0.0
+    add: float = 0.0
+    entry: float = 0.0
+    routing: float = 0.0
 
     @property
     def latency(self) -> float:
         """What no resource's work explains."""
-        return max(0.0, self.seconds - self.start - max(self.tensor, self.load, self.memory, self.link, self.network))
+        busy = max(self.tensor, self.load, self.memory, self.link, self.network, self.engine, self.add)
+        return max(0.0, self.seconds - self.start - self.entry - self.routing - busy)
 
     @property
     def binds(self) -> str:
-        """The name of what takes longest: a resource, ``start`` or ``latency``."""
-        names = ("tensor", "load", "memory", "link", "network", "start", "latency")
-        return max(names, key=lambda name: float(getattr(self, name)))
+        """The name of what takes longest: one of ``RESOURCES``."""
+        return max(RESOURCES, key=lambda name: float(getattr(self, name)))
 
 
 class TileCost(NamedTuple):

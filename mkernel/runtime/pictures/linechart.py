@@ -16,28 +16,29 @@ _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#9d755d")
 _TICKS = 5
 
 
-def draw(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """SVG text. The y axis begins at 0; at the x axis stand the values that points have."""
+def draw(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, doublings: bool = False) -> str:
+    """SVG text. The y axis begins at 0; at the x axis stand the values that points have. ``doublings``: it is logarithmic, x is above 0."""
     head, top = svg.header(title, _EDGE, _TITLE_FONT, _WIDTH)
     points = [point for line in lines.values() for point in line]
     most = max((y for _, y in points), default=0.0) or 1.0
     values = sorted({x for x, _ in points})
     left, right, above = 64.0, _WIDTH - 24.0, top + 34
     below = above + _HEIGHT
-    least, span = (values[0], values[-1] - values[0] or 1.0) if values else (0.0, 1.0)
+    along = math.log2 if doublings else float
+    least, span = (along(values[0]), along(values[-1]) - along(values[0]) or 1.0) if values else (0.0, 1.0)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + (x - least) / span * (right - left), below - y / most * _HEIGHT
+        return left + (along(x) - least) / span * (right - left), below - y / most * _HEIGHT
 
     body = [f'<text x="{left}" y="{above - 12:.1f}">{html.escape(svg.fitted(y_label, _FONT, right - left))}</text>']
     step = _nice(most / _TICKS)
     for i in range(int(most / step) + 1):
         y = i * step
-        at = place(least, y)[1]
+        at = below - y / most * _HEIGHT
         body.append(f'<line x1="{left}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}" stroke="#e8e8e8"/>')
         body.append(f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{round(y, 12):g}</text>')
     for x in values:
-        body.append(f'<text x="{place(x, 0)[0]:.1f}" y="{below + 16:.1f}" text-anchor="middle">{x:g}</text>')
+        body.append(f'<text x="{place(x, 0.0)[0]:.1f}" y="{below + 16:.1f}" text-anchor="middle">{x:g}</text>')
     label = html.escape(svg.fitted(x_label, _FONT, right - left))
     body.append(f'<text x="{(left + right) / 2:.1f}" y="{below + 34:.1f}" text-anchor="middle">{label}</text>')
     legend = below + 52
