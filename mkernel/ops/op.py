@@ -188,8 +188,9 @@ class Op(abc.ABC, Generic[Problem]):
 
     # ---- for people
     def row(self) -> str:
-        """The op's row in the table of README."""
-        return f"| `mk.{self.name}({', '.join(self.arguments())})` | {self.gives} | {self.gets} |"
+        """The op's row in the table of README. What may be left out is passed by name."""
+        arguments = [f"{name}=" if name in self.optional else name for name in self.arguments()]
+        return f"| `mk.{self.name}({', '.join(arguments)})` | {self.gives} | {self.gets} |"
 
     def arguments(self) -> tuple[str, ...]:
         """Names of the function's arguments that are arrays, or hold them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mkernel import env
+from mkernel.cli.completion import whole_parser
 from mkernel.cli.main import COMMANDS
 from mkernel.proxy.spawn import without_launcher
 
@@ -55,6 +57,39 @@ def test_the_first_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(512, 64)") == 2
     assert "rank 1: " in done.stdout
+
+
+PLACES = {"OP": "allgather_gemm", "MxNxK": "64x64x64", "R": "8", "OLD": "a", "NEW": "b", "DIR": "a"}
+
+
+def _commands(page: str, start: str) -> list[list[str]]:
+    """The words after ``start`` of each command that a page shows, in a block or in backticks; places filled in."""
+    text = re.sub(r"`([^`\n]*)\n([^`\n]*)`", r"`\1 \2`", (ROOT / page).read_text())  # broken over two lines
+    lines = re.findall(rf"^(?:\$ |    |mpirun -n 4 |srun --\S+ |.*`|.*: `?|)(?:\S+/)?{start} ([^`\n]*)", text, re.MULTILINE)
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [[PLACES.get(word, word) for word in line] for line in words if line and line[0] not in ("...", "COMMAND")]
+
+
+def test_commands_that_pages_show_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by the parser of its command; of scripts, that they exist and know the options."""
+    parser, seen = whole_parser(COMMANDS), 0
+    for page in PAGES:
+        for words in _commands(page, "python -m mkernel"):
+            try:
+                parser.parse_args([word for word in words if word not in (">", "|")])
+            except SystemExit:
+                raise AssertionError(f"{page}: {words}: {capsys.readouterr().err}") from None
+            seen += 1
+        for words in _commands(page, "python"):
+            script = ROOT / words[0]
+            if words[0].startswith(("tests/", "docs/", "examples/")):
+                known = "\n".join(file.read_text() for file in script.parent.glob("*.py"))
+                assert script.exists(), (page, words)
+                assert not [word for word in words if word.startswith("--") and f'"{word}"' not in known], (page, words)
+                seen += 1
+    assert seen > 60
+    with pytest.raises(SystemExit):
+        parser.parse_args(["model", "allgather_gemm", "--gone"])
 
 
 @pytest.mark.parametrize("page", PAGES)
