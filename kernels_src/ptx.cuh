@@ -42,6 +42,7 @@ MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
 MK_DEVICE uint32_t votes(bool v) { return __ballot_sync(0xffffffffu, v); }  // bit i: lane i's
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }
 MK_DEVICE float shuffle_xor(float v, uint32_t lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }  // the value of lane (own ^ lanes)
+MK_DEVICE uint32_t shuffle_xor(uint32_t v, uint32_t lanes) { return __shfl_xor_sync(0xffffffffu, v, lanes); }
 template <uint32_t Registers>
 MK_DEVICE void registers_increase() {  // warpgroup
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -63,6 +64,9 @@ MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
   (void)flag, (void)value, (void)deadline;
   asm volatile("nanosleep.u32 100;");
 }
+
+// The same for who must look again at once; `time` is no deadline but when there is something to do. kernels_src/ops/fabric.cuh
+MK_DEVICE void pause_until(const uint64_t* flag, uint64_t value, uint64_t time) { (void)flag, (void)value, (void)time; }
 
 // Polls of a flag (about a microsecond each) between two looks at the abort words. That of the host lies in host memory: with a look every 32
 // polls by 124 waiting CTAs, each release to a peer took 100 us (4 x H200, docs/speed_log.md), so they look every 0.1 s only.
@@ -252,6 +256,16 @@ MK_DEVICE void store_shared(void* p, const Words& v) {
                : "memory");
 }
 
+// ---- words of shared memory by which threads of a CTA tell each other
+MK_DEVICE uint64_t load_acquire_shared(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(v) : "r"(shared_address(p)) : "memory");
+  return v;
+}
+MK_DEVICE void store_release_shared(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(shared_address(p)), "l"(v) : "memory");
+}
+
 // ---- words of shared memory that several threads change: relaxed, CTA scope
 MK_DEVICE void shared_add(uint32_t* p, uint32_t v) {
   asm volatile("red.relaxed.cta.shared.add.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
@@ -275,6 +289,12 @@ MK_DEVICE uint32_t load_word(const void* p) {
   return v;
 }
 MK_DEVICE void store_word(void* p, uint32_t v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+MK_DEVICE uint32_t load_byte(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+MK_DEVICE void store_byte(void* p, uint32_t v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes while the kernel runs
   Words v;

@@ -353,6 +353,20 @@ EMULATED_LINKS = _declare(
     "emulated links of a rank, over which puts are spread (else one)",
 )
 EMULATED_LATENCY_US = _declare("MKERNEL_EMULATED_LATENCY_US", "microseconds", _number(0, 1e7), 5.0, "latency of one emulated link")
+EMULATED_REORDER_US = _declare(
+    "MKERNEL_EMULATED_REORDER_US",
+    "microseconds",
+    _number(0, 1e7),
+    0.0,
+    "emulated links deliver bytes in any order within this window, as srd does; 0: in order, as rc does",
+)
+EMULATED_ENGINE = _declare(
+    "MKERNEL_EMULATED_ENGINE",
+    "host or sms",
+    _choice("host", "sms"),
+    "host",
+    "what moves the bytes of emulated links: a thread and copy engines, or SMs of the GPU (quick enough to time small messages)",
+)
 EMULATED_HOST_SIGNALS = _declare(
     "MKERNEL_EMULATED_HOST_SIGNALS",
     "1 or 0",

@@ -65,11 +65,15 @@ void mkc_advance_to(void* s, uint64_t ns) {
   Scheduler& sched = as_scheduler(s);
   if (sched.virtual_time && ns > sched.clock) sched.clock = ns;
 }
-uint64_t mkc_next_deadline(void* s) {
+static uint64_t first_time(const Scheduler& scheduler, bool timer) {
   uint64_t first = mkcpu::kNever;
-  for (const mkcpu::Fiber* fiber : as_scheduler(s).flag_waiters) first = std::min(first, fiber->waiting.deadline);
+  for (const mkcpu::Fiber* fiber : scheduler.flag_waiters) {
+    if (fiber->waiting.timer == timer) first = std::min(first, fiber->waiting.deadline);
+  }
   return first;
 }
+uint64_t mkc_next_deadline(void* s) { return first_time(as_scheduler(s), false); }
+uint64_t mkc_next_timer(void* s) { return first_time(as_scheduler(s), true); }
 void mkc_poke(void* s) { __atomic_store_n(&as_scheduler(s).poke, 1, __ATOMIC_RELEASE); }
 uint64_t mkc_turns(void* s) { return as_scheduler(s).turn; }
 uint64_t mkc_trace(void* s) { return as_scheduler(s).trace; }

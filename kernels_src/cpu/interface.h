@@ -21,7 +21,7 @@ MKC_API uint32_t mkc_broadcast(uint32_t value, uint32_t lane);
 MKC_API uint32_t mkc_shuffle_xor(uint32_t value, uint32_t lanes);
 
 MKC_API uint64_t mkc_clock_ns();
-MKC_API void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline);
+MKC_API void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline, bool timer);
 
 MKC_API void mkc_mbarrier_init(uint64_t* bar, uint32_t count);
 MKC_API void mkc_mbarrier_init_fence();
@@ -102,6 +102,7 @@ MKC_API size_t mkc_report(void* scheduler, char* text, size_t capacity);        
 MKC_API uint64_t mkc_now(void* scheduler);
 MKC_API void mkc_advance_to(void* scheduler, uint64_t ns);
 MKC_API uint64_t mkc_next_deadline(void* scheduler);  // the earliest deadline of a waiting thread; UINT64_MAX: none
+MKC_API uint64_t mkc_next_timer(void* scheduler);     // the earliest time at which a thread has something to do (pause_until); UINT64_MAX: none
 MKC_API void mkc_poke(void* scheduler);               // every thread that waits for a system flag looks again. From any thread.
 MKC_API uint64_t mkc_turns(void* scheduler);
 MKC_API uint64_t mkc_trace(void* scheduler);                                                 // hash of the interleaving so far

@@ -47,6 +47,7 @@ struct Waiting {
   uint64_t object = 0;  // mbarrier: shared offset; barrier: id; flag: its address; warp: the Meeting
   uint64_t value = 0;   // mbarrier: parity; barrier: threads; flag: the value; stores: groups that may stay pending
   uint64_t deadline = kNever;
+  bool timer = false;  // the deadline is when there is something to do
   bool operator==(const Waiting& o) const { return kind == o.kind && object == o.object && value == o.value; }
 };
 

@@ -41,6 +41,7 @@ MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return mkc_broadcast(v
 MK_DEVICE float shuffle_xor(float v, uint32_t lanes) {
   return __builtin_bit_cast(float, mkc_shuffle_xor(__builtin_bit_cast(uint32_t, v), lanes));
 }
+MK_DEVICE uint32_t shuffle_xor(uint32_t v, uint32_t lanes) { return mkc_shuffle_xor(v, lanes); }
 template <uint32_t Registers>
 MK_DEVICE void registers_increase() {
   static_assert(Registers >= 24 && Registers <= 256 && Registers % 8 == 0, "setmaxnreg");
@@ -53,7 +54,8 @@ MK_DEVICE void registers_decrease() {
 // ---- time
 constexpr uint32_t kPollsPerAbortCheck = 1, kPollsPerHostCheck = 1;  // threads poll only after something has changed
 MK_DEVICE uint64_t clock_ns() { return mkc_clock_ns(); }
-MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) { mkc_pause(flag, value, deadline); }
+MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) { mkc_pause(flag, value, deadline, false); }
+MK_DEVICE void pause_until(const uint64_t* flag, uint64_t value, uint64_t time) { mkc_pause(flag, value, time, true); }
 
 // ---- mbarriers (shared memory)
 MK_DEVICE void mbarrier_init(uint64_t* bar, uint32_t count) { mkc_mbarrier_init(bar, count); }
@@ -194,6 +196,16 @@ MK_DEVICE void store_shared(void* p, const Words& v) {
   *static_cast<Words*>(p) = v;
 }
 
+// ---- words of shared memory by which threads of a CTA tell each other
+MK_DEVICE uint64_t load_acquire_shared(const uint64_t* p) {
+  mkc_check_shared(p, sizeof(uint64_t));
+  return detail::load_acquire(p);
+}
+MK_DEVICE void store_release_shared(uint64_t* p, uint64_t v) {
+  mkc_check_shared(p, sizeof(uint64_t));
+  detail::store_release(p, v);
+}
+
 // ---- words of shared memory that several threads change
 MK_DEVICE void shared_add(uint32_t* p, uint32_t v) {
   mkc_check_shared(p, sizeof(uint32_t));
@@ -216,6 +228,15 @@ MK_DEVICE uint32_t load_word(const void* p) { return load_input_word(p); }
 MK_DEVICE void store_word(void* p, uint32_t v) {
   mkc_check_word(p, sizeof(uint32_t));
   *static_cast<uint32_t*>(p) = v;
+}
+
+MK_DEVICE uint32_t load_byte(const void* p) {
+  mkc_check_word(p, 1);
+  return *static_cast<const unsigned char*>(p);
+}
+MK_DEVICE void store_byte(void* p, uint32_t v) {
+  mkc_check_word(p, 1);
+  *static_cast<unsigned char*>(p) = static_cast<unsigned char>(v);
 }
 
 MK_DEVICE Words load_input(const void* p) {

@@ -252,13 +252,13 @@ uint64_t mkc_clock_ns() {
   return time;
 }
 
-void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
+void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline, bool timer) {
   const Call call;
   Scheduler& s = call.scheduler;
   mkc_check_word(flag, sizeof(uint64_t));
   if (__atomic_load_n(flag, __ATOMIC_RELAXED) >= value || s.now() >= deadline) return s.yield(true);
   s.flag_waiters.push_back(s.current);
-  s.park(Waiting{Wait::kFlag, reinterpret_cast<uint64_t>(flag), value, deadline});
+  s.park(Waiting{Wait::kFlag, reinterpret_cast<uint64_t>(flag), value, deadline, timer});
 }
 
 void mkc_check_word(const void* p, uint32_t bytes) {

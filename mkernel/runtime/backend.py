@@ -78,6 +78,10 @@ class Backend(abc.ABC):
     def import_segment(self, fd: int, size: int, *, host: bool = False) -> int:
         """Map one rank's part of a segment of another (emulated) node, for the engine's use. Freed with the device. Returns its address."""
 
+    def kernel_address(self, address: int) -> int:
+        """Where this rank's kernels address what ``import_segment`` has mapped at ``address``. It stays there as long as the device."""
+        return address
+
     @abc.abstractmethod
     def copier(self) -> Copier:
         """What moves bytes between mapped segments for the emulated transport. It never waits for a kernel, or for anyone who does."""
@@ -180,6 +184,14 @@ class Backend(abc.ABC):
         """Launch ``grid`` CTAs with one parameter struct, which may be changed afterwards. ``turn``: what ``order`` has returned.
 
         cuda: asynchronous. cpu: returns when the kernel has ended (releases the GIL).
+        """
+
+    @abc.abstractmethod
+    def accompany(self, kernel: Kernel, turn: Any, grid: int, parameters: bytes | ctypes.Structure) -> None:
+        """Launch a kernel that runs beside the next ``launch``, whose ``turn`` this is, and ends by itself soon after that.
+
+        It starts once everything before that launch has ended on its stream, and needs room beside it. Nothing waits for it but
+        ``synchronize``; on cpu that ``launch``.
         """
 
     def after(self, stream: Any, action: Callable[[], object]) -> None:

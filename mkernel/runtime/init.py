@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -13,6 +14,7 @@ from mkernel import abi, env
 from mkernel.errors import ArgumentError, Error
 from mkernel.runtime import current, ending, logs
 from mkernel.runtime import tuning_cache as tuned
+from mkernel.runtime.fabric import SMS
 from mkernel.runtime.opening.engine import open_process, plan_network, start_engine
 from mkernel.runtime.opening.infos import exchange_infos
 from mkernel.runtime.opening.memory import HEAP_BYTES, Memory, open_memory, share_memory
@@ -175,7 +177,8 @@ def open_world(
         def open_device() -> tuple[Backend, Memory]:
             backend = make(target, device, rank)
             undo.callback(backend.close)
-            backend.sm_count = min(backend.sm_count, options.max_sms or backend.sm_count)
+            free = backend.sm_count - (SMS if network.sms and target == "cuda" else 0)  # target cpu has an SM for everybody
+            backend.sm_count = min(free, options.max_sms or free)
             return backend, open_memory(backend, options.heap_bytes or HEAP_BYTES[target], topology, rank, network, undo)
 
         backend, memory = together(bootstrap, "its device and memory", open_device)
@@ -193,6 +196,7 @@ def open_world(
             signals=memory.signals,
             block=memory.block,
             ring=memory.ring,
+            device_ring=backend.allocate(ctypes.sizeof(abi.Ring)) if network.sms else 0,
             over_mpi=bootstrap.mpi,
             waiting=waiting,
             poke=thread_ranks.poke if thread_ranks is not None else None,

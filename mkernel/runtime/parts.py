@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mkernel.memory.segment import Segment
     from mkernel.planner.topology import Topology
     from mkernel.runtime.backend import Backend, HostMemory
+    from mkernel.runtime.fabric import Fabric
     from mkernel.runtime.options import Options
     from mkernel.runtime.ranks.control import Control, Waiting
 
@@ -35,17 +36,20 @@ class Parts:
     data: Segment
     signals: Segment
     block: HostMemory  # abi.HostBlock, where kernels report failures
-    ring: HostMemory | None  # of commands to the engine
+    ring: HostMemory | None  # of commands to the engine; where SMs play the network, kernels have another one, in device memory
     over_mpi: bool
     waiting: Waiting
     poke: Callable[[], None] | None = None  # makes waiting kernels of the cpu target look at the abort word
     start_engine: StartEngine | None = None
+    device_ring: int = 0  # its address
+    fabric: Fabric | None = None  # where SMs play the network
+    known: abi.World | None = None  # what kernels know of their rank, once ``header`` was called
     wakers: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called before each launch
 
     def header(self) -> abi.World:
         """What every call's parameters begin with, but for what the call is. Allocates the kernels' control block."""
         topology, data, signals, options = self.topology, self.data, self.signals, self.options
-        return abi.World(
+        self.known = abi.World(
             rank=self.rank,
             size=topology.size,
             node=topology.node(self.rank),
@@ -58,7 +62,8 @@ class Parts:
             signal_stride=signals.stride,
             control=self.backend.allocate(ctypes.sizeof(abi.ControlBlock)),
             host=self.block.address,
-            ring=self.ring.address if self.ring is not None else 0,
+            ring=self.device_ring or (self.ring.address if self.ring is not None else 0),
             timeout_ns=int(options.timeout * 1e9),
             entry_timeout_ns=int(options.entry_timeout * 1e9),
         )
+        return self.known

@@ -122,7 +122,7 @@ class World:
         self._synchronous = self.target == "cpu"  # a launch returns when its kernel has ended
         self.header = parts.header()  # what the parameters of every call begin with
         self._stop_engine = parts.start_engine(parts, self.failures.on_transport_error) if parts.start_engine is not None else None
-        self._wake = parts.wakers[0] if parts.wakers else None
+        self._wake, self._fabric = parts.wakers[0] if parts.wakers else None, parts.fabric
         self._launches = LaunchCount(parts.ring.address) if parts.ring is not None else None
         ending.born(self)
         _by_name[self.name] = self
@@ -295,6 +295,8 @@ class World:
             if self.attention or self._state[0]:
                 self.check()
             turn = backend.order(backend.stream(stream))  # may wait or raise: not counted yet
+            if self._fabric is not None:
+                self._fabric.admit(backend.captures(turn))
             call = self._calls
             self._history[call & (_HISTORY - 1)] = executable
             # Count, then look: a rank that asks for an agreement announces it, then looks at our count. One of the two sees the other.
@@ -307,6 +309,8 @@ class World:
             if self._launches is not None:
                 self._tell_engine(turn, parameters)
             try:
+                if self._fabric is not None:
+                    self._fabric.serve(turn, parameters.world.launch)
                 backend.launch(executable.kernel, turn, executable.grid, parameters)
             except BaseException as error:
                 # The others may already wait for this rank inside the call.

@@ -8,16 +8,16 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mkernel import env
-from mkernel.errors import TransportError
+from mkernel.errors import ArgumentError, TransportError
 from mkernel.transport import Copier, Wiring
 from mkernel.transport.base import Put, Transport
 from mkernel.transport.striped import Link, StripedTransport
 
-__all__ = ["EmulatedTransport", "Faults", "create"]
+__all__ = ["EmulatedTransport", "Faults", "check_put", "create", "require_one_plain_link"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class EmulatedTransport(Transport):
         faults = self._faults
         if faults.queue_depth is not None and self._in_flight >= faults.queue_depth:
             return False
-        self._check(put)
+        check_put(put, self._rank, self._peers, self._heap_bytes, self._signal_bytes)
         number = self._posted
         self._posted = number + 1
         now = self._clock_ns()
@@ -275,27 +275,37 @@ class EmulatedTransport(Transport):
         self._raise(self._peers[put.dst_rank][1] + put.signal_offset, put.signal_value)
         return True
 
-    def _check(self, put: Put) -> None:
-        if put.dst_rank not in self._peers:
-            raise TransportError(
-                f"rank {self._rank} has no network path to rank {put.dst_rank}: ranks put to their rail only, here {sorted(self._peers)}",
-                peer=put.dst_rank,
-                op="put_signal",
-                status="unreachable",
-            )
-        heap, signals = self._heap_bytes, self._signal_bytes
-        if heap is not None and max(put.src_offset, put.dst_offset) + put.bytes > heap:
-            raise self._outside(put, f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes}", "data heap", heap)
-        if signals is not None and (put.signal_offset + 8 > signals or put.signal_offset % 8):
-            raise self._outside(put, f"flag at {put.signal_offset}", "signal segment", signals)
 
-    def _outside(self, put: Put, what: str, segment: str, size: int) -> TransportError:
-        return TransportError(
-            f"rank {self._rank} put to rank {put.dst_rank}: {what} outside the {segment} of {size} bytes (or not aligned)",
+def check_put(put: Put, rank: int, peers: Collection[int], heap_bytes: int | None, signal_bytes: int | None) -> None:
+    """Raise a TransportError if rank ``rank`` cannot carry out the put; see ``EmulatedTransport``."""
+    if put.dst_rank not in peers:
+        raise TransportError(
+            f"rank {rank} has no network path to rank {put.dst_rank}: ranks put to their rail only, here {sorted(peers)}",
             peer=put.dst_rank,
             op="put_signal",
-            status="bad address",
+            status="unreachable",
         )
+    if heap_bytes is not None and max(put.src_offset, put.dst_offset) + put.bytes > heap_bytes:
+        raise _outside(put, rank, f"bytes {put.src_offset} -> {put.dst_offset} + {put.bytes}", "data heap", heap_bytes)
+    if signal_bytes is not None and (put.signal_offset + 8 > signal_bytes or put.signal_offset % 8):
+        raise _outside(put, rank, f"flag at {put.signal_offset}", "signal segment", signal_bytes)
+
+
+def _outside(put: Put, rank: int, what: str, segment: str, size: int) -> TransportError:
+    return TransportError(
+        f"rank {rank} put to rank {put.dst_rank}: {what} outside the {segment} of {size} bytes (or not aligned)",
+        peer=put.dst_rank,
+        op="put_signal",
+        status="bad address",
+    )
+
+
+def require_one_plain_link() -> None:
+    """Raise ArgumentError where the environment asks for what only the engine on the host can do, not SMs (``mkernel.runtime.fabric``)."""
+    for variable in (env.EMULATED_LINKS, env.EMULATED_HOST_SIGNALS):
+        if variable.get():
+            rule = f"does not go with {variable.name}, which only the engine on the host can do"
+            raise ArgumentError(env.EMULATED_ENGINE.name, "sms", rule, f"set it to host, or unset {variable.name}")
 
 
 def create(wiring: Wiring) -> Transport:
@@ -314,6 +324,7 @@ def _open(wiring: Wiring, gigabytes_per_second: float) -> EmulatedTransport:
         wiring.clock_ns,
         gigabytes_per_second,
         env.EMULATED_LATENCY_US.get(),
+        dataclasses.replace(Faults(), reorder_us=env.EMULATED_REORDER_US.get()) if env.EMULATED_REORDER_US.get() else None,
         heap_bytes=wiring.heap_bytes,
         signal_bytes=wiring.signal_bytes,
         store=wiring.store if env.EMULATED_HOST_SIGNALS.get() else None,

@@ -35,7 +35,7 @@ LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 RUNTIME_FLOORS = (
     ("arrays", "clock", "closing", "heap", "logs", "options", "pictures", "plan", "progress", "tuning_cache"),
     ("backend", "failure", "trace"),
-    ("ranks", "cpu", "cuda"),  # how ranks hear each other; the two targets
+    ("ranks", "cpu", "cuda", "fabric"),  # how ranks hear each other; the two targets; the network that SMs play
     ("call_errors", "ending", "heap_arrays", "parts", "prepared", "recorder", "traces"),
     ("failure_watch", "opening"),
     ("world",),

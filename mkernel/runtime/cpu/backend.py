@@ -65,6 +65,8 @@ class CpuBackend(Backend):
         self._memory: list[np.ndarray[Any, Any]] = []
         self._imported: list[tuple[Mapping, File]] = []
         self._shared: list[SharedMemory] = []
+        self._kept: list[Callable[[], None]] = []  # gives back what ``kernel_address`` has told
+        self._companions: list[tuple[CpuKernel, int, bytes]] = []  # of the next launch: kernel, grid, parameters
 
     # ---- memory
     def segment(self, size: int, local_rank: int, ranks_per_node: int, *, host: bool = False) -> Segment:
@@ -78,6 +80,17 @@ class CpuBackend(Backend):
         mapping = import_fd(fd, size)
         self._imported.append((mapping, file_of(fd)))
         return mapping.address
+
+    def kernel_address(self, address: int) -> int:
+        if self.thread_ranks is None:
+            return address
+        for mapping, file in self._imported:
+            if mapping.address <= address < mapping.address + mapping.size:
+                kept = self.thread_ranks.segments.keep(file)
+                if kept is not None:
+                    self._kept.append(kept[1])
+                    return kept[0] + address - mapping.address
+        return address
 
     def copier(self) -> CpuCopier:
         return CpuCopier(self._library, self.thread_ranks, self._imported)
@@ -170,28 +183,41 @@ class CpuBackend(Backend):
 
     def launch(self, kernel: Kernel, turn: Any, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CpuKernel)
+        companions, self._companions = self._companions, []
         if not 0 < grid <= kernel.max_ctas():
             raise ArgumentError("grid", grid, f"must be 1 to {kernel.max_ctas()}: that many CTAs run at once", "raise MKERNEL_CPU_SMS")
+        launches = [(kernel, grid, bytes(parameters)), *companions]
         if self.thread_ranks is not None:
-            self.thread_ranks.launch(self.rank, kernel, grid, bytes(parameters))
+            self.thread_ranks.launch(self.rank, *launches[0], beside=companions)
         else:
             with self._lock:
-                self._run(kernel, grid, bytes(parameters))
+                self._run(launches)
 
-    def _run(self, kernel: CpuKernel, grid: int, parameters: bytes) -> None:
-        """Run on this thread, in real time. Returns to Python now and then, for its signals."""
+    def accompany(self, kernel: Kernel, turn: Any, grid: int, parameters: bytes | ctypes.Structure) -> None:
+        assert isinstance(kernel, CpuKernel)
+        self._companions.append((kernel, grid, bytes(parameters)))
+
+    def _run(self, launches: Sequence[tuple[CpuKernel, int, bytes]]) -> None:
+        """Run kernels beside each other on this thread, in real time. Returns to Python now and then, for its signals."""
         if self._own is None:
             self._own = Scheduler(self._seed, virtual_time=False)
         scheduler, library = self._own, self._library
-        launch = scheduler.start(kernel, grid, parameters, self.rank)
+        running: list[int] = []
         try:
-            while (result := scheduler.result(launch)) is False:
-                if library.run(scheduler.handle, TURNS, library.now(scheduler.handle) + _SLICE_NS) == BLOCKED:
+            for launch in launches:
+                running.append(scheduler.start(*launch, self.rank))
+            while running:
+                for number in list(running):
+                    result = scheduler.result(number)
+                    if isinstance(result, Error):
+                        raise result
+                    if result:
+                        running.remove(number)
+                if running and library.run(scheduler.handle, TURNS, library.now(scheduler.handle) + _SLICE_NS) == BLOCKED:
                     raise Error(f"target cpu: deadlock: nothing can run, and nothing is under way\n{scheduler.report()}")
         finally:
-            library.forget(scheduler.handle, launch)  # on success it is gone already
-        if isinstance(result, Error):
-            raise result
+            for number in running:
+                library.forget(scheduler.handle, number)
 
     @property
     def trace(self) -> int:
@@ -207,6 +233,9 @@ class CpuBackend(Backend):
             if self._own is not None:
                 self._own.close()
                 self._own = None
+            for give_back in self._kept:
+                give_back()
+            self._kept.clear()
             for mapping, _ in self._imported:
                 mapping.close()
             self._imported.clear()

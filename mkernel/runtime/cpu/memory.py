@@ -35,6 +35,23 @@ class SharedSegments:
                 return group.owner._own_base + key.index(file) * group.owner.stride
         return None
 
+    def keep(self, file: File) -> tuple[int, Callable[[], None]] | None:
+        """Where the ranks of its node have mapped this file, and what gives it back: until then it stays mapped. None: nowhere."""
+        with self.lock:
+            for key, group in self.groups.items():
+                if file in key:
+                    group.members += 1
+                    return group.owner._own_base + key.index(file) * group.owner.stride, lambda: self._give_back(key)
+        return None
+
+    def _give_back(self, key: tuple[File, ...]) -> None:
+        with self.lock:
+            group = self.groups[key]
+            group.members -= 1
+            if group.members == 0:
+                self.groups.pop(key)
+                group.owner._unmap_now()
+
 
 class _SegmentGroup:
     def __init__(self, owner: ThreadSegment) -> None:

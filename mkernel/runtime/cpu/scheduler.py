@@ -42,6 +42,7 @@ class SchedulerLibrary:
         self.now = self._function(library, "now", u64, p)
         self.advance_to = self._function(library, "advance_to", None, p, u64)
         self.next_deadline = self._function(library, "next_deadline", u64, p)
+        self.next_timer = self._function(library, "next_timer", u64, p)
         self.poke = self._function(library, "poke", None, p)
         self.turns = self._function(library, "turns", u64, p)
         self.trace = self._function(library, "trace", u64, p)

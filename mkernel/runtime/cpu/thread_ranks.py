@@ -32,6 +32,7 @@ class _Launch:
         self.rank, self.kernel, self.grid, self.parameters, self.late = rank, kernel, grid, parameters, late
         self.native = 0
         self.result: Error | bool = False
+        self.beside: list[_Launch] = [self]  # the launches that the rank waits for together, this one included
 
 
 class ThreadRanks(RankStates):
@@ -69,9 +70,15 @@ class ThreadRanks(RankStates):
         self._broken = ""  # why nothing can run any more
 
     # ---- for rank threads
-    def launch(self, rank: int, kernel: CpuKernel, grid: int, parameters: bytes) -> None:
-        """Run a kernel as this rank; returns when it has ended. Raises Error when the emulator found a fault."""
+    def launch(
+        self, rank: int, kernel: CpuKernel, grid: int, parameters: bytes, beside: Sequence[tuple[CpuKernel, int, bytes]] = ()
+    ) -> None:
+        """Run a kernel as this rank; returns when it has ended. Raises Error when the emulator found a fault.
+
+        ``beside``: kernels that run beside it, which end by themselves: kernel, grid, parameters of each.
+        """
         launch = _Launch(rank, kernel, grid, parameters, self._late.pop(rank, ()))
+        launch.beside += (_Launch(rank, *other, ()) for other in beside)
         with self._condition:
             if self._closing:
                 raise Error("the ranks of this mk.launch are closed")
@@ -80,14 +87,17 @@ class ThreadRanks(RankStates):
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="mkernel-cpu", daemon=True)
                 self._thread.start()
-            self._pending.append(launch)
+            for one in launch.beside:
+                one.beside = launch.beside
+            self._pending += launch.beside
             self._set(rank, "launched")
             try:
-                self._condition.wait_for(lambda: launch.result is not False)
+                self._condition.wait_for(lambda: all(one.result is not False for one in launch.beside))
             finally:
                 self._set(rank, "running")
-        if isinstance(launch.result, Error):
-            raise launch.result
+        for one in launch.beside:
+            if isinstance(one.result, Error):
+                raise one.result
 
     def hold(self, rank: int, turns: int, after: int = 0, cta: int | None = None) -> None:
         """The rank's next kernel, or one CTA of it, rests for so many turns, and with it the copies that it has issued.
@@ -198,6 +208,8 @@ class ThreadRanks(RankStates):
     def _submit(self) -> None:
         pending, self._pending = sorted(self._pending, key=lambda launch: launch.rank), []
         for launch in pending:
+            if launch.result is not False:  # one beside it could not be started
+                continue
             try:
                 launch.native = self._scheduler.start(launch.kernel, launch.grid, launch.parameters, launch.rank)
             except Error as error:
@@ -209,7 +221,14 @@ class ThreadRanks(RankStates):
 
     def _end(self, launch: _Launch, result: Error | bool) -> None:
         launch.result = result
-        self._set(launch.rank, "running")
+        if isinstance(result, Error):  # those beside it would wait for it
+            for other in launch.beside:
+                if other in self._active and other is not launch:
+                    self._active.remove(other)
+                    self._scheduler.library.forget(self._scheduler.handle, other.native)
+                other.result = other.result or True
+        if all(one.result is not False for one in launch.beside):
+            self._set(launch.rank, "running")
 
     def _stop(self) -> None:
         for launch in (*self._pending, *self._active):
@@ -227,8 +246,8 @@ class ThreadRanks(RankStates):
         if stop == LAUNCH_DONE:
             with self._condition:
                 for launch in list(self._active):
-                    result = self._scheduler.result(launch.native)
-                    if result is not False:
+                    result = launch.result or self._scheduler.result(launch.native)  # one beside it may have failed
+                    if result is not False and launch in self._active:
                         self._active.remove(launch)
                         self._end(launch, result)
         elif stop == BLOCKED and not moved:
@@ -245,10 +264,14 @@ class ThreadRanks(RankStates):
         if moved:
             return
         self._poked = False
-        now, deadline = library.now(handle), library.next_deadline(handle)
+        now, deadline, timer = library.now(handle), library.next_deadline(handle), library.next_timer(handle)
+        if event is not None:
+            event = max(event, now + 1000)
+        if timer != _NEVER:
+            event = timer if event is None else min(event, timer)
         if event is not None:
             if event < deadline or not library.end_hold(handle):  # time does not pass beyond a deadline while a CTA is held
-                library.advance_to(handle, min(max(event, now + 1000), deadline))
+                library.advance_to(handle, min(event, deadline))
             return
         with self._condition:
             if not self._quiet():  # a rank has been in Python for long: virtual time follows the real one
@@ -270,7 +293,7 @@ class ThreadRanks(RankStates):
 
     def _fail_all(self, error: Error) -> None:
         with self._condition:
-            for launch in self._active:
+            while self._active:
+                launch = self._active.pop(0)
                 self._scheduler.library.forget(self._scheduler.handle, launch.native)
                 self._end(launch, Error(str(error)))
-            self._active = []

@@ -28,6 +28,7 @@ from mkernel.runtime.cuda.gpus import name_of, pci_address_of
 from mkernel.runtime.cuda.kernel import Config, CudaKernel
 from mkernel.runtime.cuda.libraries import CupyLibrary, ForeignLibrary, GpuTorchLibrary
 from mkernel.runtime.cuda.queries import LEGACY_STREAM
+from mkernel.runtime.cuda.side_stream import SideStream
 from mkernel.runtime.cuda.streams import LaunchQueue, Turn
 from mkernel.runtime.cuda.tensor_map import TensorMaps
 
@@ -73,6 +74,7 @@ class CudaBackend(Backend):
         with self._current():
             self._stream = self._new_stream()
         self._maps = TensorMaps()
+        self._beside: SideStream | None = None  # of kernels beside those of the world
         cupy.cuda.Device(ordinal).use()
         compiler.warm_up()
 
@@ -273,6 +275,14 @@ class CudaBackend(Backend):
             check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
         self._queue.launched(turn)
 
+    def accompany(self, kernel: Kernel, turn: Turn, grid: int, parameters: bytes | ctypes.Structure) -> None:
+        assert isinstance(kernel, CudaKernel)
+        with self._lock, self._current():
+            if self._beside is None:
+                self._beside = SideStream()
+                self._frees += self._beside.frees
+            self._beside.launch(kernel, turn[0], grid, kernel.take(parameters))
+
     def after(self, stream: int, action: Callable[[], object]) -> None:
         turn = self._queue.order(stream)
         with self._current(), self._cupy.on(stream):
@@ -281,6 +291,13 @@ class CudaBackend(Backend):
 
     def synchronize(self) -> None:
         self._queue.synchronize()
+        if self._beside is not None:
+            sleep_until(self._alone)
+
+    def _alone(self) -> bool:
+        assert self._beside is not None
+        with self._lock, self._current():
+            return self._beside.idle()
 
     def close(self) -> None:
         with self._lock:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.runtime.opening.placement import RankInfo, choose_link, choose_network, choose_signals, host_slot
+from mkernel.runtime.fabric import Fabric, FabricLink
+from mkernel.runtime.opening.placement import RankInfo, choose_engine, choose_link, choose_network, choose_signals, host_slot
 from mkernel.runtime.opening.together import together
 from mkernel.transport import TRANSPORTS, own_process
+from mkernel.transport.emulated import require_one_plain_link
 
 if TYPE_CHECKING:
     from mkernel.memory.segment import Segment
@@ -34,12 +36,16 @@ class Network:
     transport: str  # empty on one node, where none is needed
     own_process: bool  # the engine is a process
     host_signals: bool  # flags lie in host memory, where an engine raises them
+    sms: bool = False  # SMs play it, beside the kernels of the world: see mkernel.runtime.fabric
 
 
 def plan_network(name: str, topology: Topology, infos: Sequence[RankInfo], thread_ranks: ThreadRanks | None) -> Network:
     """Decide how the nodes talk. ``name``: the transport that the user asked for. Raises ArgumentError."""
     transport = choose_transport(name, topology, infos)
-    return Network(transport, _in_own_process(transport, thread_ranks), choose_signals(infos, transport))
+    sms = transport == "emulated" and choose_engine(infos) == "sms"
+    if sms:
+        require_one_plain_link()
+    return Network(transport, _in_own_process(transport, thread_ranks), choose_signals(infos, transport), sms)
 
 
 def choose_transport(name: str, topology: Topology, infos: Sequence[RankInfo]) -> str:
@@ -129,6 +135,8 @@ def start_engine(
         process.watch(on_error)
         parts.wakers.append(process.wake)
         return process.close
+    if network.sms:
+        return start_fabric(parts, on_error, rail, thread_ranks)
     from mkernel import transport
     from mkernel.proxy.engine import Engine, EngineThread, pace_of
     from mkernel.proxy.process import release_store
@@ -163,6 +171,44 @@ def start_engine(
     def stop() -> None:
         remove()
         engine.close()
+
+    return stop
+
+
+def start_fabric(
+    parts: Parts, on_error: OnError, rail: dict[int, tuple[int, int]], thread_ranks: ThreadRanks | None
+) -> Callable[[], None]:
+    """Prepare the kernel that plays the network beside those of the world. Returns what stops it."""
+    backend = parts.backend
+    assert parts.ring is not None
+    assert parts.known is not None
+    fabric = parts.fabric = Fabric(
+        backend,
+        parts.known,
+        {peer: (backend.kernel_address(heap), backend.kernel_address(signals)) for peer, (heap, signals) in rail.items()},
+        parts.ring.address,
+        parts.data.size,
+        parts.signals.size,
+        FabricLink(
+            gigabytes_per_second=env.EMULATED_GBPS.get(),
+            latency_us=env.EMULATED_LATENCY_US.get(),
+            reorder_us=env.EMULATED_REORDER_US.get(),
+            seed=env.CPU_SEED.get(),
+        ),
+    )
+    if thread_ranks is None:
+        fabric.watch(on_error)
+        return fabric.close
+
+    def look() -> bool:
+        fabric.check()
+        return False
+
+    remove = thread_ranks.add_engine(parts.rank, look, lambda: None, on_error)
+
+    def stop() -> None:
+        remove()
+        fabric.close()
 
     return stop
 

@@ -31,6 +31,7 @@ def exchange_infos(bootstrap: Bootstrap, options: Options, *, probe: bool) -> li
         networks=networks_here(),
         links=devices.links(devices.find()),
         host_signals=list(filter(host_signals, TRANSPORTS)),
+        engine=env.EMULATED_ENGINE.get(),
         shares=env.SHARE_GPUS.get(),
         version=VERSION,
         sources=sources(),

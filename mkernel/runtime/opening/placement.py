@@ -46,6 +46,7 @@ class RankInfo:
     networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
     links: dict[str, float] = dataclasses.field(default_factory=dict)  # link layers of ports for rc, with their fastest rates (Gb/s)
     host_signals: list[str] = dataclasses.field(default_factory=list)  # transports whose flags lie in host memory
+    engine: str = "host"  # what moves the bytes of emulated links
     shares: bool = False  # it may share a GPU with another rank: both are processes, whose kernels take turns by time slices
     version: str = ""  # of mkernel
     sources: str = ""  # digest of the device code
@@ -147,6 +148,15 @@ def choose_signals(infos: Sequence[RankInfo], transport: str) -> bool:
                 "transport", repr(transport), rule, "set MKERNEL_RC_SIGNAL and MKERNEL_EMULATED_HOST_SIGNALS alike on all ranks"
             )
     return transport in infos[0].host_signals
+
+
+def choose_engine(infos: Sequence[RankInfo]) -> str:
+    """What moves the bytes of emulated links: ``host`` or ``sms``. Raises ArgumentError where the ranks' environments differ."""
+    for rank, info in enumerate(infos):
+        if info.engine != infos[0].engine:
+            rule = f"rank {rank} differs from rank 0, which has {infos[0].engine}"
+            raise ArgumentError("MKERNEL_EMULATED_ENGINE", info.engine, rule, "set it alike on all ranks")
+    return infos[0].engine
 
 
 def choose_target(infos: Sequence[RankInfo], target: str) -> str:
