@@ -102,8 +102,9 @@ MKC_API size_t mkc_report(void* scheduler, char* text, size_t capacity);        
 MKC_API uint64_t mkc_now(void* scheduler);
 MKC_API void mkc_advance_to(void* scheduler, uint64_t ns);
 MKC_API uint64_t mkc_next_deadline(void* scheduler);  // the earliest deadline of a waiting thread; UINT64_MAX: none
-MKC_API uint64_t mkc_next_timer(void* scheduler);     // the earliest time at which a thread has something to do (pause_until); UINT64_MAX: none
-MKC_API void mkc_poke(void* scheduler);               // every thread that waits for a system flag looks again. From any thread.
+MKC_API uint64_t
+mkc_next_timer(void* scheduler);         // the earliest time at which a thread has something to do (pause_until); UINT64_MAX: none
+MKC_API void mkc_poke(void* scheduler);  // every thread that waits for a system flag looks again. From any thread.
 MKC_API uint64_t mkc_turns(void* scheduler);
 MKC_API uint64_t mkc_trace(void* scheduler);                                                 // hash of the interleaving so far
 MKC_API void mkc_name(void* scheduler, uint64_t address, uint64_t bytes, const char* name);  // for reports; bytes = 0 removes

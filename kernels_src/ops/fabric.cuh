@@ -13,10 +13,10 @@ namespace mkernel {
 constexpr uint64_t kNever = ~uint64_t(0);
 constexpr uint32_t kWarps = Config::kThreads / 32;  // of a CTA
 constexpr uint32_t kBatch = 30;                     // commands taken at once: a lane each; the last two lanes read other words
-constexpr uint32_t kChannels = 256;                 // channels with the same remainder share their order, which is never less than what is promised
-constexpr uint64_t kLingerNs = 50'000;              // how long it waits for the first command of a call that the host has launched already
-constexpr uint32_t kLoads = 8;                      // of a lane, under way at once
-constexpr uint32_t kPublishBytes = 16 * 1024;       // what a worker copies before it says so, while there is more to do
+constexpr uint32_t kChannels = 256;     // channels with the same remainder share their order, which is never less than what is promised
+constexpr uint64_t kLingerNs = 50'000;  // how long it waits for the first command of a call that the host has launched already
+constexpr uint32_t kLoads = 8;          // of a lane, under way at once
+constexpr uint32_t kPublishBytes = 16 * 1024;  // what a worker copies before it says so, while there is more to do
 
 struct FabricPeer {  // addresses of a rank's segments; 0: no network path
   uint64_t heap, signals;
@@ -28,12 +28,12 @@ struct FabricReport {  // host memory: a put that cannot be carried out
 };
 
 struct alignas(64) Parameters {
-  abi::World world;      // `launch`: the call that it serves. `ring` is device memory
-  uint64_t peers;        // FabricPeer[world.size]
-  uint64_t progress;     // device memory, zero at first: [0] the launch that is over, from kProgress on a word per worker: commands that it is done with
-  uint64_t host_ring;    // Ring in host memory: `launched` is read; who is put to is left there for reports
-  uint64_t report;       // FabricReport
-  uint64_t heap_bytes;   // of every rank
+  abi::World world;    // `launch`: the call that it serves. `ring` is device memory
+  uint64_t peers;      // FabricPeer[world.size]
+  uint64_t progress;   // device memory, zero at first. [0]: the launch that is over; from kProgress on, by worker: commands it is done with
+  uint64_t host_ring;  // Ring in host memory: `launched` is read; who is put to is left there for reports
+  uint64_t report;     // FabricReport
+  uint64_t heap_bytes;  // of every rank
   uint64_t signal_bytes;
   uint64_t femtoseconds_per_byte;  // 0: not paced
   uint64_t latency_ns;
@@ -128,6 +128,7 @@ class Calls {
  public:
   MK_DEVICE explicit Calls(const Parameters& p) : p_(p), serves_(p.world.launch) {}
   MK_DEVICE void moved() { linger_until_ = 0; }
+  MK_DEVICE uint64_t look_again() const { return linger_until_ == 0 ? kNever : linger_until_; }
   MK_DEVICE bool over(uint32_t ended, uint64_t taken) {  // one thread, after it has acquired `ended`
     if (static_cast<int32_t>(ended - serves_) < 0) return false;
     if (ptx::load_acquire_sys(&control_block(p_.world)->ring_head) != taken) return false;
@@ -191,7 +192,7 @@ MK_DEVICE void take_commands(const Parameters& p, Storage& storage, uint64_t tak
     if (ptx::any_of_warp(leave)) break;
     const bool over = lane == 31 && calls.over(static_cast<uint32_t>(seen), taken);
     if (ptx::any_of_warp(over)) ending = taken;
-    if (lane == 0 && ending == kNever) ptx::pause_until(&slot.ticket, taken + 1, kNever);
+    if (lane == 31 && ending == kNever) ptx::pause_until(&ring->slots[taken % abi::kRingSlots].ticket, taken + 1, calls.look_again());
     ptx::sync_warp();
   }
   if (lane == 0) ptx::store_release_shared(&storage.ending, ending == kNever ? 0 : ending);  // 0: at once, because the world has failed
@@ -218,7 +219,8 @@ MK_DEVICE void raise_due(Storage& storage, uint64_t base, bool due, uint32_t lan
   if ((lanes_due & (lanes_due - 1)) != 0) {
 #pragma unroll 1
     for (uint32_t other = 1; other < 32; ++other) {
-      if ((lanes_due >> other & 1) != 0 && other > lane && storage.flights[(base + other) % abi::kRingSlots].flag == flight.flag) last = false;
+      if ((lanes_due >> other & 1) != 0 && other > lane && storage.flights[(base + other) % abi::kRingSlots].flag == flight.flag)
+        last = false;
     }
   }
   if (last) ptx::store_release_sys(reinterpret_cast<uint64_t*>(flight.flag), flight.value);

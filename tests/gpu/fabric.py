@@ -1,8 +1,9 @@
 """Whether the fabric that SMs play keeps the bandwidth and the latency that it was asked for: ``python tests/gpu/fabric.py``.
 
 One GPU, one process: a kernel that only sends (``kernels/send_puts.cuh``) beside the fabric, which delivers to the rank's own memory.
-Bandwidth is that of many puts by many CTAs, from the first command to when the last flag is seen; latency that of puts one after the other.
-A line per size: what was asked, what was measured, whether it is within 10 % (bandwidth), and 10 % and 1 us (latency). Every byte is checked.
+Bandwidth is that of many puts by many CTAs, from the first command to when the last flag is seen; latency that of puts one after the
+other. A line per size: what was asked, what was measured, whether it is within 10 % (bandwidth), and 10 % and 1 us (latency). Every byte is
+checked.
 """
 
 from __future__ import annotations

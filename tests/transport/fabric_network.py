@@ -49,11 +49,13 @@ class FabricNetwork(LocalNetwork):
         self.fabrics: list[Fabric] = []
         self.controls: list[abi.ControlBlock] = []
         self.launches: list[int] = []
+        self.host_rings: list[abi.Ring] = []
         self._rings: list[Any] = []
         for rank in self.ranks:
             device, heap, signals = self.devices[rank], self.heaps[rank], self.signals[rank]
             control = device.allocate(ctypes.sizeof(abi.ControlBlock))
             host_ring = device.allocate_host(ctypes.sizeof(abi.Ring))
+            self.host_rings.append(abi.Ring.from_address(host_ring.host_address))
             self._rings.append(ctypes.c_char.from_buffer(self.producers[rank].buffer))
             header = abi.World(
                 rank=rank,
@@ -78,6 +80,7 @@ class FabricNetwork(LocalNetwork):
     def serve(self, rank: int, launch: int) -> None:
         """Launch a rank's fabric for the call of that number."""
         device = self.devices[rank]
+        self.host_rings[rank].launched = launch
         self.fabrics[rank].serve(None, launch)
         self.launches.append(self.scheduler.start(*device.launched.pop(), rank))
 
@@ -105,11 +108,16 @@ class FabricNetwork(LocalNetwork):
         library.advance_to(handle, timer)
         return True
 
+    def run(self, turns: int) -> None:
+        """At most so many switches between threads of the kernels."""
+        self.scheduler.library.run(self.scheduler.handle, turns, _NEVER)
+
     def end_call(self, launch: int = 1) -> None:
         """Say that the call has ended on every rank, which has issued all its commands."""
         for rank, producer in enumerate(self.producers):
             self.controls[rank].ring_head = producer.head
             producer.ring.ended = launch
+        self.scheduler.library.poke(self.scheduler.handle)
 
     def close(self) -> None:
         for launch in self.launches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -41,7 +42,8 @@ class SharedSegments:
             for key, group in self.groups.items():
                 if file in key:
                     group.members += 1
-                    return group.owner._own_base + key.index(file) * group.owner.stride, lambda: self._give_back(key)
+                    base = group.owner._own_base + key.index(file) * group.owner.stride
+                    return base, functools.partial(self._give_back, key)
         return None
 
     def _give_back(self, key: tuple[File, ...]) -> None:

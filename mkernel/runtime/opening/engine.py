@@ -175,9 +175,7 @@ def start_engine(
     return stop
 
 
-def start_fabric(
-    parts: Parts, on_error: OnError, rail: dict[int, tuple[int, int]], thread_ranks: ThreadRanks | None
-) -> Callable[[], None]:
+def start_fabric(parts: Parts, on_error: OnError, rail: dict[int, tuple[int, int]], thread_ranks: ThreadRanks | None) -> Callable[[], None]:
     """Prepare the kernel that plays the network beside those of the world. Returns what stops it."""
     backend = parts.backend
     assert parts.ring is not None
