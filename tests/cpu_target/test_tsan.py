@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mkernel.jit.headers import kernels_src
 from tests.sanitizer import libtsan
 
 ROOT = Path(__file__).parents[2]
@@ -85,3 +86,32 @@ def test_op_is_clean(ranks_per_node: int, call: str) -> None:
     """A whole operation, over direct access and over the network; with a CTA of each role."""
     done = run(OP, ranks_per_node, *call.split(), MKERNEL_CPU_SMS="4" if "two_shot" in call else "3")
     assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[:5000]
+
+
+OVER_SMS = """
+import sys
+from tests.shared.worlds import found_wrong
+assert found_wrong(sys.argv[1], "2x1", "bfloat16", tuple(sys.argv[2:]), 1) is None
+print("ended")
+"""
+_CASES = {"moe_combine": "37x136x520x4x2:hot", "gemm_reduce_scatter": "200x288x144"}
+_UNORDERED = (  # what one lane has acquired, the others have not
+    "  const uint64_t landed = raised + least_of_warp(static_cast<uint32_t>(least - raised));\n  ptx::sync_warp();\n",
+    "  const uint64_t landed = raised + least_of_warp(static_cast<uint32_t>(least - raised));\n",
+)
+
+
+@pytest.mark.tsan
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "planted"), [*((op, False) for op in _CASES), ("moe_combine", True)])
+def test_a_network_that_sms_play(op: str, planted: bool, tmp_path: Path) -> None:
+    variables = {"MKERNEL_EMULATED_ENGINE": "sms", "MKERNEL_CPU_SMS": "4"}
+    if planted:
+        copy = tmp_path / "kernels_src"
+        shutil.copytree(kernels_src(), copy)
+        fabric = copy / "ops/fabric.cuh"
+        assert fabric.read_text().count(_UNORDERED[0]) == 1
+        fabric.write_text(fabric.read_text().replace(*_UNORDERED))
+        variables["MKERNEL_KERNELS_SRC"] = str(copy)
+    done = run(OVER_SMS, op, _CASES[op], **variables)
+    assert ("WARNING: ThreadSanitizer: data race" in done.stderr) == planted, done.stderr[:5000]

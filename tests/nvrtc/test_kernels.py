@@ -24,6 +24,7 @@ from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.runtime import clock
+from mkernel.runtime.fabric import spec_of
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
 # A compilation may take so many times as long as Python takes to compile the source below: neighbours who share the core slow down both.
@@ -137,6 +138,15 @@ def test_allgather_gemm_whose_ctas_share_k(
 def test_the_kernel_that_only_sends(caplog: pytest.LogCaptureFixture) -> None:
     instructions = compiled(caplog, PutsPlan(Topology(4, 2), 1 << 26, 1 << 20).spec)
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+
+
+def test_the_fabric_of_sms(caplog: pytest.LogCaptureFixture) -> None:
+    """Its CTA leaves no room on an SM for one of an op, whose compute CTAs take nearly all registers, nor for a second one of its own."""
+    spec = spec_of("cuda")
+    instructions = compiled(caplog, spec)
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+    assert {"LDG.E.128", "STG.E.128"} <= instructions
+    assert cuda.resources(cuda.compile(spec)).registers * spec.threads > 65536 // 2
 
 
 @pytest.mark.parametrize("world", ["1x4", "2x2"])

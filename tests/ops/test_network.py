@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel.errors import TransportError
+from mkernel.bench.cases import ops
+from mkernel.errors import ArgumentError, TransportError
+from mkernel.ops.op import BUILT_IN, find
 from mkernel.transport import emulated, rc, srd, striped
 from tests.ops import standin
 from tests.ops.body import Case, back_to_back, problems, topology
+from tests.shared.worlds import found_wrong
 from tests.transport.rc_bugs import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
 from tests.transport.standin import MOODS
 
@@ -60,6 +64,28 @@ def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest
     monkeypatch.setenv("MKERNEL_EMULATED_HOST_SIGNALS", "1")
     seed = request.config.getoption("--seed")
     assert run("2x2", calls, seed, seed=seed, transport="emulated") == [[]] * 4
+
+
+@pytest.mark.cases(op=(*(name for name in BUILT_IN if find(name).bench), "moe_layer"), world=("2x1", "2x2", "3x1"), reorder=(0, 40))
+@pytest.mark.drawn(3)
+def test_every_op_over_a_network_that_sms_play(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, op: str, world: str, reorder: int
+) -> None:
+    """In order as over rc, or in any order as over srd."""
+    monkeypatch.setenv("MKERNEL_EMULATED_ENGINE", "sms")
+    monkeypatch.setenv("MKERNEL_EMULATED_REORDER_US", str(reorder))
+    monkeypatch.setenv("MKERNEL_CPU_SMS", "8")
+    seed = int(rng.integers(1 << 30))
+    sizes = tuple(ops()[op].demo_sizes("cpu", topology(world).size))
+    assert found_wrong(op, world, str(rng.choice(("bfloat16", "float16"))), sizes[1:] or sizes, seed) is None, seed
+
+
+@pytest.mark.parametrize("variable", ["MKERNEL_EMULATED_LINKS", "MKERNEL_EMULATED_HOST_SIGNALS"])
+def test_sms_play_one_plain_link(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv("MKERNEL_EMULATED_ENGINE", "sms")
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ArgumentError, match=f"does not go with {variable}"):
+        run("2x1", few_calls, 0, seed=0, transport="emulated")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -75,6 +75,7 @@ class Network:
     reorder_us: float = 0.0
     ack_us: float = 0.0
     host_signals: bool = False
+    sms: bool = False  # SMs play it: mkernel.runtime.fabric, which knows no acks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -235,4 +236,6 @@ def _network(rng: random.Random, world: Topology) -> Network:
     if world.num_nodes == 1 or rng.random() < 0.3:
         return Network()
     delay, reorder, ack = (rng.choice((0.0, 0.0, 20.0, 100.0, 400.0)) for _ in range(3))
+    if rng.random() < 0.3:
+        return Network(delay, reorder, sms=True)
     return Network(delay, reorder, ack, rng.random() < 0.2)

@@ -52,8 +52,16 @@ def run(program: Program, scheduler_seed: int, timeout: float = 5.0) -> Failure 
     at = [-1] * program.topology.size
     network = program.network
     faults = emulated.Faults(seed=scheduler_seed, delay_us=network.delay_us, reorder_us=network.reorder_us, ack_us=network.ack_us)
+    emulated_by: dict[str, object] = {"MKERNEL_EMULATED_HOST_SIGNALS": int(network.host_signals)}
+    if network.sms:
+        emulated_by = {
+            "MKERNEL_EMULATED_ENGINE": "sms",
+            "MKERNEL_EMULATED_LATENCY_US": 5.0 + network.delay_us,
+            "MKERNEL_EMULATED_REORDER_US": network.reorder_us,
+            "MKERNEL_CPU_SEED": scheduler_seed,  # of the order, too
+        }
     with (
-        env.override(MKERNEL_CPU_SMS=program.sms, MKERNEL_EMULATED_HOST_SIGNALS=int(network.host_signals)),
+        env.override(MKERNEL_CPU_SMS=program.sms, **emulated_by),
         mock.patch.object(emulated, "Faults", lambda: faults),
         mock.patch("mkernel.planner.gemm._PUT_BYTES", (program.put_bytes, program.put_bytes)),
     ):

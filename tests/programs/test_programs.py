@@ -134,7 +134,7 @@ def test_everything_is_drawn() -> None:
     assert {turns >= FOREVER for step in steps for *_, turns in step.late} == {True, False}
     assert {step.asleep is None for step in steps} == {True, False}
     assert {step.barrier for step in steps} == {program.prepared for program in programs} == {True, False}
-    assert {program.network.host_signals for program in programs} == {True, False}
+    assert {program.network.host_signals for program in programs} == {program.network.sms for program in programs} == {True, False}
     assert all(program.network == Network() for program in programs if program.world == "1x4")
     assert any(one == next_ for program in programs for one, next_ in itertools.pairwise(drawn))
     assert {step.max_rows > 0 for step in steps} == {step.planned for step in steps} == {True, False}
