@@ -67,7 +67,7 @@ def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest
 
 
 @pytest.mark.cases(op=(*(name for name in BUILT_IN if find(name).bench), "moe_layer"), world=("2x1", "2x2", "3x1"), reorder=(0, 40))
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_every_op_over_a_network_that_sms_play(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, op: str, world: str, reorder: int
 ) -> None:

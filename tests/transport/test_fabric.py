@@ -195,7 +195,7 @@ def _in_mood(mood: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("check", "bug"), [pytest.param(check, bug, id=bug.name) for check, bugs in BUGS.items() for bug in bugs])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_a_planted_bug_shows(tmp_path: Path, check: str, bug: Bug) -> None:
     copy = tmp_path / "kernels_src"
     shutil.copytree(kernels_src(), copy)
