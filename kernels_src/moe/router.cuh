@@ -1,5 +1,4 @@
 // Which row of which rank each choice of each token becomes: every rank works it out for itself from the routing of all ranks.
-//
 // All CTAs share the tokens of all ranks: each counts those of its range, they meet, each adds up what comes before its range, and gives its tokens
 // their places. All ranks see the same data, so all find the same fault, or none.
 #pragma once
