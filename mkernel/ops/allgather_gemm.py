@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_apart, check_extents, check_matrix, check_operands, check_writable, row_stride
+from mkernel.ops.arguments import ITEM, check_apart, check_extents, check_matrix, check_writable, row_stride
 from mkernel.ops.call import ask, call, remember, stream_of
-from mkernel.ops.gemm import GemmOp, map_of_b
+from mkernel.ops.gemm import GemmOp, checked, held
 from mkernel.ops.op import Instance, register
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.ops.schedule import choice_of, executable
@@ -212,11 +212,16 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
         a, b = operands
-        rows, n, k, b_row_major = check_operands(a, b, "K", "this rank's columns")
-        if row_stride("a", a) != k * ITEM:
+        known, stride = checked(world, a, b, "K", "this rank's columns")
+        rows, n, k = a.shape[0], known.n, known.k
+        if stride != k * ITEM:
             raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
         check_extents(rows * world.size, n, k)
-        return Instance(AllGatherGemmProblem(world.topology, n, k, a.dtype, b_row_major, world.options.batch_invariant), rows)
+        problem = known.problems.get(OP_NAME)
+        if problem is None:
+            made = AllGatherGemmProblem(world.topology, n, k, a.dtype, known.b_row_major, world.options.batch_invariant)
+            problem = known.problems[OP_NAME] = made
+        return Instance(problem, rows)
 
     def make_plan(
         self,
@@ -248,13 +253,11 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         (problem, rows), (a, b), (c,) = instance, operands, results
         n, k, size, dtype = problem.n, problem.k, world.size, problem.dtype
         plan: AllGatherGemmPlan = executable.plan
-        c_stride = row_stride("out", c)
-        heap = world.heap_address
+        known, c_stride = held(world, a, b), row_stride("out", c)
         offset = world.heap_offset(a.address, plan.shard_bytes) if rows else None
         staged = world.num_nodes > 1 and offset is None
         extent, plane_extent = max(rows, 1), max(plan.plane_rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
         a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
-        gather = heap + executable.scratch_offset if size > 1 and rows else b.address
         tensor_map = world.backend.tensor_map
         a_box = BLOCK_K, plan.load_rows, 1
         parameters = Parameters()
@@ -262,17 +265,23 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         send_offset = executable.staging_offset if offset is None else offset
         offsets = executable.scratch_offset, send_offset, executable.flag_offset, executable.packet_offset
         _VALUES.pack_into(memory, _AT, *plan.fields, a.address, *offsets, *plan.arguments.values(), staged)
-        memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, extent * k * ITEM), a_box)
+        memory[_A_MAP] = a_map = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, extent * k * ITEM), a_box)
         if plan.parts > 1:
             piece = (BLOCK_K, plan.piece_box[1], plan.piece_box[0])
             part_map = tensor_map(a_address, dtype, (BLOCK_K, k // BLOCK_K, extent), (BLOCK_K * ITEM, k * ITEM), piece, swizzled=False)
             memory[_PART_MAP] = part_map
-        part_k = k // plan.parts
-        gather_strides = (part_k * ITEM, plane_extent * part_k * ITEM)
-        memory[_GATHER_MAP] = tensor_map(gather, dtype, (part_k, plane_extent, plan.planes * plan.parts), gather_strides, a_box)
-        memory[_B_MAP] = map_of_b(world, problem, b, plan.tile.block_n)
+        if size == 1 or not rows:  # nothing is gathered
+            memory[_GATHER_MAP] = a_map
+        else:
+            made = executable.workspace_map
+            if made is None:
+                part_k, planes, gather = k // plan.parts, plan.planes * plan.parts, world.heap_address + executable.scratch_offset
+                strides = (part_k * ITEM, plane_extent * part_k * ITEM)
+                made = executable.workspace_map = tensor_map(gather, dtype, (part_k, plane_extent, planes), strides, a_box)
+            memory[_GATHER_MAP] = made
+        memory[_B_MAP] = known.map(world, plan.tile.block_n)
         if plan.slices > 1 and not problem.b_row_major:
-            memory[_B_SLICE_MAP] = map_of_b(world, problem, b, plan.b_columns)
+            memory[_B_SLICE_MAP] = known.map(world, plan.b_columns)
         memory[_C_MAP] = tensor_map(c_address, dtype, (n, plane_extent, plan.planes), (c_stride, plane_extent * c_stride), (64, 64, 1))
         return parameters
 

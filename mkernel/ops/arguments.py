@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_aligned",
+    "check_all_apart",
     "check_apart",
     "check_extents",
     "check_matrix",
@@ -58,25 +59,31 @@ def check_writable(name: str, view: TensorView) -> None:
 
 def check_apart(name: str, view: TensorView, operands: Mapping[str, TensorView]) -> None:
     """No byte of an output belongs to an operand, which other ranks may still be reading when the output is written."""
-    begin, end = _extent(view)
-    for operand, other in operands.items():
-        first, last = _extent(other)
-        if end <= first or last <= begin:
-            continue
-        if 0 not in (*view.shape, *other.shape) and np.shares_memory(np.asarray(_Place(view)), np.asarray(_Place(other))):
-            rule = f"overlaps {operand}, at {other.address:#x}, which is read while the result is written"
-            raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
+    check_all_apart({name: view}, operands)
+
+
+def check_all_apart(outputs: Mapping[str, TensorView], operands: Mapping[str, TensorView]) -> None:
+    """The same of several outputs, of which none has a byte of one before it, either."""
+    others = [(name, view, *_extent(view)) for name, view in operands.items()]
+    for name, view in outputs.items():
+        begin, end = _extent(view)
+        for operand, other, first, last in others:
+            if end <= first or last <= begin:
+                continue
+            if 0 not in (*view.shape, *other.shape) and np.shares_memory(np.asarray(_Place(view)), np.asarray(_Place(other))):
+                rule = f"overlaps {operand}, at {other.address:#x}, which is read while the result is written"
+                raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
+        others.append((name, view, begin, end))
 
 
 def _extent(view: TensorView) -> tuple[int, int]:
-    """Addresses of the first byte of a matrix and of the one after its last."""
+    """Addresses of the first byte of an array and of the one after its last, if it is not empty."""
     begin = end = view.address
     for number, stride in zip(view.shape, view.strides, strict=True):
-        reach = (number - 1) * stride
-        if reach < 0:
-            begin += reach
+        if stride < 0:
+            begin += (number - 1) * stride
         else:
-            end += reach
+            end += (number - 1) * stride
     return begin, end + ITEM
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mkernel.ops.op import Instance, Op
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["BoundCall", "ask", "call", "remember", "stream_of"]
+__all__ = ["BoundCall", "ask", "call", "hold", "remember", "stream_of"]
 
 T = TypeVar("T")
 
 _MAX_BOUND = 512  # argument combinations remembered per world
+_MAX_HELD = 4096  # and what is known of operands by themselves: weights of many layers
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +38,15 @@ def remember(world: World, key: tuple[Any, ...], value: T) -> T:
     if len(bound) >= _MAX_BOUND:
         bound.popitem(last=False)  # the oldest; a program that makes more different calls in turn prepares each again
     bound[key] = value
+    return value
+
+
+def hold(world: World, key: Hashable, value: T) -> T:
+    """Keep in ``world.held`` what calls of other sizes need again."""
+    held = world.held
+    if len(held) >= _MAX_HELD:
+        held.popitem(last=False)
+    held[key] = value
     return value
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_aligned, check_apart, check_matrix, check_writable, layout_of, row_stride
+from mkernel.ops.arguments import check_aligned, check_apart, check_matrix, check_operands, check_writable, layout_of, row_stride
+from mkernel.ops.call import hold
 from mkernel.ops.op import Instance, Op, ResultSpec
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmProblem
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.world import World
 
-__all__ = ["GemmOp", "map_of_b"]
+__all__ = ["GemmOp", "Held", "checked", "held"]
 
 Problem = TypeVar("Problem", bound=GemmProblem)
 
@@ -38,9 +39,9 @@ class GemmOp(Op[Problem]):
         return [ResultSpec(instance.problem.result_shape(instance.rows), instance.problem.dtype)]
 
     def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
-        (a, b), (c,) = operands, results
-        ((shape, dtype),) = self.results(instance, operands)
-        if check_matrix("out", c, dtype) != shape:
+        (a, b), (c,), problem = operands, results, instance.problem
+        shape = problem.result_shape(instance.rows)
+        if check_matrix("out", c, problem.dtype) != shape:
             raise ArgumentError("out.shape", c.shape, f"must be {self.result_rule} = {shape}")
         check_writable("out", c)
         if shape[0]:
@@ -49,9 +50,53 @@ class GemmOp(Op[Problem]):
         check_apart("out", c, {"a": a, "b": b})
 
 
-def map_of_b(world: World, problem: Any, b: TensorView, columns: int) -> bytes:
-    """The tensor map of ``b`` in either layout; ``columns``: of one load where its columns are contiguous."""
-    n, k = problem.n, problem.k
-    inner, outer, box = (n, k, BLOCK_K) if problem.b_row_major else (k, n, columns)
-    stride = layout_of("b", b)[1]
-    return world.backend.tensor_map(b.address, problem.dtype, (inner, outer, 1), (stride, stride * outer), (64, box, 1))
+class Held:
+    """What is known of an operand ``b`` that fits rows of K values of a type: it stays while ``a`` grows and shrinks.
+
+    Attributes
+    ----------
+    n, k, b_row_major
+        Of a problem.
+    problems
+        Those that ``b`` has been an operand of, by what they have beside: equal ones are the same object.
+    """
+
+    __slots__ = ("_b", "_maps", "_stride", "b_row_major", "k", "n", "problems")
+
+    def __init__(self, b: TensorView, n: int, k: int) -> None:
+        self.n, self.k, self._b = n, k, b
+        self.b_row_major, self._stride = layout_of("b", b)
+        self.problems: dict[Hashable, Any] = {}
+        self._maps: dict[int, bytes] = {}
+
+    def map(self, world: World, columns: int) -> bytes:
+        """The tensor map of ``b``; ``columns``: of one load where its columns are contiguous."""
+        made = self._maps.get(columns)
+        if made is None:
+            n, k, stride = self.n, self.k, self._stride
+            inner, outer, box = (n, k, BLOCK_K) if self.b_row_major else (k, n, columns)
+            shape, strides = (inner, outer, 1), (stride, stride * outer)
+            made = self._maps[columns] = world.backend.tensor_map(self._b.address, self._b.dtype, shape, strides, (64, box, 1))
+        return made
+
+
+def checked(world: World, a: TensorView, b: TensorView, k: str, what: str) -> tuple[Held, int]:
+    """What is known of ``b``, and bytes between rows of ``a``. Both fit each other; ``b`` is checked only once. Raises ArgumentError.
+
+    ``k``: the name of K; ``what``: what ``b`` holds of the whole B.
+    """
+    key = "b", a.shape[1:], a.dtype, b
+    found = world.held.get(key)
+    if found is None:
+        _, n, inner, _ = check_operands(a, b, k, what)
+        return hold(world, key, Held(b, n, inner)), row_stride("a", a)
+    stride = row_stride("a", a)
+    if a.shape[0]:
+        check_aligned("a", a)
+    return found, stride
+
+
+def held(world: World, a: TensorView, b: TensorView) -> Held:
+    """What is known of ``b``, an operand of a call that has been checked."""
+    found: Held = world.held["b", a.shape[1:], a.dtype, b]
+    return found

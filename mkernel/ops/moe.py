@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -83,20 +83,15 @@ class Routing(NamedTuple):
     expert_offsets: Array
 
 
-def _contiguous(shape: Sequence[int], item: int = 4) -> tuple[int, ...]:
-    """Strides in bytes of an array without gaps."""
-    strides = [item]
-    for extent in reversed(shape[1:]):
-        strides.insert(0, strides[0] * extent)
-    return tuple(strides)
-
-
 def check_contiguous(name: str, view: TensorView, item: int = 4) -> None:
-    if 0 in view.shape:
+    shape = view.shape
+    if 0 in shape:
         return
-    if any(stride != wanted for extent, stride, wanted in zip(view.shape, view.strides, _contiguous(view.shape, item), strict=True)
-           if extent > 1):  # fmt: skip
-        raise ArgumentError(f"{name}.strides", view.strides, f"{name} must be contiguous", f"use xp.ascontiguousarray({name})")
+    wanted, strides = item, view.strides
+    for i in range(len(shape) - 1, -1, -1):
+        if strides[i] != wanted and shape[i] > 1:
+            raise ArgumentError(f"{name}.strides", strides, f"{name} must be contiguous", f"use xp.ascontiguousarray({name})")
+        wanted *= shape[i]
     check_aligned(name, view)
 
 

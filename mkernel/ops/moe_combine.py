@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_aligned, check_apart, check_extents, check_matrix, check_multiple, check_writable, row_stride
-from mkernel.ops.call import call
+from mkernel.ops.call import call, hold
 from mkernel.ops.moe import Routing
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
@@ -194,8 +194,12 @@ def problem_of(
     if max_rows < 1:
         raise ArgumentError("max_rows", max_rows, "must be positive")
     check_extents(columns * ITEM, max_rows * world.ranks_per_node, max_tokens * topk)
-    by_node = world.options.batch_invariant and world.topology.num_nodes > 1  # on one node nothing else is done
-    return MoeCombineProblem(world.topology, columns, dtype, topk, experts, max_tokens, max_rows, weights is not None, by_node)
+    key = OP_NAME, columns, dtype, topk, experts, max_tokens, max_rows, weights is not None
+    known: MoeCombineProblem | None = world.held.get(key)
+    if known is None:
+        by_node = world.options.batch_invariant and world.topology.num_nodes > 1  # on one node nothing else is done
+        known = hold(world, key, MoeCombineProblem(world.topology, *key[1:], by_node))
+    return known
 
 
 def _check_routing(world: World, views: RoutingViews) -> tuple[int, int, int, int]:
@@ -229,13 +233,13 @@ def check_combined(problem: MoeCombineProblem, tokens: int, name: str, view: Ten
 
 
 def _check_contiguous(name: str, view: TensorView, item: int) -> None:
-    expected = item
-    for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if 0 in view.shape:
-            return
-        if extent > 1 and stride != expected:
-            raise ArgumentError(f"{name}.strides", view.strides, "must be contiguous", f"use xp.ascontiguousarray({name})")
-        expected *= extent
+    shape, strides, expected = view.shape, view.strides, item
+    if 0 in shape:
+        return
+    for i in range(len(shape) - 1, -1, -1):
+        if strides[i] != expected and shape[i] > 1:
+            raise ArgumentError(f"{name}.strides", strides, "must be contiguous", f"use xp.ascontiguousarray({name})")
+        expected *= shape[i]
     if view.address % item:
         raise ArgumentError(name, f"array at {view.address:#x}", f"must start at a multiple of {item} bytes")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
-from mkernel.ops.call import call
+from mkernel.ops.call import call, hold
 from mkernel.ops.moe import (
     Routing,
     agreed_tokens,
@@ -23,6 +24,7 @@ from mkernel.ops.moe import (
     layout_of_experts,
 )
 from mkernel.ops.op import Instance, Op, ResultSpec, register
+from mkernel.ops.parameters import place_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.moe import SEGMENT_ROWS
 from mkernel.planner.moe_dispatch_gemm import OP as OP_NAME
@@ -74,6 +76,7 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
+_ROUTING_AT, _ROUTING = place_of(RoutingArguments, "ids", "put_rows")
 
 
 class Dispatched(NamedTuple):
@@ -250,7 +253,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
         most = agreed_tokens(world, (OP_NAME, *shape), tokens, options["max_tokens"])
         rows = check_rows(world.topology, options["max_rows"], most, topk, experts, alignment, h + n)
-        return Instance(MoeDispatchGemmProblem(*shape, most, rows, alignment, weights is not None, gated, float(clamp or 0)), 0)
+        key = OP_NAME, *shape, most, rows, alignment, weights is not None, gated, float(clamp or 0)
+        return Instance(world.held.get(key) or hold(world, key, MoeDispatchGemmProblem(*key[1:])), 0)
 
     def make_plan(
         self, problem: MoeDispatchGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
@@ -259,20 +263,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
 
     # ---- one call
     def results(self, instance: Instance[MoeDispatchGemmProblem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
-        problem = instance.problem
-        nodes, most, topk = problem.topology.num_nodes, problem.max_tokens, problem.topk
-        return [
-            ResultSpec((problem.max_rows, problem.n), problem.dtype),
-            ResultSpec((problem.experts + 1,), "int32"),
-            ResultSpec((problem.max_rows, 3), "int32"),
-            *([ResultSpec((problem.max_rows,), "float32")] if problem.weighted else []),
-            ResultSpec((operands[0].shape[0], topk), "int32"),
-            ResultSpec((nodes, most, topk), "int32"),
-            ResultSpec((nodes, most, topk), "int32"),
-            ResultSpec((nodes, most), "int32"),
-            ResultSpec((nodes, most), "int32"),
-            ResultSpec((nodes, 2), "int32"),
-        ]
+        known, ids = _results(instance.problem), ResultSpec((operands[0].shape[0], instance.problem.topk), "int32")
+        return [*known[:-5], ids, *known[-5:]]
 
     def arrays_of(self, out: Any) -> Sequence[Any]:
         if not isinstance(out, tuple) or len(out) != 5 or not isinstance(out[4], tuple) or len(out[4]) != 7:
@@ -294,7 +286,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         for view, (shape, dtype) in zip(results, specs, strict=True):
             if view.shape != shape or view.dtype != dtype:
                 raise ArgumentError("out", f"{view.shape} {view.dtype}", f"must be {shape} {dtype}")
-            check_writable("out", view)
+            if not view.writable:
+                check_writable("out", view)
         y = results[0]
         check_aligned("out.y", y)
         row_stride("out.y", y)
@@ -316,31 +309,46 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         row_weight = more.pop(0) if problem.weighted else None
         areas, start, tokens = plan.areas, executable.scratch_offset, x.shape[0]
         offset = world.heap_offset(x.address, tokens * problem.row_bytes) if tokens else 0
-        named = ("topk_ids", "rows", "experts", "sums", "listed", "counts")
-        routing = RoutingArguments(
-            ids=ids.address,
-            weights=0 if weights is None else weights.address,
-            x=x.address,
-            **{name: view.address for name, view in zip(named, more, strict=True)},
-            expert_offsets=offsets.address,
-            source=source.address,
-            row_weight=0 if row_weight is None else row_weight.address,
-            expert_counts=0 if expert_counts is None else expert_counts.address,
-            records_offset=start + areas.records,
-            staged_offset=start + areas.staged,
-            sending_offset=start + areas.sending,
-            arrived_offset=start + areas.arrived,
-            tables_offset=start + areas.tables,
-            x_offset=_STAGED if offset is None else offset,
-            tokens=tokens,
-            max_tokens=problem.max_tokens,
-            max_rows=problem.max_rows,
-            alignment=problem.alignment,
-            id_bytes=8 if ids.dtype == "int64" else 4,
-            row_bytes=problem.row_bytes,
-            put_rows=plan.put_rows,
+        key = OP_NAME, executable, w, y
+        parameters = Parameters.from_buffer_copy(world.held.get(key) or hold(world, key, self._of_experts(world, executable, w, y)))
+        memory = memoryview(parameters).cast("B")
+        _ROUTING.pack_into(
+            memory,
+            Parameters.routing.offset + _ROUTING_AT,
+            ids.address,
+            0 if weights is None else weights.address,
+            x.address,
+            *(view.address for view in more),
+            offsets.address,
+            source.address,
+            0 if row_weight is None else row_weight.address,
+            0 if expert_counts is None else expert_counts.address,
+            start + areas.records,
+            start + areas.staged,
+            start + areas.sending,
+            start + areas.arrived,
+            start + areas.tables,
+            _STAGED if offset is None else offset,
+            tokens,
+            problem.max_tokens,
+            problem.max_rows,
+            problem.alignment,
+            8 if ids.dtype == "int64" else 4,
+            problem.row_bytes,
+            plan.put_rows,
         )
-        slots_offset, slots, dtype, k = start + areas.slots, problem.blocks * SEGMENT_ROWS, problem.dtype, problem.k
+        return parameters
+
+    def _of_experts(self, world: World, executable: Executable, w: TensorView, y: TensorView) -> Parameters:
+        """What does not depend on the tokens of a rank."""
+        plan: MoeDispatchGemmPlan = executable.plan
+        problem = plan.problem
+        slots_offset, slots, dtype, k = (
+            executable.scratch_offset + plan.areas.slots,
+            problem.blocks * SEGMENT_ROWS,
+            problem.dtype,
+            problem.k,
+        )
         tensor_map, y_stride = world.backend.tensor_map, row_stride("out.y", y)
         columns = 2 * problem.n if problem.gated else problem.n
         _, _, row_major, stride = layout_of_experts("w", w, k, dtype)
@@ -356,7 +364,6 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         }
         return Parameters(
             fields=abi.Fields(*plan.fields),
-            routing=routing,
             c=y.address,
             slots_offset=slots_offset,
             flag_offset=executable.flag_offset,
@@ -365,6 +372,23 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
             clamp=problem.clamp,
             **{name: abi.TensorMap.from_buffer_copy(raw) for name, raw in maps.items()},
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _results(problem: MoeDispatchGemmProblem) -> list[ResultSpec]:
+    """The arrays that a call makes, but for ``topk_ids``, which has a row per token."""
+    nodes, most, topk = problem.topology.num_nodes, problem.max_tokens, problem.topk
+    return [
+        ResultSpec((problem.max_rows, problem.n), problem.dtype),
+        ResultSpec((problem.experts + 1,), "int32"),
+        ResultSpec((problem.max_rows, 3), "int32"),
+        *([ResultSpec((problem.max_rows,), "float32")] if problem.weighted else []),
+        ResultSpec((nodes, most, topk), "int32"),
+        ResultSpec((nodes, most, topk), "int32"),
+        ResultSpec((nodes, most), "int32"),
+        ResultSpec((nodes, most), "int32"),
+        ResultSpec((nodes, 2), "int32"),
+    ]
 
 
 OP = register(MoeDispatchGemm())

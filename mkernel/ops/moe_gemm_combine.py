@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
-from mkernel.ops.call import call
+from mkernel.ops.call import call, hold
 from mkernel.ops.moe import Routing, layout_of_experts
-from mkernel.ops.moe_combine import Combining, RoutingViews, bind_combining, check_combined, problem_of
+from mkernel.ops.moe_combine import Combining, bind_combining, check_combined, problem_of
 from mkernel.ops.op import Instance, Op, ResultSpec, register
+from mkernel.ops.parameters import place_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.moe_gemm_combine import OP as OP_NAME
 from mkernel.planner.moe_gemm_combine import PARAMETER_BYTES, MoeGemmCombinePlan, MoeGemmCombineProblem, make_plan
@@ -54,6 +55,7 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
+_COMBINING_AT, _COMBINING = place_of(Combining, "out", "stage_weights")
 
 
 def moe_gemm_combine(
@@ -157,7 +159,8 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
         check_aligned("a", a)
         if add is not None:
             check_combined(combined, routing[0].shape[0], "add", add)
-        return Instance(MoeGemmCombineProblem(combined, k, row_major), 0)
+        key = OP_NAME, combined, k, row_major
+        return Instance(world.held.get(key) or hold(world, key, MoeGemmCombineProblem(*key[1:])), 0)
 
     def make_plan(
         self, problem: MoeGemmCombineProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
@@ -185,9 +188,21 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
         operands: Sequence[TensorView],
         results: Sequence[TensorView],
     ) -> Parameters:
-        (a, w, *routing, weights, add), (out,), problem = operands, results, instance.problem
+        (a, w, *routing, weights, add), (out,) = operands, results
         plan: MoeGemmCombinePlan = executable.plan
-        rows, n, k, dtype, scratch = problem.combined.max_rows, problem.n, problem.k, problem.dtype, executable.scratch_offset
+        key = OP_NAME, executable, a, w
+        parameters = Parameters.from_buffer_copy(world.held.get(key) or hold(world, key, self._of_experts(world, executable, a, w)))
+        memory = memoryview(parameters).cast("B")
+        combining = bind_combining(world, executable, plan.combining, routing, weights, add, out)
+        _COMBINING.pack_into(memory, Parameters.combining.offset + _COMBINING_AT, *combining)
+        parameters.expert_offsets = routing[-1].address
+        return parameters
+
+    def _of_experts(self, world: World, executable: Executable, a: TensorView, w: TensorView) -> Parameters:
+        """What does not depend on the tokens of a rank."""
+        plan: MoeGemmCombinePlan = executable.plan
+        problem, scratch = plan.problem, executable.scratch_offset
+        rows, n, k, dtype = problem.combined.max_rows, problem.n, problem.k, problem.dtype
         products = scratch + plan.rows_offset
         _, _, row_major, stride = layout_of_experts("w", w, k, dtype)
         inner, outer, box = (n, k, BLOCK_K) if row_major else (k, n, plan.tile.block_n)
@@ -203,9 +218,7 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
         }
         return Parameters(
             fields=abi.Fields(*plan.fields),
-            combining=Combining(*bind_combining(world, executable, plan.combining, routing, weights, add, out)),
             c=c_at,
-            expert_offsets=RoutingViews(*routing).expert_offsets.address,
             counters_offset=scratch,
             rows_offset=products,
             flag_offset=executable.flag_offset,

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mkernel.planner.split import Split
+    from mkernel.runtime.arrays.libraries import Library
     from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["NAME", "OPTIONS", "check", "moe_layer"]
+__all__ = ["NAME", "OPTIONS", "Between", "check", "moe_layer"]
 
 NAME = "moe_layer"
 OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
@@ -84,8 +85,7 @@ def moe_layer(
     Notes
     -----
     Collective, asynchronous and capturable as ``mk.moe_dispatch_gemm``; ``mk.plan("moe_layer", ...)`` prepares both kernels. Rows
-    between the two stay with the world: at most ``max_rows`` x F values and the arrays of ``mk.Routing``, once for each shape of layer
-    and number of tokens.
+    between the two stay with the world: at most ``max_rows`` x F values and the arrays of ``mk.Routing``, once for each shape of layer.
 
     Raises
     ------
@@ -113,22 +113,28 @@ def moe_layer(
         libraries = w.backend.libraries
         asked = (NAME, *options.values(), *(None if array is None else libraries[type(array)].key(array) for array in arrays))
         known: Dispatched | None = w.bound_calls.get(asked)
-        shape = None
+        shape = between = None
         if known is None:
-            shape = (
-                type(x),
-                *check(w, activation, *(None if array is None else libraries[type(array)].view(array) for array in arrays)),
-            )
-            known = w.kept.get((*shape, *options.values()))
+            views: list[Any] = [None if array is None else libraries[type(array)].view(array) for array in arrays]
+            shape = (type(x), *check(w, activation, *views), *options.values())
+            between = w.kept.get(shape)
+            if between is not None:
+                home = libraries[type(x)]
+                known = between.of(home, views[0].shape[0], home.stream() if stream is None else w.backend.stream(stream))
         more: dict[str, Any] = {"world": w, "split": split, "stream": stream}
         rows = moe_dispatch_gemm(x, topk_ids, w_gate_up, expert_counts=expert_counts, out=known, **options, **more)
         if shape is not None:
-            w.kept[*shape, *options.values()] = remember(w, asked, rows)
+            remember(w, asked, rows)
+            if between is None:
+                w.kept[shape] = Between(rows)
         return moe_gemm_combine(rows.y, w_down, rows.routing, topk_weights=topk_weights, add=add, out=out, **more)
 
 
 def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, up: Any, down: Any, add: Any, *_: Any) -> tuple[Any, ...]:
-    """Shapes and dtypes: calls alike in them share arrays. What the second kernel would refuse is refused before the first one runs."""
+    """Extents and dtypes: calls alike in them share arrays, whatever their tokens.
+
+    What the second kernel would refuse is refused before the first one runs.
+    """
     tokens, h = check_matrix("x", x)
     topk = check_ids(ids, tokens)
     check_weights(weights, (tokens, topk))
@@ -138,4 +144,22 @@ def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, 
         raise ArgumentError("w_down.shape", down.shape, f"must be ({experts}, {f}, {h}), as w_gate_up and x have it")
     if add is not None and check_matrix("add", add, x.dtype) != (tokens, h):
         raise ArgumentError("add.shape", add.shape, f"must be that of x, {(tokens, h)}")
-    return x.shape, x.dtype, topk, experts, columns
+    return h, x.dtype, topk, experts, columns
+
+
+class Between:
+    """The arrays between the two kernels of a layer, which all calls of a shape use one after the other, whatever their tokens."""
+
+    __slots__ = ("_dispatched", "_ids")
+
+    def __init__(self, dispatched: Dispatched) -> None:
+        """``dispatched``: of the first call, or made for it."""
+        self._dispatched, self._ids = dispatched, dispatched.routing.topk_ids
+
+    def of(self, home: Library, tokens: int, queue: Any) -> Dispatched:
+        """The arrays of a call of so many tokens on the stream ``queue``; ``home``: the library that makes them."""
+        routing = self._dispatched.routing
+        if tokens > self._ids.shape[0]:
+            self._ids = home.empty((max(tokens, routing.rows.shape[1]), self._ids.shape[1]), "int32", queue)
+        ids = self._ids if tokens == self._ids.shape[0] else self._ids[:tokens]
+        return self._dispatched._replace(routing=routing._replace(topk_ids=ids))

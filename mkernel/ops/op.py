@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_extents
-from mkernel.planner.row_classes import classes
+from mkernel.planner.row_classes import class_of, classes
 from mkernel.planner.split import COMMUNICATION_ROLES, Split
 
 if TYPE_CHECKING:
@@ -125,6 +125,10 @@ class Op(abc.ABC, Generic[Problem]):
     def plan_rows(self, rows: int, ranks: int) -> int:
         """How plans count ``rows`` rows of the first operand, in a world of so many ranks."""
         return rows
+
+    def class_of(self, rows: int, split: Split | None = None) -> int:
+        """The rows, as plans count them, whose plan ``of_rows`` makes that of a call of. ``split``: what its caller asks for."""
+        return class_of(rows)
 
     def rows_of(self, shape: Sequence[int]) -> int:
         """How many rows the first operand has, as callers count them where they say how many there may be."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.moe_layer import NAME, OPTIONS, check, moe_layer
+from mkernel.ops.moe_layer import NAME, OPTIONS, Between, check, moe_layer
 from mkernel.ops.op import find
 from mkernel.ops.prepared_plan import PreparedPlan, plan_kernel
 from mkernel.runtime import current
@@ -70,9 +70,12 @@ def plan_layer(
         queue = home.stream() if how.get("stream") is None else w.backend.stream(how["stream"])
         operands: list[Any] = [views[0], views[1], views[3], None, views[6]]
         specs = dispatch.results(first._instance, operands)
-        rows = w.kept.get((*shape, *given.values()))
-        if rows is None:
-            rows = w.kept[*shape, *given.values()] = dispatch.returned([home.empty(*spec, queue) for spec in specs])
+        between = w.kept.get((*shape, *given.values()))
+        if between is None:
+            made = dispatch.returned([home.empty(*spec, queue) for spec in specs])
+            between = w.kept[*shape, *given.values()] = Between(made)
+        between.of(home, first._instance.problem.max_tokens, queue)  # so that later calls need none
+        rows = between.of(home, views[0].shape[0], queue)
         second = plan_kernel("moe_gemm_combine", [rows.y, down, *rows.routing, weights, add], {}, world=w, **how)
     workspace = max(first.workspace_bytes, second.workspace_bytes)
     return PreparedLayer(op, w, None, workspace, first._instance, first._choice, tuple(given.values()), first, second)

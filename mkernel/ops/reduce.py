@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_extents, check_operands, row_stride
-from mkernel.ops.gemm import GemmOp, map_of_b
+from mkernel.ops.arguments import check_extents, row_stride
+from mkernel.ops.gemm import GemmOp, checked, held
 from mkernel.ops.op import Instance
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.choice import plan_reduce
@@ -61,16 +61,23 @@ class ReduceOp(GemmOp[ReduceProblem]):
 
     def problem(self, world: World, a: TensorView, b: TensorView, partials: Any, algorithm: str | None = None) -> Instance[ReduceProblem]:
         """What operands that fit each other ask for: all rows of ``a``. Raises ArgumentError."""
-        m, n, k, row_major = check_operands(a, b, "K/W", "this rank's rows")
+        known, _ = checked(world, a, b, "K/W", "this rank's rows")
+        m, n, k = a.shape[0], known.n, known.k
         check_extents(m, n, k)
         if partials not in PARTIALS:
             raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
+        asked = self.name, partials, algorithm
+        problem: ReduceProblem | None = known.problems.get(asked)
+        if problem is not None:
+            return Instance(problem, m)
         topology, canonical = world.topology, world.options.batch_invariant
         if canonical and not sums_by_node(algorithm, topology):
             raise ArgumentError(
                 "algorithm", algorithm, "adds no sums by node, as batch_invariant wants", "leave it to mkernel, or pass two_shot"
             )
-        return Instance(ReduceProblem(self.name, topology, n, k, a.dtype, row_major, str(partials), algorithm, canonical), m)
+        made = ReduceProblem(self.name, topology, n, k, a.dtype, known.b_row_major, str(partials), algorithm, canonical)
+        known.problems[asked] = made
+        return Instance(made, m)
 
     def make_plan(
         self, problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
@@ -96,7 +103,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
     ) -> Parameters:
         (problem, rows), (a, b), (c,) = instance, operands, results
         n, k, dtype = problem.n, problem.k, problem.dtype
-        a_stride, c_stride = row_stride("a", a), row_stride("out", c)
+        known, a_stride, c_stride = held(world, a, b), row_stride("a", a), row_stride("out", c)
         plan: ReducePlan = executable.plan
         extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
         a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
@@ -110,6 +117,6 @@ class ReduceOp(GemmOp[ReduceProblem]):
         _VALUES.pack_into(memory, _AT, *plan.fields, *offsets, executable.flag_offset, *plan.arguments.values())
         a_strides, c_strides = (a_stride, extent * a_stride), (c_stride, extent * c_stride)
         memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, plan.load_rows, 1))
-        memory[_B_MAP] = map_of_b(world, problem, b, plan.tile.block_n)
+        memory[_B_MAP] = known.map(world, plan.tile.block_n)
         memory[_C_MAP] = tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1))
         return parameters

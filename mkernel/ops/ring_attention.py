@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_apart, check_extents, check_writable
-from mkernel.ops.call import call
+from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_all_apart, check_extents, check_writable
+from mkernel.ops.call import call, hold
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.ring_attention import (
@@ -224,6 +224,10 @@ class RingAttention(Op[RingAttentionProblem]):
     def plan_rows(self, rows: int, ranks: int) -> int:
         return Sizes(1, rows).code
 
+    def class_of(self, rows: int, split: Split | None = None) -> int:
+        # Plans of all sizes are made of one, and a split that a caller gives is looked at with the sizes of the call.
+        return 0 if split is None else super().class_of(rows)
+
     def rows_of(self, shape: Sequence[int]) -> int:
         return shape[0] * shape[2] if len(shape) == 4 else 0  # of all batches; what has another shape is refused
 
@@ -262,8 +266,7 @@ class RingAttention(Op[RingAttentionProblem]):
                 raise ArgumentError("out.o.strides", o.strides, "rows must not overlap")
             taken = stride * extent
         named = dict(zip(self.operands, operands, strict=True))
-        check_apart("out.o", o, named)
-        check_apart("out.lse", lse, named | {"out.o": o})
+        check_all_apart({"out.o": o, "out.lse": lse}, named)
 
     def bind(
         self,
@@ -290,10 +293,14 @@ class RingAttention(Op[RingAttentionProblem]):
         (q, k, v), plan, header = operands, executable.plan, executable.header
         problem, make = plan.problem, world.backend.tensor_map
         key_block = problem.tile.key_block
-        for view, rows in ((q, 64), (k, key_block), (v, key_block), (o, 64), (k, COPY_ROWS), (v, COPY_ROWS)):
-            batches, heads, length, d = view.shape
-            by_batch, by_head, by_row, _ = view.strides
-            yield make(view.address, problem.dtype, (d, length, heads, batches), (by_row, by_head, by_batch), (64, rows, 1, 1))
+        made = {}
+        for name, view, rows in zip("qkvokv", (q, k, v, o, k, v), (64, key_block, key_block, 64, COPY_ROWS, COPY_ROWS), strict=True):
+            if (name, rows) not in made:
+                batches, heads, length, d = view.shape
+                by_batch, by_head, by_row, _ = view.strides
+                extents, strides = (d, length, heads, batches), (by_row, by_head, by_batch)
+                made[name, rows] = make(view.address, problem.dtype, extents, strides, (64, rows, 1, 1))
+            yield made[name, rows]
         if not problem.rings:
             yield from [bytes(128)] * 3
             return
@@ -346,8 +353,11 @@ def checked_problem(
         raise ArgumentError("causal", causal, "must be True or False")
     if layout not in LAYOUTS:
         raise ArgumentError("layout", layout, f"must be one of {', '.join(LAYOUTS)}")
-    canonical = world.options.batch_invariant
-    return RingAttentionProblem(world.topology, heads, kv_heads, d, q.dtype, causal, layout, _scale(scale, d), packed, canonical)
+    key = OP_NAME, heads, kv_heads, d, q.dtype, causal, layout, _scale(scale, d), packed
+    known: RingAttentionProblem | None = world.held.get(key)
+    if known is None:
+        known = hold(world, key, RingAttentionProblem(world.topology, *key[1:], world.options.batch_invariant))
+    return known
 
 
 def _scale(scale: Any, d: int) -> float:

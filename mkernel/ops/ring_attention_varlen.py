@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -139,7 +138,7 @@ def ring_attention_varlen(
 def _as_batch(view: TensorView) -> TensorView:
     """(rows, heads, D) as (1, heads, rows, D)."""
     (rows, heads, d), (row, head, inner) = view.shape, view.strides
-    return dataclasses.replace(view, shape=(1, heads, rows, d), strides=(max(row * max(rows, 1), head * heads), head, row, inner))
+    return view._replace(shape=(1, heads, rows, d), strides=(max(row * max(rows, 1), head * heads), head, row, inner))
 
 
 class RingAttentionVarlen(RingAttention):
@@ -204,7 +203,7 @@ class RingAttentionVarlen(RingAttention):
         for name, view, shape in (("out.o", o, operands[0].shape), ("out.lse", lse, (heads, rows))):
             if view.shape != shape:
                 raise ArgumentError(f"{name}.shape", view.shape, f"must be {shape}")
-        flat = dataclasses.replace(lse, shape=(1, heads, rows), strides=(4 * heads * rows, *lse.strides))
+        flat = lse._replace(shape=(1, heads, rows), strides=(4 * heads * rows, *lse.strides))
         super().check_results(instance, [*map(_as_batch, operands[:3]), operands[3]], [_as_batch(o), flat])
 
     def bind(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_split
 from mkernel.ops.op import Instance, Op
-from mkernel.planner.row_classes import MOST_ROWS, class_of, classes, span
+from mkernel.planner.row_classes import MOST_ROWS, classes, span
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.runtime.options import checked_fields
@@ -35,10 +35,15 @@ class Choice(NamedTuple):
     tiling: Tiling | None = None
 
 
+_NO_CHOICE = Choice(None, None)
+
+
 def choice_of(split: Any, specialize: Any = None, tiling: Any = None) -> Choice:
     """The ``split=``, ``specialize=`` and ``tiling=`` of a caller, checked. ``split``: also a Choice that was made before."""
     if isinstance(split, Choice):
         return split
+    if split is specialize is tiling is None:
+        return _NO_CHOICE
     return Choice(check_split(split), None if specialize is None else checked_fields(specialize), _checked_tiling(tiling))
 
 
@@ -69,18 +74,54 @@ def schedule_number(split: Split | None, tiling: Tiling | None = None) -> int:
     return (intra | send << 8 | reduce << 16) + (compute + 1) * _COMPUTE_FACTOR + tiles & 0xFFFFFF
 
 
-def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
-    """The plan of one call, from the table of the world: one row per class of rows, filled when its problem is prepared, or now.
+class Table:
+    """What is known of one problem, as callers with one choice have it. Compared by identity.
 
-    Roles that the split leaves open get what tuning has found, else mkernel's choice. Raises ArgumentError.
+    Attributes
+    ----------
+    plans
+        The plan of the most rows of each class that has been asked for.
+    prepared
+        What the ranks have agreed on, once a call has needed it.
+    loaded
+        Classes whose kernels every rank has loaded.
+    schedule
+        What tells the choice from others in reports.
+    """
+
+    __slots__ = ("loaded", "plans", "prepared", "schedule")
+
+    def __init__(self, choice: Choice) -> None:
+        self.plans: dict[int, Any] = {}
+        self.prepared: Prepared | None = None
+        self.loaded: set[int] = set()
+        self.schedule = schedule_number(choice.split, choice.tiling)
+
+
+def _table(world: World, problem: Hashable, choice: Choice) -> Table:
+    """The row of the world's table for a problem and a choice."""
+    key = problem, choice
+    known: Table | None = world.table.get(key)
+    if known is None:
+        known = world.table[key] = Table(choice)
+    return known
+
+
+def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, table: Table | None = None) -> Any:
+    """The plan of one call, from the table of the world: one plan per class of rows, made when its problem is prepared, or now.
+
+    Roles that the split leaves open get what tuning has found, else mkernel's choice. ``table``: if it is known. Raises ArgumentError.
     """
     problem, rows = instance
-    of_class = class_of(rows)
-    key = problem, of_class, choice
-    known = world.table.get(key)
+    plans = (table or _table(world, problem, choice)).plans
+    of_class = op.class_of(rows, choice.split)
+    known = plans.get(of_class)
     if known is None:
-        known = world.table[key] = _plan_of_class(world, op, Instance(problem, of_class), choice)
-    return known.of_rows(rows)
+        known = plans[of_class] = _plan_of_class(world, op, Instance(problem, of_class), choice)
+    try:
+        return known.of_rows(rows)
+    except SplitError as error:
+        raise _wrong(world, choice.split, error) from None
 
 
 def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
@@ -95,10 +136,7 @@ def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: C
     try:
         untuned = op.make_plan(problem, rows, sms, split, **more)
     except SplitError as error:
-        limit = world.options.max_sms
-        if split is None and limit is not None:  # mkernel's own choice does not fit
-            raise ArgumentError("max_sms", limit, f"is too few for this op and world: {error.rule}", "raise it") from None
-        raise ArgumentError("split", error.split, error.rule, error.remedy) from None
+        raise _wrong(world, split, error) from None
     except TilingError as error:
         raise ArgumentError("tiling", tiling, str(error)) from None
     tuned = world.tuned.get(tuning_name(problem, rows)) if world.tuned else None
@@ -110,24 +148,37 @@ def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: C
     return untuned
 
 
+def _wrong(world: World, split: Split | None, error: SplitError) -> ArgumentError:
+    """What to tell a caller who has asked for ``split``."""
+    limit = world.options.max_sms
+    if split is None and limit is not None:  # mkernel's own choice does not fit
+        return ArgumentError("max_sms", limit, f"is too few for this op and world: {error.rule}", "raise it")
+    return ArgumentError("split", error.split, error.rule, error.remedy)
+
+
 def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split | Choice | None, stream: Any) -> Executable:
     """The plan of one call, agreed on and loaded.
 
     Collective where the problem is used for the first time, or asks for a kernel that is not loaded: a split may.
     """
     choice = choice_of(split)
-    key = instance, choice
+    problem, rows = instance
+    table = _table(world, problem, choice)
+    key = table, rows
     known: Executable | None = world.executables.get(key)
     if known is not None:
         return known
-    plan, problems = plan_for(world, op, instance, choice), world.problems
-    prepared = problems.find(instance.problem)
-    if prepared is None or not problems.has(plan.spec):
-        prepared = prepare(world, op, instance, choice, stream)
-    schedule = schedule_number(choice.split, choice.tiling)
-    if schedule:
-        world.schedules[schedule] = choice.split, choice.tiling
-    made = problems.executable(prepared, plan, instance.rows, schedule)
+    plan, problems, prepared = plan_for(world, op, instance, choice, table), world.problems, table.prepared
+    of_class = op.class_of(rows, choice.split)
+    if prepared is None or of_class not in table.loaded:
+        prepared = problems.find(problem)
+        if prepared is None or not problems.has(plan.spec):
+            prepared = prepare(world, op, instance, choice, stream)
+        table.prepared = prepared
+        table.loaded.add(of_class)
+    if table.schedule:
+        world.schedules[table.schedule] = choice.split, choice.tiling
+    made = problems.executable(prepared, plan, rows, table.schedule)
     if len(world.executables) >= _MAX_EXECUTABLES:
         world.executables.popitem(last=False)
     world.executables[key] = made
@@ -157,5 +208,9 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
             return None
         return found
 
-    grid = max(plan.grid for plan in plans.values())
-    return world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)
+    grid, table = max(plan.grid for plan in plans.values()), _table(world, problem, choice)
+    table.prepared = world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)
+    table.loaded.update(op.class_of(number, choice.split) for number in plans)
+    for plan in plans.values():
+        plan.of_rows(0)  # works out what plans of a class have in common: not in the first call of each class
+    return table.prepared

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner.derived import derived
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
@@ -94,8 +95,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
+    of_class = (*GemmPlan.of_class, "piece_box", "shifts", "planes", "shared_bytes_of_tile")
 
-    @functools.cached_property
+    @derived
     def spec(self) -> KernelSpec:
         shared = self.shares > 1
         parts = int(most_parts(self.problem) > 1 and not shared)
@@ -104,14 +106,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def arguments(self) -> dict[str, int]:
         """What the parameters of a launch say of the schedule, in their order."""
-        rows, units = self.piece_box
+        (rows, units), (chunk_shift, part_shift) = self.piece_box, self.shifts
         return {
             "rows": self.rows,
             "whole_tiles": self.whole_tiles,
             "group_m": self.group_m,
             "part_blocks": self.part_blocks,
-            "chunk_shift": shift_of(self.chunk_rows),
-            "part_shift": shift_of(self.parts),
+            "chunk_shift": chunk_shift,
+            "part_shift": part_shift,
             "piece_rows": rows,
             "piece_units": units,
             "load_rows": self.load_rows,
@@ -124,7 +126,12 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
         return (self.split.compute or 0) if warps_push(self.problem.topology, self.split, self.span) else 0
 
-    @property
+    @derived
+    def shifts(self) -> tuple[int, int]:
+        """Of the rows of a chunk, and of the parts of K."""
+        return shift_of(self.chunk_rows), shift_of(self.parts)
+
+    @derived
     def piece_box(self) -> tuple[int, int]:
         """What one load of a copy gathers of a part of K: so many rows, and units of 64 elements of each."""
         return choose_piece(self.problem.k // self.parts) if self.parts > 1 else (1, 1)  # whole rows are contiguous
@@ -134,7 +141,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Bytes of a chunk on its way to another node."""
         return self.chunk_rows * self.problem.k * 2
 
-    @property
+    @derived
     def shard_bytes(self) -> int:
         return self.rows * self.problem.k * 2
 
@@ -167,7 +174,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def packet_bytes(self) -> int:
         """Bytes of the range of packets in the signal segment: unrounded sums of all shares of K but the first."""
-        return self.num_tiles * (self.shares - 1) * BLOCK_M * self.tile.block_n * 4
+        return self.num_tiles * self.shared_bytes_of_tile
+
+    @derived
+    def shared_bytes_of_tile(self) -> int:
+        return (self.shares - 1) * BLOCK_M * self.tile.block_n * 4
 
     @property
     def flag_words(self) -> int:
@@ -198,13 +209,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         rows = f"rows {begin} to {min(begin + self.chunk_rows, self.rows) - 1}"
         return f"chunk {chunk} of rank {source}'s shard: {rows}{f', part {part} of K' if self.parts > 1 else ''}"
 
-    @property
+    @derived
     def load_rows(self) -> int:
         """Rows of a tile of A that are loaded."""
         return choose_load_rows(self.plane_rows)
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
-    @property
+    @derived
     def planes(self) -> int:
         return self.problem.topology.size // self.span
 
@@ -213,16 +224,16 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Planes with shards of one node."""
         return max(1, self.problem.topology.ranks_per_node // self.span)
 
-    @property
+    @derived
     def plane_rows(self) -> int:
         return self.span * self.rows
 
-    @property
+    @derived
     def tile_rows(self) -> int:
         """Rows of tiles of a plane."""
         return math.ceil(self.plane_rows / BLOCK_M)
 
-    @property
+    @derived
     def num_tiles(self) -> int:
         """Whole tiles, before any is halved."""
         return self.planes * self.tile_rows * self.tiles_n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mkernel.planner.derived import derived
 from mkernel.planner.gemm import SHARED_LIMIT
 
 __all__ = ["AttentionTile"]
@@ -28,7 +29,7 @@ class AttentionTile:
         """The tile that is fastest for long sequences."""
         return cls(head_dim, 128, 2, 2)
 
-    @property
+    @derived
     def q_rows(self) -> int:
         """Rows of a q tile."""
         return _WARPGROUP_ROWS * self.warpgroups
@@ -45,7 +46,7 @@ class AttentionTile:
         others = q + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
         return others + (q if others + q <= SHARED_LIMIT else self.q_rows * 64 * _ITEM)
 
-    @property
+    @derived
     def partial_bytes(self) -> int:
         """Of the sums that one of several CTAs leaves of a q tile whose keys they share: ``AttentionShape::kPartialBytes``."""
         return self.q_rows * (self.head_dim + 8) * 4

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import hashlib
 import math
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner.derived import derived
 from mkernel.planner.specialize import constants_of
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -113,12 +114,20 @@ Problem = TypeVar("Problem", bound=GemmProblem)
 
 @dataclasses.dataclass(frozen=True)
 class GemmPlan(Generic[Problem]):
-    """Tile and split for one problem and one number of rows, on one kind of device."""
+    """Tile and split for one problem and one number of rows, on one kind of device.
+
+    Attributes
+    ----------
+    of_class
+        Names of what is worked out once for all plans of a class of rows.
+    """
 
     problem: Problem
     rows: int
     split: Split
     tile: GemmTile
+
+    of_class: ClassVar[tuple[str, ...]] = ("spec", "fields", "grid", "tiles_n")
 
     @property
     def specialize(self) -> frozenset[str]:
@@ -130,11 +139,17 @@ class GemmPlan(Generic[Problem]):
         if rows == self.rows:
             return self
         plan = object.__new__(type(self))
-        vars(plan).update(vars(self), rows=rows)
-        vars(plan).pop("digest", None)  # the kernel stays what it is
+        vars(plan).update(self._alike, rows=rows)
         return plan
 
-    @functools.cached_property
+    @derived
+    def _alike(self) -> dict[str, Any]:
+        """What plans of other rows of the class have in common with this one."""
+        known = vars(self)
+        fields = {name: known[name] for name in self.__dataclass_fields__ if name in known}  # those of class variables are not
+        return fields | {name: getattr(self, name) for name in self.of_class}
+
+    @derived
     def digest(self) -> int:
         return digest_of(self)
 
@@ -145,13 +160,13 @@ class GemmPlan(Generic[Problem]):
             ctas = tuple(min(number, 1) for number in ctas)  # which roles there are
         return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, tuple(more.items()))
 
-    @property
+    @derived
     def fields(self) -> tuple[int, int, int, int, int]:
         """What the parameters of a launch hold as ``abi.Fields``: what is not compiled in is read there."""
         problem, split = self.problem, self.split
         return problem.n, problem.k, split.intra_comm or 0, split.inter_send or 0, split.inter_reduce or 0
 
-    @property
+    @derived
     def grid(self) -> int:
         return self.split.total
 
@@ -160,12 +175,12 @@ class GemmPlan(Generic[Problem]):
         """Bytes of the data heap that only this rank's own engine reads: what it puts from there may be written before peers enter."""
         return 0
 
-    @property
+    @derived
     def tile_rows(self) -> int:
         """Rows of tiles."""
         return math.ceil(self.rows / BLOCK_M)
 
-    @property
+    @derived
     def tiles_n(self) -> int:
         return math.ceil(self.problem.n / self.tile.block_n)
 
@@ -231,7 +246,10 @@ def choose_ctas(seconds_of_one: float, seconds: float, fewest: int, most: int) -
 
 def choose_load_rows(rows: int) -> int:
     """How many rows of a tile of A to load where the matrix has ``rows``."""
-    return next((load for load in _LOAD_ROWS if rows <= load), BLOCK_M)
+    for load in _LOAD_ROWS:
+        if rows <= load:
+            return load
+    return BLOCK_M
 
 
 def choose_put(shard_bytes: int) -> int:

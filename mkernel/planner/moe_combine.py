@@ -10,6 +10,7 @@ import functools
 import math
 
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner.derived import derived
 from mkernel.planner.gemm import digest_of
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -95,7 +96,7 @@ class MoeCombineProblem:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class CombineLayout:
     """Where node sums and weights are, and which flags tell of them: ``Combining`` in the kernel.
 
@@ -154,7 +155,7 @@ class CombineLayout:
         problem = self.problem
         return problem.max_tokens * problem.topk * _WEIGHT_BYTES if problem.weighted and self.other_nodes else 0
 
-    @property
+    @derived
     def offsets(self) -> dict[str, int]:
         """Where each area begins in the workspace."""
         sums = self.offset

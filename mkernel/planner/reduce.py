@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner.derived import derived
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
@@ -116,20 +117,22 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
-    @property
+    of_class = (*GemmPlan.of_class, "op", "one_shot", "everywhere", "owners", "chunk_shift", "area_of_tile", "flags_of_tile")
+
+    @derived
     def op(self) -> str:
         return self.problem.op
 
-    @property
+    @derived
     def one_shot(self) -> bool:
         return self.algorithm == "one_shot"
 
-    @property
+    @derived
     def everywhere(self) -> bool:
         """Every rank computes and stores every tile; else a tile has an owner."""
         return self.one_shot or self.packets
 
-    @functools.cached_property
+    @derived
     def spec(self) -> KernelSpec:
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if self.one_shot else self.op
         float32 = int(self.problem.partials == "float32")
@@ -145,7 +148,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             "tiles": self.tiles,
             "group_tiles": self.group_tiles,
             "group_m": self.group_m,
-            "chunk_shift": shift_of(self.chunk_tiles),
+            "chunk_shift": self.chunk_shift,
             "load_rows": self.load_rows,
         }
 
@@ -167,12 +170,19 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         )
 
     # ---- sizes
-    @property
+    @derived
+    def owners(self) -> int:
+        """Ranks among which the tiles are divided: one where a plan has one owner's tiles only, or everyone adds up everything."""
+        return 1 if self.op == REDUCE_SCATTER or self.everywhere else self.problem.topology.size
+
+    @derived
     def tiles(self) -> int:
         """Per owner; all tiles where everyone adds up everything."""
-        grid = self.tile_rows * self.tiles_n
-        owners = 1 if self.op == REDUCE_SCATTER or self.everywhere else self.problem.topology.size
-        return math.ceil(grid / owners)
+        return math.ceil(self.tile_rows * self.tiles_n / self.owners)
+
+    @derived
+    def chunk_shift(self) -> int:
+        return shift_of(self.chunk_tiles)
 
     @property
     def put_bytes(self) -> int:
@@ -193,32 +203,34 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return self.result_bytes * (2 if self.problem.partials == "float32" else 1)
 
     # ---- the data heap and the flags: offsets from the start of the workspace, in the order of Parameters in the kernel
-    @property
-    def areas(self) -> dict[str, int]:
-        """Bytes of each area of the workspace."""
+    @derived
+    def area_of_tile(self) -> dict[str, int]:
+        """Bytes of each area of the workspace for one tile of an owner."""
         size, others = self.problem.topology.size, self.problem.topology.num_nodes - 1
         partials = size if self.one_shot else size - 1
         finished = others + 1 if self.op == ALLREDUCE and size > 1 else 0
         return {
-            "partial": 0 if self.packets else partials * self.tiles * self.partial_bytes,
-            "sum": 0 if self.everywhere else others * self.tiles * self.partial_bytes,
-            "arrived": 0 if self.everywhere else others * self.tiles * self.partial_bytes,
-            "result": 0 if self.everywhere else finished * self.tiles * self.result_bytes,
+            "partial": 0 if self.packets else partials * self.partial_bytes,
+            "sum": 0 if self.everywhere else others * self.partial_bytes,
+            "arrived": 0 if self.everywhere else others * self.partial_bytes,
+            "result": 0 if self.everywhere else finished * self.result_bytes,
         }
+
+    @property
+    def areas(self) -> dict[str, int]:
+        """Bytes of each area of the workspace."""
+        return {name: size * self.tiles for name, size in self.area_of_tile.items()}
 
     @property
     def offsets(self) -> dict[str, int]:
         """Where each area begins."""
-        offsets, at = {}, 0
-        for name, size in self.areas.items():
-            offsets[name] = at
-            at += size
-        return offsets
+        ends = itertools.accumulate(self.area_of_tile.values(), initial=0)
+        return {name: end * self.tiles for name, end in zip(self.area_of_tile, ends)}  # noqa: B905 (the last end begins no area)
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the data heap: partial tiles on their way, and finished tiles of an all-reduce."""
-        return sum(self.areas.values())
+        return sum(self.area_of_tile.values()) * self.tiles
 
     @property
     def packet_bytes(self) -> int:
@@ -229,15 +241,20 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         blocks = size * warps if self.one_shot else size * math.ceil(warps / size) + warps
         return blocks * 16 * self.tile.block_n * 2
 
-    @property
-    def flag_words(self) -> int:
+    @derived
+    def flags_of_tile(self) -> tuple[int, int]:
+        """Flags for one tile of an owner, and for one chunk of them."""
         topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
         if self.packets:
-            return 0
+            return 0, 0
         if self.one_shot:
-            return topology.size * self.tiles
-        finished = topology.size * self.tiles if self.op == ALLREDUCE else 0
-        return (topology.size - 1 + others) * self.tiles + others * self.num_chunks + finished
+            return topology.size, 0
+        return topology.size - 1 + others + (topology.size if self.op == ALLREDUCE else 0), others
+
+    @property
+    def flag_words(self) -> int:
+        of_tile, of_chunk = self.flags_of_tile
+        return of_tile * self.tiles + (of_chunk and of_chunk * self.num_chunks)
 
     def flag_name(self, rank: int, index: int) -> str:
         """What a flag tells ``rank``, for reports."""

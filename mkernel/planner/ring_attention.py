@@ -8,16 +8,16 @@ In each segment every rank streams the pair's keys and values of all other ranks
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mkernel.abi import COUNTED_WORDS
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.attention_shares import ATTENTION_FLOPS, MOST_SHARES, choose_shares
+from mkernel.planner.derived import derived
 from mkernel.planner.gemm import digest_of
-from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
+from mkernel.planner.ring_problem import RingAttentionProblem, Scale, Sizes
 from mkernel.planner.split import Split, SplitError
 
 __all__ = ["COUNT_BITS", "ITEM", "OP", "RingAttentionPlan", "Scale", "Segment", "make_plan", "scale_of_plans"]
@@ -36,26 +36,6 @@ _TABLES_SHARED_BYTES = 4096  # of packed sequences
 _COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, and a queue of chunks
 _COPY_RATE = 40e9  # bytes per second of one copying CTA (docs/planner.md)
 _MOST_COPYING = 9  # CTAs: more of them push no faster
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Scale:
-    """How finely keys travel.
-
-    Attributes
-    ----------
-    chunk_bytes
-        What K and V of a chunk may have together.
-    window_bytes
-        What the rings of a rank may have together, as long as each has ``fewest`` slots.
-    shares
-        CTAs that share the keys of a query tile, where the tiles are few enough for that; None: as many as pay.
-    """
-
-    chunk_bytes: int = 512 * 1024
-    window_bytes: int = 64 << 20
-    fewest: int = 2
-    shares: int | None = None
 
 
 SCALE = Scale()  # of all plans; tests make it smaller
@@ -89,34 +69,44 @@ class RingAttentionPlan:
     packet_bytes = 0
     staging_bytes = 0
 
-    def of_rows(self, rows: int) -> RingAttentionPlan:
-        """The plan of a call of other sizes."""
-        return self if rows == self.rows else dataclasses.replace(self, rows=rows)
+    def of_rows(self, rows: int) -> Self:
+        """The plan of a call of other sizes. Raises SplitError."""
+        if rows == self.rows:
+            return self
+        plan = object.__new__(type(self))
+        vars(plan).update(self._alike, rows=rows)
+        assert plan.grid <= plan.sm_count
+        return plan
 
-    @functools.cached_property
+    @derived
+    def _alike(self) -> dict[str, Any]:
+        """What plans of other sizes have in common with this one."""
+        return {name: getattr(self, name) for name in ("problem", "sm_count", "wanted", "scale", "spec", "_splits")}
+
+    @derived
     def digest(self) -> int:
         return digest_of(self)
 
-    @functools.cached_property
+    @derived
     def sizes(self) -> Sizes:
         return Sizes.of(self.rows)
 
     # ---- work
-    @property
+    @derived
     def part_rows(self) -> int:
         """Rows of a part of this rank's, or any rank's, rows."""
         return self.sizes.length // self.problem.parts
 
-    @property
+    @derived
     def tiles_per_part(self) -> int:
         return math.ceil(self.part_rows / self.problem.tile.q_rows)
 
-    @property
+    @derived
     def tiles(self) -> int:
         """Of one query head."""
         return self.problem.parts * self.tiles_per_part
 
-    @functools.cached_property
+    @derived
     def shares(self) -> int:
         """CTAs that share the keys of a tile: several only where all of them work at once, each on one item."""
         if not self.problem.may_share or not self.query_tiles:
@@ -124,29 +114,28 @@ class RingAttentionPlan:
         keys = self.sizes.length * self.problem.topology.size
         return choose_shares(self.problem.tile, keys, self.query_tiles, self.ctas, self.scale.shares)
 
-    @property
+    @derived
     def query_tiles(self) -> int:
         """Of all heads of all batches."""
         return self.pairs * self.tiles * self.problem.group
 
-    @property
+    @derived
     def items_per_pair(self) -> int:
         return self.tiles * self.problem.group * self.shares
 
-    @property
+    @derived
     def pairs(self) -> int:
         return self.sizes.batches * self.problem.kv_heads
 
-    @property
+    @derived
     def items(self) -> int:
         return self.pairs * self.items_per_pair
 
-    @functools.cached_property
+    @derived
     def split(self) -> Split:
         """SMs per role: as few that copy as bring the keys of a wave in the time that it computes."""
-        topology, sms = self.problem.topology, self.sm_count
-        mates, others = topology.ranks_per_node - 1, topology.num_nodes - 1
-        copying = 0
+        topology, sms, copying = self.problem.topology, self.sm_count, 0
+        mates = topology.ranks_per_node - 1
         if mates:
             per_flow = max(1, min(_MOST_COPYING // mates, sms // (8 * mates)))
             if self.query_tiles:
@@ -155,23 +144,35 @@ class RingAttentionPlan:
                 computed = 4 * self.problem.tile.q_rows * self.problem.head_dim * topology.size / ATTENTION_FLOPS
                 per_flow = max(1, min(per_flow, math.ceil(1.5 * moved / computed / _COPY_RATE / mates)))
             copying = per_flow * mates
-        split = self.wanted.complete(Split(intra_comm=copying, inter_send=others, inter_reduce=0), sms)
+        if copying not in self._splits:
+            self._splits[copying] = self._completed(copying)
+        return self._splits[copying]
+
+    @derived
+    def _splits(self) -> dict[int, Split]:
+        """Splits by the SMs that copy by default."""
+        return {}
+
+    def _completed(self, copying: int) -> Split:
+        topology = self.problem.topology
+        mates, others = topology.ranks_per_node - 1, topology.num_nodes - 1
+        split = self.wanted.complete(Split(intra_comm=copying, inter_send=others, inter_reduce=0), self.sm_count)
         for role, needed in (("intra_comm", mates), ("inter_send", others)):
             if (getattr(split, role) or 0) < needed:
                 raise SplitError(self.wanted, f"{role} needs an SM for each rank that it writes to", f"give it at least {needed}")
         return split
 
-    @property
+    @derived
     def ctas(self) -> int:
         """That compute."""
         return self.split.compute or 0
 
-    @property
+    @derived
     def copying(self) -> tuple[int, int]:
         """CTAs that push to node mates, and that send to other nodes."""
         return self.split.intra_comm or 0, self.split.inter_send or 0
 
-    @property
+    @derived
     def grid(self) -> int:
         return self.split.total
 
@@ -184,7 +185,7 @@ class RingAttentionPlan:
         """The tile of an item, in its head: the last rows first, which see most keys."""
         return self.tiles - 1 - item % self.items_per_pair // (self.problem.group * self.shares)
 
-    @property
+    @derived
     def period(self) -> int:
         """Every so many waves end where a pair ends."""
         return self.items_per_pair // math.gcd(self.items_per_pair, self.ctas) if self.items else 1
@@ -206,7 +207,7 @@ class RingAttentionPlan:
             yield segment
             first = segment.end
 
-    @property
+    @derived
     def total(self) -> int:
         """Numbers of chunks in a ring: of all segments, also of chunks that no row sees."""
         if not self.items:
@@ -215,7 +216,7 @@ class RingAttentionPlan:
         return self.base(wave, pair) + self.chunks
 
     # ---- chunks
-    @functools.cached_property
+    @derived
     def chunk_blocks(self) -> int:
         """Key blocks of a chunk."""
         tile, blocks = self.problem.tile, self.blocks
@@ -227,25 +228,25 @@ class RingAttentionPlan:
                 return max(1, math.ceil(blocks / chunks))
             most *= 2
 
-    @property
+    @derived
     def blocks(self) -> int:
         """Key blocks of a part."""
         return math.ceil(self.part_rows / self.problem.tile.key_block)
 
-    @property
+    @derived
     def chunk_rows(self) -> int:
         return self.chunk_blocks * self.problem.tile.key_block
 
-    @property
+    @derived
     def chunks_per_part(self) -> int:
         return math.ceil(self.part_rows / self.chunk_rows)
 
-    @property
+    @derived
     def chunks(self) -> int:
         """Of one pair's keys of one rank."""
         return self.problem.parts * self.chunks_per_part
 
-    @property
+    @derived
     def plane_bytes(self) -> int:
         """K, or V, of a full chunk."""
         return self.chunk_rows * self.problem.head_dim * ITEM
@@ -255,7 +256,7 @@ class RingAttentionPlan:
         """Of a put: a full chunk."""
         return 2 * self.plane_bytes
 
-    @functools.cached_property
+    @derived
     def depth(self) -> int:
         """Slots of a ring."""
         rings = self.problem.rings
@@ -338,7 +339,7 @@ class RingAttentionPlan:
         return topology.rank(topology.node(rank), topology.local_rank(source))
 
     # ---- flags of this rank, by number: CTAs that have begun; counted ones: chunks in slots, credits; and words of the workspace: progress
-    @property
+    @derived
     def readers(self) -> int:
         """CTAs that read rings: those that compute, then those that forward."""
         return self.ctas + self.copying[0]
@@ -392,11 +393,11 @@ class RingAttentionPlan:
         return f"what reader {reader} has read of the chunks of rank {self.source_of(rank, ring)}"
 
     # ---- areas of the workspace
-    @property
+    @derived
     def window_bytes(self) -> int:
         return self.problem.rings * self.depth * 2 * self.plane_bytes
 
-    @property
+    @derived
     def send_bytes(self) -> int:
         return self.copying[1] * SEND_SLOTS * 2 * self.plane_bytes if self.items else 0
 
@@ -405,7 +406,7 @@ class RingAttentionPlan:
         """Of the window and of what is to be sent, which follows it: K and V of each slot."""
         return (self.window_bytes + self.send_bytes) // self.plane_bytes if self.items else 0
 
-    @property
+    @derived
     def progress_offset(self) -> int:
         return -(-(self.window_bytes + self.send_bytes) // _ALIGNMENT) * _ALIGNMENT
 
@@ -413,11 +414,11 @@ class RingAttentionPlan:
     def progress_bytes(self) -> int:
         return self.problem.rings * self.readers * _WORD
 
-    @property
+    @derived
     def partial_offset(self) -> int:
         return -(-(self.progress_offset + self.progress_bytes) // _ALIGNMENT) * _ALIGNMENT
 
-    @property
+    @derived
     def partial_bytes(self) -> int:
         """Room for the sums of shares, the same for all sizes: smaller calls have more shares."""
         if not self.problem.may_share or not self.items:
@@ -428,7 +429,7 @@ class RingAttentionPlan:
     def workspace_bytes(self) -> int:
         return self.partial_offset + self.partial_bytes
 
-    @functools.cached_property
+    @derived
     def spec(self) -> KernelSpec:
         problem, tile = self.problem, self.problem.tile
         constants = tile.constants() | {

@@ -7,11 +7,32 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mkernel.planner.attention_tile import AttentionTile
+from mkernel.planner.derived import derived
 from mkernel.planner.topology import Topology
 
-__all__ = ["LAYOUTS", "RingAttentionProblem", "Sizes"]
+__all__ = ["LAYOUTS", "RingAttentionProblem", "Scale", "Sizes"]
 
 LAYOUTS = ("contiguous", "zigzag")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scale:
+    """How finely keys travel.
+
+    Attributes
+    ----------
+    chunk_bytes
+        What K and V of a chunk may have together.
+    window_bytes
+        What the rings of a rank may have together, as long as each has ``fewest`` slots.
+    shares
+        CTAs that share the keys of a query tile, where the tiles are few enough for that; None: as many as pay.
+    """
+
+    chunk_bytes: int = 512 * 1024
+    window_bytes: int = 64 << 20
+    fewest: int = 2
+    shares: int | None = None
 
 
 class Sizes(NamedTuple):
@@ -39,7 +60,7 @@ class Sizes(NamedTuple):
         return cls(rest >> (bits - 1), (1 << (bits - 1)) | rest & ((1 << (bits - 1)) - 1))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class RingAttentionProblem:
     """What the ranks agree on once. B and the rows of a rank are each call's (``Sizes``).
 
@@ -68,17 +89,17 @@ class RingAttentionProblem:
     packed: bool = False
     canonical: bool = False
 
-    @property
+    @derived
     def parts(self) -> int:
         """Runs of consecutive positions that a rank holds."""
         return 2 if self.layout == "zigzag" else 1
 
-    @property
+    @derived
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.q_heads // self.kv_heads
 
-    @property
+    @derived
     def tile(self) -> AttentionTile:
         return AttentionTile.of(self.head_dim, self.causal)
 
@@ -87,12 +108,12 @@ class RingAttentionProblem:
         """In which order keys are taken, for descriptions, if it is not the usual one."""
         return ", keys by position" if self.canonical else ""
 
-    @property
+    @derived
     def may_share(self) -> bool:
         """Whether several CTAs may share the keys of a tile: not where bits must not depend on how many tiles there are."""
         return not self.packed and not self.canonical
 
-    @property
+    @derived
     def rings(self) -> int:
         """Sources whose keys a rank streams."""
         return self.topology.size - 1

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mkernel.errors import CallError, CallReport
+from mkernel.planner.derived import derived
 from mkernel.planner.ring_attention import COUNT_BITS, ITEM, RingAttentionPlan, Scale, Segment, scale_of_plans
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.split import Split
@@ -78,7 +79,7 @@ class RingAttentionVarlenPlan(RingAttentionPlan):
     op = OP
     agreed_data = "cu_seqlens"
 
-    @functools.cached_property
+    @derived
     def sizes(self) -> Sizes:
         return Sizes(1, 1 << (self.rows - 1).bit_length() if self.rows else 0)
 
@@ -92,14 +93,14 @@ class RingAttentionVarlenPlan(RingAttentionPlan):
         more = problem.q_heads / (problem.tile.q_rows * self.ctas)
         return math.ceil((often + more * rows) * rows / chunk_rows + often * parts * min(rows, _USUAL) + more * rows * parts)
 
-    @functools.cached_property
+    @derived
     def chunk_blocks(self) -> int:
         most = max(1, self.scale.chunk_bytes // (2 * self.problem.tile.key_block * self.problem.head_dim * ITEM))
         while most < self.blocks and self._most_numbers(most) >= 1 << COUNT_BITS:
             most *= 2
         return max(1, math.ceil(self.blocks / max(1, math.ceil(self.blocks / most))))
 
-    @property
+    @derived
     def total(self) -> int:
         """At most."""
         return self._most_numbers(self.chunk_blocks) if self.items else 0

@@ -16,7 +16,10 @@ MOST_ROWS = (1 << 31) - 1  # of a matrix
 
 
 def _step(rows: int) -> int:
-    return next((step for limit, step in _STEPS if rows <= limit), 0) or (1 << (rows - 1).bit_length()) // _PER_POWER
+    for limit, step in _STEPS:
+        if rows <= limit:
+            return step
+    return (1 << (rows - 1).bit_length()) // _PER_POWER
 
 
 def class_of(rows: int) -> int:

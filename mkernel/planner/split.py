@@ -74,4 +74,4 @@ class Split:
 
     @property
     def total(self) -> int:
-        return sum(n or 0 for n in (self.compute, self.intra_comm, self.inter_send, self.inter_reduce))
+        return (self.compute or 0) + (self.intra_comm or 0) + (self.inter_send or 0) + (self.inter_reduce or 0)

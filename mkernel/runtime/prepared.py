@@ -89,12 +89,15 @@ class Executable:
     ----------
     plan, kernel, grid
         What runs.
+    workspace_map
+        A tensor map of the workspace, kept here by ops whose calls of this size all have the same.
     scratch_offset, staging_offset
         Bytes from the start of the data heap to the workspace, and to the area that only this rank's own engine reads.
     flag_offset, packet_offset
         Bytes from the start of the signal segment to the flags and the packets.
     """
 
+    workspace_map: bytes | None = None
     scratch_offset = 0
     flag_offset = abi.SIGNAL_FLAGS
     packet_offset = abi.FLAG_BYTES

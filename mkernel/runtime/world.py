@@ -111,8 +111,11 @@ class World:
         self._executables: dict[Hashable, Executable] = {}  # by the keys of callers who bring their own plans
         self.tuned: dict[str, Split] = {}  # name of a tuning -> SMs of the roles that communicate; the same on every rank
         self.executables: OrderedDict[Hashable, Executable] = OrderedDict()  # executables of ops, by what was asked
-        self.table: dict[Hashable, Any] = {}  # of ops: the plan of the most rows of a class, by problem, class and what the caller chose
+        self.table: dict[Hashable, Any] = {}  # of ops: plans of classes of rows, by problem and what the caller chose
         self.agreed: dict[Hashable, int] = {}  # of ops: bounds that the ranks have agreed on at a first call
+        self.held: OrderedDict[Hashable, Any] = (
+            OrderedDict()
+        )  # of ops: what is known of operands that calls of any size have, such as weights
         self.kept: dict[Hashable, Any] = {}  # of ops: arrays that calls of one shape use one after the other
         # Splits and tilings that callers have asked for, by the numbers that kernels report.
         self.schedules: dict[int, tuple[Split | None, Tiling | None]] = {}
@@ -479,6 +482,7 @@ class World:
         self.table.clear()
         self.problems.clear()
         self.bound_calls.clear()
+        self.held.clear()
         self.kept.clear()
         self._history = [None] * _HISTORY
         self.failures.close()

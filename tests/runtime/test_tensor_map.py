@@ -50,9 +50,9 @@ class Encoder:
 def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
     made = Encoder()
 
-    def prompt(name: str, *kinds: Any) -> Encoder:
+    def prompt(name: str, *kinds: Any) -> Any:
         assert (name, len(kinds)) == ("cuTensorMapEncodeTiled", 12)
-        return made
+        return lambda *arguments: made(*(getattr(argument, "value", argument) for argument in arguments))
 
     monkeypatch.setattr(tensor_map, "prompt", prompt)
     names = types.SimpleNamespace(CUresult=lambda status: types.SimpleNamespace(name=f"status {status}"))

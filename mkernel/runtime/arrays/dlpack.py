@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ def _from_dlpack(array: Any) -> TensorView:
         view = capsule_view(export(array))
     except (BufferError, RuntimeError) as error:
         raise ArgumentError("array", type(array).__name__, f"does not give its memory away: {error}") from error
-    return dataclasses.replace(view, writable=False) if immutable(array) else view
+    return view._replace(writable=False) if immutable(array) else view
 
 
 def export(array: Any, **options: Any) -> object:

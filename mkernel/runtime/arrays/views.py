@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 __all__ = ["TensorView"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorView:
-    """A strided array on the device, as the ops see it after argument checks."""
+class TensorView(NamedTuple):
+    """A strided array on the device, as the ops see it after argument checks. A tuple, because calls make several each."""
 
     address: int
     shape: tuple[int, ...]

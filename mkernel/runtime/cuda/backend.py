@@ -73,7 +73,8 @@ class CudaBackend(Backend):
         self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(Config), _pointer, _pointer, _pointer)
         with self._current():
             self._stream = self._new_stream()
-        self._maps = TensorMaps()
+        self._maps = TensorMaps(lambda: self._some_address)
+        self.tensor_map = self._maps.get  # type: ignore[method-assign]  # as an attribute: one call less for every map
         self._beside: SideStream | None = None  # of kernels beside those of the world
         cupy.cuda.Device(ordinal).use()
         compiler.warm_up()
@@ -177,7 +178,7 @@ class CudaBackend(Backend):
             return CudaKernel(spec, cubin, self.sm_count, self.ordinal)
 
     def tensor_map(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
-        return self._maps.get(address or self._some_address, dtype, shape, strides, box, swizzled)
+        return self._maps.get(address, dtype, shape, strides, box, swizzled)
 
     @functools.cached_property
     def _some_address(self) -> int:

@@ -217,7 +217,7 @@ class ForeignLibrary(Library):
         if ordinal != self._ordinal:
             raise elsewhere(array, ordinal, self._ordinal)
         view = dlpack.capsule_view(self._export(array, -1))  # -1: no synchronization, see ``enter``
-        return dataclasses.replace(view, writable=False) if dlpack.immutable(array) else view
+        return view._replace(writable=False) if dlpack.immutable(array) else view
 
     def _from_interface(self, array: Any) -> TensorView:
         interface = array.__cuda_array_interface__

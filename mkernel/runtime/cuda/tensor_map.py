@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from mkernel.errors import ArgumentError
@@ -34,29 +35,59 @@ _INPUT = {rank: struct.Struct(f"={rank}Q{rank - 1}Q{rank}I{rank}I") for rank in 
 _OUTPUT = 128  # offset of the map
 
 
+# Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be odd.
+def _inputs(x: int, y: int, z: int, row: int, plane: int, *box: int) -> tuple[int, ...]:
+    """What the encoder reads of a tensor of three dimensions."""
+    x = x if x > 1 else 1
+    if y <= 1:
+        y, row = 1, -(-2 * x // 16) * 16
+    if z <= 1:
+        z, plane = 1, -(-row * y // 16) * 16
+    return x, y, z, row, plane, *box, 1, 1, 1
+
+
+def _inputs_4(x: int, y: int, z: int, batch: int, row: int, plane: int, batch_bytes: int, *box: int) -> tuple[int, ...]:
+    """The same of four dimensions."""
+    x, y, z, row, plane, *_ = _inputs(x, y, z, row, plane)
+    if batch <= 1:
+        batch, batch_bytes = 1, -(-plane * z // 16) * 16
+    return x, y, z, batch, row, plane, batch_bytes, *box, 1, 1, 1, 1
+
+
 class TensorMaps:
     """Makes tensor maps, and remembers the ones that were asked for last. Any thread.
 
     A new map costs 2 us of host time: the encoder is a function of the host that reads memory prepared once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, some_address: Callable[[], int] | None = None) -> None:
+        """``some_address``: makes an address for maps of empty arrays, whose own address may be 0."""
+        self._some_address = some_address
         self._lock = threading.Lock()  # of the memory
         self._owner = ctypes.create_string_buffer(_OUTPUT + _BYTES + _ALIGNMENT)
         start = -ctypes.addressof(self._owner) % _ALIGNMENT
         self._memory = memoryview(self._owner).cast("B")[start : start + _OUTPUT + _BYTES]
         self._output = self._memory[_OUTPUT:]
-        self._at = ctypes.addressof(self._owner) + start
+        at = ctypes.addressof(self._owner) + start
+        # Arguments of the encoder that are the same for many maps, as ctypes has them: converting an integer takes longer.
+        self._to, self._kinds = _pointer(at + _OUTPUT), {dtype: _enum(number) for dtype, number in _DTYPES.items()}
+        self._rest = {
+            (rank, swizzled): (*map(_pointer, (at, at + 8 * rank, at + 16 * rank - 8, at + 20 * rank - 8)), *map(_enum, how))
+            for rank in _INPUT
+            for swizzled, how in ((swizzled, (_NO_INTERLEAVE, _SWIZZLES[swizzled], _PROMOTION, _ZEROS)) for swizzled in (False, True))
+        }
         self._known = functools.lru_cache(maxsize=_KNOWN)(self._encoded)
 
-    def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool) -> bytes:
-        """The map of a tensor, as ``Backend.tensor_map`` describes it. ``address``: not 0.
+    def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
+        """The map of a tensor, as ``Backend.tensor_map`` describes it.
 
         Raises
         ------
         ArgumentError
             The driver's rules forbid such a map: the message names the driver's status.
         """
+        if not address and self._some_address is not None:
+            address = self._some_address()
         return self._known(address, dtype, shape, strides, box, swizzled)
 
     def forget(self) -> None:
@@ -70,40 +101,20 @@ class TensorMaps:
         return prompt("cuTensorMapEncodeTiled", *types)
 
     def _encoded(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool) -> bytes:
-        kind = _DTYPES.get(dtype)
+        kind = self._kinds.get(dtype)
         if kind is None:
             raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
         if box[0] * 2 != _BOX_BYTES:
             raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements")
-        # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may
-        # be odd.
-        rank, extents, steps = len(shape), [extent if extent > 1 else 1 for extent in shape], list(strides)
-        inside = extents[0] * 2  # bytes
-        for i, extent in enumerate(extents[1:]):
-            if extent == 1:
-                steps[i] = -(-inside // 16) * 16
-            inside = steps[i] * extent
-        at, encode = self._at, self._encode
+        rank = len(shape)
+        inputs = _inputs(*shape, *strides, *box) if rank == 3 else _inputs_4(*shape, *strides, *box)
         with self._lock:
             try:
-                _INPUT[rank].pack_into(self._memory, 0, *extents, *steps, *box, *(1,) * rank)
+                _INPUT[rank].pack_into(self._memory, 0, *inputs)
             except struct.error:  # a number that the driver's types do not hold
                 status = _INVALID_VALUE
             else:
-                status = encode(
-                    at + _OUTPUT,
-                    kind,
-                    rank,
-                    address,
-                    at,
-                    at + 8 * rank,
-                    at + 16 * rank - 8,
-                    at + 20 * rank - 8,
-                    _NO_INTERLEAVE,
-                    _SWIZZLES[swizzled],
-                    _PROMOTION,
-                    _ZEROS,
-                )
+                status = self._encode(self._to, kind, rank, address, *self._rest[rank, swizzled])
                 if not status:
                     return self._output.tobytes()
         value = f"{dtype} {shape}, strides {strides}, box {box} at {address:#x}"

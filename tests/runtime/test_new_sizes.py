@@ -1,0 +1,36 @@
+"""What a call of a size never seen before must not do: counted, not timed, over a driver library that stands in for the GPU's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Of each op: the most functions of Python that a new size may call, those of the launch included, and the most tensor maps that may be
+# encoded, on average: only of operands whose address or extents are new. When each size worked out what all have in common there were
+# 164, 212, 165, 804, 630, 211, 134, 165 and 529 functions.
+MOST = {
+    "allgather_gemm": (123, 4),  # a, c and the gathered rows, and a again where K travels in parts
+    "gemm_reduce_scatter": (108, 2),
+    "gemm_allreduce": (110, 2),
+    "ring_attention": (225, 5),  # q, k, v, o, and now and then the window
+    "ring_attention_varlen": (240, 5),
+    "moe_dispatch_gemm": (150, 0),
+    "moe_combine": (125, 0),
+    "moe_gemm_combine": (125, 0),
+    "moe_layer": (310, 0),
+}
+
+
+def test_a_new_size_does_little() -> None:
+    command = [sys.executable, "-m", "tests.runtime.new_sizes", "--ranks", "2", "--calls", "60", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = {line["op"]: line for line in map(json.loads, ended.stdout.splitlines())}
+    assert found.keys() == MOST.keys()
+    for op, (functions, maps) in MOST.items():
+        assert found[op]["functions"][0] <= functions, (op, found[op])
+        assert found[op]["maps"] <= maps, (op, found[op])
