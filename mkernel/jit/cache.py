@@ -24,7 +24,20 @@ from pathlib import Path
 from mkernel import env
 from mkernel.errors import ArgumentError
 
-__all__ = ["distrust", "dump", "find", "folder", "keep", "keep_source", "locked", "problem", "read", "warn_once", "write_atomically"]
+__all__ = [
+    "distrust",
+    "dump",
+    "find",
+    "folder",
+    "found",
+    "keep",
+    "keep_source",
+    "locked",
+    "problem",
+    "read",
+    "warn_once",
+    "write_atomically",
+]
 
 _log = logging.getLogger("mkernel")
 
@@ -65,12 +78,22 @@ def problem(target: str) -> str:
 
 def find(target: str, name: str, key: bytes) -> Path | None:
     """The file of this name that was kept under this key: whole, and of an owner whom this process trusts. None: there is none."""
+    return next((path for path in _places(target, name) if read(path, key) is not None), None)
+
+
+def found(target: str, name: str, key: bytes) -> bytes | None:
+    """What is in the file that ``find`` finds."""
+    return next((data for path in _places(target, name) if (data := read(path, key)) is not None), None)
+
+
+def _places(target: str, name: str) -> list[Path]:
+    """Where a file of this name may be."""
     if why := problem(target):
         _warn_folder(folder(target), why)
     places = [] if why else [folder(target)]
     if _private is not None:
         places.append(_private / target)
-    return next((place / name for place in places if read(place / name, key) is not None), None)
+    return [place / name for place in places]
 
 
 def read(path: Path, key: bytes) -> bytes | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from mkernel.jit.spec import KernelSpec
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions
 
-__all__ = ["ARCH", "Resources", "compile", "compile_ptx", "disassemble", "resources", "warm_up"]
+__all__ = ["ARCH", "Resources", "begin_compiling", "compile", "compile_ptx", "disassemble", "resources", "warm_up"]
 
 ARCH = "sm_90a"  # the `a` unlocks wgmma and setmaxnreg; such a cubin runs on compute capability 9.0 only
 
@@ -74,9 +76,33 @@ def warm_up() -> None:
         make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin", extra_digest=digest(search, source))
 
 
+def begin_compiling() -> threading.Thread | None:
+    """Where no kernel is cached yet, compile a small one in the background: NVRTC's first takes a second longer than the others.
+
+    Never raises. Returns the thread, which the end of the process waits for; None: nothing is to be done.
+    """
+    if env.NO_COMPILE.get():
+        return None
+    with contextlib.suppress(OSError), os.scandir(cache.folder("cuda") / "entries") as entries:
+        if next(entries, None) is not None:
+            return None
+    thread = threading.Thread(target=_compile_nothing, name="mkernel-nvrtc")
+    thread.start()
+    return thread
+
+
+def _compile_nothing() -> None:
+    with contextlib.suppress(Exception):  # the first kernel meets the error again, and reports it
+        from cuda.core import Program
+
+        source = '#include "ptx.cuh"\nextern "C" __global__ void nothing(uint32_t *at) { *at += threadIdx.x; }\n'
+        program = Program(source, "c++", _options("nothing", IncludePath.for_cuda([])))
+        program.compile("cubin", logs=_Log())
+        program.close()
+
+
 def _cached(job: _Job) -> bytes | None:
-    path = cache.find("cuda", job.entry, job.key)
-    return None if path is None else cache.read(path, job.key)
+    return cache.found("cuda", job.entry, job.key)
 
 
 def compile_ptx(spec: KernelSpec, *, include: Sequence[Path] = ()) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,6 +10,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +18,17 @@ from mkernel import env
 from mkernel.errors import CompileError
 from mkernel.jit.spec import KernelSpec
 
-__all__ = ["IncludePath", "cuda_includes", "cutlass_include", "device_code", "digest", "kernels_src", "own_folder", "sources_digest"]
+__all__ = [
+    "IncludePath",
+    "cuda_includes",
+    "cutlass_include",
+    "device_code",
+    "digest",
+    "kernels_src",
+    "looked_at_once",
+    "own_folder",
+    "sources_digest",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +44,13 @@ class IncludePath:
 
     def find(self, name: str, beside: Path) -> Path | None:
         """The file that ``#include`` of this name means inside a file of folder ``beside``."""
-        for folder in (beside, *self.folders):
-            file = folder / name
-            if file.is_file():
-                return file
-        return None
+        found = _find(name, str(beside), [str(folder) for folder in self.folders])
+        return None if found is None else Path(found)
+
+
+def _find(name: str, beside: str, folders: Sequence[str]) -> str | None:
+    is_file, join = os.path.isfile, os.path.join
+    return next((file for folder in (beside, *folders) if is_file(file := join(folder, name))), None)
 
 
 # ---- locations
@@ -145,20 +159,62 @@ def digest(path: IncludePath, source: str, roots: Sequence[Path] = ()) -> bytes:
     Conditions are ignored, which only makes the set larger. Includes that are spelled by a macro are not followed: the version headers of
     CUDA, CCCL and CUTLASS, always part of the digest, stand for them. All of ``roots`` (files) is included whatever the source says.
     """
-    todo = [file for name in _VERSIONS if (file := path.find(name, path.folders[0]))]
-    todo += [file for name in _names(source.encode()) if (file := path.find(name, path.folders[0]))]
-    todo += roots
-    seen: dict[Path, bytes] = {}
+    looked, folders = _looked or _Looked(), tuple(map(str, path.folders))
+    todo = [file for name in (*_VERSIONS, *_names(source.encode())) if (file := looked.find(name, folders[0], folders))]
+    todo += map(str, roots)
+    seen: dict[str, bytes] = {}
     while todo:
         file = todo.pop()
         if file in seen:
             continue
-        seen[file], names = _as_it_is(file)
-        todo += [found for name in names if (found := path.find(name, file.parent)) is not None and found not in seen]
+        seen[file], names = looked.read(file)
+        beside = file.rpartition("/")[0]
+        todo += [found for name in names if (found := looked.find(name, beside, folders)) is not None and found not in seen]
     total = hashlib.sha256()
     for file in sorted(seen):
-        total.update(str(file).encode() + b"\0" + seen[file])
+        total.update(file.encode() + b"\0" + seen[file])
     return total.digest()
+
+
+class _Looked:
+    """What a look at the headers has found: each is looked for, and looked at, once."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str, tuple[str, ...]], str | None] = {}
+        self._files: dict[str, tuple[bytes, tuple[str, ...]]] = {}
+
+    def find(self, name: str, beside: str, folders: tuple[str, ...]) -> str | None:
+        """As ``IncludePath.find``, of strings."""
+        key = name, beside, folders
+        if key not in self._places:
+            self._places[key] = _find(name, beside, folders)
+        return self._places[key]
+
+    def read(self, file: str) -> tuple[bytes, tuple[str, ...]]:
+        """Digest and includes of a file."""
+        if file not in self._files:
+            self._files[file] = _as_it_is(Path(file))
+        return self._files[file]
+
+
+_looked: _Looked | None = None  # while somebody is inside ``looked_at_once``
+_lookers = 0
+_lookers_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def looked_at_once() -> Iterator[None]:
+    """Inside, by any thread, headers stay as the first look finds them: the kernels of one preparation include the same hundred files."""
+    global _looked, _lookers
+    with _lookers_lock:
+        _looked, _lookers = _looked or _Looked(), _lookers + 1
+    try:
+        yield
+    finally:
+        with _lookers_lock:
+            _lookers -= 1
+            if not _lookers:
+                _looked = None
 
 
 def _as_it_is(file: Path) -> tuple[bytes, tuple[str, ...]]:

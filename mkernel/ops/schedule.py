@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_split
 from mkernel.ops.op import Instance, Op
-from mkernel.planner.row_classes import MOST_ROWS, classes, span
+from mkernel.planner.row_classes import MOST_ROWS, examined, span
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.runtime.options import checked_fields
@@ -176,9 +176,10 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
             prepared = prepare(world, op, instance, choice, stream)
         table.prepared = prepared
         table.loaded.add(of_class)
-    if table.schedule:
-        world.schedules[table.schedule] = choice.split, choice.tiling
-    made = problems.executable(prepared, plan, rows, table.schedule)
+    schedule = table.schedule
+    if schedule:
+        world.schedules[schedule] = choice.split, choice.tiling
+    made = problems.executable(prepared, plan, rows, schedule)
     if len(world.executables) >= _MAX_EXECUTABLES:
         world.executables.popitem(last=False)
     world.executables[key] = made
@@ -194,7 +195,7 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
     problem, rows = instance
     plans = {rows: plan_for(world, op, instance, choice)}
     if op.by_rows and (max_rows is not None or world.backend.compiles_ahead):
-        for number in classes(MOST_ROWS // world.size if max_rows is None else max_rows):
+        for number in examined(MOST_ROWS // world.size if max_rows is None else max_rows):
             plan = plan_for(world, op, Instance(problem, number), choice)
             # More rows may need less of the heap, where they are done in another way: those are prepared, too.
             if max_rows is not None or plan.workspace_bytes + plan.staging_bytes <= world.heap_bytes:

@@ -23,7 +23,7 @@ from mkernel.planner.gemm import (
     shift_of,
 )
 from mkernel.planner.k_parts import choose_parts, choose_piece
-from mkernel.planner.row_classes import class_of, classes
+from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes
 from mkernel.planner.spans import choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
@@ -48,7 +48,6 @@ _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 _MOST_KERNELS = 8  # of one N and K, where the split is compiled in
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
-_EXAMINED_ROWS = 1 << 17  # of a rank: from some tens of waves on, all classes choose the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -346,7 +345,7 @@ def _room_for_shares(problem: AllGatherGemmProblem, sm_count: int, specialize: S
     """Whether all classes together have few enough kernels. Without shares they do: a kernel for each tile width, whoever pushes."""
     if problem.topology.size != 2 or "split" in specialize:  # warps push between two ranks only; of splits, few are kept anyway
         return True
-    plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(_EXAMINED_ROWS))
+    plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS))
     return len({plan.spec for plan in plans}) <= _MOST_KERNELS
 
 
@@ -356,7 +355,7 @@ def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Spec
 
     A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too.
     """
-    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(_EXAMINED_ROWS)]
+    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS)]
     chosen = collections.Counter(plan.spec for plan in plans)
     kept = {spec for spec, _ in chosen.most_common(_MOST_KERNELS)}  # among equals the first, of the fewest rows
     return [plan for plan in plans if plan.spec in kept]

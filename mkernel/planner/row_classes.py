@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["MOST_ROWS", "class_of", "classes", "span"]
+__all__ = ["EXAMINED_ROWS", "MOST_ROWS", "class_of", "classes", "examined", "span"]
 
 _STEPS = ((256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
 _PER_POWER = 128
 MOST_ROWS = (1 << 31) - 1  # of a matrix
+EXAMINED_ROWS = 1 << 17  # of a rank: from some tens of waves on, all classes choose the same kernel
 
 
 def _step(rows: int) -> int:
@@ -40,3 +41,12 @@ def classes(max_rows: int) -> Iterator[int]:
     while rows < last:
         rows = class_of(rows + 1)
         yield rows
+
+
+def examined(max_rows: int) -> Iterator[int]:
+    """Some of the classes up to that of ``max_rows``, ascending, that use all of their kernels: each up to ``EXAMINED_ROWS``, then few."""
+    yield from classes(min(max_rows, EXAMINED_ROWS))
+    rows = 2 * EXAMINED_ROWS
+    while rows < 2 * max_rows:
+        yield class_of(min(rows, max_rows))
+        rows *= 2

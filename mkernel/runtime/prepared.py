@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mkernel import abi
 from mkernel.errors import ArgumentError, CompileError
+from mkernel.jit.headers import looked_at_once
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.gemm import digest_of
 from mkernel.runtime import progress
@@ -231,6 +232,10 @@ class Problems:
 
     def _load(self, title: str, specs: Sequence[KernelSpec], grid: int) -> None:
         """Compile and load on every rank, after the agreement. Returns when all ranks are ready to launch."""
+        with looked_at_once():
+            self._load_all(title, specs, grid)
+
+    def _load_all(self, title: str, specs: Sequence[KernelSpec], grid: int) -> None:
         world = self._world
         if len(specs) > 1:  # ranks and cores share the work of compiling; loading finds the kernels in the cache, or meets the error again
             self._compile(title, specs[world.rank :: world.size])

@@ -163,6 +163,25 @@ def test_the_second_time_nothing_is_compiled(compilations: list[str]) -> None:
     assert len(compilations) == 1
 
 
+def test_compiling_begins_in_the_background_where_nothing_is_cached(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = cuda.begin_compiling()
+    assert begun is not None
+    begun.join(120)
+    assert not begun.is_alive()
+    monkeypatch.setenv("MKERNEL_NO_COMPILE", "1")
+    assert cuda.begin_compiling() is None
+    monkeypatch.delenv("MKERNEL_NO_COMPILE")
+    cuda.compile(PLAIN, include=[KERNELS])
+    assert len(compilations) == 1, "nothing of it is kept, or counts"
+    assert cuda.begin_compiling() is None
+
+
+def test_the_small_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong with it nobody would hear of."""
+    monkeypatch.setattr(cuda.contextlib, "suppress", lambda *_: cuda.contextlib.nullcontext())
+    cuda._compile_nothing()
+
+
 def test_another_process_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.compile(PLAIN, include=[KERNELS])
     monkeypatch.setenv("MKERNEL_NO_COMPILE", "1")

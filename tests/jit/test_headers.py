@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from mkernel.errors import CompileError
-from mkernel.jit.headers import IncludePath, cuda_includes, cutlass_include, digest, kernels_src
+from mkernel.jit.headers import IncludePath, cuda_includes, cutlass_include, digest, kernels_src, looked_at_once
 
 SOURCE = '#include "ptx.cuh"\n#include "kernel.cuh"\n'
 
@@ -55,6 +56,23 @@ def test_digest_ignores_other_files(tree: IncludePath, tmp_path: Path) -> None:
     before = digest(tree, SOURCE)
     (tmp_path / "src/unrelated.cuh").write_text("// changed\n")
     assert digest(tree, SOURCE) == before
+
+
+def test_headers_are_looked_at_once(tree: IncludePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside ``looked_at_once``, whoever nests it, digests of any source ask the file system once; afterwards they ask again."""
+    asked: list[str] = []
+    isfile = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda file: asked.append(str(file)) or isfile(file))
+    before = digest(tree, SOURCE)
+    with looked_at_once():
+        with looked_at_once():
+            assert digest(tree, SOURCE) == before
+        asked.clear()
+        (tmp_path / "src/kernel.cuh").write_text("// changed\n")
+        assert digest(tree, SOURCE) == before
+        assert digest(tree, '#include "kernel.cuh"\n') != before
+        assert asked == []
+    assert digest(tree, SOURCE) != before
 
 
 def test_digest_sees_a_file_that_comes_to_shadow_another(tree: IncludePath, tmp_path: Path) -> None:

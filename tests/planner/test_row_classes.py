@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mkernel.planner import allgather_gemm, reduce
-from mkernel.planner.row_classes import class_of, classes, span
+from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_ROWS, class_of, classes, examined, span
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
 
@@ -43,6 +44,16 @@ def test_large_numbers(rng: np.random.Generator) -> None:
         assert numbers[0] == 1 or class_of(numbers[0] - 1) == numbers[0] - 1, "the class before ends there"
         assert class_of(end + 1) > end
         assert len(numbers) <= max(16, rows / 4), "a class is a small share of what it stands for"
+
+
+def test_few_large_classes_are_examined(rng: np.random.Generator) -> None:
+    for most in [1, EXAMINED_ROWS, EXAMINED_ROWS + 1, MOST_ROWS, *map(int, 2 ** rng.uniform(0, 31, 20))]:
+        some, every = list(examined(most)), list(classes(most))
+        assert some == sorted(set(some))
+        assert set(some) <= set(every)
+        assert some[-1] == every[-1]
+        assert [rows for rows in every if rows <= EXAMINED_ROWS] == [rows for rows in some if rows <= EXAMINED_ROWS]
+        assert all(after <= 2 * before for before, after in itertools.pairwise(rows for rows in some if rows > EXAMINED_ROWS))
 
 
 def test_no_rows_are_in_the_class_of_one() -> None:
@@ -105,6 +116,16 @@ def test_at_most_8_kernels_of_one_n_and_k(rng: np.random.Generator, op: str) -> 
             drawn = draw(rng, op)
             kernels = {drawn.plan(rows, specialize=specialize).spec for rows in classes(MOST)}
             assert len(kernels) <= 8, (specialize, drawn, len(kernels))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_examined_classes_have_all_kernels(rng: np.random.Generator, op: str) -> None:
+    """Preparation compiles the kernels of the classes that it looks at: no other class needs another one."""
+    for _ in range(6):
+        drawn = draw(rng, op)
+        most = MOST_ROWS // drawn.topology.size
+        kernels = {rows: drawn.plan(rows).spec for rows in classes(most)}
+        assert {kernels[rows] for rows in examined(most)} == set(kernels.values()), drawn
 
 
 def test_kernels_that_few_classes_choose_are_given_up(rng: np.random.Generator) -> None:

@@ -78,6 +78,7 @@ class CudaBackend(Backend):
         self._beside: SideStream | None = None  # of kernels beside those of the world
         cupy.cuda.Device(ordinal).use()
         compiler.warm_up()
+        compiler.begin_compiling()
 
     def _current(self) -> Any:
         return current(self._context)
