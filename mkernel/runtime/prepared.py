@@ -98,7 +98,7 @@ class Executable:
         Bytes from the start of the signal segment to the flags and the packets.
     """
 
-    workspace_map: bytes | None = None
+    __slots__ = ("grid", "header", "kernel", "plan", "staging_offset", "tracing", "workspace_map")  # one is made for every size
     scratch_offset = 0
     flag_offset = abi.SIGNAL_FLAGS
     packet_offset = abi.FLAG_BYTES
@@ -107,6 +107,7 @@ class Executable:
         self, world: Traced, plan: Any, kernel: Kernel, staging_offset: int, problem: int, rows: int = 0, schedule: int = 0
     ) -> None:
         self.plan, self.kernel, self.grid, self.staging_offset = plan, kernel, plan.grid, staging_offset
+        self.workspace_map: bytes | None = None
         self.header = abi.World.from_buffer_copy(world.header)
         self.tracing = world.tracing
         self.header.problem, self.header.rows, self.header.schedule = problem, rows, schedule

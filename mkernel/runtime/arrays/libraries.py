@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.arrays.views import TensorView
+from mkernel.runtime.arrays.views import TensorView, view_of
 
 __all__ = ["Crossing", "Device", "Libraries", "Library", "TorchLibrary"]
 
@@ -143,7 +143,7 @@ class TorchLibrary(Library):
             raise ArgumentError("array", "Tensor", f"has no memory: {error}") from error
         item = array.element_size()
         dtype = self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
-        return TensorView(address, tuple(array.shape), tuple(stride * item for stride in array.stride()), dtype)
+        return view_of((address, tuple(array.shape), tuple([stride * item for stride in array.stride()]), dtype, True))
 
     def empty(self, shape: Sequence[int], dtype: str, stream: Any) -> Any:
         return self._torch.empty(tuple(shape), dtype=self._dtypes[dtype], device=self._place)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-__all__ = ["TensorView"]
+__all__ = ["TensorView", "view_of"]
 
 
 class TensorView(NamedTuple):
@@ -15,3 +17,7 @@ class TensorView(NamedTuple):
     strides: tuple[int, ...]  # bytes
     dtype: str  # "bfloat16", "float16", "float32", "int32", "int64"
     writable: bool = True
+
+
+# The view of a tuple of all its fields, without a function of Python in between.
+view_of: Callable[[tuple[Any, ...]], TensorView] = functools.partial(tuple.__new__, TensorView)

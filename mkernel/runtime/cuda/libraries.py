@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mkernel.errors import ArgumentError
 from mkernel.runtime.arrays import dlpack
 from mkernel.runtime.arrays.libraries import Library, TorchLibrary
-from mkernel.runtime.arrays.views import TensorView
+from mkernel.runtime.arrays.views import TensorView, view_of
 from mkernel.runtime.cuda.queries import LEGACY_STREAM, PER_THREAD_STREAM
 from mkernel.runtime.cuda.streams import LaunchQueue
 
@@ -81,7 +81,7 @@ class CupyLibrary(_Streamed):
         if memory.device_id != self._ordinal:
             raise elsewhere(array, memory.device_id, self._ordinal)
         dtype = array.dtype
-        return TensorView(memory.ptr, array.shape, array.strides, self._names.get(dtype) or dtype.name)
+        return view_of((memory.ptr, array.shape, array.strides, self._names.get(dtype) or dtype.name, True))
 
     def stream(self) -> int:
         return self._current_stream(self._ordinal).ptr or LEGACY_STREAM

@@ -33,6 +33,7 @@ _pointer, _u32, _enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
 # What the encoder reads of so many dimensions: extents, strides of all but the first, the box, and the steps inside it.
 _INPUT = {rank: struct.Struct(f"={rank}Q{rank - 1}Q{rank}I{rank}I") for rank in (3, 4)}
 _OUTPUT = 128  # offset of the map
+_NUMBERS = 8  # extents, strides and box of three dimensions
 
 
 # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be odd.
@@ -88,7 +89,7 @@ class TensorMaps:
         """
         if not address and self._some_address is not None:
             address = self._some_address()
-        return self._known(address, dtype, shape, strides, box, swizzled)
+        return self._known(address, dtype, swizzled, *shape, *strides, *box)
 
     def forget(self) -> None:
         """Forget all maps."""
@@ -100,14 +101,14 @@ class TensorMaps:
         types = (_pointer, _enum, _u32, _pointer, _pointer, _pointer, _pointer, _pointer, _enum, _enum, _enum, _enum)
         return prompt("cuTensorMapEncodeTiled", *types)
 
-    def _encoded(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool) -> bytes:
-        kind = self._kinds.get(dtype)
+    def _encoded(self, address: int, dtype: str, swizzled: bool, *numbers: int) -> bytes:
+        """``numbers``: shape, strides and box, one after the other: one tuple for the garbage collector, not four."""
+        kind, rank = self._kinds.get(dtype), 3 if len(numbers) == _NUMBERS else 4
         if kind is None:
             raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
-        if box[0] * 2 != _BOX_BYTES:
-            raise ArgumentError("box", box, f"the inner extent must be {_BOX_BYTES // 2} elements")
-        rank = len(shape)
-        inputs = _inputs(*shape, *strides, *box) if rank == 3 else _inputs_4(*shape, *strides, *box)
+        if numbers[-rank] * 2 != _BOX_BYTES:
+            raise ArgumentError("box", numbers[-rank:], f"the inner extent must be {_BOX_BYTES // 2} elements")
+        inputs = _inputs(*numbers) if rank == 3 else _inputs_4(*numbers)
         with self._lock:
             try:
                 _INPUT[rank].pack_into(self._memory, 0, *inputs)
@@ -117,6 +118,6 @@ class TensorMaps:
                 status = self._encode(self._to, kind, rank, address, *self._rest[rank, swizzled])
                 if not status:
                     return self._output.tobytes()
-        value = f"{dtype} {shape}, strides {strides}, box {box} at {address:#x}"
+        value = f"{dtype} {numbers[:rank]}, strides {numbers[rank:-rank]}, box {numbers[-rank:]} at {address:#x}"
         rule = f"no tensor map can describe it ({driver().CUresult(status).name})"
         raise ArgumentError("tensor", value, rule, "16-byte aligned base and strides are needed")
