@@ -65,4 +65,10 @@ NAMED = (
         "return max(1, -(-rows // step)) * step",
         "return -(-rows // step) * step",
     ),
+    _named("links are not waited for", "planner/predict_gemm.py", "end = max(end, start + entry + links)", "pass"),
+    _named("rows that mates hand on cost nothing", "planner/predict_gemm.py", "begin + pushing + forwarding)", "begin + pushing)"),
+    _named("switches carry everything", "planner/machine.py", "max(nodes - 1, beyond * self.oversubscription)", "(nodes - 1)"),
+    _named("all entries by one put", "planner/predict_network.py", "others * max(network.issue, network.put)", "network.put"),
+    _named("a put for all nodes", "planner/predict_network.py", "engine = others * math.ceil(", "engine = math.ceil("),
+    _named("any world runs", "bench/scale.py", "if world.size > MAX_RANKS else []", "if False else []"),
 )
