@@ -159,6 +159,8 @@ def render(report: Report) -> str:
     )
     rest = report.settings.get("cooldown_ms", 0)
     head += f", after at least {rest:g} ms of rest" if rest else ", without rest"
+    if world["nodes"] > 1 and report.settings.get("network"):
+        head += f"; network: {report.settings['network']}"
     contestants = _contestants(report.rows)
     lines = [_line(row, contestants, _has_graphs(report.rows)) for row in report.rows]
     headers = ["shape", *contestants, "predicted", "b2b " + FUSED]

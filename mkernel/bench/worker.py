@@ -83,6 +83,7 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
             "options": dict(settings.options),
             "link_gb_per_s": LINK_GB_PER_S,
             "network_gb_per_s": settings.network_gb_per_s,
+            "network": _network_of(world),
             "tilings": sorted(tilings_of(op.name)),
             "cooldown_ms": settings.cooldown_ms,
             "seconds_per_shape": settings.seconds,
@@ -110,6 +111,12 @@ def _topology(world: Any) -> Any:
     from mkernel.planner.topology import Topology
 
     return Topology(world.size, world.ranks_per_node)
+
+
+def _network_of(world: Any) -> str:
+    """How the nodes talk: figures over an emulated network depend on who plays it."""
+    name: str = world.options.transport
+    return name if name != "emulated" else f"{name} by {env.EMULATED_ENGINE.get()}, {env.EMULATED_LATENCY_US.get():g} us"
 
 
 class _Measurer:

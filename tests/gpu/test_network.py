@@ -21,7 +21,9 @@ from mkernel.errors import Error
 from mkernel.runtime.cuda import backend as cuda
 from mkernel.runtime.cuda.backend import CudaBackend
 from mkernel.runtime.cuda.gpus import available
+from tests.gpu import fabric
 from tests.gpu.calls import THREADS, WaitParameters, wait_spec
+from tests.gpu.exact import OPS, fused
 
 pytestmark = pytest.mark.gpu
 
@@ -176,3 +178,25 @@ def test_results_are_read_at_once(ranks_per_node: int) -> None:
 
     worst = mk.launch(use, ranks=2, ranks_per_node=ranks_per_node, target="cuda", heap_bytes=1 << 26, timeout=5.0, entry_timeout=5.0)
     assert max(worst) < 2**-11, "rounded once"
+
+
+def test_the_fabric_of_sms_keeps_what_was_asked() -> None:
+    assert fabric.main(["--sizes", "4096", "65536", "1048576"]) == 0
+
+
+@pytest.mark.parametrize("reorder", [0, 20])
+def test_calls_over_the_fabric_of_sms(monkeypatch: pytest.MonkeyPatch, reorder: int) -> None:
+    """Two nodes of one rank, which may share a GPU: a fabric runs in the time slices of its rank."""
+    monkeypatch.setenv("MKERNEL_EMULATED_ENGINE", "sms")
+    monkeypatch.setenv("MKERNEL_EMULATED_REORDER_US", str(reorder))
+    monkeypatch.setenv("MKERNEL_SHARE_GPUS", "1")
+
+    def use(world: Any) -> bool:
+        right = True
+        for op in OPS:
+            for rows in (8, 1024):
+                c, expected, _ = fused(world, op, rows, 512, 256)
+                right &= bool((c == expected).all())
+        return right
+
+    assert mk.launch(use, ranks=2, ranks_per_node=1, target="cuda", heap_bytes=1 << 28, timeout=20.0, entry_timeout=60.0) == [True, True]

@@ -52,7 +52,7 @@ def run(program: Program, scheduler_seed: int, timeout: float = 5.0) -> Failure 
     at = [-1] * program.topology.size
     network = program.network
     faults = emulated.Faults(seed=scheduler_seed, delay_us=network.delay_us, reorder_us=network.reorder_us, ack_us=network.ack_us)
-    emulated_by: dict[str, object] = {"MKERNEL_EMULATED_HOST_SIGNALS": int(network.host_signals)}
+    emulated_by: dict[str, object] = {"MKERNEL_EMULATED_ENGINE": "host", "MKERNEL_EMULATED_HOST_SIGNALS": int(network.host_signals)}
     if network.sms:
         emulated_by = {
             "MKERNEL_EMULATED_ENGINE": "sms",
