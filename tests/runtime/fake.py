@@ -208,6 +208,9 @@ class FakeBackend(Backend):
         else:
             run_kernel(given)
 
+    def accompany(self, kernel: Kernel, turn: Any, grid: int, parameters: Any) -> None:
+        raise NotImplementedError("its kernels are functions: nothing plays a network beside them")
+
     def synchronize(self) -> None:
         self.work.join()
 
