@@ -21,11 +21,12 @@ from mkernel.bench.published import published_table
 from mkernel.bench.scale import SCALED, scale_table, switch_table
 from mkernel.errors import ArgumentError
 from mkernel.planner.choice import ranked
-from mkernel.planner.machine import PYTHON_PUT, RDMA, Machine, machine_named
+from mkernel.planner.machine import FABRIC, PYTHON_PUT, RDMA, Machine, machine_named
 from mkernel.planner.prediction import BATCH, RESOURCES, Prediction
 from mkernel.planner.reduce import ALLREDUCE
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
+from mkernel.runtime import fabric
 from mkernel.tools.table import format_table
 
 __all__ = ["comparison", "main", "machine_of"]
@@ -143,6 +144,9 @@ def machine_of(options: argparse.Namespace) -> Machine:
         put = PYTHON_PUT if options.engine == "python" else RDMA.put
         return machine.with_network(dataclasses.replace(RDMA, bandwidth=bandwidth, put=put, **switches))
     network = dataclasses.replace(machine.network, **switches)
+    if env.EMULATED_ENGINE.get() == "sms":
+        network = dataclasses.replace(FABRIC, **switches)
+        machine = machine if options.sms else dataclasses.replace(machine, sms=machine.sms - fabric.SMS)
     if env.EMULATED_GBPS.is_set() and paced:
         network = dataclasses.replace(network, bandwidth=paced * 1e9)
     if env.EMULATED_LATENCY_US.is_set():

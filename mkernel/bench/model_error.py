@@ -11,7 +11,7 @@ from mkernel.bench.cases import Case, ops
 from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.report import FUSED, MODES, SOLO, Report
 from mkernel.bench.stats import quantile
-from mkernel.planner.machine import Machine, changed
+from mkernel.planner.machine import Machine, changed, network_of
 from mkernel.planner.prediction import ALONE, BATCH, Conditions
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
@@ -38,6 +38,7 @@ class Measured:
     ms: float
     case: Case
     conditions: Conditions
+    network: str = ""  # as the report names it
 
     @property
     def ranks(self) -> int:
@@ -46,7 +47,7 @@ class Measured:
 
     def error(self, machine: Machine) -> float:
         """Predicted over measured, as a natural logarithm: 0 is right. Raises ValueError where the model knows nothing of the op."""
-        predicted = self.case.predicted(machine, self.conditions)
+        predicted = self.case.predicted(machine.with_network(network_of(self.network, machine.network)), self.conditions)
         if predicted is None:
             raise ValueError(f"the cost model knows nothing of {self.op}")
         return math.log(predicted.seconds * 1e3 / self.ms)
@@ -58,6 +59,7 @@ def measured(folder: Path) -> list[Measured]:
     for path in sorted(folder.glob("*.json")):
         report = Report.from_json(path.read_text(encoding="utf-8"))
         topology = Topology(report.world["ranks"], report.world["ranks_per_node"])
+        network = str(report.settings.get("network") or "")
         rested = bool(report.settings.get("cooldown_ms") or report.settings.get("rest_ms"))  # as it was called before
         for row in report.rows:
             case = ops()[report.op].case(row.label, topology, report.dtype, **report.settings["options"])
@@ -71,7 +73,7 @@ def measured(folder: Path) -> list[Measured]:
                     if (ms := row.time(contestant, mode)) is not None:
                         conditions = (ALONE if mode == MODES[0] else BATCH)._replace(rested=rested)
                         world = f"{of.num_nodes}x{of.ranks_per_node}"
-                        found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions)
+                        found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions, network)
     return list(found.values())
 
 

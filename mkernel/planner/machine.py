@@ -17,6 +17,7 @@ from mkernel.errors import ArgumentError
 
 __all__ = [
     "EMULATED",
+    "FABRIC",
     "H100",
     "H200",
     "MACHINES",
@@ -28,6 +29,7 @@ __all__ = [
     "load",
     "machine_named",
     "machine_of",
+    "network_of",
     "save",
 ]
 
@@ -86,10 +88,22 @@ class Network:
 
 # 50 GB/s and 5 us are what it is paced to. A put and the reaction are Python's: fitted to "engine alone" of docs/benchmarks/*-2x2-*.json.
 EMULATED = Network(bandwidth=50e9, latency=5e-6, put=26e-6, reaction=157e-6, reaction_hot=27e-6)
+# Played by SMs (docs/fabric.md), without an engine on the host. Assumed until it is measured: a put takes a microsecond.
+FABRIC = Network(bandwidth=50e9, latency=5e-6, put=1e-6, reaction=2e-6, reaction_hot=2e-6)
 # Assumed: one 400 Gb/s card per GPU. The compiled engine takes 0.16 us of CPU for a put (docs/transports.md), what its card and provider
 # take comes to that; a hot one has seen a command after 0.6 us, one that sleeps is woken; a switch takes 0.3 us.
 RDMA = Network(bandwidth=50e9, latency=4e-6, put=0.5e-6, reaction=10e-6, reaction_hot=2e-6, hop=0.3e-6)
 PYTHON_PUT = 4e-6  # seconds of the engine in Python: 3.9 us of CPU (docs/transports.md)
+
+
+def network_of(said: str | None, otherwise: Network) -> Network:
+    """The network that a report of the bench names (``settings.network``); ``otherwise`` where that says no more."""
+    said = said or ""
+    if said.startswith("emulated by sms"):
+        return FABRIC
+    if said == "srd":
+        return dataclasses.replace(RDMA, put=PYTHON_PUT)
+    return RDMA if said == "rc" else otherwise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

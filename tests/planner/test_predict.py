@@ -53,6 +53,16 @@ def test_the_error_is_what_is_aimed_at() -> None:
     assert quantiles(row.error(H200) for row in others)[0] <= 0.2
 
 
+def test_a_report_is_predicted_on_the_network_that_it_names() -> None:
+    row = next(row for row in measured(REPORTS) if row.world == "2x2" and row.label == "2048")
+    errors = {
+        said: dataclasses.replace(row, network=said).error(H200)
+        for said in ("", "emulated by host, 5 us", "emulated by sms, 5 us", "rc", "srd")
+    }
+    assert errors[""] == errors["emulated by host, 5 us"] > errors["emulated by sms, 5 us"]
+    assert errors[""] > errors["srd"] > errors["rc"]
+
+
 def test_a_fit_finds_what_measurements_were_made_with() -> None:
     rows = [row for row in measured(REPORTS) if row.op == "gemm"]
     other = dataclasses.replace(H200, start=H200.start * 1.3, tile=H200.tile * 0.7)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mkernel import env
 from mkernel.bench import classes, model
 from mkernel.bench.cases import ops
 from mkernel.errors import ArgumentError
@@ -71,6 +72,17 @@ def test_a_faster_network_is_worth_its_share(capsys: pytest.CaptureFixture[str])
     emulated, one, two, blocked = times
     assert emulated[0] == one[0] == pytest.approx(2 * two[0], rel=1e-3) == pytest.approx(blocked[0] / 2, rel=1e-3)
     assert emulated[1] > one[1] > two[1] < blocked[1]
+
+
+def test_a_network_that_sms_play_is_quicker_and_leaves_fewer_sms(capsys: pytest.CaptureFixture[str]) -> None:
+    times = []
+    for engine in ("host", "sms"):
+        with env.override(MKERNEL_EMULATED_ENGINE=engine):
+            model.main(["allgather_gemm", "--world", "2x2", "--shapes", "2048"])
+        printed = capsys.readouterr().out
+        times.append(float(_predictions(printed)["2048"]["predicted ms"]))
+        assert f"H200, {132 if engine == 'host' else 128} SMs" in printed
+    assert times[1] < times[0] / 2
 
 
 @pytest.mark.parametrize("wrong", ["--nics 0", "--nics 1 --nic-gbps 0", "--oversubscription 0.5", "--machine a100"])
