@@ -50,6 +50,8 @@ struct Flight {
   uint64_t value;
 };
 struct Storage {
+  FabricPeer peers[abi::kMaxRanks];  // by rank
+  // ---- of CTA 0
   uint64_t taken;   // commands
   uint64_t ending;  // warp 1 leaves when so many are raised
   uint64_t channel_due[kChannels];
@@ -59,7 +61,6 @@ struct Storage {
 static_assert(sizeof(Storage) <= Config::kSharedBytes, "mkernel/runtime/fabric.py");
 
 MK_DEVICE abi::Ring* ring_of(const Parameters& p) { return reinterpret_cast<abi::Ring*>(p.world.ring); }
-MK_DEVICE FabricPeer peer_of(const Parameters& p, uint32_t rank) { return reinterpret_cast<const FabricPeer*>(p.peers)[rank]; }
 MK_DEVICE uint64_t* progress_of(const Parameters& p, uint32_t worker) {
   return reinterpret_cast<uint64_t*>(p.progress) + kProgress + worker;
 }
@@ -69,6 +70,10 @@ MK_DEVICE uint64_t lesser(uint64_t a, uint64_t b) { return a < b ? a : b; }
 MK_DEVICE uint64_t of_lane(uint64_t v, uint32_t lane) {
   const uint32_t high = ptx::broadcast(static_cast<uint32_t>(v >> 32), lane);
   return uint64_t(high) << 32 | ptx::broadcast(static_cast<uint32_t>(v), lane);
+}
+MK_DEVICE uint64_t xor_lane(uint64_t v, uint32_t lanes) {
+  const uint32_t high = ptx::shuffle_xor(static_cast<uint32_t>(v >> 32), lanes);
+  return uint64_t(high) << 32 | ptx::shuffle_xor(static_cast<uint32_t>(v), lanes);
 }
 MK_DEVICE uint32_t least_of_warp(uint32_t v) {
 #pragma unroll
@@ -82,8 +87,8 @@ MK_DEVICE uint32_t least_of_warp(uint32_t v) {
 MK_DEVICE uint32_t first_lanes(uint32_t votes) { return votes == 0xffffffffu ? 32 : ptx::count_bits(votes ^ (votes + 1)) - 1; }
 
 // ---- warp 0
-MK_DEVICE bool is_bad(const Parameters& p, const abi::Command& command) {
-  if (command.dst_rank >= p.world.size || peer_of(p, command.dst_rank).heap == 0) return true;
+MK_DEVICE bool is_bad(const Parameters& p, const Storage& storage, const abi::Command& command) {
+  if (command.dst_rank >= p.world.size || storage.peers[command.dst_rank].heap == 0) return true;
   const uint64_t furthest = command.src_offset > command.dst_offset ? command.src_offset : command.dst_offset;
   return furthest > p.heap_bytes || command.bytes > p.heap_bytes - furthest || command.signal_offset % 8 != 0 ||
          command.signal_offset + 8 > p.signal_bytes;
@@ -100,26 +105,39 @@ MK_DEVICE uint64_t any_below(const Parameters& p, uint64_t ticket, uint64_t limi
   return (x ^ (x >> 31)) % limit;
 }
 
-// The NIC: one queue for all peers and channels. One thread. `due` of a flight holds how long its bytes take before, and when it is due after.
+// The NIC: one queue for all peers and channels. Warp function.
 class Link {
  public:
-  MK_DEVICE void schedule(const Parameters& p, Storage& storage, uint64_t ticket, uint32_t count) {
-    const uint64_t now = ptx::clock_ns();
-    if (free_ < now) free_ = now;
-#pragma unroll 1
-    for (uint32_t i = 0; i < count; ++i) {
-      Flight& flight = storage.flights[(ticket + i) % abi::kRingSlots];
-      free_ += flight.due;
-      uint64_t due = free_ + p.latency_ns;
-      if (p.reorder_ns != 0) due += any_below(p, ticket + i, p.reorder_ns);
-      uint64_t& channel_due = storage.channel_due[storage.channel[i]];
-      if (due < channel_due) due = channel_due;  // behind earlier puts on its channel
-      channel_due = due;
-      flight.due = due;
+  // When the puts of the batch are due: lane i's, whose bytes take `ns` on the link, is put ticket + i.
+  MK_DEVICE void schedule(const Parameters& p, Storage& storage, uint64_t ticket, uint32_t count, uint64_t ns) {
+    const uint32_t lane = ptx::lane_index();
+    const uint64_t now = of_lane(ptx::clock_ns(), 0), begin = free_ < now ? now : free_;
+    uint64_t until = ns, total = ns;  // of lanes up to this one, and of all
+#pragma unroll
+    for (uint32_t lanes = 1; lanes < 32; lanes *= 2) {
+      const uint64_t others = xor_lane(total, lanes);
+      if ((lane & lanes) != 0) until += others;
+      total += others;
     }
+    free_ = begin + total;
+    if (lane < count) storage.flights[(ticket + lane) % abi::kRingSlots].due = begin + until + p.latency_ns;
+    if (p.reorder_ns == 0) return;
+    ptx::sync_warp();
+    if (lane == 0) reorder(p, storage, ticket, count);
   }
 
  private:
+  MK_DEVICE static void reorder(const Parameters& p, Storage& storage, uint64_t ticket, uint32_t count) {  // one thread
+#pragma unroll 1
+    for (uint32_t i = 0; i < count; ++i) {
+      uint64_t& flight_due = storage.flights[(ticket + i) % abi::kRingSlots].due;
+      uint64_t& channel_due = storage.channel_due[storage.channel[i]];
+      uint64_t due = flight_due + any_below(p, ticket + i, p.reorder_ns);
+      if (due < channel_due) due = channel_due;  // behind earlier puts on its channel
+      channel_due = due;
+      flight_due = due;
+    }
+  }
   uint64_t free_ = 0;
 };
 
@@ -162,14 +180,15 @@ MK_DEVICE void take_commands(const Parameters& p, Storage& storage, uint64_t tak
     ptx::sync_warp();  // what any lane has acquired, all have
     if (count > 0) {
       bool bad = false;
+      uint64_t ns = 0;
       if (lane < count) {
-        bad = is_bad(p, slot);
+        bad = is_bad(p, storage, slot);
         if (bad) {
           report_bad(p, slot);
         } else {
-          const uint64_t ns = (slot.bytes * p.femtoseconds_per_byte + 999'999) / 1'000'000;
+          ns = (slot.bytes * p.femtoseconds_per_byte + 999'999) / 1'000'000;
           storage.flights[(taken + lane) % abi::kRingSlots] =
-              Flight{ns, peer_of(p, slot.dst_rank).signals + slot.signal_offset, slot.signal_value};
+              Flight{0, storage.peers[slot.dst_rank].signals + slot.signal_offset, slot.signal_value};
           storage.channel[lane] = (slot.channel + 61 * slot.dst_rank) % kChannels;
           abi::Command& told = reinterpret_cast<abi::Ring*>(p.host_ring)->slots[(taken + lane) % abi::kRingSlots];
           told.dst_rank = slot.dst_rank;
@@ -177,11 +196,9 @@ MK_DEVICE void take_commands(const Parameters& p, Storage& storage, uint64_t tak
         }
       }
       if (ptx::any_of_warp(bad)) break;
+      link.schedule(p, storage, taken, count, ns);
       ptx::sync_warp();
-      if (lane == 0) {
-        link.schedule(p, storage, taken, count);
-        ptx::store_release_shared(&storage.taken, taken + count);
-      }
+      if (lane == 0) ptx::store_release_shared(&storage.taken, taken + count);
       ptx::sync_warp();
       taken += count;
       calls.moved();
@@ -217,10 +234,10 @@ MK_DEVICE void raise_due(Storage& storage, uint64_t base, bool due, uint32_t lan
   Flight& flight = storage.flights[(base + lane) % abi::kRingSlots];
   bool last = due;
   if ((lanes_due & (lanes_due - 1)) != 0) {
-#pragma unroll 1
+#pragma unroll
     for (uint32_t other = 1; other < 32; ++other) {
-      if ((lanes_due >> other & 1) != 0 && other > lane && storage.flights[(base + other) % abi::kRingSlots].flag == flight.flag)
-        last = false;
+      const uint64_t flag = storage.flights[(base + other) % abi::kRingSlots].flag;
+      if ((lanes_due >> other & 1) != 0 && other > lane && flag == flight.flag) last = false;
     }
   }
   if (last) ptx::store_release_sys(reinterpret_cast<uint64_t*>(flight.flag), flight.value);
@@ -288,17 +305,20 @@ MK_DEVICE void copy_piece(char* to, const char* from, uint32_t bytes) {
   for (uint32_t offset = whole + lane; offset < bytes; offset += 32) ptx::store_byte(to + offset, ptx::load_byte(from + offset));
 }
 
-// The pieces of one put that are this worker's; returns how many bytes.
-MK_DEVICE uint32_t copy_share(const Parameters& p, const abi::Command& command, uint64_t ticket, uint32_t worker) {
+// Where the first piece of a put begins that is this worker's. Puts of one piece go round the workers.
+MK_DEVICE uint64_t first_offset(uint64_t ticket, uint32_t worker) {
   const uint32_t workers = num_workers();
-  const uint64_t bytes = command.bytes, stride = uint64_t(workers) * Config::kPieceBytes;
-  uint64_t offset = uint64_t((worker + workers - static_cast<uint32_t>(ticket) % workers) % workers) * Config::kPieceBytes;
-  if (offset >= bytes) return 0;
-  char* to = reinterpret_cast<char*>(peer_of(p, command.dst_rank).heap) + command.dst_offset;
+  return uint64_t((worker + workers - static_cast<uint32_t>(ticket) % workers) % workers) * Config::kPieceBytes;
+}
+
+// Copies the pieces of one put that are this worker's; returns how many bytes, at most kPublishBytes.
+MK_DEVICE uint32_t copy_share(const Parameters& p, const Storage& storage, const abi::Command& command, uint64_t ticket, uint32_t worker) {
+  const uint64_t bytes = command.bytes, stride = uint64_t(num_workers()) * Config::kPieceBytes;
+  char* to = reinterpret_cast<char*>(storage.peers[command.dst_rank].heap) + command.dst_offset;
   const char* from = detail::heap(p.world, p.world.local_rank) + command.src_offset;
   uint64_t copied = 0;
 #pragma unroll 1
-  for (; offset < bytes; offset += stride) {
+  for (uint64_t offset = first_offset(ticket, worker); offset < bytes; offset += stride) {
     const auto piece = static_cast<uint32_t>(lesser(bytes - offset, Config::kPieceBytes));
     copy_piece(to + offset, from + offset, piece);
     copied += piece;
@@ -306,33 +326,44 @@ MK_DEVICE uint32_t copy_share(const Parameters& p, const abi::Command& command, 
   return static_cast<uint32_t>(lesser(copied, kPublishBytes));
 }
 
-MK_DEVICE void work(const Parameters& p, uint32_t worker) {
+MK_DEVICE void publish(const Parameters& p, uint32_t worker, uint64_t next) {
+  ptx::sync_warp();  // all lanes have stored
+  if (ptx::lane_index() == 0) ptx::store_release_sys(progress_of(p, worker), next);
+}
+
+// Goes through all commands, and copies its share. It says how far it is after two looks at the ring at most, because saying so takes long.
+MK_DEVICE void work(const Parameters& p, const Storage& storage, uint32_t worker) {
   const abi::Ring* ring = ring_of(p);
   const uint32_t lane = ptx::lane_index();
   const uint64_t* over = reinterpret_cast<const uint64_t*>(p.progress);
-  uint64_t* mine = progress_of(p, worker);
-  uint64_t next = of_lane(ptx::load_acquire_sys(mine), 0);
+  uint64_t next = of_lane(ptx::load_acquire_sys(progress_of(p, worker)), 0);
 #pragma unroll 1
   while (true) {
-    const uint64_t* ticket = &ring->slots[(next + lane) % abi::kRingSlots].ticket;
-    const uint64_t seen = ptx::load_acquire_sys(lane == 31 ? over : ticket);
-    const uint32_t count = first_lanes(ptx::votes(lane < 31 && seen == next + lane + 1));
-    ptx::sync_warp();
-    if (ptx::any_of_warp(lane == 31 && seen == p.world.launch)) return;
-    uint32_t copied = 0;
+    const uint64_t begin = next;
+    uint32_t copied = 0, count = 31;
 #pragma unroll 1
-    for (uint32_t i = 0; i < count; ++i) {
-      const abi::Command& command = ring->slots[next % abi::kRingSlots];
-      if (is_bad(p, command)) return;
-      copied += copy_share(p, command, next, worker);
-      ++next;
-      if (copied < kPublishBytes && i + 1 < count) continue;
-      ptx::sync_warp();  // all lanes have stored
-      if (lane == 0) ptx::store_release_sys(mine, next);
-      copied = 0;
+    for (uint32_t look = 0; look < 2 && count == 31; ++look) {
+      const abi::Command& slot = ring->slots[(next + lane) % abi::kRingSlots];
+      const uint64_t seen = ptx::load_acquire_sys(lane == 31 ? over : &slot.ticket);
+      count = first_lanes(ptx::votes(lane < 31 && seen == next + lane + 1));
+      ptx::sync_warp();
+      if (ptx::any_of_warp(lane == 31 && seen == p.world.launch)) return;
+      const bool taken = lane < count, bad = taken && is_bad(p, storage, slot);
+      if (ptx::any_of_warp(bad)) return;
+#pragma unroll 1
+      for (uint32_t mine = ptx::votes(taken && first_offset(next + lane, worker) < slot.bytes); mine != 0; mine &= mine - 1) {
+        const uint64_t ticket = next + ptx::count_bits((mine & (0 - mine)) - 1);
+        copied += copy_share(p, storage, ring->slots[ticket % abi::kRingSlots], ticket, worker);
+        if (copied < kPublishBytes) continue;
+        publish(p, worker, ticket + 1);
+        copied = 0;
+      }
+      next += count;
     }
-    if (count == 0) {
-      if (lane == 0) ptx::pause(ticket, next + 1, kNever);
+    if (next != begin) {
+      publish(p, worker, next);
+    } else {
+      if (lane == 0) ptx::pause(&ring->slots[next % abi::kRingSlots].ticket, next + 1, kNever);
       ptx::sync_warp();
     }
   }
@@ -341,14 +372,15 @@ MK_DEVICE void work(const Parameters& p, uint32_t worker) {
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = *reinterpret_cast<Storage*>(ptx::shared_memory());
   const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index();
-  if (cta == 0) {
-    for (uint32_t i = ptx::thread_index(); i < kChannels; i += Config::kThreads) storage.channel_due[i] = 0;
-    if (ptx::thread_index() == 0) {
-      storage.taken = ptx::load_acquire_sys(&ring_of(p)->completed);  // when a fabric ends, all that was taken is complete
-      storage.ending = kNever;
-    }
-    ptx::sync_cta();
+  for (uint32_t i = ptx::thread_index(); i < p.world.size; i += Config::kThreads) {
+    storage.peers[i] = reinterpret_cast<const FabricPeer*>(p.peers)[i];
   }
+  for (uint32_t i = ptx::thread_index(); i < kChannels; i += Config::kThreads) storage.channel_due[i] = 0;
+  if (ptx::thread_index() == 0) {
+    storage.taken = ptx::load_acquire_sys(&ring_of(p)->completed);  // when a fabric ends, all that was taken is complete
+    storage.ending = kNever;
+  }
+  ptx::sync_cta();
   if (cta == 0 && warp < 2) {
     const uint64_t begin = storage.taken;
     ptx::barrier_sync(1, 64);  // both warps have read it
@@ -358,7 +390,7 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
       raise_flags(p, storage, begin);
     }
   } else {
-    work(p, cta * kWarps + warp - 2);
+    work(p, storage, cta * kWarps + warp - 2);
   }
 }
 

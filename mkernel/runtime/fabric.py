@@ -22,7 +22,7 @@ __all__ = ["SMS", "Fabric", "FabricLink", "Parameters", "spec_of"]
 SMS = 4  # of a GPU that play its network
 _LOOK_SECONDS = 0.02  # between two looks at what the kernel reports
 _PROGRESS = 16  # kProgress
-_STORAGE_BYTES = 16 + 8 * 256 + 4 * 32 + 24 * abi.RING_SLOTS  # Storage
+_STORAGE_BYTES = 16 * abi.MAX_RANKS + 16 + 8 * 256 + 4 * 32 + 24 * abi.RING_SLOTS  # Storage
 # What the fabric itself takes from a command to its flag's being seen, which is part of the latency that is asked for.
 # On GPUs a first guess: tests/gpu/fabric.py measures it.
 _OWN_NS = {"cpu": 0, "cuda": 1500}

@@ -23,16 +23,17 @@ BUGS: dict[str, list[Bug]] = {
             "store_release_sys(&ring->completed, raised);",
             "store_release_sys(&ring->completed, known);",
         ),
-        Bug("a worker says so before all lanes have stored", _FILE, "      ptx::sync_warp();  // all lanes have stored\n"),
+        Bug("a worker says so before all lanes have stored", _FILE, "  ptx::sync_warp();  // all lanes have stored\n"),
         Bug("of two values of a flag any is written", _FILE, "  if ((lanes_due & (lanes_due - 1)) != 0) {", "  if (false) {"),
     ],
     "reordered": [
         Bug("no order inside a channel", _FILE, "      if (due < channel_due) due = channel_due;  // behind earlier puts on its channel\n"),
     ],
     "never_early": [
-        Bug("the latency is not waited for", _FILE, "uint64_t due = free_ + p.latency_ns;", "uint64_t due = free_;"),
-        Bug("the link is free at once", _FILE, "      free_ += flight.due;\n"),
-        Bug("an idle link saves up bandwidth", _FILE, "    if (free_ < now) free_ = now;\n", "    if (free_ == 0) free_ = now;\n"),
+        Bug("the latency is not waited for", _FILE, "begin + until + p.latency_ns;", "begin + until;"),
+        Bug("the link is free at once", _FILE, "    free_ = begin + total;\n"),
+        Bug("puts of a batch leave at once", _FILE, "      if ((lane & lanes) != 0) until += others;\n"),
+        Bug("an idle link saves up bandwidth", _FILE, "begin = free_ < now ? now : free_;", "begin = free_ == 0 ? now : free_;"),
     ],
     "end": [
         Bug(
