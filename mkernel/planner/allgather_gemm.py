@@ -127,7 +127,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def shifts(self) -> tuple[int, int]:
-        """Of the rows of a chunk, and of the parts of K."""
+        """Shifts by which to divide by the rows of a chunk, and by the parts of K."""
         return shift_of(self.chunk_rows), shift_of(self.parts)
 
     @derived

@@ -36,19 +36,19 @@ class AttentionTile:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: the consumer warpgroups and the producer's."""
+        """Threads of a CTA: those of the consumer warpgroups and of the producer's."""
         return _WARPGROUP * (1 + self.warpgroups)
 
     @property
     def shared_bytes(self) -> int:
-        """Of q, the stages of K and of V, and o: all columns of it if there is room, else 64 at a time."""
+        """Shared memory of q, the stages of K and of V, and o: all columns of it if there is room, else 64 at a time."""
         q = self.q_rows * self.head_dim * _ITEM
         others = q + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
         return others + (q if others + q <= SHARED_LIMIT else self.q_rows * 64 * _ITEM)
 
     @derived
     def partial_bytes(self) -> int:
-        """Of the sums that one of several CTAs leaves of a q tile whose keys they share: ``AttentionShape::kPartialBytes``."""
+        """Bytes of the sums that one of several CTAs leaves of a q tile whose keys they share: ``AttentionShape::kPartialBytes``."""
         return self.q_rows * (self.head_dim + 8) * 4
 
     def constants(self) -> dict[str, int]:

@@ -130,12 +130,12 @@ class CombineLayout:
 
     @property
     def groups(self) -> int:
-        """Of the tokens of one rank."""
+        """Groups of the tokens of one rank, at most: each has a flag."""
         return math.ceil(self.problem.max_tokens / self.group)
 
     @property
     def chunks(self) -> int:
-        """Of the tokens of one rank."""
+        """Chunks of the tokens of one rank, at most: each is a put."""
         return math.ceil(self.problem.max_tokens / self.chunk)
 
     # ---- areas, in the order in which they follow each other
@@ -173,7 +173,7 @@ class CombineLayout:
         return self.other_nodes * (self.groups + self.chunks + 1)
 
     def sum_flag(self, distance: int, place: int) -> int:
-        """Of the sum for the token at ``place`` in the list of the node at ``distance``."""
+        """Flag of the sum for the token at ``place`` in the list of the node at ``distance``."""
         return self.first_flag + (distance - 1) * self.groups + place // self.group
 
     def arrived_flag(self, distance: int, place: int) -> int:
@@ -256,11 +256,11 @@ class MoeCombinePlan:
         return math.ceil(self.problem.max_rows / self.row_chunk)
 
     def row_flag(self, holder: int, chunk: int) -> int:
-        """Of a chunk of the rows of local rank ``holder``."""
+        """Flag of a chunk of the rows of local rank ``holder``."""
         return self.node_mates + 1 + holder * self.row_chunks + chunk
 
     def done_flag(self, reader: int, cta: int) -> int:
-        """Of a CTA of local rank ``reader`` that has read all that it reads."""
+        """Flag of a CTA of local rank ``reader`` that has read all that it reads."""
         return self.row_flag(self.node_mates + 1, 0) + reader * self.roles[0] + cta
 
     @functools.cached_property
@@ -269,7 +269,7 @@ class MoeCombinePlan:
 
     @property
     def put_bytes(self) -> int:
-        """Of a full put: sums of this node's rows."""
+        """Bytes of a full put: sums of this node's rows."""
         return self.combining.chunk * self.combining.problem.row_bytes
 
     @property

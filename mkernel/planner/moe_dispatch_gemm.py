@@ -119,14 +119,14 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
 
     @property
     def record_bytes(self) -> int:
-        """Of what a rank tells of itself: its number of tokens, their ids and weights."""
+        """Bytes of what a rank tells of itself: its number of tokens, their ids and weights."""
         problem = self.problem
         ids = math.ceil(problem.max_tokens * problem.topk * 4 / 16) * 16
         return math.ceil((_HEADER + ids * (2 if problem.weighted else 1)) / 128) * 128
 
     @property
     def table_bytes(self) -> int:
-        """Of ``Tables`` of ``kernels_src/moe/routing.cuh``."""
+        """Bytes of ``Tables`` of ``kernels_src/moe/routing.cuh``."""
         problem = self.problem
         tokens, others = problem.topology.size * problem.max_tokens, problem.topology.num_nodes - 1
         blocks = math.ceil(problem.blocks / 2) * 2
@@ -143,12 +143,12 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
 
     @property
     def put_bytes(self) -> int:
-        """Of a full put."""
+        """Bytes of a full put."""
         return self.put_rows * self.problem.row_bytes
 
     @property
     def max_chunks(self) -> int:
-        """Of the rows of one rank."""
+        """Chunks of the rows of one rank, at most."""
         return math.ceil(self.problem.max_tokens / min(self.put_rows, STAGED_ROWS))
 
     @property

@@ -81,7 +81,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
         return self.finished_offset(self.problem.combined.experts)
 
     def finished_offset(self, expert: int) -> int:
-        """Of the counter of an expert's finished tiles."""
+        """Offset of the counter of an expert's finished tiles."""
         return _SHARED_COUNTERS + expert * _COUNTER_BYTES
 
     @property
@@ -90,7 +90,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
 
     @property
     def row_bytes(self) -> int:
-        """Of all products of a rank."""
+        """Bytes of all products of a rank."""
         combined = self.problem.combined
         return combined.max_rows * combined.row_bytes
 
@@ -120,7 +120,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
 
     @property
     def put_bytes(self) -> int:
-        """Of a full put: sums of this node's rows."""
+        """Bytes of a full put: sums of this node's rows."""
         return self.combining.chunk * self.combining.problem.row_bytes
 
     @property
@@ -134,7 +134,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
 
     # ---- flags
     def expert_flag(self, holder: int, expert: int) -> int:
-        """Of the products of an expert of local rank ``holder``. Before them is the flag of zeroed counters."""
+        """Flag of the products of an expert of local rank ``holder``. Before them is the flag of zeroed counters."""
         return 1 + holder * self.problem.combined.experts + expert
 
     @property

@@ -103,7 +103,7 @@ class RingAttentionPlan:
 
     @derived
     def tiles(self) -> int:
-        """Of one query head."""
+        """Tiles of one query head."""
         return self.problem.parts * self.tiles_per_part
 
     @derived
@@ -116,7 +116,7 @@ class RingAttentionPlan:
 
     @derived
     def query_tiles(self) -> int:
-        """Of all heads of all batches."""
+        """Tiles of all heads of all batches."""
         return self.pairs * self.tiles * self.problem.group
 
     @derived
@@ -164,7 +164,7 @@ class RingAttentionPlan:
 
     @derived
     def ctas(self) -> int:
-        """That compute."""
+        """CTAs that compute."""
         return self.split.compute or 0
 
     @derived
@@ -243,7 +243,7 @@ class RingAttentionPlan:
 
     @derived
     def chunks(self) -> int:
-        """Of one pair's keys of one rank."""
+        """Chunks of one pair's keys of one rank."""
         return self.problem.parts * self.chunks_per_part
 
     @derived
@@ -253,7 +253,7 @@ class RingAttentionPlan:
 
     @property
     def put_bytes(self) -> int:
-        """Of a put: a full chunk."""
+        """Bytes of a put: a full chunk."""
         return 2 * self.plane_bytes
 
     @derived
@@ -346,7 +346,7 @@ class RingAttentionPlan:
 
     @property
     def flag_words(self) -> int:
-        """Of readers that have begun, then of shares that are left to be added up."""
+        """Flags of readers that have begun, then of shares that are left to be added up."""
         return self.readers * (2 if self.problem.may_share else 1)
 
     def slot_word(self, ring: int, slot: int) -> int:
@@ -403,7 +403,7 @@ class RingAttentionPlan:
 
     @property
     def planes(self) -> int:
-        """Of the window and of what is to be sent, which follows it: K and V of each slot."""
+        """Planes of the window and of what is to be sent, which follows it: K and V of each slot."""
         return (self.window_bytes + self.send_bytes) // self.plane_bytes if self.items else 0
 
     @derived

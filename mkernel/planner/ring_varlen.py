@@ -102,7 +102,7 @@ class RingAttentionVarlenPlan(RingAttentionPlan):
 
     @derived
     def total(self) -> int:
-        """At most."""
+        """Numbers of chunks in a ring, at most."""
         return self._most_numbers(self.chunk_blocks) if self.items else 0
 
     def call_error(self, report: CallReport) -> SequenceError:
@@ -178,7 +178,7 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """Of a rank that are some sequence's."""
+        """Rows of a rank that are some sequence's."""
         return self.sequences[-1].first_row
 
     def sequence(self, item: int) -> PackedSequence:

@@ -20,7 +20,7 @@ BYTES = 8 * (_ANSWERS + _ROUNDS + 1)  # of host memory that the device can addre
 
 
 class Parameters(ctypes.Structure):
-    """Of the kernel read_clock."""
+    """Parameters of the kernel read_clock."""
 
     _fields_ = (("asked", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64), ("reserved", ctypes.c_uint64 * 6))
 

@@ -50,7 +50,7 @@ def test_drawn_shapes_take_at_most_60_ms(topology: Topology) -> None:
 
 
 def test_the_reference_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of everything, and of rows that are drawn."""
+    """A wrong element is seen where all scores are computed, and where rows are drawn."""
     world = types.SimpleNamespace(rank=1, size=2, xp=np)
     for most in (1 << 36, 1):
         monkeypatch.setattr(cases, "_ALL_SCORES", most)

@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of both products. Causal: of the half that is seen."""
+        """Operations of both products. Causal: of the half that is seen."""
         return 4.0 * self.batches * self.heads * self.length**2 * self.head_dim / (2 if self.causal else 1)
 
     def __str__(self) -> str:

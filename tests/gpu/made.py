@@ -158,7 +158,7 @@ class Site:
         return float(made.call.worst(xp, self.topology, self.world.rank, inputs, result))
 
     def worst(self, error: float) -> float:
-        """Of all ranks. Collective."""
+        """The largest error of all ranks. Collective."""
         return max(float(text) for text in gather(self.world, repr(error)))
 
     def together(self) -> None:

@@ -49,7 +49,7 @@ def all_shapes() -> list[tuple[str, str]]:
 
 
 def chosen_shapes(wanted: Sequence[str]) -> list[tuple[str, str]]:
-    """Of all shapes those that are asked for; ``op:size`` may also be one that is not in the table."""
+    """Those of all shapes that are asked for; ``op:size`` may also be one that is not in the table."""
     chosen: list[tuple[str, str]] = []
     for text in wanted:
         op, _, size = text.partition(":")

@@ -40,7 +40,7 @@ def traced(world: Any, seed: int, slow: int, how: str) -> mk.Trace:
 
 
 def least_slack(traces: mk.Traces) -> tuple[int, int]:
-    """Of one allgather_gemm on one node: least ns from where a rank began to send a chunk to where another had it, and the sender.
+    """Least ns from where a rank began to send a chunk to where another had it, in one allgather_gemm on one node; and the sender.
 
     It is negative by the error of the clocks at most.
     """

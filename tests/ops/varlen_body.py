@@ -24,7 +24,7 @@ class Packed(NamedTuple):
     spare: int = 0
 
     def rows(self, ranks: int, parts: int) -> int:
-        """Of a rank."""
+        """Rows of a rank."""
         return sum(parts * math.ceil(length / (parts * ranks)) for length in self.lengths) + self.spare
 
     def ends(self) -> list[int]:
@@ -64,7 +64,7 @@ def whole(model: Model, seed: int, call: int, packed: Packed) -> list[Any]:
 
 
 def places(model: Model, packed: Packed, rank: int, ranks: int) -> Any:
-    """Of each row of a rank the row of the whole; -1: it is padding."""
+    """The row of the whole that each row of a rank is; -1: it is padding."""
     found = [np.zeros(0, np.int64)]
     for begin, length in zip(packed.ends(), packed.lengths, strict=False):
         at = held(length, rank, ranks, model.layout)

@@ -135,7 +135,7 @@ def test_no_flag_is_without_a_name(rng: np.random.Generator, how: str, world: st
 
 @pytest.mark.parametrize("how", OPS)
 def test_a_report_says_so(rng: np.random.Generator, how: str) -> None:
-    """Of a kernel that has given up waiting for any flag that it waits for: op and shape, which chunk or tile, and whose."""
+    """A kernel that has given up waiting for any flag reports op and shape, which chunk or tile, and whose."""
     for world in WORLDS:
         plan = draw(rng, how, world)
         call = call_of(plan)

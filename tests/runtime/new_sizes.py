@@ -188,7 +188,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def measure(world: Any, make: Make, most: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Of one op."""
+    """Times of calls of one op, warm and cold."""
     encodings = Encodings(world)
     rng = random.Random(options.seed)
     count = min(options.calls, most // 4)

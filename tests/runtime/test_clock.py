@@ -17,7 +17,7 @@ from mkernel.runtime.traces import host_offset
 
 
 def readings(rng: np.random.Generator, offset: int, step: int) -> list[Reading]:
-    """Of a device whose time is the host's less ``offset``, in steps; the ways there and back take long, and differ."""
+    """Readings of a device whose time is the host's less ``offset``, in steps; the ways there and back take long, and differ."""
     found, now = [], int(rng.integers(1 << 50))
     for _ in range(int(rng.integers(1, 50))):
         there, back = (int(x) for x in rng.exponential(3000, 2) + 400)

@@ -25,7 +25,7 @@ ROUNDS = 15
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
-    """Of one call, the least of the rounds."""
+    """Microseconds of one call, the least of the rounds."""
     best = float("inf")
     for _ in range(ROUNDS):
         begin = time.thread_time_ns()

@@ -41,7 +41,7 @@ def _own(t: torch.Tensor, layout: str, world: Any) -> torch.Tensor:
 
 
 def _gradients(world: Any, seed: int, causal: bool, layout: str, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Of o and each gradient: the error over the scale of torch's error, both against float64, as root mean squares; and the largest."""
+    """Root mean square errors of o and each gradient over those of torch, and largest errors over the largest value; float64 is right."""
     tensors = draw(seed, world.size, dtype)
     q, k, v, gradient = (_own(t, layout, world).to(place_of(world)) for t in tensors)
     operands = [t.requires_grad_() for t in (q, k, v)]

@@ -56,7 +56,7 @@ class MoeCase(Case):
     # ---- routing
     @functools.cache  # noqa: B019 - a case lives as long as the command
     def routed(self, call: int) -> list[Routed]:
-        """Of every rank, in a call."""
+        """Choices of every rank's tokens, in a call."""
         return draw(self.kind, self.tokens, self.all_experts, self.topk, _ROUTING_SEED, call)
 
     @functools.cache  # noqa: B019
@@ -194,7 +194,7 @@ class MoeCase(Case):
 
     # ---- baselines
     def routes(self, torch: TorchBaselines, count: int) -> list[tuple[Route, Any]]:
-        """Of each set of inputs, where rows go, and the weights of choices in the dtype of rows."""
+        """Where the rows of each set of inputs go, and the weights of choices in the dtype of rows."""
         rank, xp = self._timing.world.rank, self._timing.xp
         routes = [on_device(torch, xp, Route.of(self.routed(i % DRAWN), self.experts, rank)) for i in range(count)]
         weights = [self.routed(i % DRAWN)[rank].weights.astype(self._timing.numpy_dtype) for i in range(count)]

@@ -50,7 +50,7 @@ class MoeLayerCase(MoeCase):
         return moe_dispatch_gemm.make_plan(self.problem, sm_count, split, specialize=specialize)
 
     def predicted(self, machine: Machine, conditions: Conditions = ALONE, split: Split | None = None) -> Prediction | None:
-        """Of both kernels, one after the other; ``split``: of the first."""
+        """Times of both kernels, one after the other; ``split``: of the first."""
         tokens = self.shape["T"]
         first = predict(self.plan(machine.sms, split), machine, conditions, tokens)
         second = predict(moe_gemm_combine.make_plan(self._second, 0, machine.sms), machine, conditions._replace(hot=True), tokens)

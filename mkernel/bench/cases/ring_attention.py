@@ -50,7 +50,7 @@ class Shape:
         return "x".join(map(str, numbers)) + ("c" if self.causal else "")
 
     def flops(self, ranks: int) -> float:
-        """Of one rank, as usual: two products of every score that the mask does not hide."""
+        """Operations of one rank, counted as usual: two products of every score that the mask does not hide."""
         return 4.0 * self.batches * self.heads * (self.length // ranks) * self.length * self.d * (0.5 if self.causal else 1.0)
 
 

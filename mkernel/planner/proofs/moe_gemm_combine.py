@@ -147,7 +147,7 @@ class _MoeGemmCombine(CombineCall):
                 yield from self._fetched_accesses(step, rank)
 
     def _fetched_accesses(self, step: Step, rank: int) -> Iterator[Access]:
-        """Of a step that combines: the counters, and what has been fetched."""
+        """What a step that combines accesses: the counters, and what has been fetched."""
         yield self.flag(step, rank, 0, writes=False)
         rows = [
             (home, token, row)
