@@ -44,9 +44,7 @@ def draw(rng: np.random.Generator, world: str) -> Call:
 def test_proofs(rng: np.random.Generator, world: str) -> None:
     for _ in range(2):
         call = draw(rng, world)
-        proofs.check_no_deadlock(call.graph)
-        proofs.check_accesses(call)
-        proofs.check_flags(call)
+        proofs.check_call(call)
         proofs.check_order(draw(rng, world), draw(rng, world), "moe_dispatch_gemm twice")
         others = [(how, test_areas.draw(rng, how, world)) for how in (test_areas.ops_of(world) if world in test_areas.WORLDS else ())]
         if world in ("1x1", "1x2", "1x4", "2x2", "4x1", "3x2"):

@@ -124,9 +124,7 @@ def unordered_in(call: Call) -> list[tuple[Access, Access]]:
 def test_proofs(rng: np.random.Generator, world: str, number: int) -> None:
     plan = draw_plan(rng, world)
     call = call_of(plan)
-    proofs.check_no_deadlock(call.graph)
-    proofs.check_accesses(call)
-    proofs.check_flags(call)
+    proofs.check_call(call)
     assert unordered_in(call) == [], plan
 
 

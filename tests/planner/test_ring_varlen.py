@@ -67,9 +67,7 @@ def nobody_reads(call: Call) -> list[Any]:
 def test_proofs(rng: np.random.Generator, world: str, number: int) -> None:
     packing = draw_packing(rng, world)
     call = packed_call_of(packing)
-    proofs.check_no_deadlock(call.graph)
-    proofs.check_accesses(call)
-    proofs.check_flags(call)
+    proofs.check_call(call)
     assert unordered_in(call) == [], packing
     assert nobody_reads(call) == [], packing
 

@@ -16,7 +16,7 @@ from mkernel.planner.row_classes import classes
 from mkernel.planner.spans import MOST_SHARED_N, candidates, spans_of
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
-from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries
+from tests.shared.proofs import check_call, check_order, check_steps_wait_for_entries
 
 WORLDS = [Topology(*shape) for shape in ((1, 1), (2, 2), (4, 4), (8, 8), (2, 1), (4, 2), (4, 1), (6, 2), (6, 3), (8, 4))]
 SMS = 132
@@ -131,9 +131,7 @@ def test_calls_are_safe(rng: np.random.Generator, topology: Topology) -> None:
     """Nothing waits in a circle, what is read has been waited for, and calls of any two tilings do not meet in memory."""
     calls = [call_of(_draw(rng, topology)) for _ in range(4)]
     for call in calls:
-        check_no_deadlock(call.graph)
-        check_accesses(call)
-        check_flags(call)
+        check_call(call)
     for first, second in itertools.product(calls, repeat=2):
         check_order(first, second, "tilings")
 

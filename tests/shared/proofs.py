@@ -7,7 +7,7 @@ import itertools
 from mkernel.planner.proofs.areas import FLAGS, Area, Call, unordered
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
-__all__ = ["check_accesses", "check_flags", "check_no_deadlock", "check_order", "check_steps_wait_for_entries", "with_waits"]
+__all__ = ["check_accesses", "check_call", "check_flags", "check_no_deadlock", "check_order", "check_steps_wait_for_entries", "with_waits"]
 
 
 def check_no_deadlock(graph: WaitGraph) -> None:
@@ -44,6 +44,13 @@ def check_flags(call: Call) -> None:
         raisers = writers[access.rank, access.area.segment, access.span[0]]
         assert len(raisers) == 1, f"{access}: one writer of a flag, not {raisers}"
         assert raisers <= after[access.step] | {access.step}, f"{access} waits for {raisers}"
+
+
+def check_call(call: Call) -> None:
+    """All that can be said of one call alone."""
+    check_no_deadlock(call.graph)
+    check_accesses(call)
+    check_flags(call)
 
 
 def check_order(first: Call, second: Call, names: str) -> None:

@@ -205,9 +205,7 @@ def test_proofs(rng: np.random.Generator, world: str) -> None:
 
     for _ in range(3):
         call = draw()
-        proofs.check_no_deadlock(call.graph)
-        proofs.check_accesses(call)
-        proofs.check_flags(call)
+        proofs.check_call(call)
         proofs.check_order(draw(), draw(), "allgather_rows twice")
         for how in test_areas.ops_of(world) if world in test_areas.WORLDS else ():
             other = test_areas.draw(rng, how, world)
