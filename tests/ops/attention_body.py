@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 
 import mkernel as mk
-from mkernel.errors import CompileError, Error
 from mkernel.planner.attention_tile import AttentionTile
 from mkernel.tools.attention import reference, worst
 from tests.ops.attention_op import AttentionRows, local_attention
+from tests.shared.findings import errors_are_findings
 
 __all__ = ["Case", "bits", "check", "run"]
 
@@ -146,11 +146,4 @@ def bits(case: Case, inputs: int, seed: int) -> bytes:
     return result
 
 
-def check(cases: tuple[Case, ...], seed: int, ranks: int = 1) -> str | None:
-    """The same, where errors are findings, too."""
-    try:
-        return run(cases, seed, ranks)
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
+check = errors_are_findings(run)  # the same, where errors are findings, too

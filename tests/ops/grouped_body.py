@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 
 import mkernel as mk
-from mkernel.errors import CompileError, Error
 from mkernel.tools.check import UNIT_ROUNDOFF, to_float64, worst_product
 from tests.ops.grouped_op import GroupedRows, grouped_gemm
+from tests.shared.findings import errors_are_findings
 
 __all__ = ["Case", "check", "draw_counts", "run"]
 
@@ -118,11 +118,4 @@ def run(cases: tuple[Case, ...], seed: int, ranks: int = 1) -> str | None:
     return next((wrong for of_rank in found for wrong in of_rank if wrong), None)
 
 
-def check(cases: tuple[Case, ...], seed: int, ranks: int = 1) -> str | None:
-    """The same, where errors are findings, too."""
-    try:
-        return run(cases, seed, ranks)
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
+check = errors_are_findings(run)  # the same, where errors are findings, too

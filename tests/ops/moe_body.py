@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 
 import mkernel as mk
-from mkernel.errors import CompileError, Error
 from mkernel.planner import moe_dispatch_gemm as planner
 from mkernel.planner.moe import most_rows
 from mkernel.planner.topology import Topology
 from mkernel.tools.routing import RankRouting, reference_routing
 from mkernel.transport import emulated
 from tests.ops.body import topology
+from tests.shared.findings import errors_are_findings, wrong_of
 
 ROUTINGS = ("uniform", "one expert", "one rank", "some", "nothing", "skewed")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -180,21 +180,15 @@ def small_puts(seed: int) -> Iterator[None]:
         yield
 
 
+@errors_are_findings
 def found_wrong(world: str, model: Model, seed: int, kinds: tuple[str, ...] = ROUTINGS, target: str = "cpu", **options: Any) -> str | None:
     """What is wrong with calls of these routings, one after the other."""
     shape = topology(world)
     defaults: dict[str, Any] = {"heap_bytes": 64 << 20, "timeout": 5.0, "entry_timeout": 60.0}
     if target == "cpu":
         defaults["seed"] = seed
-    try:
-        with small_puts(seed):
-            found = mk.launch(_rank, shape.size, shape.ranks_per_node, target, (model, seed, kinds), **{**defaults, **options})
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
-    wrong = [text for of_rank in found for text in of_rank]
-    return "wrong: " + "\n".join(wrong[:6]) if wrong else None
+    with small_puts(seed):
+        return wrong_of(mk.launch(_rank, shape.size, shape.ranks_per_node, target, (model, seed, kinds), **{**defaults, **options}))
 
 
 def _overwriting(world: Any, ids: list[Any]) -> list[str]:

@@ -14,11 +14,11 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
-from mkernel.errors import CompileError, Error
 from mkernel.planner.tiling import Tiling
 from mkernel.transport import emulated
 from tests.ops import moe_body, ring_body, varlen_body
 from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
+from tests.shared.findings import errors_are_findings
 from tests.virtual_time import sleep
 
 _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
@@ -103,27 +103,18 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
         return varlen_body.found_wrong(world, varlen_body.PLANTED, seed, varlen_body.PLANTED_CALLS[:most], batch_invariant=by_position)
     if workload == "dispatch from the heap":
         return moe_body.found_overwritten(world, seed)
+    return _check_gemms(world, workload, seed, most)
+
+
+@errors_are_findings
+def _check_gemms(world: str, workload: str, seed: int, most: int) -> str | None:
     shape, network_us = topology(world), WORKLOADS[workload][-1] if workload in WORKLOADS else 0.0
     ack_us = 4 * network_us if network_us == _SLOW_US else 0.0
     # Bytes of a put travel at the latest legal time.
     faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us, ack_us=ack_us)
-    try:
-        with mock.patch.object(emulated, "Faults", lambda: faults):
-            found = mk.launch(
-                _calls,
-                shape.size,
-                shape.ranks_per_node,
-                "cpu",
-                (workload, seed, most),
-                seed=seed,
-                heap_bytes=16 << 20,
-                timeout=5.0,
-                entry_timeout=60.0,
-            )
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
+    options: dict[str, Any] = {"seed": seed, "heap_bytes": 16 << 20, "timeout": 5.0, "entry_timeout": 60.0}
+    with mock.patch.object(emulated, "Faults", lambda: faults):
+        found = mk.launch(_calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), **options)
     if any(same != found[0][1] for _, same in found):
         return "wrong: ranks have different bits"
     return next((f"wrong: {problem}" for of_rank, _ in found for problem in of_rank), None)

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 
 import mkernel as mk
-from mkernel.errors import CompileError, Error
 from mkernel.planner import ring_attention as planner
 from mkernel.tools.attention import positions, reference, worst
 from mkernel.transport import emulated
 from tests.ops.body import topology
+from tests.shared.findings import errors_are_findings, wrong_of
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 WORLDS = ("1x1", "1x2", "1x4", "2x2", "4x1", "3x2")
@@ -137,18 +137,12 @@ def launch(function: Any, world: str, seed: int, arguments: tuple[Any, ...], sca
         return mk.launch(function, shape.size, shape.ranks_per_node, "cpu", arguments, **{**defaults, **options})
 
 
+@errors_are_findings
 def found_wrong(
     world: str, model: Model, seed: int, sizes: tuple[tuple[int, int], ...], scale: planner.Scale = TINY, **options: Any
 ) -> str | None:
     """What is wrong with calls of these sizes, B and S/W, one after the other."""
-    try:
-        found = launch(_rank, world, seed, (model, seed, sizes), scale, **options)
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
-    wrong = [text for of_rank in found for text in of_rank]
-    return "wrong: " + "\n".join(wrong[:6]) if wrong else None
+    return wrong_of(launch(_rank, world, seed, (model, seed, sizes), scale, **options))
 
 
 def _digests(world: Any, model: Model, seed: int, sizes: tuple[tuple[int, int], ...], late: tuple[int, int, int] | None) -> list[str]:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mkernel as mk
-from mkernel.errors import CompileError, Error
 from mkernel.planner import ring_attention as planner
 from mkernel.tools.attention import reference, worst
 from tests.ops.ring_body import DTYPES, TINY, Model, launch
+from tests.shared.findings import errors_are_findings, wrong_of
 
 
 class Packed(NamedTuple):
@@ -138,16 +138,10 @@ def _rank(world: Any, model: Model, seed: int, calls: tuple[Packed, ...]) -> lis
     return wrong
 
 
+@errors_are_findings
 def found_wrong(world: str, model: Model, seed: int, calls: tuple[Packed, ...], scale: planner.Scale = TINY, **options: Any) -> str | None:
     """What is wrong with these calls, one after the other."""
-    try:
-        found = launch(_rank, world, seed, (model, seed, calls), scale, **options)
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
-    wrong = [text for of_rank in found for text in of_rank]
-    return "wrong: " + "\n".join(wrong[:6]) if wrong else None
+    return wrong_of(launch(_rank, world, seed, (model, seed, calls), scale, **options))
 
 
 def _digests(world: Any, model: Model, seed: int, calls: tuple[Packed, ...]) -> list[str]:

@@ -8,9 +8,9 @@ from unittest import mock
 import mkernel as mk
 from mkernel.bench.cases import ops
 from mkernel.bench.timing import CpuTiming
-from mkernel.errors import CompileError, Error
 from mkernel.transport import emulated
 from tests.ops.body import topology
+from tests.shared.findings import errors_are_findings
 
 __all__ = ["found_wrong"]
 
@@ -35,19 +35,15 @@ def _run(world: Any, op: str, dtype: str, sizes: tuple[str, ...], seed: int) -> 
     return errors
 
 
+@errors_are_findings
 def found_wrong(op: str, world: str, dtype: str, sizes: tuple[str, ...], seed: int, **options: Any) -> str | None:
     """What is wrong with calls of the op's bench cases, one size after the other: a result, a complaint of the emulator, a deadlock."""
     shape = topology(world)
     faults = emulated.Faults(seed=seed, delay_us=_NETWORK_US, reorder_us=_NETWORK_US)
     defaults: dict[str, Any] = {"heap_bytes": 16 << 20, "timeout": 5.0, "entry_timeout": 60.0}
-    try:
-        with mock.patch.object(emulated, "Faults", lambda: faults):
-            arguments = (op, dtype, sizes, seed)
-            found = mk.launch(_run, shape.size, shape.ranks_per_node, "cpu", arguments, seed=seed, **{**defaults, **options})
-    except CompileError:
-        raise
-    except Error as error:
-        return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ()))
+    with mock.patch.object(emulated, "Faults", lambda: faults):
+        arguments = (op, dtype, sizes, seed)
+        found = mk.launch(_run, shape.size, shape.ranks_per_node, "cpu", arguments, seed=seed, **{**defaults, **options})
     wrong = [f"rank {rank}, {size}: {worst:g} of its bound" for rank, of_rank in enumerate(found)
              for size, worst in zip(sizes, of_rank, strict=True) if not worst <= 1]  # fmt: skip
     return "wrong: " + "; ".join(wrong) if wrong else None
