@@ -459,16 +459,23 @@ class RingAttentionPlan:
                     near += self.streamed(segment, source, rank)
         return near * 2 * self.plane_bytes, far * 2 * self.plane_bytes
 
-    def describe(self) -> str:
-        p, sizes, (pushing, sending) = self.problem, self.sizes, self.copying
+    def title(self, sizes: str) -> str:
+        """The first line of ``describe``, which stands for the plan in messages: it tells any two apart. ``sizes``: of the call."""
+        p, (pushing, sending) = self.problem, self.copying
         world = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}"
-        waves = math.ceil(self.items / self.ctas)
-        near, far = self.received_bytes(p.topology.size - 1)  # no rank receives more
-        return (  # the first line stands for the plan in messages: it tells any two apart
-            f"{OP}: B {sizes.batches}, {sizes.length} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
+        return (
+            f"{self.op}: {sizes} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
             f"{'causal' if p.causal else 'full'}, {p.layout}{p.order}, scale {p.scale:g}, {world} ranks, "
-            f"{self.ctas}/{pushing}/{sending} SMs\n"
-            f"tiles of {p.tile.q_rows} query rows{f', keys shared by {self.shares} CTAs' if self.shares > 1 else ''}, "
+            f"{self.ctas}/{pushing}/{sending} SMs"
+        )
+
+    def describe(self) -> str:
+        sizes, (pushing, sending) = self.sizes, self.copying
+        waves = math.ceil(self.items / self.ctas)
+        near, far = self.received_bytes(self.problem.topology.size - 1)  # no rank receives more
+        return (
+            f"{self.title(f'B {sizes.batches}, {sizes.length}')}\n"
+            f"tiles of {self.problem.tile.q_rows} query rows{f', keys shared by {self.shares} CTAs' if self.shares > 1 else ''}, "
             f"{self.items} items in {waves} waves; chunks of {self.chunk_rows} keys, "
             f"{self.total} per source, {self.depth} slots\n"
             f"SMs: compute {self.ctas}, intra_comm {pushing} push, inter_send {sending}; received at most {near} bytes inside the node, "

@@ -110,13 +110,10 @@ class RingAttentionVarlenPlan(RingAttentionPlan):
         return sequence_error(report)
 
     def describe(self) -> str:
-        p, (pushing, sending) = self.problem, self.copying
-        world = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}"
-        return (  # the first line stands for the plan in messages: it tells any two apart
-            f"{OP}: {self.rows} rows per rank, {p.q_heads} heads, {p.kv_heads} KV heads, D {p.head_dim} {p.dtype}, "
-            f"{'causal' if p.causal else 'full'}, {p.layout}{p.order}, scale {p.scale:g}, {world} ranks, "
-            f"{self.ctas}/{pushing}/{sending} SMs\n"
-            f"tiles of {p.tile.q_rows} query rows; chunks of at most {self.chunk_rows} keys, {self.depth} slots per source\n"
+        pushing, sending = self.copying
+        return (
+            f"{self.title(str(self.rows))}\n"
+            f"tiles of {self.problem.tile.q_rows} query rows; chunks of at most {self.chunk_rows} keys, {self.depth} slots per source\n"
             f"SMs: compute {self.ctas}, intra_comm {pushing} push, inter_send {sending}; workspace {self.workspace_bytes} bytes, "
             f"of which {self.window_bytes} are for keys of other ranks"
         )
