@@ -24,7 +24,7 @@ from mkernel.planner.gemm import (
 )
 from mkernel.planner.k_parts import choose_parts, choose_piece
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes
-from mkernel.planner.spans import choose, spans_of
+from mkernel.planner.spans import Product, choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling, TilingError
@@ -373,7 +373,7 @@ def _plan_of_class(
     topology = problem.topology
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
     tail = _TAIL if topology.size > 1 else 0.0
-    predicted = choose(topology, rows, problem.n, problem.k, sm_count, tail, tile, asked.span, asked.shares)
+    predicted = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
     if predicted is None:
         possible = ", ".join(map(str, spans_of(topology)))
         rule = f"span must be one of {possible} in this world, and shares at most the k steps, of tiles of 64 or 128 columns on one node"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["MOST_SHARED_N", "Candidate", "candidates", "choose", "exchange_seconds", "spans_of"]
+__all__ = ["MOST_SHARED_N", "Candidate", "Product", "candidates", "choose", "exchange_seconds", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -21,6 +21,17 @@ _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
 _MOST_SHARES, _FEWEST_STEPS = 8, 4  # of K; k steps of a share
 MOST_SHARED_N = 128  # columns of a tile whose K is shared: more would need more registers
 _EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 100e9  # until a share has come, and how much of them an SM reads per second
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """What a rank multiplies, on so many SMs: the shards of all ranks, of ``rows`` rows and ``k`` columns each, by ``n`` columns."""
+
+    topology: Topology
+    rows: int
+    n: int
+    k: int
+    sm_count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,21 +60,13 @@ def spans_of(topology: Topology) -> Iterator[int]:
 
 
 def choose(
-    topology: Topology,
-    rows: int,
-    n: int,
-    k: int,
-    sm_count: int,
-    tail: float,
-    tile: GemmTile | None = None,
-    span: int | None = None,
-    shares: int | None = None,
+    product: Product, tail: float, tile: GemmTile | None = None, span: int | None = None, shares: int | None = None
 ) -> Candidate | None:
     """The candidate with the least predicted time: a shard per plane, and no shares, unless that saves more than predictions are off.
 
     ``tile``, ``span``, ``shares``: where they are given. None: there is no such candidate.
     """
-    found = list(candidates(topology, rows, n, k, sm_count, tail, tile, span, shares))
+    found = list(candidates(product, tail, tile, span, shares))
     whole = [candidate for candidate in found if candidate.shares == 1] or found[:1]
     if not whole:
         return None
@@ -74,27 +77,20 @@ def choose(
 
 
 def candidates(
-    topology: Topology,
-    rows: int,
-    n: int,
-    k: int,
-    sm_count: int,
-    tail: float,
-    tile: GemmTile | None = None,
-    span: int | None = None,
-    shares: int | None = None,
+    product: Product, tail: float, tile: GemmTile | None = None, span: int | None = None, shares: int | None = None
 ) -> Iterator[Candidate]:
-    """What tiles can cover for shards of ``rows`` rows: spans ascending, of each without shares first.
+    """What tiles can cover: spans ascending, of each without shares first.
 
     ``tail``: of ``choose_tile``, with a shard per plane. K is shared inside one node only, and where all shares are worked on at once.
     """
-    steps = math.ceil(k / BLOCK_K)
+    topology, n, sm_count = product.topology, product.n, product.sm_count
+    steps = math.ceil(product.k / BLOCK_K)
     for one in spans_of(topology) if span is None else {span}.intersection(spans_of(topology)):
         # Tiles that span shards wait at their beginning for all that they read, and for nothing at their end.
-        tile_rows = math.ceil(one * rows / BLOCK_M) * (topology.size // one)
+        tile_rows = math.ceil(one * product.rows / BLOCK_M) * (topology.size // one)
         chosen = tile or choose_tile(tile_rows, n, sm_count, tail if one == 1 else 0.0)
         if shares in (None, 1):
-            yield Candidate(one, chosen, 1, _seconds(topology, rows, n, k, sm_count, one, chosen))
+            yield Candidate(one, chosen, 1, _seconds(product, one, chosen))
         if topology.num_nodes > 1 or shares == 1 or (shares is None and tile is not None):
             continue
         for shared in (GemmTile.deepest(64), GemmTile.deepest(128)) if tile is None else (tile,):
@@ -102,12 +98,13 @@ def candidates(
             for number in range(2, _MOST_SHARES + 1) if shares is None else (shares,):
                 fits = tiles * number <= sm_count and steps >= number * _FEWEST_STEPS if shares is None else number <= steps
                 if fits and tiles and shared.block_n <= MOST_SHARED_N:
-                    yield Candidate(one, shared, number, _seconds(topology, rows, n, k, sm_count, one, shared, number))
+                    yield Candidate(one, shared, number, _seconds(product, one, shared, number))
 
 
-def _seconds(topology: Topology, rows: int, n: int, k: int, sm_count: int, span: int, tile: GemmTile, shares: int = 1) -> float:
-    """A class of planes is multiplied when its chunks are there, after the classes before it."""
-    classes = [one for one in _classes(topology, rows, k, span) if one.planes]
+def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> float:
+    """Time of a call: a class of planes is multiplied when its chunks are there, after the classes before it."""
+    rows, n, k, sm_count = product.rows, product.n, product.k, product.sm_count
+    classes = [one for one in _classes(product, span) if one.planes]
     tiles_of_plane, b_bytes = math.ceil(span * rows / BLOCK_M) * math.ceil(n / tile.block_n) * shares, 2.0 * n * k
     of_tile = tile.seconds(k) / tile.relative_speed / shares
     exchange = exchange_seconds(shares, tile.block_n) if shares > 1 else 0.0
@@ -128,9 +125,9 @@ def exchange_seconds(shares: int, block_n: int) -> float:
     return _EXCHANGE_SECONDS + (shares - 1) * 4 * BLOCK_M * block_n / _EXCHANGE_BYTES
 
 
-def _classes(topology: Topology, rows: int, k: int, span: int) -> list[_Class]:
-    size, per_node = topology.size, topology.ranks_per_node
-    near_planes, bytes_of_shard = max(1, per_node // span), 2 * rows * k
+def _classes(product: Product, span: int) -> list[_Class]:
+    topology, size, per_node = product.topology, product.topology.size, product.topology.ranks_per_node
+    near_planes, bytes_of_shard = max(1, per_node // span), 2 * product.rows * product.k
     near = _NEAR_SECONDS, _NEAR_SECONDS + bytes_of_shard * (per_node - 1) / _LINK_BYTES
     far = _FAR_SECONDS, _FAR_SECONDS + bytes_of_shard * (topology.num_nodes - 1) / _NETWORK_BYTES
     own = (0.0, 0.0) if span == 1 else near if span <= per_node else far

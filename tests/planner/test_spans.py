@@ -13,7 +13,7 @@ from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.proofs.allgather_gemm import call_of
 from mkernel.planner.proofs.areas import PACKETS
 from mkernel.planner.row_classes import classes
-from mkernel.planner.spans import MOST_SHARED_N, candidates, spans_of
+from mkernel.planner.spans import MOST_SHARED_N, Product, candidates, spans_of
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 from tests.shared.proofs import check_call, check_order, check_steps_wait_for_entries
@@ -41,7 +41,7 @@ def test_planes_divide_nodes_or_are_whole_nodes(topology: Topology) -> None:
 def test_candidates_are_what_kernels_can_do(rng: np.random.Generator, topology: Topology) -> None:
     for _ in range(20):
         rows, n, k = int(2 ** rng.uniform(0, 13)), 8 * int(2 ** rng.uniform(0, 11)), 8 * int(2 ** rng.uniform(0, 10))
-        found = list(candidates(topology, rows, n, k, SMS, 0.35))
+        found = list(candidates(Product(topology, rows, n, k, SMS), 0.35))
         assert (found[0].span, found[0].shares) == (1, 1)
         assert {one.span for one in found} == set(spans_of(topology))
         for one in found:
