@@ -13,6 +13,16 @@ MK_DEVICE char* partial_unit(char* partial, uint32_t warpgroup, uint32_t unit) {
   return partial + ((warpgroup * Shape::kPartialUnits + unit) * 128 + ptx::thread_index() % 128) * 16;
 }
 
+// The flags of the parts of an item, for wait_all. The op has part_flag(item, part), and its parameters as p.
+template <class Op>
+struct PartFlags {
+  const Op& op;
+  const AttentionItem& item;
+  MK_DEVICE bool wait(const Entered& entered, uint32_t part) const {
+    return wait_flag(entered, op.p, op.part_flag(item, part), op.p.world.rank);
+  }
+};
+
 // Parts are announced by a warp that has nothing else to do. A release by a consumer would cost its main loop the uniform registers (role.cuh: trace_items).
 // All consumer warps post alike: the number of each part that they leave, and kNoItem at the end.
 template <class Config>

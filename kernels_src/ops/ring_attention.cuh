@@ -339,22 +339,15 @@ struct RingAttention {
     const uint64_t place = uint64_t(tile_number(item)) * (p.ring.shares - 1) + share;
     return shared_heap(entered, p.world.local_rank) + p.ring.partial_offset + place * Shape::kPartialBytes;
   }
-  MK_DEVICE uint32_t share_flag(const AttentionItem& item, uint32_t share) const {
+  MK_DEVICE uint32_t part_flag(const AttentionItem& item, uint32_t share) const {
     return num_readers(p.ring) + tile_number(item) * p.ring.shares + share;
   }
   MK_DEVICE void raise_part(const Entered& entered, const AttentionItem& item) const {
-    raise_flag_of(entered, p, share_flag(item, item.part), p.world.local_rank);
+    raise_flag_of(entered, p, part_flag(item, item.part), p.world.local_rank);
   }
-  struct ShareFlags {
-    const RingAttention& op;
-    const AttentionItem& item;
-    MK_DEVICE bool wait(const Entered& entered, uint32_t share) const {
-      return wait_flag(entered, op.p, op.share_flag(item, share), op.p.world.rank);
-    }
-  };
   MK_DEVICE bool wait_parts(const Entered& entered, const AttentionItem& item) const {
     finish(entered);  // the others may read chunks of which this share has nothing
-    return wait_all(entered, ShareFlags{*this, item}, item.parts - 1);
+    return wait_all(entered, PartFlags<RingAttention>{*this, item}, item.parts - 1);
   }
   MK_DEVICE void tell(const Entered& entered) const {
     ptx::sync_warp();

@@ -181,7 +181,7 @@ RING = [
     _Shared(
         "sums of shares are added up before they are left",
         _OP,
-        "    return wait_all(entered, ShareFlags{*this, item}, item.parts - 1);",
+        "    return wait_all(entered, PartFlags<RingAttention>{*this, item}, item.parts - 1);",
         "    return true;",
         seeds=20,
         slow=True,

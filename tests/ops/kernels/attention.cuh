@@ -117,15 +117,8 @@ struct LocalAttention {
   MK_DEVICE void raise_part(const Entered& entered, const AttentionItem& item) const {
     raise_flag_of(entered, p, part_flag(item, item.part), p.world.local_rank);
   }
-  struct PartFlags {
-    const LocalAttention& op;
-    const AttentionItem& item;
-    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
-      return wait_flag(entered, op.p, op.part_flag(item, i), op.p.world.rank);
-    }
-  };
   MK_DEVICE bool wait_parts(const Entered& entered, const AttentionItem& item) const {
-    return wait_all(entered, PartFlags{*this, item}, item.parts - 1);
+    return wait_all(entered, PartFlags<LocalAttention>{*this, item}, item.parts - 1);
   }
   MK_DEVICE void move(const Call& call) const {
     if (ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
