@@ -96,6 +96,42 @@ MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once 
   }
 }
 
+// ---- clusters: CTAs that are resident together and reach each other's shared memory, numbered from 0; alone in its own: a CTA of a launch without.
+// A pointer says where in shared memory, `cta` in whose.
+MK_DEVICE uint32_t cluster_rank() {  // of this CTA
+  uint32_t rank;
+  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+MK_DEVICE void cluster_sync() {  // all threads of all its CTAs that have not exited, whole warps; release and acquire at cluster scope
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(cta));
+  return address;
+}
+MK_DEVICE void cluster_store(uint32_t* p, uint32_t cta, uint32_t v) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address(p, cta)), "r"(v) : "memory");
+}
+MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) {  // release at cluster scope
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
+}
+// By a thread that has read, and has nothing to release to the other CTA: release at cluster scope is a fence of GPU scope on sm_90.
+MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
+}
+// As mbarrier_wait, of this CTA's barrier, for what another CTA has released by cluster_arrive: acquire at cluster scope.
+MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(bar)), "r"(parity)
+                 : "memory");
+  }
+}
+
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -106,6 +142,15 @@ MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar,
                    shared_address(smem)),
                "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
+}
+// To the same place in the shared memory of several CTAs of the cluster (bit i: CTA i), and to the barrier at the same place in each.
+MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, uint32_t ctas, int32_t c0, int32_t c1,
+                                     int32_t c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], "
+      "%6;" ::"r"(shared_address(smem)),
+      "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2), "h"(static_cast<uint16_t>(ctas))
+      : "memory");
 }
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(shared_address(smem)),

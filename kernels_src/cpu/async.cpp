@@ -108,7 +108,7 @@ void Scheduler::issue(std::unique_ptr<AsyncCopy> copy) {
     const std::string race = race_of(*copy);
     if (!race.empty()) fail_fiber("%s", race.c_str());
   }
-  Cta& cta = *copy->cta;
+  Cta& cta = *copy->issuer->cta;
   (chance(2) ? eager : lazy).push_back(std::move(copy));
   progress();
   if (cta.copies_until_hold != 0 && --cta.copies_until_hold == 0) {
@@ -130,7 +130,7 @@ void Scheduler::step_copies() {
   const auto step = [&](std::vector<std::unique_ptr<AsyncCopy>>& list, uint32_t odds) {
     if (list.empty() || !chance(odds)) return;
     const size_t index = random() % list.size();
-    if (!is_held(*list[index]->cta)) execute(list, index);
+    if (!is_held(*list[index]->issuer->cta)) execute(list, index);
   };
   step(eager, kEagerOdds);
   step(lazy, kLazyOdds);
@@ -143,7 +143,7 @@ bool Scheduler::execute_some_copy(bool of_held) {
     const bool is_eager = index < eager.size();
     auto& list = is_eager ? eager : lazy;
     const size_t place = is_eager ? index : index - eager.size();
-    if (!of_held && is_held(*list[place]->cta)) continue;
+    if (!of_held && is_held(*list[place]->issuer->cta)) continue;
     execute(list, place);
     return true;
   }
@@ -213,10 +213,10 @@ const CpuTensorMap& checked_map(const void* map, uint32_t rank, const char* what
 
 uint32_t box_bytes(const CpuTensorMap& map) { return kRowBytes * map.box[1] * map.box[2] * map.box[3]; }
 
-void check_load(uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
-  if (!mbarrier_at(*self().cta, bar, what).visible)
+void check_load(Cta& cta, uint32_t offset, uint32_t bytes, uint64_t* bar, const char* what) {
+  if (!mbarrier_in(cta, shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what), what).visible)
     scheduler().fail_fiber("%s: mbarrier_init_fence is missing between mbarrier_init and this", what);
-  check_clean(offset, bytes, what);
+  check_clean(cta, offset, bytes, what);
 }
 
 // Data that another CTA or an engine has written while this kernel runs comes with a flag. Between the acquire of the flag and a TMA load
@@ -241,7 +241,7 @@ void check_source(const void* global, size_t bytes, const char* what) {
 }
 
 void issue_store(std::unique_ptr<AsyncCopy> copy, uint32_t offset, const char* what) {
-  check_clean(offset, copy->bytes, what);
+  check_clean(*copy->cta, offset, copy->bytes, what);
   Fiber& fiber = self();
   if (fiber.stores == nullptr) fiber.stores = std::make_unique<StoreGroups>();
   StoreGroups& stores = *fiber.stores;
@@ -269,11 +269,32 @@ void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, uint32_t rank, 
   const char* what = rank == 3 ? "tma_load_3d" : "tma_load_4d";
   const CpuTensorMap& m = checked_map(map, rank, what);
   const uint32_t bytes = box_bytes(m);
-  check_load(shared_offset(smem, bytes, kTensorAlignment, what), bytes, bar, what);
+  check_load(*call.fiber.cta, shared_offset(smem, bytes, kTensorAlignment, what), bytes, bar, what);
   auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
   copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = c3;
   for_rows(*copy, [what](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, what); });
   call.scheduler.issue(std::move(copy));
+}
+
+// A copy for each CTA: they take effect in any order.
+void mkc_tensor_load_multicast(void* smem, const void* map, uint64_t* bar, uint32_t ctas, int32_t c0, int32_t c1, int32_t c2) {
+  const Call call;
+  const char* what = "tma_load_3d_multicast";
+  const uint32_t cluster = call.fiber.cta->launch->cluster;
+  const CpuTensorMap& m = checked_map(map, 3, what);
+  const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, what);
+  const uint32_t bar_offset = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what);
+  if (ctas == 0 || ctas >> cluster != 0) call.scheduler.fail_fiber("%s: CTAs 0x%x of a cluster of %u", what, ctas, cluster);
+  for (uint32_t rank = 0; rank < cluster; ++rank) {
+    if ((ctas >> rank & 1) == 0) continue;
+    Cta& cta = cluster_cta(rank, what);
+    check_load(cta, offset, bytes, bar, what);
+    auto copy = new_copy(Copy::kTensorLoad, cta.shared + offset, bytes);
+    copy->cta = &cta, copy->map = m, copy->bar = reinterpret_cast<uint64_t*>(cta.shared + bar_offset);
+    copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = 0;
+    for_rows(*copy, [what](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, what); });
+    call.scheduler.issue(std::move(copy));
+  }
 }
 
 void mkc_tensor_store(const void* map, const void* smem, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
@@ -289,7 +310,7 @@ void mkc_tensor_store(const void* map, const void* smem, uint32_t rank, int32_t 
 void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar) {
   const Call call;
   check_bulk(global, bytes, "bulk_load");
-  check_load(shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
+  check_load(*call.fiber.cta, shared_offset(smem, bytes, 16, "bulk_load"), bytes, bar, "bulk_load");
   check_source(global, bytes, "bulk_load");
   auto copy = new_copy(Copy::kBulkLoad, smem, bytes);
   copy->global = static_cast<char*>(const_cast<void*>(global)), copy->bar = bar;

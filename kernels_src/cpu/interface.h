@@ -29,9 +29,17 @@ MKC_API void mkc_mbarrier_arrive(uint64_t* bar, uint32_t expected_bytes);
 MKC_API bool mkc_mbarrier_test(uint64_t* bar, uint32_t parity);
 MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity);
 
+// Clusters: `cta` is a CTA's rank in the caller's cluster, and a pointer says where in that CTA's shared memory.
+MKC_API uint32_t mkc_cluster_rank();
+MKC_API void mkc_cluster_sync();
+MKC_API uint32_t mkc_cluster_address(const void* p, uint32_t cta);
+MKC_API void mkc_cluster_store(uint32_t* p, uint32_t cta, uint32_t value);
+MKC_API void mkc_cluster_arrive(uint64_t* bar, uint32_t cta);
+
 MKC_API void mkc_fence_proxy_async(bool shared_only);
 
 MKC_API void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3);
+MKC_API void mkc_tensor_load_multicast(void* smem, const void* map, uint64_t* bar, uint32_t ctas, int32_t c0, int32_t c1, int32_t c2);
 MKC_API void mkc_tensor_store(const void* map, const void* smem, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3);
 MKC_API void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar);
 MKC_API void mkc_bulk_store(void* global, const void* smem, uint32_t bytes);
@@ -87,8 +95,9 @@ constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;
 
 MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
+// `cluster`: CTAs of a cluster, of which the grid has a whole number.
 MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
-                            uint32_t threads, uint32_t shared_bytes, uint32_t rank);
+                            uint32_t threads, uint32_t shared_bytes, uint32_t cluster, uint32_t rank);
 // Holds a CTA of a launch, or each (kEveryCta): it is passed over for so many turns while others can run, each time it has issued so many copies
 // (0: once, from now on).
 MKC_API void mkc_hold(void* scheduler, uint64_t launch, uint32_t cta, uint32_t copies, uint64_t turns);

@@ -39,7 +39,7 @@ struct ProxyClock {
   }
 };
 
-enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kWarp, kWarpgroup, kStores, kFlag };
+enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kCluster, kWarp, kWarpgroup, kStores, kFlag };
 
 // What a thread waits for; the meaning of the words depends on the kind.
 struct Waiting {
@@ -168,10 +168,11 @@ struct Cta {
 struct Launch {
   uint64_t id = 0;
   uint64_t begin = 0;  // turn
-  uint32_t rank = 0, grid = 0, threads = 0;
+  uint32_t rank = 0, grid = 0, threads = 0, cluster = 1;
   void (*entry)(const void*) = nullptr;
   void* parameters = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
+  std::vector<NamedBarrier> clusters;  // cluster_sync
   uint32_t live_ctas = 0;
   uint32_t stores_in_flight = 0;
   int32_t state = kRunningLaunch;
@@ -185,7 +186,7 @@ struct AsyncCopy {
   Copy kind;
   bool has_read = false;  // a store: shared memory has been read
   Fiber* issuer;
-  Cta* cta;
+  Cta* cta;          // whose shared memory it is: of a multicast load one of the issuer's cluster
   CpuTensorMap map;  // a copy: the kernel may change its own afterwards
   int32_t at[4];
   char* shared;
@@ -214,7 +215,7 @@ struct Scheduler {
   // ---- the run
   int32_t run(uint64_t max_turns, uint64_t until_ns);
   uint64_t launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
-                  uint32_t rank);
+                  uint32_t cluster, uint32_t rank);
   void remove(Launch& launch);  // stops it wherever it stands
   void finish_launch(Launch& launch, int32_t state);
   Launch* find(uint64_t id);
@@ -347,11 +348,15 @@ struct Call {
 // Shared memory of the calling thread's CTA.
 uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const char* what);
 Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what);
+Mbarrier& mbarrier_in(Cta& cta, uint32_t offset, const char* what);  // of any CTA
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar);
-void finish_thread(Scheduler& s, Fiber& fiber);                       // checks at a thread's end
-void finish_cta(Scheduler& s, Cta& cta);                              // checks at a CTA's end
-void check_clean(uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
-constexpr uint32_t kMaxCount = (1u << 20) - 1;                        // of an mbarrier: arrivals, and bytes in flight
+void finish_thread(Scheduler& s, Fiber& fiber);                                       // checks at a thread's end
+void finish_cta(Scheduler& s, Cta& cta);                                              // checks at a CTA's end
+void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
+Cta& cluster_cta(uint32_t rank, const char* what);  // of the calling thread's cluster; it must not have ended
+NamedBarrier& cluster_barrier(const Cta& cta);
+uint32_t live_of_cluster(const Cta& cta);       // threads
+constexpr uint32_t kMaxCount = (1u << 20) - 1;  // of an mbarrier: arrivals, and bytes in flight
 
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 

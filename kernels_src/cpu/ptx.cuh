@@ -65,6 +65,15 @@ MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) { mkc_mbarr
 MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) { return mkc_mbarrier_test(bar, parity); }
 MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
+// ---- clusters
+MK_DEVICE uint32_t cluster_rank() { return mkc_cluster_rank(); }
+MK_DEVICE void cluster_sync() { mkc_cluster_sync(); }
+MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) { return mkc_cluster_address(p, cta); }
+MK_DEVICE void cluster_store(uint32_t* p, uint32_t cta, uint32_t v) { mkc_cluster_store(p, cta, v); }
+MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta); }
+MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta); }
+MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
+
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { mkc_fence_proxy_async(false); }
 MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
@@ -72,6 +81,10 @@ MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
 // ---- TMA
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
   mkc_tensor_load(smem, map, bar, 3, c0, c1, c2, 0);
+}
+MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, uint32_t ctas, int32_t c0, int32_t c1,
+                                     int32_t c2) {
+  mkc_tensor_load_multicast(smem, map, bar, ctas, c0, c1, c2);
 }
 MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t c0, int32_t c1, int32_t c2) {
   mkc_tensor_store(map, smem, 3, c0, c1, c2, 0);

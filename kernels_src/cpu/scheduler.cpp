@@ -106,10 +106,11 @@ uint64_t Scheduler::now() const { return virtual_time ? clock : monotonic_ns(); 
 // ---- launches
 
 uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
-                           uint32_t shared_bytes, uint32_t rank) {
+                           uint32_t shared_bytes, uint32_t cluster, uint32_t rank) {
   const uint64_t id = next_launch++;
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
   l.id = id, l.begin = ++turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
+  l.cluster = cluster, l.clusters.resize(grid / cluster);
   ++running;
   try {
     l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
@@ -312,7 +313,7 @@ bool Scheduler::end_hold() {
   };
   for (Cta* cta : ready) consider(cta);
   for (const auto* list : {&eager, &lazy}) {
-    for (const auto& copy : *list) consider(copy->cta);
+    for (const auto& copy : *list) consider(copy->issuer->cta);
   }
   if (first == nullptr) return false;
   first->held_until = 0;
@@ -331,11 +332,12 @@ void Scheduler::run_fiber(Fiber* fiber) {
   if (!fiber->finished) return;
   tsan::destroy_fiber(fiber->tsan);
   progress();
-  if (--cta.live > 0) {
-    if (cta.everyone.arrived == cta.live)
-      cta.everyone.arrived = 0, ++cta.everyone.generation, wake(cta.everyone.waiting);  // those who have left do not count
-    return;
-  }
+  --cta.live;
+  const auto leave = [&](NamedBarrier& bar, uint32_t live) {  // those who have left do not count
+    if (bar.arrived != 0 && bar.arrived == live) bar.arrived = 0, ++bar.generation, wake(bar.waiting);
+  };
+  if (launch.cluster > 1) leave(cluster_barrier(cta), live_of_cluster(cta));
+  if (cta.live > 0) return leave(cta.everyone, cta.live);
   finish_cta(*this, cta);
   if (!launch.error.empty()) return finish_launch(launch, kFailed);
   if (--launch.live_ctas > 0) return;

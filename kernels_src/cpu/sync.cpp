@@ -15,8 +15,7 @@ uint32_t shared_offset(const void* p, uint32_t bytes, uint32_t alignment, const 
   return offset;
 }
 
-void check_clean(uint32_t offset, uint32_t bytes, const char* what) {
-  const Cta& cta = *self().cta;
+void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* what) {
   for (uint32_t chunk = offset / kChunkBytes; chunk * kChunkBytes < offset + bytes; ++chunk) {
     if (cta.dirty_owner[chunk] == 0) continue;
     scheduler().fail_fiber(
@@ -115,11 +114,35 @@ void publish(Cta& cta, uint32_t offset, const Mbarrier& bar) { *reinterpret_cast
 }  // namespace
 
 Mbarrier& mbarrier_at(Cta& cta, uint64_t* bar, const char* what) {
-  const uint32_t offset = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what);
+  return mbarrier_in(cta, shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), what), what);
+}
+
+Mbarrier& mbarrier_in(Cta& cta, uint32_t offset, const char* what) {
   const auto it = cta.mbarriers.find(offset);
   if (it == cta.mbarriers.end()) scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has not been initialized", what, offset);
-  if (*bar != it->second.word()) scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has been overwritten", what, offset);
+  if (*reinterpret_cast<uint64_t*>(cta.shared + offset) != it->second.word())
+    scheduler().fail_fiber("%s: the mbarrier at shared +0x%x has been overwritten", what, offset);
   return it->second;
+}
+
+// ---- clusters
+
+Cta& cluster_cta(uint32_t rank, const char* what) {
+  const Cta& own = *self().cta;
+  const Launch& launch = *own.launch;
+  if (rank >= launch.cluster) scheduler().fail_fiber("%s: CTA %u of a cluster of %u", what, rank, launch.cluster);
+  Cta& cta = *launch.ctas[own.index / launch.cluster * launch.cluster + rank];
+  if (cta.live == 0) scheduler().fail_fiber("%s: CTA %u of the cluster has ended, and its shared memory with it", what, rank);
+  return cta;
+}
+
+NamedBarrier& cluster_barrier(const Cta& cta) { return cta.launch->clusters[cta.index / cta.launch->cluster]; }
+
+uint32_t live_of_cluster(const Cta& cta) {
+  const Launch& launch = *cta.launch;
+  uint32_t live = 0;
+  for (uint32_t i = 0; i < launch.cluster; ++i) live += launch.ctas[cta.index / launch.cluster * launch.cluster + i]->live;
+  return live;
 }
 
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar) {
@@ -313,12 +336,9 @@ void mkc_mbarrier_init_fence() {
   fiber.unfenced_inits.clear();
 }
 
-void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
-  const Call call;
-  Scheduler& s = call.scheduler;
-  Fiber& fiber = call.fiber;
-  Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_arrive");
-  const auto offset = static_cast<uint32_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
+namespace {
+void arrive(Scheduler& s, Fiber& fiber, Cta& cta, uint32_t offset, uint32_t expected_bytes) {
+  Mbarrier& bar = mbarrier_in(cta, offset, "mbarrier_arrive");
   if (bar.pending == 0)
     s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
   bar.transactions += expected_bytes;
@@ -328,9 +348,16 @@ void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
   bar.clock.join(fiber.clock);
   tsan::release(&bar.sync[bar.phase]);
   --bar.pending;
-  complete_phase_if_done(s, *fiber.cta, offset, bar);
+  complete_phase_if_done(s, cta, offset, bar);
   s.progress();
   s.maybe_yield();
+}
+}  // namespace
+
+void mkc_mbarrier_arrive(uint64_t* word, uint32_t expected_bytes) {
+  const Call call;
+  const uint32_t offset = shared_offset(word, sizeof(uint64_t), sizeof(uint64_t), "mbarrier_arrive");
+  arrive(call.scheduler, call.fiber, *call.fiber.cta, offset, expected_bytes);
 }
 
 bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
@@ -364,6 +391,41 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
   bar.unobserved = false;
   fiber.clock.join(bar.clock);
   tsan::acquire(&bar.sync[parity]);
+}
+
+// ---- clusters
+
+uint32_t mkc_cluster_rank() {
+  const Cta& cta = *self().cta;
+  return cta.index % cta.launch->cluster;
+}
+
+void mkc_cluster_sync() {
+  const Call call;
+  const Cta& cta = *call.fiber.cta;
+  NamedBarrier& bar = cluster_barrier(cta);
+  bar.expected = live_of_cluster(cta);
+  meet(call.scheduler, call.fiber, bar, true, Waiting{Wait::kCluster, 0, 0, kNever});
+}
+
+uint32_t mkc_cluster_address(const void* p, uint32_t cta) {  // windows that are farther apart than shared memory is large
+  cluster_cta(cta, "cluster_address");
+  return shared_offset(p, 0, 1, "cluster_address") + kSharedBase + ((cta + 1) << 24);
+}
+
+void mkc_cluster_store(uint32_t* p, uint32_t rank, uint32_t value) {
+  const Call call;
+  const uint32_t offset = shared_offset(p, sizeof(uint32_t), sizeof(uint32_t), "cluster_store");
+  char* to = cluster_cta(rank, "cluster_store").shared + offset;
+  tsan::write(to, sizeof(uint32_t));
+  *reinterpret_cast<uint32_t*>(to) = value;
+  call.scheduler.maybe_yield();
+}
+
+void mkc_cluster_arrive(uint64_t* word, uint32_t rank) {
+  const Call call;
+  const uint32_t offset = shared_offset(word, sizeof(uint64_t), sizeof(uint64_t), "cluster_arrive");
+  arrive(call.scheduler, call.fiber, cluster_cta(rank, "cluster_arrive"), offset, 0);
 }
 
 // ---- proxies

@@ -174,11 +174,15 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t near_planes() const { return span() < kR ? kR / span() : 1; }  // with shards of this node
   MK_DEVICE uint32_t plane_rows() const { return span() * p.rows; }
   MK_DEVICE uint32_t tile_rows() const { return (plane_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }  // of a plane
+  // With pairs of CTAs a number means two rows of tiles, or what is left of them.
+  static constexpr uint32_t kTakenRows = Shape::kCluster * Shape::kBlockM;
+  MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kCluster - 1) / Shape::kCluster; }  // of tiles
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = tile_rows() * planes() * tiles_n() * KShares::count(p);
+    const uint32_t tiles = taken_rows() * planes() * tiles_n() * KShares::count(p);
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
-  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const { return coordinate_of(tile, Shape::kPaired ? ptx::cluster_rank() : 0); }
+  MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {  // of a pair
     uint32_t slice = 0;
     if (Config::kSlices > 1 && tile >= p.whole_tiles) {  // the last tiles are numbered by slices
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
@@ -187,7 +191,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     const uint32_t share = KShares::share_of(p, tile);
     tile /= KShares::count(p);
     const uint32_t index = tile;
-    const uint32_t per_plane = tile_rows() * tiles_n(), near = near_planes();
+    const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes();
     uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
     if (tile >= per_plane * near) {
       tile -= per_plane * near, of_class = planes() - near, nearest = near;
@@ -195,8 +199,9 @@ struct Tiles : BasicOp<Config, Parameters> {
       tile -= per_plane, of_class = near - 1, nearest = 1;
     }
     const RasterPosition at =
-        raster(tile, tile_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
-    return TileCoordinate{plane_at(nearest + at.row % of_class), at.row / of_class, at.column, slice, index, false, false, share};
+        raster(tile, taken_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
+    return TileCoordinate{
+        plane_at(nearest + at.row % of_class), at.row / of_class * Shape::kCluster + cta, at.column, slice, index, false, false, share};
   }
   // The plane at a distance: 0 is the own one, then come those of the node from the next on, then those of the other nodes from the next on, of
   // each first the one in the own plane's place.
@@ -222,7 +227,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
-    const uint32_t begin = c.m * Shape::kBlockM, end = begin + Shape::kBlockM < plane_rows() ? begin + Shape::kBlockM : plane_rows();
+    const uint32_t begin = c.m * Shape::kBlockM, end = begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows();
     const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);
     return wait_all(entered, ChunkFlags{p, first, part}, last - first + 1);
   }

@@ -22,8 +22,9 @@ namespace mkernel {
 // Nothing may follow: each warpgroup ends with its own number of registers.
 template <class Config, TileOp<Config> Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  static_assert(!GemmShape<Config>::kPaired || (!Op::kAdds && !Op::kShortTiles), "stages of a pair have A and B only");
   if (ptx::thread_index() == 0) gemm_init(storage);
-  ptx::sync_cta();
+  Pair<Config>::begin();
   const uint32_t warp = ptx::warp_index();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
@@ -49,6 +50,7 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
       if (const MaybeEntered entered = storage.entries.pass(call)) op.finish(*entered);
     }
   }
+  Pair<Config>::end();
 }
 
 }  // namespace mkernel

@@ -1,6 +1,6 @@
 // The loading thread of a compute CTA: tiles of A and B, and partial tiles, by TMA into the ring of stages.
 #pragma once
-#include "tile/storage.cuh"
+#include "tile/pair.cuh"
 
 namespace mkernel {
 
@@ -57,7 +57,9 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
       ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
       char* smem_b = storage.pipeline.b[stage.index];
-      if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
+      if constexpr (Shape::kPaired) {
+        Pair<Config>::load_b(smem_b, b, filled, column, k, b_plane);
+      } else if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
 #pragma unroll
         for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
           const int32_t at = column + p / 2 * kPanel + (p % 2 != 0 ? extent_n(op.p) : 0);

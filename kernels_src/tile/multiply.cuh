@@ -87,7 +87,15 @@ template <uint32_t N, bool Short, class Config>
 MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
                              uint32_t steps, uint32_t warpgroup, bool accumulate) {
   using Shape = GemmShape<Config>;
-  const bool reports = ptx::lane_index() == 0;
+  const uint32_t lane = ptx::lane_index();
+  const bool reports = lane < Shape::kCluster;
+  const auto give_back = [&](uint64_t* taken) {  // to the CTA whose number is the lane's
+    if constexpr (Shape::kPaired) {
+      ptx::cluster_give_back(taken, lane);
+    } else {
+      ptx::mbarrier_arrive(taken);
+    }
+  };
   uint64_t* previous = nullptr;
   uint32_t step = 0;
 #pragma unroll 1
@@ -97,12 +105,12 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
     const char* b = storage.pipeline.b[stage.index] + (Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0);
     multiply_stage<N, Config>(d, a, b, accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
-    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);
+    if (previous != nullptr && reports) give_back(previous);
     previous = &storage.stages.taken[stage.index];
     stage.advance();
   } while (++step < steps);
   ptx::wgmma_wait<0>(d);
-  if (reports) ptx::mbarrier_arrive(previous);
+  if (reports) give_back(previous);
 }
 
 template <class Config, class Op>

@@ -19,15 +19,15 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   op.p.fields;  // the parameters of the kernel, with fields.cuh's
 
   // ---- which tiles
-  { op.num_tiles() } -> Same<uint32_t>;                 // that the CTAs of this rank share
-  { op.assigned(i) } -> Same<uint32_t>;                 // the i-th tile that only this CTA does, before all others; kStop: no more
-  { op.coordinate(tile) } -> Same<TileCoordinate>;      // the one function from a tile's number to where it is
+  { op.num_tiles() } -> Same<uint32_t>;  // that the CTAs of this rank share; with pairs of CTAs (pair.cuh) a number means both tiles,
+  { op.assigned(i) } -> Same<uint32_t>;  // the i-th tile that only this CTA does, before all others; kStop: no more
+  { op.coordinate(tile) } -> Same<TileCoordinate>;      // and the coordinate is that of this CTA's: the one function from number to place
   requires Same<decltype(Op::kParts), const uint32_t>;  // parts of a tile, at most
   { op.parts(c) } -> Same<uint32_t>;                    // parts of this one; 0: there is no such tile
 
   // ---- their inputs
   { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only
-  { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs; false: the call has failed. Warp function
+  { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs, of both tiles of a pair; false: failed. Warp function
   { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K,
   { op.first_step(c) } -> Same<uint32_t>;              // from this k step on
   { op.load_rows(c) } -> Same<uint32_t>;               // how many rows of the tile of A are loaded: those of the map's box

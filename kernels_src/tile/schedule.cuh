@@ -1,20 +1,20 @@
 // The scheduler warp of a compute CTA: takes tiles from a counter, waits for their inputs, offers them to the others.
 #pragma once
-#include "tile/storage.cuh"
+#include "tile/pair.cuh"
 #include "trace.cuh"
 
 namespace mkernel {
 
-// The tiles of this CTA, one after the other: those assigned to it, then one given by its index, then those it takes from the counter that all
+// The tiles of this CTA, or of its pair, one after the other: those assigned to it, then one given by its index, then those it takes from the counter that all
 // CTAs of the rank share. Warp functions.
-template <class Op>
+template <class Config, class Op>
 class TileSource {
  public:
   MK_DEVICE TileSource(const Call& call, const Op& op)
       : op_(op),
         control_(control_block(call.world)),
         num_tiles_(op.num_tiles()),
-        given_(call.role == abi::kCompute ? ptx::cta_index() - num_comm_ctas(op.p) : kStop) {}
+        given_(call.role == abi::kCompute ? (ptx::cta_index() - num_comm_ctas(op.p)) / kCluster : kStop) {}
 
   MK_DEVICE bool take(uint32_t& tile) {  // false: there are no more
     tile = op_.assigned(num_assigned_);
@@ -26,12 +26,13 @@ class TileSource {
       tile = given_, given_ = kStop;
     } else {
       tile = ptx::lane_index() == 0 ? ptx::atomic_add(&control_->tile_counter, 1) : 0;
-      tile = ptx::broadcast(tile, 0) + ptx::cta_count() - num_comm_ctas(op_.p);
+      tile = ptx::broadcast(tile, 0) + (ptx::cta_count() - num_comm_ctas(op_.p)) / kCluster;
     }
     return tile < num_tiles_;
   }
 
  private:
+  static constexpr uint32_t kCluster = GemmShape<Config>::kCluster;
   const Op& op_;
   abi::ControlBlock* control_;
   uint32_t num_tiles_, num_assigned_ = 0, given_;
@@ -68,13 +69,32 @@ MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>
   at.advance();
 }
 
+// The scheduler of a pair's other CTA: offers what the leader's sends. It enters for its own threads, after the first item, as the leader's does.
+template <class Config>
+MK_DEVICE void follow(const Call& call, GemmStorage<Config>& storage) {
+  RingPosition<kTileQueue> at, received;
+  bool entered = false;
+  uint32_t item;
+#pragma unroll 1
+  do {
+    item = Pair<Config>::receive(storage, received);
+    if (item != kStop) offer_item(storage, at, item);
+    if (!entered) storage.entries.open(call), entered = true;
+  } while (item != kStop);
+  if (ptx::lane_index() == 0) leave_call(call);
+  offer_item(storage, at, kStop);
+}
+
 // The offer loop: offers each part of each tile when its inputs are there, and kStop at the end, whatever has happened.
 template <class Config, class Op>
 MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+  if constexpr (Pair<Config>::kIs) {
+    if (!Pair<Config>::leads()) return follow(call, storage);
+  }
   RingPosition<kTileQueue> at;
   Trace trace(call.world, 0);
   const uint32_t lane = ptx::lane_index();
-  TileSource<Op> tiles(call, op);
+  TileSource<Config, Op> tiles(call, op);
   CtaEntry entry(call, storage.entries);
   uint32_t parts = 0, wanted = 0;  // of the tile before, and the parity of the barrier that it completes
   bool ok = true;
@@ -97,13 +117,17 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
           if (ok) ok = op.wait_inputs(*entry, c, part);
           if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
         }
-        if (ok) offer_item(storage, at, tile * Op::kParts + part);
+        if (ok) {
+          Pair<Config>::send(storage, at, tile * Op::kParts + part);
+          offer_item(storage, at, tile * Op::kParts + part);
+        }
       }
     }
     if (!entry.is_open()) ok = entry.open();  // not sooner: a first tile of own inputs is multiplied meanwhile
     if (!ok || !more) break;
   }
   if (lane == 0) leave_call(call);  // this CTA takes no more tiles, and all its threads have read the epoch
+  Pair<Config>::send(storage, at, kStop);
   offer_item(storage, at, kStop);
 }
 

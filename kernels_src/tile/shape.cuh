@@ -45,6 +45,18 @@ struct Gated<Config, Void<Config::kGated>> {
 };
 }  // namespace detail
 
+// Config::kCluster: 2 where pairs of CTAs load B together (pair.cuh). Kernels without pairs leave it out.
+namespace detail {
+template <class Config, class = void>
+struct Cluster {
+  static constexpr uint32_t kValue = 1;
+};
+template <class Config>
+struct Cluster<Config, Void<Config::kCluster>> {
+  static constexpr uint32_t kValue = Config::kCluster;
+};
+}  // namespace detail
+
 template <class Config>
 struct GemmShape {
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
@@ -62,6 +74,9 @@ struct GemmShape {
   // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
+  static constexpr uint32_t kCluster = detail::Cluster<Config>::kValue;  // CTAs that load B together, and take tiles together
+  static constexpr bool kPaired = kCluster == 2;
+  static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(!kGated || (kBlockN % (2 * kPanel) == 0 && Config::kSlices == 1), "a panel of gate and one of up lie side by side");

@@ -6,6 +6,19 @@
 
 namespace mkernel {
 
+// Items on their way from the scheduler of a pair's leader to that of the other CTA (pair.cuh). They, and `filled`, are used in the other CTA's
+// shared memory, `taken` in the leader's.
+template <bool Paired>
+struct Relay {
+  MK_DEVICE void init() {}
+};
+template <>
+struct Relay<true> {
+  Handshake<kTileQueue> slots;
+  uint32_t item[kTileQueue];
+  MK_DEVICE void init() { slots.init(1, 1); }
+};
+
 // Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
 template <class Config>
 struct GemmStorage {
@@ -23,6 +36,7 @@ struct GemmStorage {
   EntryGate entries;
   uint32_t item[kTileQueue];
   Mailbox announce;
+  [[no_unique_address]] Relay<Shape::kPaired> relay;
 };
 
 // The shared memory of the CTA, as a kernel lays it out.
@@ -34,11 +48,12 @@ MK_DEVICE Storage& shared_storage() {
 
 template <class Config>
 MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp that shared them out was slower
-  storage.stages.init(1, kConsumerWarps);
+  storage.stages.init(1, kConsumerWarps * GemmShape<Config>::kCluster);
   storage.queue.init(1, kQueueReaders);
   ptx::mbarrier_init(&storage.tile_wanted, 1);
   for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) storage.blocks[w].init(kWarpgroup / 32, 1);
   storage.entries.init();
+  storage.relay.init();
   storage.announce.init();  // ends with the fence for all of them
 }
 

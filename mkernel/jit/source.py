@@ -33,7 +33,9 @@ def render(spec: KernelSpec) -> str:
 
 
 def _constants(spec: KernelSpec) -> dict[str, int]:
-    launch = (("kThreads", spec.threads), ("kSharedBytes", spec.shared_bytes), ("kParameterBytes", spec.parameter_bytes))
+    launch = [("kThreads", spec.threads), ("kSharedBytes", spec.shared_bytes), ("kParameterBytes", spec.parameter_bytes)]
+    if spec.cluster > 1:
+        launch.append(("kCluster", spec.cluster))
     constants: dict[str, int] = {}
     for name, value in (*spec.constants, *launch):
         if not (name.isidentifier() and name.isascii()):

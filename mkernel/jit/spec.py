@@ -23,10 +23,11 @@ class KernelSpec:
     shared_bytes: int  # dynamic shared memory per CTA
     parameter_bytes: int  # sizeof the kernel's one parameter struct (64-byte aligned)
     folder: Path | None = dataclasses.field(default=None, repr=False)  # where the header is, if not in kernels_src/ops; may differ by rank
+    cluster: int = 1  # CTAs of a cluster; Config::kCluster where there are several
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.constants, self.threads, self.shared_bytes, self.parameter_bytes))
+        return hash((self.name, self.constants, self.threads, self.shared_bytes, self.parameter_bytes, self.cluster))
 
     def __hash__(self) -> int:
         return self._hash  # asked for with every new size of a call

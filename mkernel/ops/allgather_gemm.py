@@ -207,7 +207,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
-    tilings = frozenset({"block_n", "span", "shares"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster"})
     parameters = Parameters
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
@@ -236,7 +236,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
-        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
+        shared = f", {plan.shares} share K" if plan.shares > 1 else ", pairs" if plan.cluster > 1 else ""
         return ("warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send") + shared
 
     def travels(self, plan: Any) -> str:
@@ -279,7 +279,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
                 strides = (part_k * ITEM, plane_extent * part_k * ITEM)
                 made = executable.workspace_map = tensor_map(gather, dtype, (part_k, plane_extent, planes), strides, a_box)
             memory[_GATHER_MAP] = made
-        memory[_B_MAP] = known.map(world, plan.tile.block_n)
+        memory[_B_MAP] = known.map(world, plan.tile.block_n, plan.cluster)
         if plan.slices > 1 and not problem.b_row_major:
             memory[_B_SLICE_MAP] = known.map(world, plan.b_columns)
         memory[_C_MAP] = tensor_map(c_address, dtype, (n, plane_extent, plan.planes), (c_stride, plane_extent * c_stride), (64, 64, 1))

@@ -67,16 +67,16 @@ class Held:
         self.n, self.k, self._b = n, k, b
         self.b_row_major, self._stride = layout_of("b", b)
         self.problems: dict[Hashable, Any] = {}
-        self._maps: dict[int, bytes] = {}
+        self._maps: dict[tuple[int, int], bytes] = {}
 
-    def map(self, world: World, columns: int) -> bytes:
-        """The tensor map of ``b``; ``columns``: of one load where its columns are contiguous."""
-        made = self._maps.get(columns)
+    def map(self, world: World, columns: int, cluster: int = 1) -> bytes:
+        """The tensor map of ``b``; ``columns``: of a tile, and of a load where b's are contiguous; ``cluster``: CTAs with a part each."""
+        made = self._maps.get((columns, cluster))
         if made is None:
             n, k, stride = self.n, self.k, self._stride
-            inner, outer, box = (n, k, BLOCK_K) if self.b_row_major else (k, n, columns)
+            inner, outer, box = (n, k, BLOCK_K // cluster) if self.b_row_major else (k, n, columns // cluster)
             shape, strides = (inner, outer, 1), (stride, stride * outer)
-            made = self._maps[columns] = world.backend.tensor_map(self._b.address, self._b.dtype, shape, strides, (64, box, 1))
+            made = self._maps[columns, cluster] = world.backend.tensor_map(self._b.address, self._b.dtype, shape, strides, (64, box, 1))
         return made
 
 

@@ -23,6 +23,7 @@ from mkernel.planner.gemm import (
     shift_of,
 )
 from mkernel.planner.k_parts import choose_parts, choose_piece
+from mkernel.planner.pairs import checked_pairs, complete
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes
 from mkernel.planner.spans import Product, choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
@@ -91,6 +92,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
     shares: int = 1  # CTAs that share K of a tile
+    cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
@@ -98,9 +100,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def spec(self) -> KernelSpec:
-        shared = self.shares > 1
-        parts = int(most_parts(self.problem) > 1 and not shared)
-        return self.spec_with(OP, PARAMETER_BYTES, kSlices=1 if shared else most_slices(self.tile), kHasParts=parts, kShares=int(shared))
+        together = self.shares > 1 or self.cluster > 1
+        slices, parts = (1, 0) if together else (most_slices(self.tile), int(most_parts(self.problem) > 1))
+        return self.spec_with(OP, PARAMETER_BYTES, self.cluster, kSlices=slices, kHasParts=parts, kShares=int(self.shares > 1))
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -109,7 +111,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return {
             "rows": self.rows,
             "whole_tiles": self.whole_tiles,
-            "group_m": self.group_m,
+            "group_m": max(1, self.group_m // self.cluster),
             "part_blocks": self.part_blocks,
             "chunk_shift": chunk_shift,
             "part_shift": part_shift,
@@ -193,7 +195,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
-            f"{f', K shared by {self.shares} CTAs' if self.shares > 1 else ''}, "
+            f"{f', K shared by {self.shares} CTAs' if self.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
@@ -271,10 +273,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def _whole(self, rank: int) -> Iterator[Tile]:
         near = self.near_planes
         for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
-            rows = self.tile_rows * planes
+            rows = math.ceil(self.tile_rows / self.cluster) * planes
             for index in range(rows * self.tiles_n):
-                row, n = raster(index, rows, self.tiles_n, self.group_m)
-                yield Tile(self.plane(rank, first + row % planes), row // planes, n)
+                row, n = raster(index, rows, self.tiles_n, max(1, self.group_m // self.cluster))
+                together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)
+                yield from (Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows)
 
     def tile_chunks(self, tile: Tile) -> list[tuple[int, int]]:
         """What a tile reads, part by part: the ranks whose shards it covers, and chunks of these."""
@@ -324,6 +327,7 @@ def make_plan(
         if asked.shares not in (None, 1):
             raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
         asked = dataclasses.replace(asked, shares=1)
+    asked = checked_pairs(asked)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
@@ -384,10 +388,11 @@ def _plan_of_class(
     wanted = split or Split()
     if wanted.compute is wanted.intra_comm is None and span == shares == 1 and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
-    chosen = wanted.complete(default_split(problem, rows, sm_count, tiles), sm_count, spared)
+    cluster = asked.cluster or 1
+    chosen = complete(wanted, default_split(problem, rows, sm_count, tiles), sm_count, spared, cluster)
     few_waves = tiles <= _FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for all chunks of a part, wherever they begin
-    parts = most_parts(problem) if shares == 1 and (few_waves if span == 1 else all_at_once) else 1
+    parts = most_parts(problem) if shares == cluster == 1 and (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
         chunk_bytes = choose_put(rows * problem.k * 2)
@@ -395,9 +400,9 @@ def _plan_of_class(
         movers = chosen.intra_comm or chosen.compute or 1
         chunk_bytes = min(chunk_bytes, max(_FEW_CHUNK_BYTES, rows * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    slices = choose_slices(tiles, tile, chosen) if few_waves and shares == 1 else 1
+    slices = choose_slices(tiles, tile, chosen) if few_waves and shares == cluster == 1 else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, slices=slices, span=span, shares=shares, specialize=specialize)
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, cluster, specialize)
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
         return AllGatherGemmPlan(

@@ -5,6 +5,7 @@ Until GPUs have confirmed it, the rules of thumb of each op choose (docs/planner
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
-from mkernel.planner.gemm import GemmTile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
@@ -54,6 +55,11 @@ def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_coun
         for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if inside else [Split()]:
             for width in _WIDTHS:
                 yield allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
+                # Else loads do not bind, or, in other worlds, one N and K would have more than 8 kernels.
+                if topology.size == 1 and rows > BLOCK_M and (problem.n % BLOCK_K or problem.k % BLOCK_K):
+                    pairs = Tiling(width, 1, 1, 2)
+                    with contextlib.suppress(SplitError):  # few SMs
+                        yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
         return
     pulls = problem.op == ALLREDUCE and inside
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:

@@ -153,12 +153,12 @@ class GemmPlan(Generic[Problem]):
     def digest(self) -> int:
         return digest_of(self)
 
-    def spec_with(self, name: str, parameter_bytes: int, **more: int) -> KernelSpec:
-        """The kernel of this plan; ``more``: constants beside those of every op."""
+    def spec_with(self, name: str, parameter_bytes: int, cluster: int = 1, **more: int) -> KernelSpec:
+        """The kernel of this plan, in clusters of so many CTAs; ``more``: constants beside those of every op."""
         ctas = tuple(self.fields[2:])
         if "split" not in self.specialize:
             ctas = tuple(min(number, 1) for number in ctas)  # which roles there are
-        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, tuple(more.items()))
+        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, cluster, tuple(more.items()))
 
     @derived
     def fields(self) -> tuple[int, int, int, int, int]:
@@ -193,6 +193,7 @@ def _spec(
     ctas: tuple[int, ...],
     name: str,
     parameter_bytes: int,
+    cluster: int,
     more: tuple[tuple[str, int], ...],
 ) -> KernelSpec:
     """Calls of many sizes have the same kernel. But for what is specialized, it depends on the world, the operands and the tile."""
@@ -206,7 +207,7 @@ def _spec(
         "kNumNodes": problem.topology.num_nodes,
         "kRanksPerNode": problem.topology.ranks_per_node,
     }
-    return KernelSpec(name, (*constants.items(), *more), THREADS, tile.shared_bytes, parameter_bytes)
+    return KernelSpec(name, (*constants.items(), *more), THREADS, tile.shared_bytes, parameter_bytes, cluster=cluster)
 
 
 def digest_of(plan: object) -> int:

@@ -42,14 +42,14 @@ def waves(tiles: float, ctas: float) -> float:
 
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
-    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1,
+    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
-    tiles = shards * math.ceil(rows / block_m) * math.ceil(n / block_n) * shares
+    tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
     speed, steps = machine.speed(busy_of(conditions, machine, guess)), math.ceil(k / (shares * BLOCK_K))
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
-    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums)
+    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster)
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = tiles // ctas + _HALF_TILE if halved else waves(tiles, ctas)
@@ -76,6 +76,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
         halved=plan.slices > 1,
         shares=plan.shares,
+        cluster=plan.cluster,
     )
     if plan.shares > 1:
         work = work._replace(seconds=work.seconds + exchange_seconds(plan.shares, block_n))

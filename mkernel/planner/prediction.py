@@ -86,16 +86,19 @@ def blend(*seconds: float) -> float:
     return most * float(sum((one / most) ** _BLEND for one in seconds)) ** (1 / _BLEND) if most > 0 else 0.0
 
 
-def tile_cost(machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0) -> TileCost:
+def tile_cost(
+    machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1
+) -> TileCost:
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
-    ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it.
+    ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
+    that load the columns of B together.
     """
     steps = -(-k // BLOCK_K)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * speed * (machine.narrow if block_n <= 64 else 1.0))
     of_a = machine.misaligned if k * ITEM % _LINE else 1.0
     of_b = machine.misaligned if n * ITEM % _LINE else 1.0
-    load = (load_rows * of_a + block_n * of_b) * BLOCK_K * ITEM * steps / machine.sm_load
+    load = (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load
     fixed = machine.tile * block_m * block_n / (128 * 256)
     return TileCost(tensor, load, max(tensor, load) + fixed + sums * block_m * block_n * ITEM / machine.add)
 

@@ -27,11 +27,14 @@ class Tiling:
         Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
     shares
         CTAs that share K of a tile.
+    cluster
+        Of ``allgather_gemm``: CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     """
 
     block_n: int | None = None
     span: int | None = None
     shares: int | None = None
+    cluster: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -51,6 +54,8 @@ class Tiling:
         found = cls(**wanted)
         if found.block_n not in (None, 64, 128, 192, 256):
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
+        if found.cluster not in (None, 1, 2):
+            raise ValueError(f"cluster {found.cluster}: must be 1 or 2")
         return found
 
     @property

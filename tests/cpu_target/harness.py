@@ -21,8 +21,10 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CTAS = 16
 
 
-def load(name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, **constants: int) -> CpuKernel:
-    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters))
+def load(
+    name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, cluster: int = 1, **constants: int
+) -> CpuKernel:
+    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters), cluster=cluster)
     return CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), CTAS)
 
 

@@ -9,6 +9,9 @@ isolated calls, and calls back to back, as ``mkernel bench`` takes them (docs/be
 ``--aligned`` adds a variant whose operands' rows begin at multiples of 128 bytes (the same numbers, in wider arrays): what it gains is what
 rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of the reductions.
 
+``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
+of one also the vendor's product (``cuBLAS``).
+
 Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, and what
 was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
 """
@@ -32,9 +35,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
+from mkernel.bench.baselines import NoBaselines, open_baselines  # noqa: E402
 from mkernel.bench.cases import ops  # noqa: E402
 from mkernel.bench.peers import fresh_seed, gather  # noqa: E402
-from mkernel.bench.timing import open_timing  # noqa: E402
+from mkernel.bench.timing import CudaTiming, open_timing  # noqa: E402
 from mkernel.ops.op import find  # noqa: E402
 from mkernel.ops.schedule import choice_of  # noqa: E402
 from mkernel.planner.tiling import Tiling  # noqa: E402
@@ -87,11 +91,18 @@ class Found:
         return f"{self.op:<20} {self.size:>16} {self.variant:>12} {' '.join(cells)}  {self.chosen}{right}"
 
 
+def _named(tilings: list[Tiling]) -> dict[str, Tiling]:
+    return {", ".join(f"{name} {getattr(one, name)}" for name in sorted(one.fields - {"shares"} or one.fields)): one for one in tilings}
+
+
 class Rank:
     def __init__(self, options: argparse.Namespace) -> None:
         self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
         self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
         self.options = options
+        self.baselines: Any = NoBaselines("not asked for")
+        if options.pairs and self.world.size == 1 and isinstance(self.timing, CudaTiming):
+            self.baselines = open_baselines(self.world, self.timing.stream)
 
     def variants(self, op: str) -> dict[str, Tiling | None]:
         known = find(op).tilings
@@ -100,7 +111,10 @@ class Rank:
             wide = [Tiling(block_n=columns) for columns in (64, 128, 192, 256)] if "block_n" in known else []
             spans = [Tiling(span=span) for span in range(2, self.world.size + 1) if self.world.size % span == 0] if "span" in known else []
             shares = [Tiling(shares=number) for number in (2, 4, 8)] if "shares" in known and self.world.num_nodes == 1 else []
-            found |= {", ".join(f"{name} {getattr(one, name)}" for name in sorted(one.fields)): one for one in [*wide, *spans, *shares]}
+            found |= _named([*wide, *spans, *shares])
+        if self.options.pairs and "cluster" in known:
+            columns = (None, 128, 192, 256)
+            found |= _named([Tiling(block_n=n, shares=1, cluster=cluster) for n in columns for cluster in (1, 2)])
         return found
 
     def measure(self, op: str, size: str) -> list[Found]:
@@ -129,6 +143,9 @@ class Rank:
             asked = {} if choice.tiling is None else {"tiling": choice.tiling}
             made = find(op).make_plan(case.problem, case.rows, self.world.backend.sm_count, **asked)
             chosen[variant] = made.describe().splitlines()[1]
+        if vendor := list(case.alone(self.baselines)):
+            self.timing.warm_up(vendor)
+            calls["cuBLAS"], worst["cuBLAS"], chosen["cuBLAS"] = vendor, 0.0, ""
         taken: dict[str, tuple[list[float], list[float]]] = {variant: ([], []) for variant in calls}
         for i in range(-1, self.options.samples):  # the first round does not count
             for variant in list(calls)[:: 1 if i % 2 == 0 else -1]:
@@ -158,6 +175,7 @@ class Rank:
             case._b = [wide(b) for b in case._b]
 
     def close(self) -> None:
+        self.baselines.close()
         self.timing.close()
         self.world.close()
 
@@ -201,6 +219,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=0, help="so many random shapes instead")
     parser.add_argument("--seed", type=int, default=None, help="of the random shapes (default: fresh)")
     parser.add_argument("--all", action="store_true", help="also every tiling that the planner chooses from")
+    parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")
     parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no shape after so long")
     parser.add_argument("--heap", type=int, default=3072, help="MiB of the symmetric heap")

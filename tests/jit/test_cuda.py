@@ -88,7 +88,8 @@ def test_sass_has_the_instructions() -> None:
     sass = cuda.disassemble(cuda.compile(EVERY_PTX, include=[KERNELS]))
     if sass is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
-    for instruction in ("HGMMA.64x256x16", "UTMALDG.3D", "UTMASTG.3D", "UBLKCP", "USETMAXREG", "SYNCS", ".64.STRONG.SYS"):
+    tma = ("UTMALDG.3D", "UTMALDG.3D.MULTICAST", "UTMASTG.3D", "UBLKCP")
+    for instruction in ("HGMMA.64x256x16", *tma, "UCGABAR_WAIT", "USETMAXREG", "SYNCS", ".64.STRONG.SYS"):
         assert instruction in sass
 
 

@@ -135,6 +135,28 @@ def test_allgather_gemm_whose_ctas_share_k(
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 
+@pytest.mark.cases(
+    block_n=(64, 128, 192, 256), world=("1x1", "1x4", "2x2"), row_major=(True, False), dtype=("bfloat16", "float16"), specialize=MODES
+)
+@pytest.mark.drawn(1)
+def test_allgather_gemm_whose_ctas_are_pairs(
+    caplog: pytest.LogCaptureFixture, block_n: int, world: str, row_major: bool, dtype: str, specialize: str
+) -> None:
+    problem = plan_of(world, block_n, dtype, row_major, specialize).problem
+    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(block_n, 1, None, 2))
+    instructions = compiled(caplog, plan.spec)
+    kind = ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
+    assert {"UTMALDG.3D", "UTMALDG.3D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT"} <= instructions
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+    assert not {name for name in instructions if "MULTIMEM" in name or name.startswith("LDGMC")}, "NVLink multicast"
+    sass = cuda.disassemble(cuda.compile(plan.spec))
+    assert sass is not None
+    (loop,) = loops(sass, "HGMMA")
+    assert any("SYNCS.ARRIVE.TRANS64.RED" in line for line in loop), "stages are given back to both CTAs"
+    assert not any(re.search("MEMBAR|CCTL|ERRBAR", line) for line in loop), "no fence of GPU scope for each k step"
+
+
 def test_the_kernel_that_only_sends(caplog: pytest.LogCaptureFixture) -> None:
     instructions = compiled(caplog, PutsPlan(Topology(4, 2), 1 << 26, 1 << 20).spec)
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"

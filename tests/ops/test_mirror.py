@@ -18,6 +18,7 @@ from mkernel.jit.spec import KernelSpec
 from mkernel.ops.allgather_gemm import Parameters
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.planner.gemm import BLOCK_K, GemmTile
+from mkernel.planner.proofs.allgather_gemm import taken
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling
@@ -34,7 +35,7 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
     return library
 
 
-@pytest.mark.parametrize("specialize", ["all", "none"])
+@pytest.mark.parametrize(("specialize", "cluster"), [("all", 1), ("none", 1), ("none", 2)])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "n", "k", "block_n", "group_m", "split"),
     [
@@ -51,15 +52,17 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
 )
 @pytest.mark.drawn(6)
 def test_kernel_and_plan_agree(
-    nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str
+    nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str, cluster: int
 ) -> None:
     topology = Topology(nodes * per_node, per_node)
+    if cluster > 1:  # the same number of CTAs in all
+        split = Split(*(cluster * (number or 0) for number in dataclasses.astuple(split)))
 
-    shares = 3 if nodes == 1 and block_n <= 128 and k > 3 * 64 and split.compute == 6 else 1
+    shares = 3 if cluster == 1 and nodes == 1 and block_n <= 128 and k > 3 * 64 and split.compute == 6 else 1
 
     def plan_of(rows: int, span: int) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
-        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, Tiling(span=span, shares=shares))
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, Tiling(None, span, shares, cluster))
         return dataclasses.replace(plan, group_m=group_m)
 
     for rows, span in itertools.product((0, 1, 129, 300, 1000), spans_of(topology)):
@@ -77,11 +80,13 @@ def test_kernel_and_plan_agree(
         if plan.parts > 1 and rows:
             check_pieces(plan, library, shape)
         for rank in range(topology.size):
-            tiles = list(plan.tiles(rank))
-            assert library.mirror_num_tiles(rank, shape) == len(tiles)
-            words = np.full((len(tiles), 5), -1, np.int32)
+            tiles, number = list(plan.tiles(rank)), library.mirror_num_tiles(rank, shape)
+            assert number == len(list(taken(tiles, cluster)))
+            words = np.full((number * cluster, 5), -1, np.int32)
             library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
-            assert [tuple(row) for row in words.tolist()] == [(t.plane, t.m, t.n, t.slice, t.share) for t in tiles]
+            found = [tuple(row) for row in words.tolist()]
+            assert [row for row in found if row[1] < plan.tile_rows] == [(t.plane, t.m, t.n, t.slice, t.share) for t in tiles]
+            assert all(row[1] == plan.tile_rows for row in found if row[1] >= plan.tile_rows), "the rest of a pair"
             check_waits(plan, library, shape, rank)
     roles = collections.Counter(library.mirror_role(shape, cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
@@ -90,16 +95,16 @@ def test_kernel_and_plan_agree(
 
 def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank: int) -> None:
     """Some tiles wait for the blocks of rows that the plan says, of all shards that they cover."""
-    tiles = list(plan.tiles(rank))
-    for index in {0, len(tiles) // 3, len(tiles) - 1} if tiles else ():
+    numbers = list(taken(plan.tiles(rank), plan.cluster))
+    for index in {0, len(numbers) // 3, len(numbers) - 1} if numbers else ():
         words = np.zeros(2, np.uint32)
         library.mirror_waits(rank, shape, index, words.ctypes.data_as(ctypes.c_void_p))
-        if plan.reads_own(rank, tiles[index]):
+        if plan.reads_own(rank, numbers[index][0]):
             assert words.tolist() == [0xFFFFFFFF] * 2
             continue
         waited = {divmod(block, plan.blocks) for block in range(int(words[0]), int(words[1]) + 1)}
         chunks = {(source, plan.chunk_index(block, part)) for source, block in waited for part in range(plan.parts)}
-        assert chunks == set(plan.tile_chunks(tiles[index]))
+        assert chunks == {chunk for tile in numbers[index] for chunk in plan.tile_chunks(tile)}
 
 
 def check_pieces(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> None:

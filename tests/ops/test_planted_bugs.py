@@ -26,6 +26,7 @@ from tests.ops.body import topology
 from tests.ops.planted_bug import Bug
 from tests.ops.planted_common import COMMON
 from tests.ops.planted_moe import MOE
+from tests.ops.planted_pairs import PAIRS
 from tests.ops.planted_reductions import REDUCTIONS
 from tests.ops.planted_ring import RING
 from tests.sanitizer import libtsan
@@ -35,7 +36,7 @@ _ROOT = _HERE.parents[1]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *REDUCTIONS, *MOE, *RING]
+BUGS = [*COMMON, *PAIRS, *REDUCTIONS, *MOE, *RING]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "chunks"),
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
-        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets")),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
         *(pytest.param(world, "ring", marks=pytest.mark.slow) for world in ("1x2", "2x2", "4x1")),
         pytest.param("2x2", "varlen", marks=pytest.mark.slow),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
-from mkernel.planner.allgather_gemm import AllGatherGemmPlan
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, Tile
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.proofs.areas import FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
-__all__ = ["call_of", "wait_graph"]
+__all__ = ["call_of", "taken", "wait_graph"]
 
 _WORD = 8
 
@@ -111,12 +112,21 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
             _intra_comm_steps(graph, plan, rank, entered)
         if topology.num_nodes > 1:
             _inter_send_steps(graph, plan, rank, entered)
-        tiles = list(plan.tiles(rank))
-        for i, tile in enumerate(tiles):
-            chunks = plan.tile_chunks(tile) if not plan.reads_own(rank, tile) else ()
-            graph.add(("tile", rank, i), [*entered, *(_arrival(plan, rank, source, chunk) for source, chunk in chunks)])
-        graph.chain(("tile", rank, i) for i in range(len(tiles)))
+        tiles: list[Step] = []
+        for together in taken(plan.tiles(rank), plan.cluster):  # a cluster waits for the inputs of all its CTAs
+            waiting = [tile for tile in together if not plan.reads_own(rank, tile)]
+            chunks = dict.fromkeys(chunk for tile in waiting for chunk in plan.tile_chunks(tile))
+            for _ in together:
+                tiles.append(("tile", rank, len(tiles)))
+                graph.add(tiles[-1], [*entered, *(_arrival(plan, rank, source, chunk) for source, chunk in chunks)])
+        graph.chain(tiles)
     return graph
+
+
+def taken(tiles: Iterable[Tile], cluster: int) -> Iterator[list[Tile]]:
+    """Tiles that the CTAs of a cluster take together."""
+    for _, together in itertools.groupby(tiles, lambda tile: (tile.plane, tile.m // cluster, tile.n, tile.slice, tile.share)):
+        yield list(together)
 
 
 def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> Step:

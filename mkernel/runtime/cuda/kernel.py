@@ -8,7 +8,7 @@ from typing import Any
 from mkernel.errors import ArgumentError, CompileError
 from mkernel.jit.source import ENTRY
 from mkernel.jit.spec import KernelSpec
-from mkernel.memory.driver import call, driver
+from mkernel.memory.driver import call, check, driver, native
 from mkernel.runtime.backend import Kernel
 
 __all__ = ["Config", "CudaKernel"]
@@ -17,7 +17,7 @@ _pointer, _u32 = ctypes.c_void_p, ctypes.c_uint32
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", _u32 * 16)]
 
 
 class Config(ctypes.Structure):
@@ -33,7 +33,7 @@ class Config(ctypes.Structure):
     ]
 
 
-_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_COOPERATIVE, _CLUSTER = 2, 4  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 class CudaKernel(Kernel):
@@ -63,11 +63,19 @@ class CudaKernel(Kernel):
         per_sm = call(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, spec.threads, spec.shared_bytes), what)
         if per_sm < 1:
             raise CompileError(f"{spec.name}: {spec.threads} threads with {spec.shared_bytes} bytes of shared memory do not fit an SM")
-        self._max_ctas = int(per_sm) * sm_count
         self.function = int(function)
         self.argument_list = (_pointer * 1)()  # the struct travels by value: the driver copies it during the launch
-        self._cooperative = _Attribute(id=_COOPERATIVE, value=1)  # all CTAs are resident at once, or the launch fails
-        self.config = Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, ctypes.pointer(self._cooperative), 1)
+        cooperative = _Attribute(_COOPERATIVE, value=(1,))  # all CTAs are resident at once, or the launch fails
+        clusters = [_Attribute(_CLUSTER, value=(spec.cluster, 1, 1))] if spec.cluster > 1 else []
+        self._attributes = (_Attribute * (1 + len(clusters)))(cooperative, *clusters)
+        self.config = Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, self._attributes, len(self._attributes))
+        self._max_ctas = int(per_sm) * sm_count
+        if clusters:  # the SMs of one must be neighbours: some may be left over
+            number = ctypes.c_int()
+            launch = Config((spec.cluster, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, ctypes.pointer(clusters[0]), 1)
+            ask = native("cuOccupancyMaxActiveClusters", ctypes.POINTER(ctypes.c_int), _pointer, ctypes.POINTER(Config))
+            check(ask(ctypes.byref(number), self.function, ctypes.byref(launch)), f"{what}: clusters of {spec.cluster}")
+            self._max_ctas = min(self._max_ctas, number.value * spec.cluster)
 
     def max_ctas(self) -> int:
         return self._max_ctas

@@ -78,6 +78,7 @@ MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::
   ptx::mbarrier_arrive_expect(bar, 2 * 8192 + 16);
   ptx::tma_load_3d(smem, map, bar, 0, 1, 2);
   ptx::tma_load_4d(smem + 16384, map, bar, 0, 1, 2, 3);
+  ptx::tma_load_3d_multicast(smem + 24576, map, bar, 3, 0, 1, 2);
   ptx::bulk_load(smem + 8192, global, 16, bar);
   ptx::mbarrier_wait(bar, 0);
   ptx::mbarrier_arrive(bar);
@@ -106,13 +107,23 @@ MK_DEVICE void memory(uint64_t* words) {
   ptx::store_word(halves + 14, ptx::load_word(halves + 15) + ptx::count_bits(ptx::load_input_word(halves + 16)));
 }
 
+MK_DEVICE void cluster(uint64_t* bar, uint32_t* word) {
+  const uint32_t other = 1 - ptx::cluster_rank();
+  ptx::cluster_store(word, other, ptx::cluster_address(word, other));
+  ptx::cluster_arrive(bar, other);
+  ptx::cluster_give_back(bar, other);
+  ptx::cluster_wait(bar, 0);
+}
+
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   char* smem = ptx::shared_memory();
+  ptx::cluster_sync();
   collective(smem);
   if (ptx::thread_index() == 0) {
     asynchronous(smem, reinterpret_cast<uint64_t*>(smem + 65536), reinterpret_cast<char*>(p.memory), &p.map);
     memory(reinterpret_cast<uint64_t*>(p.memory));
     words(smem, reinterpret_cast<ptx::Words*>(p.memory));
+    cluster(reinterpret_cast<uint64_t*>(smem + 65536), reinterpret_cast<uint32_t*>(smem));
   }
 }
 

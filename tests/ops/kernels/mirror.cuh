@@ -8,13 +8,15 @@ MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
   return mkernel::Tiles(p).num_tiles();
 }
 
-// Five words per tile: plane, row of tiles in it, column of tiles, slice, share of K.
+// Five words per tile: plane, row of tiles in it, column of tiles, slice, share of K. With pairs of CTAs a number stands for two tiles.
 MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
-    const mkernel::TileCoordinate c = tiles.coordinate(tile);
-    *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice, *out++ = c.share;
+    for (uint32_t cta = 0; cta < mkernel::Shape::kCluster; ++cta) {
+      const mkernel::TileCoordinate c = tiles.coordinate_of(tile, cta);
+      *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice, *out++ = c.share;
+    }
   }
 }
 
@@ -33,9 +35,9 @@ MKC_API uint64_t mirror_flag_offset(const void* shape, uint32_t source, uint32_t
 MKC_API void mirror_waits(uint32_t rank, const void* shape, uint32_t tile, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
-  const mkernel::TileCoordinate c = tiles.coordinate(tile);
+  const mkernel::TileCoordinate c = tiles.coordinate_of(tile, 0);
   const uint32_t begin = c.m * mkernel::Shape::kBlockM, rows = tiles.plane_rows();
-  const uint32_t end = begin + mkernel::Shape::kBlockM < rows ? begin + mkernel::Shape::kBlockM : rows;
+  const uint32_t end = begin + mkernel::Tiles::kTakenRows < rows ? begin + mkernel::Tiles::kTakenRows : rows;
   out[0] = tiles.waits(c, 0) ? tiles.block_of(c.plane, begin) : 0xffffffffu;
   out[1] = tiles.waits(c, 0) ? tiles.block_of(c.plane, end - 1) : 0xffffffffu;
 }

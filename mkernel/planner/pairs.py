@@ -1,0 +1,37 @@
+"""Pairs of CTAs that load columns of B together (``kernels_src/tile/pair.cuh``): what goes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
+from mkernel.planner.tiling import Tiling, TilingError
+
+__all__ = ["checked_pairs", "complete"]
+
+
+def checked_pairs(asked: Tiling) -> Tiling:
+    """The tiling, of which a pair's CTAs multiply all of K. Raises TilingError where K is to be shared, too."""
+    if asked.cluster in (None, 1):
+        return asked
+    if asked.shares not in (None, 1):
+        raise TilingError(f"{asked}: CTAs that are pairs multiply all of K")
+    return dataclasses.replace(asked, shares=1)
+
+
+def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str], cluster: int) -> Split:
+    """``Split.complete`` for a kernel in clusters of so many CTAs, all of one role.
+
+    Raises
+    ------
+    SplitError
+        As ``Split.complete``; or ``wanted`` has a role that is no whole number of clusters.
+    """
+    if cluster > 1:
+        even = {role: -(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES}
+        default, sm_count = dataclasses.replace(default, **even), sm_count // cluster * cluster
+    found = wanted.complete(default, sm_count, spared)
+    if any((number or 0) % cluster for number in dataclasses.astuple(found)):
+        raise SplitError(found, "each role needs an even number of SMs where CTAs are pairs", "make it even")
+    return found

@@ -1,0 +1,90 @@
+"""What is planted in pairs of CTAs that load B together (kernels_src/tile/pair.cuh)."""
+
+from __future__ import annotations
+
+from tests.ops.planted_bug import Bug
+
+__all__ = ["PAIRS"]
+
+PAIRS = [
+    Bug(
+        "a stage is given back by the consumers of one CTA of a pair",
+        "tile/multiply.cuh",
+        "ptx::cluster_give_back(taken, lane);",
+        "ptx::mbarrier_arrive(taken);",
+        workload="pairs",
+    ),
+    Bug(
+        "a stage is given back to one CTA of a pair",
+        "tile/multiply.cuh",
+        "ptx::cluster_give_back(taken, lane);",
+        "ptx::cluster_give_back(taken, 0);",
+        workload="pairs",
+    ),
+    Bug(
+        "the other CTA takes an item that has not come",
+        "tile/pair.cuh",
+        "    ptx::cluster_wait(&storage.relay.slots.filled[at.index], at.parity);\n",
+        workload="pairs",
+    ),
+    Bug(
+        "the leader sends an item where another one still is",
+        "tile/pair.cuh",
+        "        ptx::cluster_wait(&storage.relay.slots.taken[at.index], at.parity ^ 1);\n",
+        workload="pairs",
+    ),
+    Bug(
+        "halves of B are swapped",
+        "tile/pair.cuh",
+        "rank = ptx::cluster_rank();",
+        "rank = ptx::cluster_rank(), half = 1 - rank;",
+        also=(("smem + p * Shape::kPanelBytes + rank * ", "smem + p * Shape::kPanelBytes + half * "), ("smem + rank * ", "smem + half * ")),
+        workload="pairs",
+        found_as="wrong",
+    ),
+    Bug(
+        "a CTA ends before its partner has done all",
+        "tile/pair.cuh",
+        "      ptx::sync_warp();  // of some warps one lane has worked\n      ptx::cluster_sync();\n",
+        workload="pairs",
+        found_as="has ended, and its shared memory with it",
+    ),
+    Bug(
+        "a pair begins before its barriers are there",
+        "tile/pair.cuh",
+        "      ptx::cluster_sync();\n    } else {",
+        "      ptx::sync_cta();\n    } else {",
+        workload="pairs",
+    ),
+    Bug(
+        "a pair waits for the inputs of its upper tile",
+        "ops/allgather_gemm.cuh",
+        "begin + kTakenRows < plane_rows() ? begin + kTakenRows :",
+        "begin + Shape::kBlockM < plane_rows() ? begin + Shape::kBlockM :",
+        workload="pairs",
+        first=3,
+    ),
+    Bug(
+        "the other CTA is not told that there is no more",
+        "tile/schedule.cuh",
+        "  Pair<Config>::send(storage, at, kStop);\n",
+        workload="pairs",
+        found_as="deadlock",
+    ),
+    Bug(
+        "the other CTA does not enter",
+        "tile/schedule.cuh",
+        "    if (!entered) storage.entries.open(call), entered = true;\n",
+        workload="pairs",
+        found_as="deadlock",
+    ),
+    # Nothing is wrong with the pair: that it leaves where a chunk never comes.
+    Bug(
+        "a flag that is never raised",
+        "comm/world.cuh",
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch);\n",
+        "  (void)word;\n",
+        workload="pairs",
+        found_as="TimeoutError",
+    ),
+]

@@ -1,0 +1,146 @@
+"""Pairs of CTAs that load B together (kernels_src/tile/pair.cuh): right, the bits of CTAs alone, and all leave if a rank does not come."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel import env
+from mkernel.errors import ArgumentError, Error
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.choice import candidates
+from mkernel.planner.gemm import BLOCK_M
+from mkernel.planner.machine import H200
+from mkernel.planner.predict_gemm import predict_allgather_gemm
+from mkernel.planner.spans import spans_of
+from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling, TilingError
+from tests.ops.body import WORLDS, Case, back_to_back, problems, random, topology
+from tests.ops.test_allgather_gemm import ranks, seeds
+from tests.virtual_time import sleep
+
+_DTYPES = ("bfloat16", "float16")
+_SMS = 8
+# The last row of tiles of a shard has a partner without rows, or both tiles have rows, or there is one row of tiles.
+_ROWS = (300, 129, 7, 500, 0, 128)
+
+
+@pytest.fixture(autouse=True)
+def _sms() -> Any:
+    with env.override(MKERNEL_CPU_SMS=_SMS):
+        yield
+
+
+def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
+    results = back_to_back(world, case, seed, 0.0, rows)
+    return problems(results), [result.c.tobytes() for result in results]
+
+
+def _valid(world: str, tiling: Tiling, split: str, **_: Any) -> bool:
+    at = topology(world)
+    return tiling.span in spans_of(at) and (split != "warps" or at.num_nodes == 1 < at.size)
+
+
+@pytest.mark.cases(
+    world=WORLDS,
+    tiling=tuple(Tiling(block_n, span, None, 2) for block_n, span in ((64, 1), (128, 2), (192, 1), (256, 1), (256, 2))),
+    shape=((64, 256), (136, 264), (520, 136), (4096, 8)),
+    split=("default", "pairs", "few pairs", "warps"),
+    dtype=_DTYPES,
+    row_major=(True, False),
+    valid=_valid,
+)
+@pytest.mark.drawn(1)
+def test_every_element_and_the_bits_of_ctas_alone(
+    request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
+) -> None:
+    case = Case(dtype, *shape, row_major, split, tiling=tiling)
+    alone = dataclasses.replace(case, tiling=dataclasses.replace(tiling, shares=1, cluster=1))
+    for seed in seeds(request):
+        of_pairs, of_ctas = (ranks(_bits, world, one, seed, _ROWS, seed=seed) for one in (case, alone))
+        for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_pairs, of_ctas, strict=True)):
+            assert wrong == [], f"rank {rank}"
+            assert bits == same, f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", ["1x2", pytest.param("2x2", marks=pytest.mark.slow)])
+def test_all_leave_where_a_rank_does_not_come(request: pytest.FixtureRequest, world: str) -> None:
+    def calls(world: Any) -> str:
+        a, b = random((300, 136), "float16", np.random.default_rng(0)), random((136, 264), "float16", np.random.default_rng(1))
+        plan = mk.plan("allgather_gemm", a, b, world=world, tiling={"cluster": 2})
+        plan.run(a, b)
+        if world.rank == 1:
+            sleep(world, 10.0)
+        with pytest.raises(Error) as caught:
+            plan.run(a, b)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    told = ranks(calls, world, seed=request.config.getoption("--seed"), timeout=2.0, entry_timeout=3.0)
+    assert all("never entered call 2" in text for text in told), told
+
+
+def _plan(rows: int, sms: int, split: Split | None = None, world: str = "1x4", **tiling: int) -> Any:
+    problem = AllGatherGemmProblem(topology(world), 1000, 4096, "bfloat16", True)
+    return make_plan(problem, rows, sms, split, tiling=Tiling(cluster=2, **tiling))
+
+
+@pytest.mark.parametrize("world", ["1x1", "1x4", "2x2", "4x8"])
+def test_a_plan_of_pairs(world: str) -> None:
+    for sms in (131, 132, 60, 7):
+        if sms < 60 and world == "4x8":
+            continue
+        plan = _plan(1000, sms, world=world)
+        assert all((number or 0) % 2 == 0 for number in dataclasses.astuple(plan.split))
+        assert sms - 1 <= plan.grid <= sms
+        assert (plan.parts, plan.slices, plan.shares, plan.spec.cluster) == (1, 1, 1, 2)
+        alone = make_plan(plan.problem, 1000, sms, tiling=Tiling(plan.tile.block_n, plan.span, 1))
+        for rank in (0, plan.problem.topology.size - 1):
+            tiles = list(plan.tiles(rank))
+            whole = {dataclasses.replace(tile, slice=0) for tile in alone.tiles(rank)}
+            assert set(tiles) == whole
+            assert len(tiles) == plan.num_tiles
+            for upper, lower in itertools.pairwise(tiles):
+                if upper.m % 2 == 0 and (upper.m + 1) * BLOCK_M < plan.plane_rows:
+                    assert lower == dataclasses.replace(upper, m=upper.m + 1)
+
+
+def test_what_does_not_go_with_pairs() -> None:
+    with pytest.raises(TilingError, match="all of K"):
+        _plan(100, 132, shares=2)
+    with pytest.raises(SplitError, match="even number"):
+        _plan(100, 132, Split(intra_comm=3))
+    with pytest.raises(SplitError, match="even number"):
+        _plan(100, 132, Split(compute=31, intra_comm=2))
+    with pytest.raises(ValueError, match="must be 1 or 2"):
+        Tiling.parse({"cluster": 4})
+
+    def asked(world: Any) -> str:
+        a, b = random((8, 64), "float16", np.random.default_rng(0)), random((64, 8), "float16", np.random.default_rng(1))
+        with pytest.raises(ArgumentError, match="split") as caught:
+            mk.plan("allgather_gemm", a, b, world=world, tiling={"cluster": 2}, split=mk.Split(compute=3))
+        return str(caught.value)
+
+    assert "even number" in ranks(asked, "1x1", seed=1)[0]
+
+
+def test_nobody_gets_pairs_who_does_not_ask() -> None:
+    for world in ("1x1", "1x2", "2x2"):
+        for rows in (1, 100, 7020):
+            assert make_plan(AllGatherGemmProblem(topology(world), 3432, 4568, "bfloat16", True), rows, 132).cluster == 1
+
+
+def test_the_model_offers_pairs_where_rows_are_not_aligned() -> None:
+    def predicted(n: int, k: int, cluster: int) -> float:
+        problem = AllGatherGemmProblem(topology("1x1"), n, k, "bfloat16", True)
+        return predict_allgather_gemm(make_plan(problem, 7020, 132, tiling=Tiling(256, 1, 1, cluster)), H200).seconds
+
+    assert predicted(3432, 4568, 2) < 0.85 * predicted(3432, 4568, 1)
+    assert predicted(3584, 4608, 2) == predicted(3584, 4608, 1), "loads do not bind"
+    for n, k in ((3432, 4568), (3584, 4608)):
+        plans = candidates(AllGatherGemmProblem(topology("1x1"), n, k, "bfloat16", True), 7020, 132)
+        assert {plan.cluster for plan in plans} == ({1} if n % 64 == k % 64 == 0 else {1, 2})
