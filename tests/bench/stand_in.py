@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ class World:
     """A world of one as far as the benchmark looks."""
 
     rank, size, num_nodes, ranks_per_node, target, xp = 0, 1, 1, 1, "cpu", np
+    options = types.SimpleNamespace(transport="")
 
     def barrier(self) -> None: ...
     def set_tuned(self, splits: dict[str, Any]) -> None: ...
