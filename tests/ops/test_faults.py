@@ -52,7 +52,17 @@ def lines(results: list[Result], *, but: int | None = None) -> list[dict[str, An
 )
 @pytest.mark.drawn(1)
 def test_a_rank_killed_inside_a_kernel(tmp_path: Path, world: str, how: str) -> None:
-    results = ranks(tmp_path, "killed", world, how, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}")
+    a_rank_is_killed(tmp_path, world, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["allgather_gemm", "two_shot", "ring_attention"])
+def test_a_rank_killed_beside_a_network_that_sms_play(tmp_path: Path, how: str) -> None:
+    a_rank_is_killed(tmp_path, "2x2", how, MKERNEL_EMULATED_ENGINE="sms")
+
+
+def a_rank_is_killed(tmp_path: Path, world: str, how: str, **environment: str) -> None:
+    results = ranks(tmp_path, "killed", world, how, SECOND_RENDEZVOUS=f"127.0.0.1:{free_port()}", **environment)
     assert [result.code for result in results] == [-9 if rank == 1 else 0 for rank in range(len(results))], results
     death = float((tmp_path / "death").read_text())
     for line in lines(results, but=1):

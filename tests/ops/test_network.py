@@ -18,6 +18,7 @@ from tests.ops.body import Case, back_to_back, problems, topology
 from tests.shared.worlds import found_wrong
 from tests.transport.rc_bugs import EpochEarly, SignalBeforeData, SignalOnAnotherQueuePair
 from tests.transport.standin import MOODS
+from tests.virtual_time import sleep
 
 ROWS = (0, 7, 129, 300)
 CASES = [
@@ -78,6 +79,20 @@ def test_every_op_over_a_network_that_sms_play(
     seed = int(rng.integers(1 << 30))
     sizes = tuple(ops()[op].demo_sizes("cpu", topology(world).size))
     assert found_wrong(op, world, str(rng.choice(("bfloat16", "float16"))), sizes[1:] or sizes, seed) is None, seed
+
+
+def test_a_rank_that_does_not_come_over_a_network_that_sms_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers' fabrics end with their calls, and the world with the rank's name."""
+    monkeypatch.setenv("MKERNEL_EMULATED_ENGINE", "sms")
+
+    def use(world: Any) -> None:
+        for number in range(2):
+            if (world.rank, number) == (1, 1):
+                sleep(world, 60.0)
+            few_calls(world, number)
+
+    with pytest.raises(mk.TimeoutError, match="rank 1"):
+        mk.launch(use, 2, 1, "cpu", heap_bytes=32 << 20, timeout=2.0, entry_timeout=5.0)
 
 
 @pytest.mark.parametrize("variable", ["MKERNEL_EMULATED_LINKS", "MKERNEL_EMULATED_HOST_SIGNALS"])

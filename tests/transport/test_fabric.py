@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from mkernel import abi, env
-from mkernel.errors import CompileError, Error, TransportError
+from mkernel.errors import ArgumentError, CompileError, Error, TransportError
 from mkernel.jit.headers import kernels_src
 from tests.gpu import fabric as script
 from tests.ops.planted_bug import Bug
@@ -170,6 +169,13 @@ def test_a_put_that_cannot_be_carried_out(bad: str) -> None:
         network.fabrics[1].check()
 
 
+def test_a_call_in_a_graph_is_refused() -> None:
+    with FabricNetwork(2) as network:
+        network.fabrics[0].admit(False)
+        with pytest.raises(ArgumentError, match="MKERNEL_EMULATED_ENGINE=host"):
+            network.fabrics[0].admit(True)
+
+
 def test_reports_can_say_who_was_put_to() -> None:
     with FabricNetwork(3) as network:
         for rank in (2, 1):
@@ -229,7 +235,3 @@ class _Faster(script.Fabric):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._parameters.femtoseconds_per_byte = self._parameters.femtoseconds_per_byte * 4 // 5
-
-
-def test_the_mirror_has_the_kernels_sizes() -> None:
-    assert ctypes.sizeof(script.Parameters) % 64 == 0
