@@ -23,6 +23,7 @@ __all__ = [
     "check_operands",
     "check_split",
     "check_writable",
+    "extent_of",
     "layout_of",
     "row_stride",
 ]
@@ -64,9 +65,9 @@ def check_apart(name: str, view: TensorView, operands: Mapping[str, TensorView])
 
 def check_all_apart(outputs: Mapping[str, TensorView], operands: Mapping[str, TensorView]) -> None:
     """The same of several outputs, of which none has a byte of one before it, either."""
-    others = [(name, view, *_extent(view)) for name, view in operands.items()]
+    others = [(name, view, *extent_of(view)) for name, view in operands.items()]
     for name, view in outputs.items():
-        begin, end = _extent(view)
+        begin, end = extent_of(view)
         for operand, other, first, last in others:
             if end <= first or last <= begin:
                 continue
@@ -76,7 +77,7 @@ def check_all_apart(outputs: Mapping[str, TensorView], operands: Mapping[str, Te
         others.append((name, view, begin, end))
 
 
-def _extent(view: TensorView) -> tuple[int, int]:
+def extent_of(view: TensorView) -> tuple[int, int]:
     """Addresses of the first byte of an array and of the one after its last, if it is not empty."""
     begin = end = view.address
     for number, stride in zip(view.shape, view.strides, strict=True):

@@ -115,7 +115,7 @@ def ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[An
     """Views of the operands, None of those left out, and what they ask for. Raises ArgumentError."""
     views = [None if array is None and name in op.optional else world.backend.libraries[type(array)].view(array)
              for name, array in zip(op.operands, operands, strict=True)]  # fmt: skip
-    return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)))
+    return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)) if options else {})
 
 
 def _bind(

@@ -83,18 +83,15 @@ class Table:
         The plan of the most rows of each class that has been asked for.
     prepared
         What the ranks have agreed on, once a call has needed it.
-    loaded
-        Classes whose kernels every rank has loaded.
     schedule
         What tells the choice from others in reports.
     """
 
-    __slots__ = ("loaded", "plans", "prepared", "schedule")
+    __slots__ = ("plans", "prepared", "schedule")
 
     def __init__(self, choice: Choice) -> None:
         self.plans: dict[int, Any] = {}
         self.prepared: Prepared | None = None
-        self.loaded: set[int] = set()
         self.schedule = schedule_number(choice.split, choice.tiling)
 
 
@@ -169,13 +166,10 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
     if known is not None:
         return known
     plan, problems, prepared = plan_for(world, op, instance, choice, table), world.problems, table.prepared
-    of_class = op.class_of(rows, choice.split)
-    if prepared is None or of_class not in table.loaded:
-        prepared = problems.find(problem)
-        if prepared is None or not problems.has(plan.spec):
-            prepared = prepare(world, op, instance, choice, stream)
-        table.prepared = prepared
-        table.loaded.add(of_class)
+    if prepared is None:
+        prepared = table.prepared = problems.find(problem)
+    if prepared is None or not problems.has(plan.spec):
+        prepared = prepare(world, op, instance, choice, stream)
     schedule = table.schedule
     if schedule:
         world.schedules[schedule] = choice.split, choice.tiling
@@ -211,7 +205,6 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
 
     grid, table = max(plan.grid for plan in plans.values()), _table(world, problem, choice)
     table.prepared = world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)
-    table.loaded.update(op.class_of(number, choice.split) for number in plans)
     for plan in plans.values():
         plan.of_rows(0)  # works out what plans of a class have in common: not in the first call of each class
     return table.prepared

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.planner.derived import derived
+from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
@@ -51,7 +51,8 @@ _MOST_KERNELS = 8  # of one N and K, where the split is compiled in
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclasses.dataclass(frozen=True)
 class AllGatherGemmProblem:
     """What the ranks agree on once; each call has its own number of rows (M / W)."""
 

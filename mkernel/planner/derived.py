@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar, overload
 
-__all__ = ["derived"]
+__all__ = ["derived", "hashed_once"]
 
 Value = TypeVar("Value")
+Kind = TypeVar("Kind", bound=type)
 
 
 class derived(Generic[Value]):  # noqa: N801 (used as property is)
@@ -28,3 +30,21 @@ class derived(Generic[Value]):  # noqa: N801 (used as property is)
             return self
         value = instance.__dict__[self._name] = self._function(instance)
         return value
+
+
+def hashed_once(kind: Kind) -> Kind:
+    """A frozen dataclass without slots whose objects remember their hash, and their derived properties, in this process only."""
+    work_out: Callable[[Any], int] = vars(kind)["__hash__"]
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def remembered(self: Any) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = work_out(self)
+        return known
+
+    def fields(self: Any) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in names}
+
+    kind.__hash__, kind.__getstate__ = remembered, fields  # type: ignore[assignment]
+    return kind

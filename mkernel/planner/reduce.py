@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.planner.derived import derived
+from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
@@ -65,7 +65,8 @@ _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclasses.dataclass(frozen=True)
 class ReduceProblem:
     """What the ranks agree on once; each call has its own number of rows.
 

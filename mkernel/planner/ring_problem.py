@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mkernel.planner.attention_tile import AttentionTile
-from mkernel.planner.derived import derived
+from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.topology import Topology
 
 __all__ = ["LAYOUTS", "RingAttentionProblem", "Scale", "Sizes"]
@@ -60,6 +60,7 @@ class Sizes(NamedTuple):
         return cls(rest >> (bits - 1), (1 << (bits - 1)) | rest & ((1 << (bits - 1)) - 1))
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class RingAttentionProblem:
     """What the ranks agree on once. B and the rows of a rank are each call's (``Sizes``).

@@ -205,12 +205,14 @@ class Problems:
         if plan.flag_words > _FLAG_WORDS:
             rule = f"the signal segment has room for {_FLAG_WORDS}"
             raise ArgumentError("flag_words", plan.flag_words, rule, "use larger chunks or fewer ranks")
-        if abi.FLAG_BYTES + plan.packet_bytes > world.signal_bytes:
-            raise ArgumentError("packet_bytes", plan.packet_bytes, f"the signal segment has room for {world.signal_bytes - abi.FLAG_BYTES}")
+        packets = plan.packet_bytes
+        if packets and abi.FLAG_BYTES + packets > world.signal_bytes:
+            raise ArgumentError("packet_bytes", packets, f"the signal segment has room for {world.signal_bytes - abi.FLAG_BYTES}")
         self.reports = self.reports or may_refuse(plan)
-        more = plan.staging_bytes > self._staging.bytes
-        world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)
-        staging = self._stage(plan.staging_bytes)
+        staged, area = plan.staging_bytes, self._staging
+        more = staged > area.bytes
+        world.heap.reserve(plan.workspace_bytes, staged if more else 0)
+        staging = self._stage(staged) if more else area.offset
         return Executable(world, plan, self._kernels[plan.spec], staging, prepared.number, rows, schedule)
 
     def _stage(self, size: int) -> int:

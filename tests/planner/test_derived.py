@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
 from typing import Any
 
@@ -48,6 +49,16 @@ def test_plans_of_a_class_differ_in_their_rows_alone(topology: Topology, rng: An
         same(plan_allgather(AllGatherGemmProblem(topology, n, k, "bfloat16", draw.random() < 0.5), class_of(rows), 132), other)
         same(plan_reduce(ReduceProblem(REDUCE_SCATTER, topology, n, k, "float16", True, partials), class_of(rows), 132), other)
         same(plan_reduce(ReduceProblem(ALLREDUCE, topology, n, k, "float16", True, partials, algorithm), class_of(rows), 132), other)
+
+
+def test_a_problem_keeps_its_hash_to_its_process() -> None:
+    """Hashes of strings differ by process: what is pickled has fields alone."""
+    problem, other = (AllGatherGemmProblem(Topology(2, 2), 64, 64, "bfloat16", True) for _ in range(2))
+    assert {problem: 1}[other] == 1
+    assert problem.__getstate__() == dataclasses.asdict(problem) | {"topology": Topology(2, 2)}
+    copy = pickle.loads(pickle.dumps(problem))
+    assert (copy, hash(copy), vars(copy).keys() - {"_hash"}) == (problem, hash(problem), vars(other).keys() - {"_hash"})
+    assert "_hash" not in repr(problem)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)

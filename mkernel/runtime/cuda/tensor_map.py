@@ -32,6 +32,7 @@ _pointer, _u32, _enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
 
 # What the encoder reads of so many dimensions: extents, strides of all but the first, the box, and the steps inside it.
 _INPUT = {rank: struct.Struct(f"={rank}Q{rank - 1}Q{rank}I{rank}I") for rank in (3, 4)}
+_PACK = {rank: packing.pack_into for rank, packing in _INPUT.items()}
 _OUTPUT = 128  # offset of the map
 _NUMBERS = 8  # extents, strides and box of three dimensions
 
@@ -111,7 +112,7 @@ class TensorMaps:
         inputs = _inputs(*numbers) if rank == 3 else _inputs_4(*numbers)
         with self._lock:
             try:
-                _INPUT[rank].pack_into(self._memory, 0, *inputs)
+                _PACK[rank](self._memory, 0, *inputs)
             except struct.error:  # a number that the driver's types do not hold
                 status = _INVALID_VALUE
             else:
