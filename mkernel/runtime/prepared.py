@@ -209,10 +209,9 @@ class Problems:
         if packets and abi.FLAG_BYTES + packets > world.signal_bytes:
             raise ArgumentError("packet_bytes", packets, f"the signal segment has room for {world.signal_bytes - abi.FLAG_BYTES}")
         self.reports = self.reports or may_refuse(plan)
-        staged, area = plan.staging_bytes, self._staging
-        more = staged > area.bytes
-        world.heap.reserve(plan.workspace_bytes, staged if more else 0)
-        staging = self._stage(staged) if more else area.offset
+        more = plan.staging_bytes > self._staging.bytes
+        world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)
+        staging = self._stage(plan.staging_bytes) if more else self._staging.offset
         return Executable(world, plan, self._kernels[plan.spec], staging, prepared.number, rows, schedule)
 
     def _stage(self, size: int) -> int:
