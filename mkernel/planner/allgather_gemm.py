@@ -97,7 +97,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
-    of_class = (*GemmPlan.of_class, "piece_box", "shifts", "planes", "shared_bytes_of_tile")
+    of_class = (*GemmPlan.of_class, "piece_box", "shifts", "planes")
 
     @derived
     def spec(self) -> KernelSpec:
@@ -176,11 +176,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def packet_bytes(self) -> int:
         """Bytes of the range of packets in the signal segment: unrounded sums of all shares of K but the first."""
-        return self.num_tiles * self.shared_bytes_of_tile
-
-    @derived
-    def shared_bytes_of_tile(self) -> int:
-        return (self.shares - 1) * BLOCK_M * self.tile.block_n * 4
+        return self.num_tiles * (self.shares - 1) * BLOCK_M * self.tile.block_n * 4
 
     @property
     def flag_words(self) -> int:
