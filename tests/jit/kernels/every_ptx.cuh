@@ -52,6 +52,8 @@ MK_DEVICE void words(char* smem, ptx::Words* packets) {
   ptx::store_global(packets + 4, ptx::load_global(packets + 5));
   ptx::shared_add(reinterpret_cast<uint32_t*>(smem), 1);
   ptx::shared_or(reinterpret_cast<uint32_t*>(smem + 4), 2);
+  uint64_t* shared = reinterpret_cast<uint64_t*>(smem + 32);
+  ptx::store_release_shared(shared, ptx::load_acquire_shared(shared + 1));
 }
 
 MK_DEVICE void collective(char* smem) {
@@ -104,6 +106,8 @@ MK_DEVICE void memory(uint64_t* words) {
   ptx::store_release_sys(words + 5, now);
   ptx::add_release(words + 6, now);
   ptx::store_release_gpu(words + 5, now);
+  ptx::pause_until(words + 4, now, now);
+  ptx::store_byte(halves + 17, ptx::load_byte(halves + 18));
   ptx::store_word(halves + 14, ptx::load_word(halves + 15) + ptx::count_bits(ptx::load_input_word(halves + 16)));
 }
 
