@@ -203,7 +203,7 @@ COMMON = [
     Bug(
         "a stage is never given back",
         "tile/multiply.cuh",
-        "    if (previous != nullptr && reports) ptx::mbarrier_arrive(previous);\n",
+        "    if (previous != nullptr && reports) give_back(previous);\n",
         found_as="deadlock",
     ),
     Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1>(d);\n"),
@@ -257,7 +257,7 @@ COMMON = [
     Bug(
         "a CTA begins before its barriers are ready",
         "tile/gemm.cuh",
-        "gemm_init(storage);\n  ptx::sync_cta();\n",
+        "gemm_init(storage);\n  Pair<Config>::begin();\n",
         "gemm_init(storage);\n",
         found_as="not been initialized",
     ),
