@@ -187,6 +187,15 @@ RING = [
         slow=True,
     ),
     _Shared(
+        "a share is announced before all lanes have stored it",
+        "attention/partial.cuh",
+        "  ptx::sync_warp();  // all lanes have stored\n",
+        also=(("storage.left.fill(at);\n", "storage.left.fill(at);\n  ptx::sync_warp();\n"),),
+        found_as="data race",
+        tsan=True,
+        slow=True,
+    ),
+    _Shared(
         "a share waits and does not pass the chunks of which it has nothing",
         _OP,
         "    if (kShares && p.ring.shares > 1) pass_rings(entered, block.head / p.ring.depth, block.map - 1);\n",
