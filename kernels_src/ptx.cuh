@@ -132,6 +132,9 @@ MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) {
   }
 }
 
+// Starts to fetch a tensor map, which the first copy by it would wait for.
+MK_DEVICE void prefetch_map(const abi::TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

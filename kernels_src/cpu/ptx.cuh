@@ -74,6 +74,8 @@ MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(
 MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta); }
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
+MK_DEVICE void prefetch_map(const abi::TensorMap*) {}
+
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { mkc_fence_proxy_async(false); }
 MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }

@@ -188,8 +188,8 @@ struct Tiles : BasicOp<Config, Parameters> {
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
-    const uint32_t share = KShares::share_of(p, tile);
-    tile /= KShares::count(p);
+    const uint32_t shared = quotient(tile, KShares::count(p)), share = KShares::count(p) - 1 - (tile - shared * KShares::count(p));
+    tile = shared;
     const uint32_t index = tile;
     const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes();
     uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
@@ -200,8 +200,8 @@ struct Tiles : BasicOp<Config, Parameters> {
     }
     const RasterPosition at =
         raster(tile, taken_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
-    return TileCoordinate{
-        plane_at(nearest + at.row % of_class), at.row / of_class * Shape::kCluster + cta, at.column, slice, index, false, false, share};
+    const uint32_t row = quotient(at.row, of_class), plane = plane_at(nearest + at.row - row * of_class);
+    return TileCoordinate{plane, row * Shape::kCluster + cta, at.column, slice, index, false, false, share};
   }
   // The plane at a distance: 0 is the own one, then come those of the node from the next on, then those of the other nodes from the next on, of
   // each first the one in the own plane's place.

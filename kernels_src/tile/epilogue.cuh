@@ -71,10 +71,10 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
   };
 #pragma unroll 1
   while (true) {
-    const uint32_t item = take_item<Reader::kThread>(storage, queue);
-    if (item == kStop) break;
-    const TileCoordinate c = op.coordinate(item / Op::kParts);
-    if (item % Op::kParts + 1 < op.parts(c)) continue;
+    const TilePart item = take_item<Reader::kThread>(storage, queue);
+    if (item.number == kStop) break;
+    const TileCoordinate& c = item.c;
+    if (item.number % Op::kParts + 1 < op.parts(c)) continue;
     if (first) {
       entered = storage.entries.pass_to_store(call);
       first = false;
@@ -97,7 +97,7 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
     if constexpr (Op::kAnnounces) {
       if (op.announces(c) && entered) {
         ptx::store_wait<0>();
-        storage.announce.post(*entered, announce, item / Op::kParts);
+        storage.announce.post(*entered, announce, item.number / Op::kParts);
       }
     }
     ptx::store_wait_read<0>();

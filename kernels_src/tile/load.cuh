@@ -33,11 +33,11 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
   RingPosition<Shape::kStages> stage;
 #pragma unroll 1
   while (true) {
-    const uint32_t item = take_item<Reader::kThread>(storage, queue);
-    if (item == kStop) return;
-    const uint32_t part = item % Op::kParts;
-    const TileCoordinate c = op.coordinate(item / Op::kParts);
-    ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
+    const TilePart item = take_item<Reader::kThread>(storage, queue);
+    if (item.number == kStop) return;
+    const uint32_t part = item.number % Op::kParts;
+    const TileCoordinate& c = item.c;
+    if (op.waits(c, part)) ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = (op.load_rows(c) + width) * Shape::kBlockK * 2;

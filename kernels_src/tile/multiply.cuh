@@ -126,10 +126,11 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   uint64_t begin = 0;
 #pragma unroll 1
   while (true) {
-    const uint32_t item = take_item<Reader::kWarp>(storage, queue), part = item % Op::kParts, tile = item / Op::kParts;
-    if (item == kStop) break;
+    const TilePart item = take_item<Reader::kWarp>(storage, queue);
+    const uint32_t part = item.number % Op::kParts, tile = item.number / Op::kParts;
+    if (item.number == kStop) break;
     if (part == 0) begin = trace.now();
-    const TileCoordinate c = op.coordinate(tile);
+    const TileCoordinate& c = item.c;
     const uint32_t steps = op.steps(c, part);
     if (Op::kAdds && steps == 0) {
       if (part == 0) {

@@ -59,7 +59,7 @@ class CtaEntry {
 };
 
 template <class Config>
-MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, uint32_t item) {
+MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at, const TilePart& item) {
   if (ptx::lane_index() == 0) {
     storage.queue.wait_taken(at);
     storage.item[at.index] = item;
@@ -70,26 +70,26 @@ MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>
 }
 
 // The scheduler of a pair's other CTA: offers what the leader's sends. It enters for its own threads, after the first item, as the leader's does.
-template <class Config>
-MK_DEVICE void follow(const Call& call, GemmStorage<Config>& storage) {
+template <class Config, class Op>
+MK_DEVICE void follow(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   RingPosition<kTileQueue> at, received;
   bool entered = false;
   uint32_t item;
 #pragma unroll 1
   do {
     item = Pair<Config>::receive(storage, received);
-    if (item != kStop) offer_item(storage, at, item);
+    if (item != kStop) offer_item(storage, at, TilePart{item, op.coordinate(item / Op::kParts)});
     if (!entered) storage.entries.open(call), entered = true;
   } while (item != kStop);
   if (ptx::lane_index() == 0) leave_call(call);
-  offer_item(storage, at, kStop);
+  offer_item(storage, at, TilePart{kStop, {}});
 }
 
 // The offer loop: offers each part of each tile when its inputs are there, and kStop at the end, whatever has happened.
 template <class Config, class Op>
 MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   if constexpr (Pair<Config>::kIs) {
-    if (!Pair<Config>::leads()) return follow(call, storage);
+    if (!Pair<Config>::leads()) return follow(call, op, storage);
   }
   RingPosition<kTileQueue> at;
   Trace trace(call.world, 0);
@@ -119,7 +119,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
         }
         if (ok) {
           Pair<Config>::send(storage, at, tile * Op::kParts + part);
-          offer_item(storage, at, tile * Op::kParts + part);
+          offer_item(storage, at, TilePart{tile * Op::kParts + part, c});
         }
       }
     }
@@ -128,7 +128,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   }
   if (lane == 0) leave_call(call);  // this CTA takes no more tiles, and all its threads have read the epoch
   Pair<Config>::send(storage, at, kStop);
-  offer_item(storage, at, kStop);
+  offer_item(storage, at, TilePart{kStop, {}});
 }
 
 }  // namespace mkernel

@@ -26,7 +26,7 @@ template <class Config>
 struct Shares {
   static constexpr bool kMay = detail::HasShares<Config>::kValue;
   static constexpr uint32_t kPackets = Config::kBlockN / 2 / kPacketWords;  // of a thread: four float32 values each
-  static constexpr uint32_t kBatch = kPackets < 8 ? kPackets : 8;           // looked at together: more would need more registers
+  static constexpr uint32_t kBatch = kPackets < 16 ? kPackets : 16;         // looked at together: each look takes some 700 cycles
   static constexpr uint32_t kWarpPackets = kPackets * 32;
   static_assert(!kMay || (Config::kBlockN <= 128 && kPackets % kBatch == 0), "registers");
 
@@ -37,10 +37,6 @@ struct Shares {
     } else {
       return 1;
     }
-  }
-  template <class Parameters>
-  MK_DEVICE static uint32_t share_of(const Parameters& p, uint32_t tile) {
-    return count(p) - 1 - tile % count(p);
   }
   template <class Parameters>
   MK_DEVICE static uint32_t first_step(const Parameters& p, uint32_t steps, uint32_t share) {  // of so many k steps of the tile

@@ -19,6 +19,14 @@ struct Relay<true> {
   MK_DEVICE void init() { slots.init(1, 1); }
 };
 
+// What the scheduler offers: one part of one tile, and where it is, which only the scheduler works out: its divisions would stand at the beginning of
+// each reader's work.
+struct alignas(16) TilePart {
+  uint32_t number;  // tile * Op::kParts + part, or kStop
+  TileCoordinate c;
+};
+static_assert(sizeof(TilePart) == 32, "two loads");
+
 // Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
 template <class Config>
 struct GemmStorage {
@@ -34,7 +42,7 @@ struct GemmStorage {
   uint64_t tile_wanted;                                          // completes once per tile: it is nearly loaded
   Handshake<Shape::kResultBuffers> blocks[kConsumerWarpgroups];  // of results: a consumer warpgroup, the storing thread
   EntryGate entries;
-  uint32_t item[kTileQueue];
+  TilePart item[kTileQueue];
   Mailbox announce;
   [[no_unique_address]] Relay<Shape::kPaired> relay;
 };
@@ -60,9 +68,9 @@ MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp 
 // Reads the next item of the queue, as the loading or storing thread or as one warp of a consumer.
 enum class Reader { kThread, kWarp };
 template <Reader By, class Config>
-MK_DEVICE uint32_t take_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
+MK_DEVICE TilePart take_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
   storage.queue.wait_filled(at);
-  const uint32_t item = storage.item[at.index];
+  const TilePart item = storage.item[at.index];
   if constexpr (By == Reader::kWarp) ptx::sync_warp();  // all lanes have read before one of them gives the slot back
   if (By == Reader::kThread || ptx::lane_index() == 0) storage.queue.take(at);
   at.advance();
