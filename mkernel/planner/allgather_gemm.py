@@ -139,6 +139,17 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return choose_piece(self.problem.k // self.parts) if self.parts > 1 else (1, 1)  # whole rows are contiguous
 
     @property
+    def grid(self) -> int:
+        """No more CTAs than have something to do: fewer, spread over the device, load faster (docs/speed_log.md)."""
+        computing = self.split.compute or 0
+        if self.pushers:  # each has chunks to push
+            return self.split.total
+        taken = self.whole_tiles + self.slices * (self.num_tiles - self.whole_tiles)
+        if self.cluster > 1:
+            taken = self.cluster * self.planes * math.ceil(self.tile_rows / self.cluster) * self.tiles_n
+        return self.split.total - computing + min(computing, max(self.cluster, taken * self.shares))
+
+    @property
     def put_bytes(self) -> int:
         """Bytes of a chunk on its way to another node."""
         return self.chunk_rows * self.problem.k * 2

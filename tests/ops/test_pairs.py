@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,10 @@ def test_a_plan_of_pairs(world: str) -> None:
             continue
         plan = _plan(1000, sms, world=world)
         assert all((number or 0) % 2 == 0 for number in dataclasses.astuple(plan.split))
-        assert sms - 1 <= plan.grid <= sms
+        computing = plan.split.compute or 0
+        assert sms - 1 <= plan.split.total <= sms
+        tiles = plan.planes * math.ceil(plan.tile_rows / 2) * 2 * plan.tiles_n
+        assert plan.grid == plan.split.total - computing + (computing if plan.pushers else min(computing, tiles))
         assert (plan.parts, plan.slices, plan.shares, plan.spec.cluster) == (1, 1, 1, 2)
         alone = make_plan(plan.problem, 1000, sms, tiling=Tiling(plan.tile.block_n, plan.span, 1))
         for rank in (0, plan.problem.topology.size - 1):
