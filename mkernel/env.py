@@ -273,10 +273,10 @@ SPECIALIZE = _declare(
 )
 PLANNER = _declare(
     "MKERNEL_PLANNER",
-    "rules or model",
-    _choice("rules", "model"),
-    "rules",
-    "what chooses tiles and splits of GEMM ops: rules, or the cost model (docs/model.md); alike on all ranks",
+    "auto, rules or model",
+    _choice("auto", "rules", "model"),
+    "auto",
+    "what chooses tiles and splits of GEMM ops: rules, or the cost model (docs/model.md; auto: where it was confirmed); alike on all ranks",
 )
 MACHINE = _declare(
     "MKERNEL_MACHINE",

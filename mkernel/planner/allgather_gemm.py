@@ -25,6 +25,7 @@ from mkernel.planner.gemm import (
 from mkernel.planner.k_parts import choose_parts, choose_piece
 from mkernel.planner.pairs import checked_pairs, complete
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes
+from mkernel.planner.slices import choose_slices, most_slices
 from mkernel.planner.spans import Product, choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
@@ -38,8 +39,6 @@ SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at
 PARAMETER_BYTES = 1024  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
-_SLICES = 2  # of a left-over tile
-_SLICE_N = 64  # columns that a slice is a multiple of
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
@@ -437,23 +436,6 @@ def _plan_of_class(
 def warps_push(topology: Topology, split: Split, span: int = 1) -> bool:
     """Whether computing CTAs move the data inside a node: to its other ranks, and where tiles span shards into the own gather buffer."""
     return (topology.ranks_per_node > 1 or span > 1) and not split.intra_comm
-
-
-def choose_slices(tiles: int, tile: GemmTile, split: Split) -> int:
-    """Into how many slices to cut the tiles that are left over when every compute CTA has had the same number.
-
-    2 where all SMs can take the halves at once, the communication CTAs (which are done by then) included; else 1. Four slices were
-    measured: so narrow, they are slower than two (docs/speed_log.md).
-    """
-    compute = split.compute or 1
-    odd = tiles % compute
-    fits = tiles > compute and 0 < _SLICES * odd <= split.total
-    return most_slices(tile) if fits else 1
-
-
-def most_slices(tile: GemmTile) -> int:
-    """Into how many slices the kernel can cut a tile of this width."""
-    return _SLICES if tile.block_n % (_SLICES * _SLICE_N) == 0 else 1
 
 
 def most_parts(problem: AllGatherGemmProblem) -> int:

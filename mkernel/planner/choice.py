@@ -1,6 +1,6 @@
 """What the cost model would choose: the candidates of a problem and a class of rows, and the one that is predicted to be fastest.
 
-Until GPUs have confirmed it, the rules of thumb of each op choose (docs/planner.md), unless ``MKERNEL_PLANNER`` says ``model``.
+Where GPUs have not confirmed it, the rules of thumb of each op choose (docs/planner.md), unless ``MKERNEL_PLANNER`` says ``model``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _WIDTHS = (256, 192, 128, 64)
 _PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (4, 8, 14)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
+CONFIRMED_SMS = 132
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel
 
 
@@ -97,9 +98,15 @@ def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, special
     return best.plan if best.seconds < _WORTH * rules.seconds else rules.plan
 
 
+def _model_decides(problem: Any, sm_count: int) -> bool:
+    """Whether it was confirmed: in a world of one, on as many SMs as an H200 has (docs/model.md)."""
+    asked = env.PLANNER.get()
+    return asked == "model" or (asked == "auto" and problem.topology.size == 1 and sm_count == CONFIRMED_SMS)
+
+
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:
-    """The model's plan; None where the rules decide: by default, where a split is given, and where the split is compiled into kernels."""
-    if split is not None or env.PLANNER.get() != "model":
+    """The model's plan; None where the rules decide: where a split is given, or compiled into kernels, or the model was not confirmed."""
+    if split is not None or not _model_decides(problem, sm_count):
         return None
     default = allgather_gemm.SPECIALIZED if isinstance(problem, AllGatherGemmProblem) else reduce.SPECIALIZED[problem.op]
     fields = parse(specialize, default)

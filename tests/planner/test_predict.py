@@ -179,10 +179,25 @@ def test_the_switch_is_explicit() -> None:
     assert choice.plan_allgather_gemm(problem, 248, 132).digest == rules.digest
 
 
-def test_a_table_has_few_kernels() -> None:
-    for problem in problems(Topology(4, 4), 14336, 8192):
-        plans = [choice.choose(problem, rows, 132, H200, None) for rows in classes(1 << 13)]
-        assert len({plan.spec for plan in plans}) <= 8
+def test_the_model_decides_where_it_was_confirmed() -> None:
+    """In a world of one, on as many SMs as an H200 has."""
+    for topology, sms, decides in ((Topology(1, 1), 132, True), (Topology(1, 1), 114, False), (Topology(2, 2), 132, False)):
+        problem = AllGatherGemmProblem(topology, 3432, 4568, "bfloat16", True)
+        with env.override(MKERNEL_PLANNER="rules"):
+            rules = choice.plan_allgather_gemm(problem, 7020, sms)
+        with env.override(MKERNEL_PLANNER="model"):
+            model = choice.plan_allgather_gemm(problem, 7020, sms)
+        assert rules.digest != model.digest, "a shape where the two differ"
+        assert choice.plan_allgather_gemm(problem, 7020, sms).digest == (model if decides else rules).digest
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_table_has_few_kernels(ranks: int, rng: np.random.Generator) -> None:
+    drawn = [8 * int(extent) for extent in rng.integers(64, 1024, 2)]
+    for n, k in ((14336, 8192), tuple(drawn)):
+        for problem in problems(Topology(ranks, ranks), n, k):
+            plans = [choice.choose(problem, rows, 132, H200, None) for rows in classes(1 << 13)]
+            assert len({plan.spec for plan in plans}) <= 8
 
 
 # ---- machines
