@@ -219,7 +219,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     return steps_k() >> part_shift(p);
   }
   MK_DEVICE uint32_t first_step(const TileCoordinate& c) const { return KShares::kMay ? KShares::first_step(p, steps_k(), c.share) : 0; }
-  static constexpr bool kExchanges = KShares::kMay;
+  static constexpr bool kExchanges = KShares::kMay, kShares = KShares::kMay;
   MK_DEVICE bool is_share(const TileCoordinate& c) const { return KShares::kMay && c.share != 0; }
   MK_DEVICE void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
     KShares::exchange(entered, d, c, KShares::count(p), plane_rows() - c.m * Shape::kBlockM, p.packet_offset);

@@ -19,7 +19,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   using BasicOp::BasicOp;
   // A tile has one part. With a constant 1 NVRTC (13.5) spills 224 bytes at kBlockN = 256.
   static constexpr uint32_t kParts = 2;
-  static constexpr bool kAdds = true, kAnnounces = true;
+  static constexpr bool kAdds = true, kAnnounces = true, kSums = true;
 
   MK_DEVICE uint32_t num_tiles() const { return 2 * p.tiles; }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {

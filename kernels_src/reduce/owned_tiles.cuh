@@ -23,6 +23,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
 
   static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
   static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0, kCanonical = kAdds && Config::kCanonical != 0;
+  static constexpr bool kSums = kNodes > 1;
 
   MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }
   MK_DEVICE uint32_t num_sums() const { return p.tiles * (kNodes - 1); }
@@ -76,7 +77,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles; }
 
   // ---- for the GEMM
-  MK_DEVICE bool is_own(const TileCoordinate& c) const { return c.plane == p.world.rank; }
+  MK_DEVICE bool is_own(const TileCoordinate& c) const { return kPeers == 0 || c.plane == p.world.rank; }
   MK_DEVICE uint32_t parts(const TileCoordinate& c) const {
     if (!derived().exists(c.plane, c.index)) return 0;
     return is_own(c) ? kParts : 1;

@@ -3,6 +3,7 @@
 #pragma once
 #include "tile/gated.cuh"
 #include "tile/masked.cuh"
+#include "tile/op.cuh"
 #include "tile/storage.cuh"
 
 namespace mkernel {
@@ -73,7 +74,7 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
   while (true) {
     const TilePart item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) break;
-    const TileCoordinate& c = item.c;
+    const TileCoordinate c = coordinate_of<Config, Op>(item);
     if (item.number % Op::kParts + 1 < op.parts(c)) continue;
     if (first) {
       entered = storage.entries.pass_to_store(call);

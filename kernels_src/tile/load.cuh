@@ -1,5 +1,6 @@
 // The loading thread of a compute CTA: tiles of A and B, and partial tiles, by TMA into the ring of stages.
 #pragma once
+#include "tile/op.cuh"
 #include "tile/pair.cuh"
 
 namespace mkernel {
@@ -36,7 +37,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     const TilePart item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) return;
     const uint32_t part = item.number % Op::kParts;
-    const TileCoordinate& c = item.c;
+    const TileCoordinate c = coordinate_of<Config, Op>(item);
     if (op.waits(c, part)) ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);

@@ -52,6 +52,9 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
     { op.level(i) } -> Same<Level>;
   };
 
+  // ---- what the coordinates of its tiles may say: that they are sums, short, or shares of K
+  requires Same<decltype(Op::kSums), const bool> && Same<decltype(Op::kShares), const bool>;
+
   // ---- the result
   requires Same<decltype(Op::kExchanges), const bool>;
   requires !Op::kExchanges || requires { op.exchange(entered, d, c); };  // each consumer thread replaces its values by those to store
@@ -92,6 +95,7 @@ struct BasicOp {
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
   static constexpr bool kAnnouncesEntry = true, kFinishes = false, kCanonical = false;
+  static constexpr bool kSums = false, kShares = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
@@ -122,5 +126,16 @@ struct BasicOp {
     ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);
   }
 };
+
+// Where the tile of an item is, with what the compiler can know of it.
+template <class Config, class Op>
+MK_DEVICE TileCoordinate coordinate_of(const TilePart& item) {
+  TileCoordinate c = item.c;
+  if constexpr (Config::kSlices == 1) c.slice = 0;
+  if constexpr (!Op::kSums) c.is_sum = false;
+  if constexpr (!Op::kShortTiles) c.is_short = false;
+  if constexpr (!Op::kShares) c.share = 0;
+  return c;
+}
 
 }  // namespace mkernel

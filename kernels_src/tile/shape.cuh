@@ -33,6 +33,14 @@ struct TileCoordinate {
   uint32_t share = 0;     // which share of K (shares.cuh); 0: all of it, or the share whose CTA adds up all
 };
 
+// What the scheduler offers: one part of one tile, and where it is, which only the scheduler works out: its divisions would stand at the beginning of
+// each reader's work.
+struct alignas(16) TilePart {
+  uint32_t number;  // tile * Op::kParts + part, or kStop
+  TileCoordinate c;
+};
+static_assert(sizeof(TilePart) == 32, "two loads");
+
 // Config::kGated: 1 where B is [gate | up] and a result is silu(gate) * up (gated.cuh). Kernels whose results are plain products leave it out.
 namespace detail {
 template <class Config, class = void>

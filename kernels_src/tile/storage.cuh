@@ -19,14 +19,6 @@ struct Relay<true> {
   MK_DEVICE void init() { slots.init(1, 1); }
 };
 
-// What the scheduler offers: one part of one tile, and where it is, which only the scheduler works out: its divisions would stand at the beginning of
-// each reader's work.
-struct alignas(16) TilePart {
-  uint32_t number;  // tile * Op::kParts + part, or kStop
-  TileCoordinate c;
-};
-static_assert(sizeof(TilePart) == 32, "two loads");
-
 // Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
 template <class Config>
 struct GemmStorage {
