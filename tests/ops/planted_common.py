@@ -262,7 +262,12 @@ COMMON = [
         found_as="not been initialized",
     ),
     # Proxies.
-    Bug("no proxy fence before tiles are loaded", "tile/load.cuh", "    ptx::fence_proxy_async();", found_as="missing fence.proxy.async"),
+    Bug(
+        "no proxy fence before tiles are loaded",
+        "tile/load.cuh",
+        "if (op.waits(c, part)) ptx::fence_proxy_async();",
+        found_as="missing fence.proxy.async",
+    ),
     Bug(
         "no proxy fence before forwarding",
         "ops/allgather_gemm.cuh",

@@ -137,7 +137,7 @@ REDUCTIONS = [
     Bug(
         "no proxy fence before partial tiles are loaded",
         "tile/load.cuh",
-        "    ptx::fence_proxy_async();",
+        "if (op.waits(c, part)) ptx::fence_proxy_async();",
         found_as="missing fence.proxy.async",
         workload="reduce",
     ),
