@@ -60,9 +60,9 @@ COMMON = [
     Bug("only two shares are added up", "tile/shares.cuh", "ok && i < shares;", "ok && i < 2;", workload="shares", found_as="wrong"),
     Bug(
         "share 0 comes before those that it waits for",
-        "tile/shares.cuh",
-        "return count(p) - 1 - tile % count(p);",
-        "return tile % count(p);",
+        "ops/allgather_gemm.cuh",
+        "share = KShares::count(p) - 1 - (tile - shared * KShares::count(p));",
+        "share = tile - shared * KShares::count(p);",
         workload="shares",
         found_as="deadlock",
         sms=2,
