@@ -23,12 +23,12 @@ namespace mkernel {
 template <class Config, TileOp<Config> Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   static_assert(!GemmShape<Config>::kPaired || (!Op::kAdds && !Op::kShortTiles), "stages of a pair have A and B only");
-  if (ptx::thread_index() == 0) gemm_init(storage);
   if (ptx::thread_index() == 32) {
     ptx::prefetch_map(&op.p.a_map);
     ptx::prefetch_map(&op.p.b_map);
     ptx::prefetch_map(&op.p.c_map);
   }
+  if (ptx::thread_index() == 0) gemm_init(storage);
   Pair<Config>::begin();
   const uint32_t warp = ptx::warp_index();
   if (warp < 4) {
