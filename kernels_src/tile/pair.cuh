@@ -50,6 +50,7 @@ struct Pair {
   // All threads, when one thread of each CTA has initialized its barriers, and when nothing more is to be done.
   MK_DEVICE static void begin() {
     if constexpr (kIs) {
+      ptx::sync_warp();
       ptx::cluster_sync();
     } else {
       ptx::sync_cta();
