@@ -276,7 +276,7 @@ PLANNER = _declare(
     "auto, rules or model",
     _choice("auto", "rules", "model"),
     "auto",
-    "what chooses tiles and splits of GEMM ops: rules, or the cost model (docs/model.md; auto: where it was confirmed); alike on all ranks",
+    "what chooses tiles of GEMM ops: rules, or the cost model (auto: where GPUs confirmed it); alike on all ranks",
 )
 MACHINE = _declare(
     "MKERNEL_MACHINE",
@@ -365,7 +365,7 @@ EMULATED_ENGINE = _declare(
     "host or sms",
     _choice("host", "sms"),
     "host",
-    "what moves the bytes of emulated links: a thread and copy engines, or SMs of the GPU (quick enough to time small messages)",
+    "what moves the bytes of emulated links: a thread and copy engines, or SMs of the GPU (quick enough for small messages)",
 )
 EMULATED_HOST_SIGNALS = _declare(
     "MKERNEL_EMULATED_HOST_SIGNALS",

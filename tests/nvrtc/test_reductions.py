@@ -93,7 +93,7 @@ def test_kernel(
 
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])
 @pytest.mark.cases(how=HOWS, block_n=(64, 128, 192, 256), world=("1x2", "1x4", "2x2"), canonical=(False, True))
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_wgmma_is_not_serialized(
     caplog: pytest.LogCaptureFixture, specialize: str, how: str, block_n: int, world: str, canonical: bool
 ) -> None:

@@ -59,7 +59,7 @@ def test_the_cases_reach_all_of_the_kernel() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(10)
 def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):
@@ -89,7 +89,7 @@ def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_
     return tiling.span in spans_of(at) and shared and (split != "warps" or inside)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(5)
 @pytest.mark.cases(
     world=(*WORLDS, "3x2"),
     tiling=(*_SPANS, *_SHARES),

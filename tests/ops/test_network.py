@@ -52,7 +52,7 @@ def few_calls(world: Any, seed: int) -> list[str]:
 
 
 @pytest.mark.cases(kind=tuple(KINDS), mood=("late", "split", "short_queues"), world=("2x2", "4x1"))
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, mood: str, kind: str) -> None:
     seed = request.config.getoption("--seed")
     opener, unordered = KINDS[kind]
@@ -81,6 +81,7 @@ def test_every_op_over_a_network_that_sms_play(
     assert found_wrong(op, world, str(rng.choice(("bfloat16", "float16"))), sizes[1:] or sizes, seed) is None, seed
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_over_a_network_that_sms_play(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers' fabrics end with their calls, and the world with the rank's name."""
     monkeypatch.setenv("MKERNEL_EMULATED_ENGINE", "sms")

@@ -123,7 +123,7 @@ def test_the_cases_reach_all_of_the_kernels() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(10)
 def test_every_element(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -212,7 +212,7 @@ def test_numbers_that_are_none_travel_in_packets(how: str, dtype: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("partials", ["output", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 def test_a_partial_lost_or_added_twice_is_seen(world: str, how: str, partials: str, dtype: str) -> None:
     """Also in the smallest result there is, one row of eight."""
     shape, case = topology(world), case_of(how, dtype, 8, 8, partials=partials)
