@@ -82,7 +82,7 @@ def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
     return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256),
     world=("1x1", "1x4", "2x2", "4x1", "4x8"),

@@ -59,7 +59,7 @@ def test_the_cases_reach_all_of_the_kernel() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(8)
 def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):

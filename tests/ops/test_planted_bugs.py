@@ -79,7 +79,7 @@ def test_each_can_be_planted() -> None:
 
 
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if not bug.tsan])
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(14)
 def test_found(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     reports = []

@@ -49,7 +49,7 @@ def test_plain_processes(request: pytest.FixtureRequest, world: str, how: str) -
 
 @pytest.mark.mpi
 @kinds({"1x4": "gemm_reduce_scatter", "2x2": "gemm_allreduce"})
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_mpirun(request: pytest.FixtureRequest, world: str, how: str) -> None:
     shape = topology(world)
     result = start_mpi("calls", shape.size, _SECONDS, _WORKER, **_environment(request, world, how))

@@ -123,7 +123,7 @@ def test_the_cases_reach_all_of_the_kernels() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(8)
 def test_every_element(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -408,7 +408,7 @@ def _planned(world: Any, how: str) -> tuple[list[str], bytes]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 def test_planned_first_and_called_in_other_ways(world: str, how: str) -> None:
     found = ranks(_planned, world, how, seed=1)
     described, _ = found[0]

@@ -68,10 +68,10 @@ def test_the_name_is_the_same_in_every_process() -> None:
 # ---- kernels over all sizes
 
 
-def random_plans(rng: np.random.Generator, op: str, topology: Topology, specialize: str, **same: Any) -> list[Any]:
+def random_plans(rng: np.random.Generator, op: str, topology: Topology, specialize: str, count: int = 400, **same: Any) -> list[Any]:
     """Plans of many rows, some extents and some splits."""
     plans = []
-    for _ in range(400):
+    for _ in range(count):
         rows = int(2 ** rng.uniform(0, 15))
         n, k = (int(x) * 8 for x in 2 ** rng.uniform(0, 11, 2))
         n, k = same.get("n", n), same.get("k", k)
@@ -115,7 +115,7 @@ def test_calls_of_one_class_of_rows_have_the_same_kernel(rng: np.random.Generato
 def test_what_is_not_compiled_in_comes_with_the_call(rng: np.random.Generator, op: str) -> None:
     topology = Topology(4, 2)
     for specialize in ("all", "none", *FIELDS):
-        for plan in random_plans(rng, op, topology, specialize)[:16]:
+        for plan in random_plans(rng, op, topology, specialize, 16):
             constants = dict(plan.spec.constants)
             problem, split, fields = plan.problem, plan.split, plan.fields
             values = {
