@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -24,7 +23,7 @@ from mkernel.planner.gemm import (
 )
 from mkernel.planner.k_parts import choose_parts, choose_piece
 from mkernel.planner.pairs import checked_pairs, complete
-from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes
+from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, class_of, classes, most_chosen
 from mkernel.planner.slices import choose_slices, most_slices
 from mkernel.planner.spans import Product, choose, spans_of
 from mkernel.planner.specialize import Specialized, parse, remark
@@ -46,7 +45,6 @@ _CTA_READS, _CTA_WRITES = 40e9, 40e9  # the same for one CTA of intra_comm, besi
 _IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk should have come
 _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
-_MOST_KERNELS = 8  # of one N and K, where the split is compiled in
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -111,7 +109,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return {
             "rows": self.rows,
             "whole_tiles": self.whole_tiles,
-            "group_m": max(1, self.group_m // self.cluster),
+            "group_m": self.taken_group_m,
             "part_blocks": self.part_blocks,
             "chunk_shift": chunk_shift,
             "part_shift": part_shift,
@@ -143,10 +141,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         computing = self.split.compute or 0
         if self.pushers:  # each has chunks to push
             return self.split.total
-        taken = self.whole_tiles + self.slices * (self.num_tiles - self.whole_tiles)
-        if self.cluster > 1:
-            taken = self.cluster * self.planes * math.ceil(self.tile_rows / self.cluster) * self.tiles_n
-        return self.split.total - computing + min(computing, max(self.cluster, taken * self.shares))
+        tiles = self.planes * self.taken_rows * self.tiles_n * self.cluster * self.shares
+        more = (self.slices - 1) * (self.num_tiles - self.whole_tiles)
+        return self.split.total - computing + min(computing, max(self.cluster, tiles + more))
 
     @property
     def put_bytes(self) -> int:
@@ -241,6 +238,16 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Rows of tiles of a plane."""
         return math.ceil(self.plane_rows / BLOCK_M)
 
+    @property
+    def taken_rows(self) -> int:
+        """Rows of tiles of a plane that clusters take at a time: one for a CTA alone."""
+        return math.ceil(self.tile_rows / self.cluster)
+
+    @property
+    def taken_group_m(self) -> int:
+        """``group_m`` in what clusters take at a time."""
+        return max(1, self.group_m // self.cluster)
+
     @derived
     def num_tiles(self) -> int:
         """Whole tiles, before any is halved."""
@@ -280,9 +287,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def _whole(self, rank: int) -> Iterator[Tile]:
         near = self.near_planes
         for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
-            rows = math.ceil(self.tile_rows / self.cluster) * planes
+            rows = self.taken_rows * planes
             for index in range(rows * self.tiles_n):
-                row, n = raster(index, rows, self.tiles_n, max(1, self.group_m // self.cluster))
+                row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
                 together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)
                 yield from (Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows)
 
@@ -357,7 +364,7 @@ def _room_for_shares(problem: AllGatherGemmProblem, sm_count: int, specialize: S
     if problem.topology.size != 2 or "split" in specialize:  # warps push between two ranks only; of splits, few are kept anyway
         return True
     plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS))
-    return len({plan.spec for plan in plans}) <= _MOST_KERNELS
+    return len({plan.spec for plan in plans}) <= MOST_KERNELS
 
 
 @functools.lru_cache(maxsize=64)
@@ -367,8 +374,7 @@ def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Spec
     A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too.
     """
     plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS)]
-    chosen = collections.Counter(plan.spec for plan in plans)
-    kept = {spec for spec, _ in chosen.most_common(_MOST_KERNELS)}  # among equals the first, of the fewest rows
+    kept = most_chosen(plan.spec for plan in plans)
     return [plan for plan in plans if plan.spec in kept]
 
 

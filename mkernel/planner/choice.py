@@ -5,7 +5,6 @@ Where GPUs have not confirmed it, the rules of thumb of each op choose (docs/pla
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
-from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes
+from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling
@@ -30,7 +29,6 @@ _WIDTHS = (256, 192, 128, 64)
 _PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (4, 8, 14)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
-_MOST_KERNELS = 8  # of one N and K, as by the rules
 CONFIRMED_SMS = 132
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel
 
@@ -97,18 +95,16 @@ def _fastest(
     problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, kept: frozenset[Any] | None = None
 ) -> Any:
     """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
-    rules, *others = (_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize))
-    allowed = [one for one in others if kept is None or one.plan.spec in kept]
-    best = min(allowed, key=lambda one: one.seconds, default=rules)
-    rules_allowed = kept is None or rules.plan.spec in kept or not allowed
-    return rules.plan if rules_allowed and best.seconds >= _WORTH * rules.seconds else best.plan
+    found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize)]
+    rules, allowed = found[0], [one for one in found if kept is None or one.plan.spec in kept] or found[:1]
+    best = min(allowed, key=lambda one: one.seconds)
+    return rules.plan if rules in allowed and best.seconds >= _WORTH * rules.seconds else best.plan
 
 
 @functools.lru_cache(maxsize=64)
 def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None) -> frozenset[Any]:
     """The kernels that the most classes of rows would choose: one N and K has no more of them."""
-    plans = (_fastest(problem, rows, sm_count, machine, specialize) for rows in classes(EXAMINED_ROWS))
-    return frozenset(spec for spec, _ in collections.Counter(plan.spec for plan in plans).most_common(_MOST_KERNELS))
+    return most_chosen(_fastest(problem, rows, sm_count, machine, specialize).spec for rows in classes(EXAMINED_ROWS))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,13 +6,18 @@ so that there are about 64 classes per doubling however large a matrix is. The c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-__all__ = ["EXAMINED_ROWS", "MOST_ROWS", "class_of", "classes", "examined", "span"]
+__all__ = ["EXAMINED_ROWS", "MOST_KERNELS", "MOST_ROWS", "class_of", "classes", "examined", "most_chosen", "span"]
+
+Kernel = TypeVar("Kernel")
 
 _STEPS = ((256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
 _PER_POWER = 128
 MOST_ROWS = (1 << 31) - 1  # of a matrix
+MOST_KERNELS = 8  # of one N and K, however many classes there are
 EXAMINED_ROWS = 1 << 17  # of a rank: from some tens of waves on, all classes choose the same kernel
 
 
@@ -50,3 +55,8 @@ def examined(max_rows: int) -> Iterator[int]:
     while rows < 2 * max_rows:
         yield class_of(min(rows, max_rows))
         rows *= 2
+
+
+def most_chosen(kernels: Iterable[Kernel]) -> frozenset[Kernel]:
+    """Of the kernels that classes choose, in the order of the classes, the ``MOST_KERNELS`` that the most choose; of equals the first."""
+    return frozenset(kernel for kernel, _ in collections.Counter(kernels).most_common(MOST_KERNELS))
