@@ -74,23 +74,23 @@ class Router {
 
   // Counts the tokens of this CTA's range for every column. All threads. Then the CTAs meet (sync_grid).
   MK_DEVICE void count() {
-    const uint32_t warp = warp_, lane = ptx::lane_index();
+    const uint32_t lane = ptx::lane_index();
     uint64_t fault = kNoFault;
-    if (warp < kPlacers) {
+    if (warp_ < kPlacers) {
 #pragma unroll 1
-      for (uint32_t c = lane; c < kColumns; c += 32) scratch_.before[warp][c] = 0;
+      for (uint32_t c = lane; c < kColumns; c += 32) scratch_.before[warp_][c] = 0;
       ptx::sync_warp();
-      const Range range = groups(warp);
+      const Range range = groups();
 #pragma unroll 1
       for (uint32_t group = range.begin; group < range.end; ++group) {
         const Token token = token_at(group * kGroup + lane);
         const uint64_t found = token.exists ? read_ids(token) : kNoFault;
         fault = found < fault ? found : fault;
-        count_columns(token, [&](uint32_t column, uint32_t) { ptx::shared_add(&scratch_.before[warp][column], 1); });
+        count_columns(token, [&](uint32_t column, uint32_t) { ptx::shared_add(&scratch_.before[warp_][column], 1); });
       }
     }
     const uint64_t found = least(fault);
-    if (lane == 0) scratch_.fault[warp] = found;
+    if (lane == 0) scratch_.fault[warp_] = found;
     ptx::sync_cta();
     uint32_t* counted = tables_.counted(ptx::cta_index());
 #pragma unroll 1
@@ -108,7 +108,7 @@ class Router {
 
   // What comes before this CTA's range, where every expert begins, and whether the routing is right. All threads. False: it is not (verdict).
   MK_DEVICE bool add_up() {
-    const uint32_t cta = ptx::cta_index(), warp = warp_, lane = ptx::lane_index();
+    const uint32_t cta = ptx::cta_index(), lane = ptx::lane_index();
 #pragma unroll 1
     for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
       uint32_t before = 0, total = 0;
@@ -134,15 +134,15 @@ class Router {
       fault = found < fault ? found : fault;
     }
     fault = least(fault);
-    if (lane == 0) scratch_.fault[warp] = fault;
+    if (lane == 0) scratch_.fault[warp_] = fault;
     ptx::sync_cta();
 #pragma unroll 1
-    for (uint32_t rank = warp; rank < kWorldSize; rank += kRoutingWarps) {
+    for (uint32_t rank = warp_; rank < kWorldSize; rank += kRoutingWarps) {
       const uint32_t* counts = scratch_.total + rank * kExperts;
       const uint32_t rows = scan(counts, r_.alignment, 1, scratch_.first_row + rank * kExperts);
       if (lane == 0) scratch_.rank_rows[rank] = rows;
     }
-    if (warp == 0) {
+    if (warp_ == 0) {
       const uint32_t slots = scan(scratch_.total + world_.rank * kExperts, r_.alignment, kSegmentRows, scratch_.first_slot);
       const uint32_t items = scan(scratch_.total + kFirstOf, 1, 1, scratch_.first_item);
       if (lane == 0) scratch_.first_slot[kExperts] = slots, scratch_.first_item[kExperts] = items;
@@ -154,19 +154,19 @@ class Router {
 
   // Gives this CTA's tokens their rows, slots and places, and writes the arrays of the result. All threads. Then the CTAs meet again.
   MK_DEVICE void place() {
-    const uint32_t warp = warp_, lane = ptx::lane_index();
-    if (warp < kPlacers) {
-      const Range range = groups(warp);
+    const uint32_t lane = ptx::lane_index();
+    if (warp_ < kPlacers) {
+      const Range range = groups();
 #pragma unroll 1
       for (uint32_t group = range.begin; group < range.end; ++group) {
         const Token token = token_at(group * kGroup + lane);
         if (token.exists && range.end - range.begin > 1) copy_ids(ids_of(), kept_ids(token));  // else they are still there
-        place_group(warp, token);
+        place_group(token);
       }
     }
     const uint32_t thread = ptx::cta_index() * kGemmThreads + ptx::thread_index(), threads = ptx::cta_count() * kGemmThreads;
 #pragma unroll 1
-    for (uint32_t e = ptx::cta_index() * kRoutingWarps + warp; e < kExperts; e += ptx::cta_count() * kRoutingWarps) begin_blocks(e);
+    for (uint32_t e = ptx::cta_index() * kRoutingWarps + warp_; e < kExperts; e += ptx::cta_count() * kRoutingWarps) begin_blocks(e);
     fill_rest(thread, threads);
     if (thread < kNodes) {
       const bool other = thread != world_.node;
@@ -198,12 +198,12 @@ class Router {
   };
   MK_DEVICE static uint32_t& word(uint64_t array, uint64_t i) { return reinterpret_cast<uint32_t*>(array)[i]; }
 
-  // The groups of a warp: contiguous, and those of a CTA's warps follow each other.
-  MK_DEVICE Range groups(uint32_t warp) const {
+  // The groups of this warp: contiguous, and those of a CTA's warps follow each other.
+  MK_DEVICE Range groups() const {
     const uint32_t all = (scratch_.first_token[kWorldSize] + kGroup - 1) / kGroup;
     const uint32_t per_cta = (all + ptx::cta_count() - 1) / ptx::cta_count(), per_warp = (per_cta + kPlacers - 1) / kPlacers;
     const uint32_t first = ptx::cta_index() * per_cta, last = first + per_cta < all ? first + per_cta : all;
-    const uint32_t begin = first + warp * per_warp, end = begin + per_warp < last ? begin + per_warp : last;
+    const uint32_t begin = first + warp_ * per_warp, end = begin + per_warp < last ? begin + per_warp : last;
     return Range{begin, end};
   }
   MK_DEVICE Token token_at(uint32_t number) const {
@@ -294,18 +294,18 @@ class Router {
   // Where each expert begins, of which there are so many: rounded up to a multiple of `inner`, and that to one of `outer`. Returns where the one after
   // the last would. Warp function.
   MK_DEVICE uint32_t scan(const uint32_t* counts, uint32_t inner, uint32_t outer, uint32_t* first) {
-    const uint32_t warp = warp_, lane = ptx::lane_index(), each = (kExperts + 31) / 32;
+    const uint32_t lane = ptx::lane_index(), each = (kExperts + 31) / 32;
     const uint32_t begin = lane * each < kExperts ? lane * each : kExperts, end = begin + each < kExperts ? begin + each : kExperts;
     uint32_t sum = 0;
 #pragma unroll 1
     for (uint32_t e = begin; e < end; ++e) sum += round_up(round_up(counts[e], inner), outer);
-    scratch_.scan[warp][lane] = sum;
+    scratch_.scan[warp_][lane] = sum;
     ptx::sync_warp();
     uint32_t at = 0, all = 0;
 #pragma unroll 1
     for (uint32_t other = 0; other < 32; ++other) {
       if (other == lane) at = all;
-      all += scratch_.scan[warp][other];
+      all += scratch_.scan[warp_][other];
     }
     ptx::sync_warp();  // all have read
 #pragma unroll 1
@@ -353,10 +353,10 @@ class Router {
   }
 
   // Gives the tokens of a group, one per lane, their places: before them come those of earlier groups, and those of lanes before. Warp function.
-  MK_DEVICE void place_group(uint32_t warp, const Token& token) {
+  MK_DEVICE void place_group(const Token& token) {
     const uint32_t lane = ptx::lane_index();
-    uint32_t* before = scratch_.before[warp];
-    uint32_t* marks = scratch_.marks[warp];
+    uint32_t* before = scratch_.before[warp_];
+    uint32_t* marks = scratch_.marks[warp_];
     count_columns(token, [&](uint32_t column, uint32_t) { ptx::shared_or(&marks[column], 1u << lane); });
     ptx::sync_warp();
     uint64_t leads = 0;  // for which columns this lane is the first of the group

@@ -74,7 +74,7 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
   while (true) {
     const TilePart item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) break;
-    const TileCoordinate c = coordinate_of<Config, Op>(item);
+    const TileCoordinate c = known_place<Config, Op>(item);
     if (item.number % Op::kParts + 1 < op.parts(c)) continue;
     if (first) {
       entered = storage.entries.pass_to_store(call);

@@ -37,7 +37,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     const TilePart item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) return;
     const uint32_t part = item.number % Op::kParts;
-    const TileCoordinate c = coordinate_of<Config, Op>(item);
+    const TileCoordinate c = known_place<Config, Op>(item);
     if (op.waits(c, part)) ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);

@@ -131,7 +131,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (item.number == kStop) break;
     if (part == 0) begin = trace.now();
     // Packets of eight ranks leave no registers for what has been read: worked out again it costs none, and no time beside the loads.
-    const TileCoordinate c = Op::kExchanges ? op.coordinate(tile) : coordinate_of<Config, Op>(item);
+    const TileCoordinate c = Op::kExchanges ? op.coordinate(tile) : known_place<Config, Op>(item);
     const uint32_t steps = op.steps(c, part);
     if (Op::kAdds && steps == 0) {
       if (part == 0) {

@@ -129,7 +129,7 @@ struct BasicOp {
 
 // Where the tile of an item is, with what the compiler can know of it.
 template <class Config, class Op>
-MK_DEVICE TileCoordinate coordinate_of(const TilePart& item) {
+MK_DEVICE TileCoordinate known_place(const TilePart& item) {
   TileCoordinate c = item.c;
   if constexpr (Config::kSlices == 1) c.slice = 0;
   if constexpr (!Op::kSums) c.is_sum = false;

@@ -5,8 +5,8 @@
 
 namespace mkernel {
 
-// The tiles of this CTA, or of its pair, one after the other: those assigned to it, then one given by its index, then those it takes from the counter that all
-// CTAs of the rank share. Warp functions.
+// The tiles of this CTA, or of its pair, one after the other: those assigned to it, then one given by its index, then those it takes from the
+// counter that all CTAs of the rank share. Warp functions.
 template <class Config, class Op>
 class TileSource {
  public:
