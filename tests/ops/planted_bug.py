@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from mkernel import env
+from mkernel.jit.headers import kernels_src
 
 __all__ = ["Bug"]
 
@@ -26,6 +32,14 @@ class Bug:
     missed: str = ""  # why it is not found
     also: tuple[tuple[str, str], ...] = ()  # other lines of the file that change with it
     sms: int = 4  # CTAs that a rank runs at once
+
+    @contextlib.contextmanager
+    def in_force(self, folder: Path) -> Iterator[None]:
+        """Kernels that are compiled within come from a copy of the device code that has the bug: ``folder``, which is made."""
+        shutil.copytree(kernels_src(), folder)
+        self.plant(folder)
+        with env.override(MKERNEL_KERNELS_SRC=folder):
+            yield
 
     def plant(self, folder: Path) -> None:
         path = folder / self.file

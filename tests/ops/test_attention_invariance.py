@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ import pytest
 
 import mkernel as mk
 from mkernel import env
-from mkernel.jit.headers import kernels_src
 from mkernel.planner import ring_attention as planner
 from tests.ops import ring_body, varlen_body
 from tests.ops.planted_bug import Bug
@@ -268,14 +266,11 @@ PLANTED = [  # of two chunks: ranks 0 and 1, and the halves that one rank has
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] if bug.slow else [], id=bug.name) for bug in PLANTED])
 def test_planted(rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
-    copy = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), copy)
-    bug.plant(copy)
     if "halves" in bug.name:
         pool, worlds, packed = draw_pool(rng, 4, packed=False, causal=False), [("1x2", "zigzag"), ("1x4", "contiguous")], False
     else:
         pool, worlds, packed = draw_pool(rng, 2, packed=True, causal=False), [("1x1", "zigzag"), ("1x2", "contiguous")], True
     runs = [draw_run(rng, pool, *world, packed) for world in worlds]
     assert found_different(pool, runs, batch_invariant=True) is None
-    with env.override(MKERNEL_KERNELS_SRC=copy):  # an error, too: who counts on the order of keys gives credits too early
+    with bug.in_force(tmp_path / "kernels_src"):  # an error, too: who counts on the order of keys gives credits too early
         assert errors_are_findings(found_different)(pool, runs, batch_invariant=True) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.jit.headers import kernels_src
 from tests.ops.body import topology
 from tests.ops.moe_body import DTYPES
 from tests.ops.planted_bug import Bug
@@ -208,9 +205,6 @@ PLANTED = [
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 @pytest.mark.drawn(1)
 def test_planted(rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
-    copy = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), copy)
-    bug.plant(copy)
     case = dataclasses.replace(_case(rng, "gemm_allreduce" if "packets" in bug.name else "gemm_reduce_scatter"), n=128, k=128)
-    with env.override(MKERNEL_KERNELS_SRC=copy):
+    with bug.in_force(tmp_path / "kernels_src"):
         assert found_different(case, bug.world, draw_batches(rng)[-2:], batch_invariant=True) is not None

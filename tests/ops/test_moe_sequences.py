@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel import env
 from mkernel.errors import CompileError
-from mkernel.jit.headers import kernels_src
 from mkernel.planner import moe_dispatch_gemm as planner
 from mkernel.planner import ring_attention
 from mkernel.transport import emulated
@@ -180,10 +177,7 @@ _REVERSAL = Bug(
 @pytest.mark.slow
 def test_a_planted_reversal_is_found(tmp_path: Path) -> None:
     """The same seeds in every run; two of eight find it."""
-    folder = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), folder)
-    _REVERSAL.plant(folder)
-    with env.override(MKERNEL_KERNELS_SRC=folder):
+    with _REVERSAL.in_force(tmp_path / "kernels_src"):
         for seed in range(24):
             try:
                 if found_wrong("1x2", np.random.default_rng(seed)) is not None:

@@ -5,13 +5,10 @@ The same seeds in every run, in 2x2: the same program and seed give the same int
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from mkernel import env
-from mkernel.jit.headers import kernels_src
 from tests.ops.planted_common import COMMON
 from tests.programs.program import SHARED_BITS, draw
 from tests.programs.run import run
@@ -28,10 +25,7 @@ REVERSALS = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if i == 0 else pytest.mark.slow) for i, name in enumerate(REVERSALS)])
 def test_a_planted_reversal_is_found(tmp_path: Path, name: str) -> None:
     (bug,) = (bug for bug in COMMON if bug.name == name)
-    folder = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), folder)
-    bug.plant(folder)
-    with env.override(MKERNEL_KERNELS_SRC=folder):
+    with bug.in_force(tmp_path / "kernels_src"):
         for family in range(2):  # half of the programs each
             for seed in range(family << SHARED_BITS, (family << SHARED_BITS) + REVERSALS[name] // 2):
                 failure = run(draw("2x2", seed, kernels=KERNELS), seed)

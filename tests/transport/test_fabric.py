@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mkernel import abi, env
+from mkernel import abi
 from mkernel.errors import ArgumentError, CompileError, Error, TransportError
-from mkernel.jit.headers import kernels_src
 from tests.gpu import fabric as script
 from tests.ops.planted_bug import Bug
 from tests.transport.contract import CHECKS, check_signal_never_before_data
@@ -203,10 +201,7 @@ def _in_mood(mood: str, seed: int) -> None:
 @pytest.mark.parametrize(("check", "bug"), [pytest.param(check, bug, id=bug.name) for check, bugs in BUGS.items() for bug in bugs])
 @pytest.mark.drawn(3)
 def test_a_planted_bug_shows(tmp_path: Path, check: str, bug: Bug) -> None:
-    copy = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), copy)
-    bug.plant(copy)
-    with env.override(MKERNEL_KERNELS_SRC=copy):
+    with bug.in_force(tmp_path / "kernels_src"):
         for seed in range(30):
             try:
                 _FOUND_BY[check](seed)
