@@ -199,6 +199,15 @@ MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+struct WordPair {
+  uint64_t first, second;
+};
+// Each word by itself, in any order, but in one access, where two would wait for each other. 16-byte aligned.
+MK_DEVICE WordPair load_acquire_sys_pair(const uint64_t* p) {
+  WordPair v;
+  asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.first), "=l"(v.second) : "l"(p) : "memory");
+  return v;
+}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

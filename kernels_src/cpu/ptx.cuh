@@ -133,6 +133,14 @@ inline T atomic_add(T* p, T v, int order) {
 }
 }  // namespace detail
 MK_DEVICE uint64_t load_acquire_sys(const uint64_t* p) { return detail::load_acquire(p); }
+struct WordPair {
+  uint64_t first, second;
+};
+MK_DEVICE WordPair load_acquire_sys_pair(const uint64_t* p) {
+  mkc_check_word(p, sizeof(WordPair));
+  const uint64_t second = detail::load_acquire(p + 1);  // in any order
+  return WordPair{detail::load_acquire(p), second};
+}
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_gpu(uint64_t* p, uint64_t v) { detail::store_release(p, v); }

@@ -9,7 +9,7 @@
 
 namespace mkernel {
 
-// ---- config: kPieceBytes; kThreads, kSharedBytes, kParameterBytes
+// ---- config: kPieceBytes, kStamps (notes when each put reaches each stage); kThreads, kSharedBytes, kParameterBytes
 constexpr uint64_t kNever = ~uint64_t(0);
 constexpr uint32_t kWarps = Config::kThreads / 32;  // of a CTA
 constexpr uint32_t kBatch = 30;                     // commands taken at once: a lane each; the last two lanes read other words
@@ -27,6 +27,18 @@ struct FabricReport {  // host memory: a put that cannot be carried out
   abi::Command command;
 };
 
+// When a put has reached each stage: device clock. Of lone puts, by tests/gpu/fabric.py.
+struct Stamps {
+  uint64_t seen;       // by warp 0
+  uint64_t due;        // for its flag to be raised
+  uint64_t found;      // by the worker of its first piece
+  uint64_t copied;     // that piece: its stores are under way
+  uint64_t published;  // and complete, as that worker says
+  uint64_t landed;     // warp 1 has seen that all workers are done with it
+  uint64_t raised;     // its flag's store is under way
+  uint64_t reserved;
+};
+
 struct alignas(64) Parameters {
   abi::World world;    // `launch`: the call that it serves. `ring` is device memory
   uint64_t peers;      // FabricPeer[world.size]
@@ -39,6 +51,7 @@ struct alignas(64) Parameters {
   uint64_t latency_ns;
   uint64_t reorder_ns;  // puts of different channels arrive up to so much later, in any order, as over SRD; 0: in order, as over RC
   uint64_t seed;
+  uint64_t stamps;  // Stamps[abi::kRingSlots] with kStamps
 };
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "mkernel/runtime/fabric.py");
 constexpr uint32_t kProgress = 16;
@@ -66,6 +79,7 @@ MK_DEVICE uint64_t* progress_of(const Parameters& p, uint32_t worker) {
 }
 MK_DEVICE uint32_t num_workers() { return ptx::cta_count() * kWarps - 2; }
 MK_DEVICE uint64_t lesser(uint64_t a, uint64_t b) { return a < b ? a : b; }
+MK_DEVICE uint64_t greater(uint64_t a, uint64_t b) { return a < b ? b : a; }
 
 MK_DEVICE uint64_t of_lane(uint64_t v, uint32_t lane) {
   const uint32_t high = ptx::broadcast(static_cast<uint32_t>(v >> 32), lane);
@@ -85,6 +99,20 @@ MK_DEVICE uint32_t least_of_warp(uint32_t v) {
 }
 // How many lanes from the first on have voted for it.
 MK_DEVICE uint32_t first_lanes(uint32_t votes) { return votes == 0xffffffffu ? 32 : ptx::count_bits(votes ^ (votes + 1)) - 1; }
+
+MK_DEVICE void stamp(const Parameters& p, uint64_t ticket, uint64_t Stamps::* stage, uint64_t time) {
+  if constexpr (Config::kStamps != 0) reinterpret_cast<Stamps*>(p.stamps)[ticket % abi::kRingSlots].*stage = time;
+}
+// The command in a slot whose ticket this thread has acquired, at once: loads that wait for one another would take as long again each.
+MK_DEVICE abi::Command command_in(const abi::Command& slot) {
+  struct Lines {
+    ptx::Words words[sizeof(abi::Command) / sizeof(ptx::Words)];
+  } lines;
+  const char* from = reinterpret_cast<const char*>(&slot);
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof(lines) / sizeof(ptx::Words); ++i) lines.words[i] = ptx::load_global(from + i * sizeof(ptx::Words));
+  return __builtin_bit_cast(abi::Command, lines);
+}
 
 // ---- warp 0
 MK_DEVICE bool is_bad(const Parameters& p, const Storage& storage, const abi::Command& command) {
@@ -108,10 +136,10 @@ MK_DEVICE uint64_t any_below(const Parameters& p, uint64_t ticket, uint64_t limi
 // The NIC: one queue for all peers and channels. Warp function.
 class Link {
  public:
-  // When the puts of the batch are due: lane i's, whose bytes take `ns` on the link, is put ticket + i.
-  MK_DEVICE void schedule(const Parameters& p, Storage& storage, uint64_t ticket, uint32_t count, uint64_t ns) {
+  // When the puts of the batch, which were seen at `now`, are due: lane i's, whose bytes take `ns` on the link, is put ticket + i.
+  MK_DEVICE void schedule(const Parameters& p, Storage& storage, uint64_t ticket, uint32_t count, uint64_t now, uint64_t ns) {
     const uint32_t lane = ptx::lane_index();
-    const uint64_t now = of_lane(ptx::clock_ns(), 0), begin = free_ < now ? now : free_;
+    const uint64_t begin = free_ < now ? now : free_;
     uint64_t until = ns, total = ns;  // of lanes up to this one, and of all
 #pragma unroll
     for (uint32_t lanes = 1; lanes < 32; lanes *= 2) {
@@ -121,6 +149,7 @@ class Link {
     }
     free_ = begin + total;
     if (lane < count) storage.flights[(ticket + lane) % abi::kRingSlots].due = begin + until + p.latency_ns;
+    if (lane < count) stamp(p, ticket + lane, &Stamps::due, begin + until + p.latency_ns);
     if (p.reorder_ns == 0) return;
     ptx::sync_warp();
     if (lane == 0) reorder(p, storage, ticket, count);
@@ -179,24 +208,27 @@ MK_DEVICE void take_commands(const Parameters& p, Storage& storage, uint64_t tak
     const uint32_t count = first_lanes(ptx::votes(lane < kBatch && seen == taken + lane + 1));
     ptx::sync_warp();  // what any lane has acquired, all have
     if (count > 0) {
+      const uint64_t now = of_lane(ptx::clock_ns(), 0);  // before anything else: what that takes is part of the latency
       bool bad = false;
       uint64_t ns = 0;
       if (lane < count) {
-        bad = is_bad(p, storage, slot);
+        const abi::Command command = command_in(slot);
+        bad = is_bad(p, storage, command);
         if (bad) {
-          report_bad(p, slot);
+          report_bad(p, command);
         } else {
-          ns = (slot.bytes * p.femtoseconds_per_byte + 999'999) / 1'000'000;
+          ns = (command.bytes * p.femtoseconds_per_byte + 999'999) / 1'000'000;
           storage.flights[(taken + lane) % abi::kRingSlots] =
-              Flight{0, storage.peers[slot.dst_rank].signals + slot.signal_offset, slot.signal_value};
-          storage.channel[lane] = (slot.channel + 61 * slot.dst_rank) % kChannels;
+              Flight{0, storage.peers[command.dst_rank].signals + command.signal_offset, command.signal_value};
+          storage.channel[lane] = (command.channel + 61 * command.dst_rank) % kChannels;
           abi::Command& told = reinterpret_cast<abi::Ring*>(p.host_ring)->slots[(taken + lane) % abi::kRingSlots];
-          told.dst_rank = slot.dst_rank;
+          told.dst_rank = command.dst_rank;
           told.ticket = taken + lane + 1;
+          stamp(p, taken + lane, &Stamps::seen, now);
         }
       }
       if (ptx::any_of_warp(bad)) break;
-      link.schedule(p, storage, taken, count, ns);
+      link.schedule(p, storage, taken, count, now, ns);
       ptx::sync_warp();
       if (lane == 0) ptx::store_release_shared(&storage.taken, taken + count);
       ptx::sync_warp();
@@ -220,9 +252,11 @@ MK_DEVICE void take_commands(const Parameters& p, Storage& storage, uint64_t tak
 MK_DEVICE uint64_t landed_of(const Parameters& p, uint64_t raised, uint64_t known) {
   uint64_t least = known;
 #pragma unroll 1
-  for (uint32_t worker = ptx::lane_index(); worker < num_workers(); worker += 32) {
-    least = lesser(least, ptx::load_acquire_sys(progress_of(p, worker)));
+  for (uint32_t worker = 2 * ptx::lane_index(); worker < num_workers(); worker += 64) {
+    const ptx::WordPair two = ptx::load_acquire_sys_pair(progress_of(p, worker));
+    least = lesser(least, worker + 1 < num_workers() ? lesser(two.first, two.second) : two.first);
   }
+  least = greater(least, raised);  // a worker that has not said anything yet on a ring that was used before
   const uint64_t landed = raised + least_of_warp(static_cast<uint32_t>(least - raised));
   ptx::sync_warp();
   return landed;
@@ -256,7 +290,9 @@ MK_DEVICE void raise_flags(const Parameters& p, Storage& storage, uint64_t raise
     const uint64_t known = of_lane(ptx::load_acquire_shared(&storage.taken), 0);
     ptx::sync_warp();
     if (raised >= ending) break;
+    const uint64_t landed_before = landed;
     if (landed < known && landed < raised + 32) landed = landed_of(p, raised, known);
+    if (landed_before + lane < landed) stamp(p, landed_before + lane, &Stamps::landed, ptx::clock_ns());
     const uint64_t now = of_lane(ptx::clock_ns(), 0);
     uint64_t wait = kNever;  // until the next one is due
 #pragma unroll 1
@@ -265,6 +301,7 @@ MK_DEVICE void raise_flags(const Parameters& p, Storage& storage, uint64_t raise
       const bool due = due_at <= now;
       const uint32_t lanes_due = ptx::votes(due);
       if (lanes_due != 0) raise_due(storage, base, due, lanes_due);
+      if (due) stamp(p, base + lane, &Stamps::raised, ptx::clock_ns());
       if (!due && due_at != kNever) wait = lesser(wait, due_at - now);
       if (p.reorder_ns == 0 && ptx::any_of_warp(!due && due_at != kNever)) break;
     }
@@ -336,7 +373,8 @@ MK_DEVICE void work(const Parameters& p, const Storage& storage, uint32_t worker
   const abi::Ring* ring = ring_of(p);
   const uint32_t lane = ptx::lane_index();
   const uint64_t* over = reinterpret_cast<const uint64_t*>(p.progress);
-  uint64_t next = of_lane(ptx::load_acquire_sys(progress_of(p, worker)), 0);
+  // What is complete on a ring that was used before, another fabric has copied.
+  uint64_t next = of_lane(greater(ptx::load_acquire_sys(progress_of(p, worker)), ptx::load_acquire_sys(&ring->completed)), 0);
 #pragma unroll 1
   while (true) {
     const uint64_t begin = next;
@@ -348,12 +386,15 @@ MK_DEVICE void work(const Parameters& p, const Storage& storage, uint32_t worker
       count = first_lanes(ptx::votes(lane < 31 && seen == next + lane + 1));
       ptx::sync_warp();
       if (ptx::any_of_warp(lane == 31 && seen == p.world.launch)) return;
-      const bool taken = lane < count, bad = taken && is_bad(p, storage, slot);
-      if (ptx::any_of_warp(bad)) return;
+      const bool taken = lane < count;
+      const abi::Command command = taken ? command_in(slot) : abi::Command{};
+      if (ptx::any_of_warp(taken && is_bad(p, storage, command))) return;
+      if (taken && first_offset(next + lane, worker) == 0) stamp(p, next + lane, &Stamps::found, ptx::clock_ns());
 #pragma unroll 1
-      for (uint32_t mine = ptx::votes(taken && first_offset(next + lane, worker) < slot.bytes); mine != 0; mine &= mine - 1) {
+      for (uint32_t mine = ptx::votes(taken && first_offset(next + lane, worker) < command.bytes); mine != 0; mine &= mine - 1) {
         const uint64_t ticket = next + ptx::count_bits((mine & (0 - mine)) - 1);
         copied += copy_share(p, storage, ring->slots[ticket % abi::kRingSlots], ticket, worker);
+        if (lane == 0 && first_offset(ticket, worker) == 0) stamp(p, ticket, &Stamps::copied, ptx::clock_ns());
         if (copied < kPublishBytes) continue;
         publish(p, worker, ticket + 1);
         copied = 0;
@@ -362,8 +403,9 @@ MK_DEVICE void work(const Parameters& p, const Storage& storage, uint32_t worker
     }
     if (next != begin) {
       publish(p, worker, next);
+      if (lane == 0 && first_offset(next - 1, worker) == 0) stamp(p, next - 1, &Stamps::published, ptx::clock_ns());
     } else {
-      if (lane == 0) ptx::pause(&ring->slots[next % abi::kRingSlots].ticket, next + 1, kNever);
+      if (lane == 0) ptx::pause_until(&ring->slots[next % abi::kRingSlots].ticket, next + 1, kNever);
       ptx::sync_warp();
     }
   }

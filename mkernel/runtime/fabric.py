@@ -17,7 +17,7 @@ from mkernel.transport.emulated import check_put
 if TYPE_CHECKING:
     from mkernel.runtime.backend import Backend
 
-__all__ = ["SMS", "Fabric", "FabricLink", "Parameters", "spec_of"]
+__all__ = ["SMS", "Fabric", "FabricLink", "Parameters", "Stamps", "own_ns", "spec_of"]
 
 SMS = 4  # of a GPU that play its network
 _LOOK_SECONDS = 0.02  # between two looks at what the kernel reports
@@ -68,14 +68,27 @@ class Parameters(ctypes.Structure):
         ("latency_ns", _u64),
         ("reorder_ns", _u64),
         ("seed", _u64),
-        ("padding", _u64 * 6),
+        ("stamps", _u64),
+        ("padding", _u64 * 5),
     ]
 
 
-def spec_of(target: str) -> KernelSpec:
-    """The fabric's kernel for that target."""
+class Stamps(ctypes.Structure):
+    """``Stamps`` of ``kernels_src/ops/fabric.cuh``: when a lone put has reached each stage, in ns of the device's clock."""
+
+    _fields_ = [(name, _u64) for name in ("seen", "due", "found", "copied", "published", "landed", "raised", "reserved")]
+
+
+def spec_of(target: str, *, stamps: bool = False) -> KernelSpec:
+    """The fabric's kernel for that target. With ``stamps`` it notes when each put reaches each stage."""
     shape = _SHAPES[target]
-    return KernelSpec("fabric", (("kPieceBytes", shape.piece_bytes),), shape.threads, _STORAGE_BYTES, ctypes.sizeof(Parameters))
+    constants = (("kPieceBytes", shape.piece_bytes), ("kStamps", int(stamps)))
+    return KernelSpec("fabric", constants, shape.threads, _STORAGE_BYTES, ctypes.sizeof(Parameters))
+
+
+def own_ns(target: str) -> int:
+    """What the fabric takes itself of the latency that is asked for, as far as that is known."""
+    return _OWN_NS[target]
 
 
 class Fabric:
@@ -95,6 +108,15 @@ class Fabric:
         Sizes of every rank's segments.
     link
         Bandwidth, latency and order.
+    own_ns
+        What it takes itself of the latency; None: what is known of the target.
+    stamps
+        Whether it notes when each put reaches each stage.
+
+    Attributes
+    ----------
+    stamps
+        Address of its ``Stamps``, one for each slot of the ring; 0: it notes none.
     """
 
     def __init__(
@@ -106,11 +128,14 @@ class Fabric:
         heap_bytes: int,
         signal_bytes: int,
         link: FabricLink,
+        *,
+        own_ns: int | None = None,
+        stamps: bool = False,
     ) -> None:
         shape = _SHAPES[backend.target]
         self._backend, self._peers, self._rank = backend, dict(peers), header.rank
         self._sizes = heap_bytes, signal_bytes
-        self._kernel, self._ctas = backend.load(spec_of(backend.target)), shape.ctas
+        self._kernel, self._ctas = backend.load(spec_of(backend.target, stamps=stamps)), shape.ctas
         table = (_u64 * (2 * header.size))()
         for rank, (heap, signals) in peers.items():
             table[2 * rank], table[2 * rank + 1] = heap, signals
@@ -120,6 +145,8 @@ class Fabric:
         self._report_memory = report
         self._report = _Report.from_address(report.host_address)
         rate = link.gigabytes_per_second
+        own = _OWN_NS[backend.target] if own_ns is None else own_ns
+        self.stamps = backend.allocate(ctypes.sizeof(Stamps) * abi.RING_SLOTS) if stamps else 0
         self._parameters = Parameters(
             world=header,
             peers=table_address,
@@ -129,9 +156,10 @@ class Fabric:
             heap_bytes=heap_bytes,
             signal_bytes=signal_bytes,
             femtoseconds_per_byte=round(1e6 / rate) if rate else 0,
-            latency_ns=max(round(link.latency_us * 1e3) - _OWN_NS[backend.target], 0),
+            latency_ns=max(round(link.latency_us * 1e3) - own, 0),
             reorder_ns=round(link.reorder_us * 1e3),
             seed=(link.seed << 8) + header.rank,
+            stamps=self.stamps,
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -43,4 +43,17 @@ BUGS: dict[str, list[Bug]] = {
         ),
         Bug("it ends before all flags are raised", _FILE, "    if (raised >= ending) break;", "    if (ending != kNever) break;"),
     ],
+    "on_a_used_ring": [
+        Bug(
+            "a worker begins at the first command of a ring",
+            _FILE,
+            "of_lane(greater(ptx::load_acquire_sys(progress_of(p, worker)), ptx::load_acquire_sys(&ring->completed)), 0);",
+            "of_lane(ptx::load_acquire_sys(progress_of(p, worker)), 0);",
+        ),
+        Bug(
+            "a worker that has said nothing yet counts as one that is ahead",
+            _FILE,
+            "  least = greater(least, raised);  // a worker that has not said anything yet on a ring that was used before\n",
+        ),
+    ],
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from mkernel import abi
@@ -51,6 +53,7 @@ class FabricNetwork(LocalNetwork):
         self.launches: list[int] = []
         self.host_rings: list[abi.Ring] = []
         self._rings: list[Any] = []
+        self._makers: list[Callable[[], Fabric]] = []
         for rank in self.ranks:
             device, heap, signals = self.devices[rank], self.heaps[rank], self.signals[rank]
             control = device.allocate(ctypes.sizeof(abi.ControlBlock))
@@ -72,8 +75,9 @@ class FabricNetwork(LocalNetwork):
                 ring=ctypes.addressof(self._rings[-1]),
             )
             peers = {peer: (self.heaps[peer].address(), self.signals[peer].address()) for peer in self.ranks if peer != rank}
-            fabric = Fabric(device, header, peers, host_ring.address, heap.size, signals.size, link)
-            self.fabrics.append(fabric)
+            make = functools.partial(Fabric, device, header, peers, host_ring.address, heap.size, signals.size, link)
+            self._makers.append(make)
+            self.fabrics.append(make())
             self.controls.append(abi.ControlBlock.from_address(control))
             self.serve(rank, 1)
 
@@ -83,6 +87,11 @@ class FabricNetwork(LocalNetwork):
         self.host_rings[rank].launched = launch
         self.fabrics[rank].serve(None, launch)
         self.launches.append(self.scheduler.start(*device.launched.pop(), rank))
+
+    def renew(self, rank: int) -> None:
+        """Give a rank another fabric, on the ring as it is; nothing may be on its way."""
+        self.fabrics[rank].close()
+        self.fabrics[rank] = self._makers[rank]()
 
     @property
     def now(self) -> int:

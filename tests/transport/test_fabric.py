@@ -96,6 +96,36 @@ def test_it_ends_with_its_call(pytestconfig: pytest.Config) -> None:
     end(pytestconfig.getoption("--seed"))
 
 
+def on_a_used_ring(seed: int) -> None:
+    """A fabric begins where the one before it has ended, on the same ring, also once that has gone round; it carries nothing out again."""
+    rng = random.Random(seed)
+    with FabricNetwork(2, gigabytes_per_second=0.0, latency_us=0.0, seed=seed) as network:
+        issuer, begin = network.producers[0], 0
+        for call, end in enumerate((rng.randrange(1, 100), abi.RING_SLOTS + rng.randrange(100), abi.RING_SLOTS + 200), 1):
+            while issuer.head < end:
+                number = issuer.head
+                network.write(0, 8 * number, number.to_bytes(8, "little"))
+                if issuer.issue(number % 3, 1, 8 * number, 8 * number, 8, network.flag_offset(number), 7) is None or rng.random() < 0.1:
+                    network.run(rng.randrange(300))
+            network.end_call(call)
+            for _ in range(20_000):
+                if not network.turn():
+                    break
+            assert not network.launches, f"of {issuer.head} puts {issuer.completed} are complete, and the fabric goes on"
+            assert all(network.flag(1, number) == 7 for number in range(end))
+            words = [int.from_bytes(network.read(1, 8 * number, 8), "little") for number in range(end)]
+            assert words == [number if number >= begin else 0 for number in range(end)]
+            network.write(1, 0, bytes(8 * end))
+            begin = end
+            for rank in network.ranks:
+                network.renew(rank)
+                network.serve(rank, call + 1)
+
+
+def test_another_fabric_goes_on_with_the_ring(pytestconfig: pytest.Config) -> None:
+    on_a_used_ring(pytestconfig.getoption("--seed"))
+
+
 def test_it_serves_the_next_call_too_if_that_has_been_launched() -> None:
     with FabricNetwork(2) as network:
         for ring in network.host_rings:
@@ -190,6 +220,7 @@ _FOUND_BY: dict[str, Callable[[int], None]] = {
     "reordered": reordered,
     "never_early": never_early,
     "end": end,
+    "on_a_used_ring": on_a_used_ring,
 }
 
 
@@ -213,20 +244,43 @@ def test_a_planted_bug_shows(tmp_path: Path, check: str, bug: Bug) -> None:
 
 
 # ---- the script for GPUs
+_SCRIPT = ["--target", "cpu", "--gbps", "0.4", "--latency", "80", "--total", "200000", "--limit", "0"]
+
+
 def test_the_script_measures_what_was_asked(capsys: Any) -> None:
     """In virtual time, where SMs are slow: so the network is slower still. Every byte is compared."""
-    assert script.main(["--target", "cpu", "--gbps", "0.4", "--latency", "80", "--sizes", "4096", "65536", "--total", "200000"]) == 0
+    assert script.main([*_SCRIPT, "--sizes", "4096", "65536"]) == 0
     out = capsys.readouterr().out
     assert out.count(" ok\n") == 2, out
+    assert out.count("\nobserved by the sender ") == 2, out
 
 
 def test_the_script_notices_a_link_that_is_too_fast(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "Fabric", _Faster)
-    assert script.main(["--target", "cpu", "--gbps", "0.4", "--latency", "80", "--sizes", "65536", "--total", "200000"]) == 1
+    assert script.main([*_SCRIPT, "--sizes", "65536"]) == 1
     assert " NO\n" in capsys.readouterr().out
 
 
+def test_the_script_goes_on_after_kernels_that_gave_up(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Absent, "left", 5)  # the stages take four launches
+    monkeypatch.setattr(script, "Fabric", _Absent)
+    assert script.main([*_SCRIPT, "--sizes", "4096", "65536"]) == 1
+    out = capsys.readouterr().out
+    assert "\n     4096: a kernel has given up: state 1, flag kind 1 index" in out, out
+    assert "; 128 puts, newest 128, 80 complete; launch 5, ended 5\n" in out, out
+    assert out.count(" ok\n") == 1, out
+
+
+class _Absent(script.Fabric):
+    left = 0  # launches until one does not come
+
+    def serve(self, turn: Any, launch: int) -> None:
+        _Absent.left -= 1
+        if _Absent.left:
+            super().serve(turn, launch)
+
+
 class _Faster(script.Fabric):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._parameters.femtoseconds_per_byte = self._parameters.femtoseconds_per_byte * 4 // 5

@@ -10,7 +10,8 @@ struct alignas(64) Parameters {
   uint64_t source_offset, target_offset;  // data heap
   uint64_t slots;                         // of so many bytes each, in both; used in turn
   uint64_t bytes, puts, flag_offset;
-  uint64_t times;  // device memory: begin and end of each put (kAlone), else of all together
+  uint64_t times;  // device memory, device clock: of each put its begin, when it was posted, and when its flag was seen (kAlone); else begin and end
+                   // of all together
 };
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 
@@ -37,9 +38,11 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   if (warp == 0 && ptx::lane_index() == 0) {
     if (Config::kAlone) {
       for (uint64_t i = 0; cta == 0 && i < p.puts; ++i) {
-        times[2 * i] = ptx::clock_ns();
-        if (issue_command(call, put_of(call, p, i)) == 0 || !wait_for(call, p, i)) break;
-        times[2 * i + 1] = ptx::clock_ns();
+        times[3 * i] = ptx::clock_ns();
+        if (issue_command(call, put_of(call, p, i)) == 0) break;
+        times[3 * i + 1] = ptx::clock_ns();
+        if (!wait_for(call, p, i)) break;
+        times[3 * i + 2] = ptx::clock_ns();
       }
     } else {
       if (cta == 0) times[0] = ptx::clock_ns();
