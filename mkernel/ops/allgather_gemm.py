@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_apart, check_extents, check_matrix, check_writable, row_stride
+from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_apart, check_extents, check_matrix, check_writable, row_stride
 from mkernel.ops.call import ask, call, remember, stream_of
 from mkernel.ops.gemm import GemmOp, checked, held
-from mkernel.ops.op import Instance, register
+from mkernel.ops.op import Instance, instance_of, register
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.ops.schedule import choice_of, executable
 from mkernel.planner.allgather_gemm import OP as OP_NAME
@@ -216,12 +216,12 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         rows, n, k = a.shape[0], known.n, known.k
         if stride != k * ITEM:
             raise ArgumentError("a.strides", a.strides, "a must be contiguous", "use xp.ascontiguousarray(a)")
-        check_extents(rows * world.size, n, k)
         problem = known.problems.get(OP_NAME)
-        if problem is None:
+        if problem is None or rows * world.size >= MOST_EXTENT:
+            check_extents(rows * world.size, n, k)
             made = AllGatherGemmProblem(world.topology, n, k, a.dtype, known.b_row_major, world.options.batch_invariant)
             problem = known.problems[OP_NAME] = made
-        return Instance(problem, rows)
+        return instance_of((problem, rows))
 
     def make_plan(
         self,
@@ -253,13 +253,13 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         (problem, rows), (a, b), (c,) = instance, operands, results
         n, k, size, dtype = problem.n, problem.k, world.size, problem.dtype
         plan: AllGatherGemmPlan = executable.plan
-        known, c_stride = held(world, a, b), row_stride("out", c)
-        offset = world.heap_offset(a.address, plan.shard_bytes) if rows else None
+        sizes, known, c_stride = plan.sizes, held(world, a, b), row_stride("out", c)
+        offset = world.heap_offset(a.address, plan.shard_bytes) if rows and world.num_nodes > 1 else None
         staged = world.num_nodes > 1 and offset is None
-        extent, plane_extent = max(rows, 1), max(plan.plane_rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
+        extent, plane_extent = rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
         tensor_map = world.backend.tensor_map
-        a_box = BLOCK_K, plan.load_rows, 1
+        a_box = BLOCK_K, sizes.load_rows, 1
         parameters = Parameters()
         memory = memoryview(parameters).cast("B")
         send_offset = executable.staging_offset if offset is None else offset

@@ -30,6 +30,7 @@ __all__ = [
 
 DTYPES = ("bfloat16", "float16")
 ITEM = 2  # bytes of both
+MOST_EXTENT = 1 << 31  # that no array reaches
 
 
 def check_matrix(name: str, view: TensorView, dtype: str | None = None) -> tuple[int, int]:
@@ -147,7 +148,7 @@ def check_operands(a: TensorView, b: TensorView, k: str, held: str) -> tuple[int
 
 
 def check_extents(*extents: int) -> None:
-    if max(extents) >= 1 << 31:
+    if max(extents) >= MOST_EXTENT:
         raise ArgumentError("shape", extents, "every extent must be below 2^31")
 
 

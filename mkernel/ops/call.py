@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mkernel.ops.op import Instance, Op
 from mkernel.ops.schedule import choice_of, executable
@@ -13,6 +13,7 @@ from mkernel.runtime import current
 from mkernel.runtime.arrays.libraries import Crossing
 
 if TYPE_CHECKING:
+    from mkernel.runtime.arrays.libraries import Library
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
@@ -24,12 +25,15 @@ _MAX_BOUND = 512  # argument combinations remembered per world
 _MAX_HELD = 4096  # and what is known of operands by themselves: weights of many layers
 
 
-@dataclasses.dataclass(slots=True)
-class BoundCall:
+class BoundCall(NamedTuple):
     """Parameters of one kernel over particular arrays."""
 
     executable: Executable
     parameters: ctypes.Structure
+
+
+# One of both, without a function of Python in between.
+_bound: Callable[[tuple[Executable, ctypes.Structure]], BoundCall] = functools.partial(tuple.__new__, BoundCall)
 
 
 def remember(world: World, key: tuple[Any, ...], value: T) -> T:
@@ -63,7 +67,7 @@ def call(
         libraries = w.backend.libraries
         home = libraries[type(operands[0])]
         queue = home.stream() if stream is None else w.backend.stream(stream)
-        one_library = True
+        others: list[Library] = []
         keys: list[Any] = [op.name, options]
         for array in operands:
             if array is None:
@@ -71,7 +75,7 @@ def call(
                 continue
             library = libraries[type(array)]
             if library is not home:
-                one_library = False
+                others.append(library)
             keys.append(library.key(array))
         views: Sequence[Any] = ()
         instance: Any = None
@@ -80,7 +84,7 @@ def call(
                 asked = tuple(keys)
                 known = w.bound_calls.get(asked)
                 if known is None:
-                    views, instance = ask(w, op, operands, options)
+                    views, instance = ask(w, op, operands, options, keys[2:])
                     known = remember(w, asked, op.results(instance, views))
                 results: Sequence[Any] = [home.empty(shape, dtype, queue) for shape, dtype in known]
             else:
@@ -89,7 +93,7 @@ def call(
             for array in results:
                 library = libraries[type(array)]
                 if library is not home:
-                    one_library = False
+                    others.append(library)
                 keys.append(library.key(array))
             key = tuple(keys)
             bound = w.bound_calls.get(key)
@@ -99,9 +103,9 @@ def call(
             raise
         if bound is None:
             if instance is None:
-                views, instance = ask(w, op, operands, options)
-            bound = remember(w, key, _bind(w, op, instance, views, results, split, queue))
-        if stream is None and one_library and home.one_stream:
+                views, instance = ask(w, op, operands, options, keys[2:])
+            bound = remember(w, key, _bind(w, op, instance, views, results, keys[len(keys) - len(results) :], split, queue))
+        if stream is None and home.one_stream and (not others or _all_on(queue, others)):
             w.launch(bound.executable, bound.parameters, queue)
         else:
             crossing = Crossing(home, queue, stream is not None, [a for a in operands if a is not None], () if out is None else results)
@@ -111,20 +115,43 @@ def call(
         return op.returned(results)
 
 
-def ask(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any]) -> tuple[list[Any], Instance[Any]]:
-    """Views of the operands, None of those left out, and what they ask for. Raises ArgumentError."""
-    views = [None if array is None and name in op.optional else world.backend.libraries[type(array)].view(array)
-             for name, array in zip(op.operands, operands, strict=True)]  # fmt: skip
+def ask(
+    world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any], keys: Sequence[Any] | None = None
+) -> tuple[list[Any], Instance[Any]]:
+    """Views of the operands, None of those left out, and what they ask for. Raises ArgumentError.
+
+    ``keys``: of the operands, where they are known, and whatever follows them.
+    """
+    libraries, optional, views = world.backend.libraries, op.optional, list[Any]()
+    for i, (name, array) in enumerate(zip(op.operands, operands, strict=True)):
+        if array is None and name in optional:
+            views.append(None)
+        else:
+            library = libraries[type(array)]
+            views.append(library.view(array) if keys is None else library.seen(array, keys[i]))
     return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)) if options else {})
 
 
 def _bind(
-    world: World, op: Op[Any], instance: Instance[Any], views: Sequence[Any], results: Sequence[Any], split: Any, queue: Any
+    world: World,
+    op: Op[Any],
+    instance: Instance[Any],
+    views: Sequence[Any],
+    results: Sequence[Any],
+    keys: Sequence[Any],
+    split: Any,
+    queue: Any,
 ) -> BoundCall:
-    made = [world.backend.libraries[type(array)].view(array) for array in results]
+    libraries = world.backend.libraries
+    made = [libraries[type(array)].seen(array, key) for array, key in zip(results, keys, strict=True)]
     op.check_results(instance, views, made)
     chosen = executable(world, op, instance, split, queue)
-    return BoundCall(chosen, op.bind(world, chosen, instance, views, made))
+    return _bound((chosen, op.bind(world, chosen, instance, views, made)))
+
+
+def _all_on(queue: Any, libraries: Sequence[Library]) -> bool:
+    """Whether all arrays of these libraries are in use on the stream of the call: then nothing is to be ordered."""
+    return all(library.one_stream and library.stream() == queue for library in libraries)
 
 
 def stream_of(world: World, arrays: Sequence[Any], stream: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.call import call
-from mkernel.ops.op import Instance, register
+from mkernel.ops.op import Instance, instance_of, register
 from mkernel.ops.reduce import ReduceOp
 from mkernel.planner.reduce import REDUCE_SCATTER, ReduceProblem
 
@@ -106,7 +106,7 @@ class GemmReduceScatter(ReduceOp):
         problem, m = self.problem(world, a, b, partials, **options)
         if m % size:
             raise ArgumentError("a.shape", a.shape, f"M must be a multiple of the {size} ranks", "pad a with rows of zeros")
-        return Instance(problem, m // size)
+        return instance_of((problem, m // size))
 
     def plan_rows(self, rows: int, ranks: int) -> int:
         return -(-rows // ranks)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from mkernel import env
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "names", "register"]
+__all__ = ["BUILT_IN", "ResultSpec", "Instance", "Op", "OpPlan", "OpProblem", "find", "instance_of", "names", "register"]
 
 # Each a module of this package, which registers the op of its name.
 BUILT_IN = (
@@ -62,6 +63,10 @@ class Instance(NamedTuple, Generic[Problem]):
 
     problem: Problem
     rows: int
+
+
+# The instance of a problem and rows, without a function of Python in between: every new size makes one.
+instance_of: Callable[[tuple[Any, int]], Instance[Any]] = functools.partial(tuple.__new__, Instance)
 
 
 class ResultSpec(NamedTuple):

@@ -136,10 +136,10 @@ def plan_kernel(
         workspace = made.plan.workspace_bytes if made is not None else 0
         if most is not None and max_rows is not None:
             largest = of.largest(int(max_rows), w.size)
-            prepared = prepare(w, of, instance, choice, queue, most)
+            prepare(w, of, instance, choice, queue, most)
             plans = [plan_for(w, of, Instance(instance.problem, rows), choice) for rows in (*largest, instance.rows)]
             # The largest first: then an error says what all need, and the staging area is made once.
             for one in sorted(plans, key=lambda one: -one.workspace_bytes - one.staging_bytes):
-                w.problems.executable(prepared, one)
+                w.problems.reserve(one)
             workspace = max(one.workspace_bytes for one in plans)
     return PreparedPlan(op, w, None if max_rows is None else int(max_rows), int(workspace), instance, choice, given)

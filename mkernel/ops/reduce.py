@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_extents, row_stride
+from mkernel.ops.arguments import MOST_EXTENT, check_extents, row_stride
 from mkernel.ops.gemm import GemmOp, checked, held
-from mkernel.ops.op import Instance
+from mkernel.ops.op import Instance, instance_of
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.choice import plan_reduce
 from mkernel.planner.gemm import BLOCK_K
@@ -63,13 +63,13 @@ class ReduceOp(GemmOp[ReduceProblem]):
         """What operands that fit each other ask for: all rows of ``a``. Raises ArgumentError."""
         known, _ = checked(world, a, b, "K/W", "this rank's rows")
         m, n, k = a.shape[0], known.n, known.k
-        check_extents(m, n, k)
         if partials not in PARTIALS:
             raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
         asked = self.name, partials, algorithm
         problem: ReduceProblem | None = known.problems.get(asked)
-        if problem is not None:
-            return Instance(problem, m)
+        if problem is not None and m < MOST_EXTENT:
+            return instance_of((problem, m))
+        check_extents(m, n, k)
         topology, canonical = world.topology, world.options.batch_invariant
         if canonical and not sums_by_node(algorithm, topology):
             raise ArgumentError(
@@ -105,7 +105,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
         n, k, dtype = problem.n, problem.k, problem.dtype
         known, a_stride, c_stride = held(world, a, b), row_stride("a", a), row_stride("out", c)
         plan: ReducePlan = executable.plan
-        extent = max(rows, 1)  # a tensor map has no empty dimension; without rows there are no tiles
+        extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
         planes = world.size if problem.op == REDUCE_SCATTER else 1
         tensor_map = world.backend.tensor_map

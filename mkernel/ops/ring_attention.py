@@ -11,7 +11,7 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_all_apart, check_extents, check_writable
 from mkernel.ops.call import call, hold
-from mkernel.ops.op import Instance, Op, ResultSpec, register
+from mkernel.ops.op import Instance, Op, ResultSpec, instance_of, register
 from mkernel.ops.parameters import map_places, place_of
 from mkernel.planner.ring_attention import (
     COPY_ROWS,
@@ -214,7 +214,7 @@ class RingAttention(Op[RingAttentionProblem]):
         if batches * length >= MOST_ROWS:
             raise ArgumentError("q.shape", q.shape, f"B * S/W must be below {MOST_ROWS}", "make several calls")
         check_extents(length * ranks, batches * heads * max(1, length))
-        return Instance(problem, Sizes(batches, length).code)
+        return instance_of((problem, Sizes(batches, length).code))
 
     def make_plan(
         self, problem: RingAttentionProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None

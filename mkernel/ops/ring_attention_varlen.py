@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_extents
 from mkernel.ops.call import call
-from mkernel.ops.op import Instance, ResultSpec, register
+from mkernel.ops.op import Instance, ResultSpec, instance_of, register
 from mkernel.ops.ring_attention import MOST_ROWS, Parameters, RingAttention, check_array, checked_problem
 from mkernel.planner.ring_problem import RingAttentionProblem
 from mkernel.planner.ring_varlen import OP as OP_NAME
@@ -172,7 +172,7 @@ class RingAttentionVarlen(RingAttention):
             raise ArgumentError("cu_seqlens.strides", ends.strides, "must be contiguous", "use xp.ascontiguousarray(cu_seqlens)")
         if ends.address % 4:
             raise ArgumentError("cu_seqlens", f"array at {ends.address:#x}", "must start at a multiple of 4 bytes")
-        return Instance(problem, rows)
+        return instance_of((problem, rows))
 
     def make_plan(
         self, problem: RingAttentionProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None

@@ -83,14 +83,17 @@ class Table:
         The plan of the most rows of each class that has been asked for.
     prepared
         What the ranks have agreed on, once a call has needed it.
+    reserved
+        Classes of which every size has its memory.
     schedule
         What tells the choice from others in reports.
     """
 
-    __slots__ = ("plans", "prepared", "schedule")
+    __slots__ = ("plans", "prepared", "reserved", "schedule")
 
     def __init__(self, choice: Choice) -> None:
         self.plans: dict[int, Any] = {}
+        self.reserved: set[int] = set()
         self.prepared: Prepared | None = None
         self.schedule = schedule_number(choice.split, choice.tiling)
 
@@ -110,15 +113,17 @@ def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice,
     Roles that the split leaves open get what tuning has found, else mkernel's choice. ``table``: if it is known. Raises ArgumentError.
     """
     problem, rows = instance
-    plans = (table or _table(world, problem, choice)).plans
-    of_class = op.class_of(rows, choice.split)
-    known = plans.get(of_class)
-    if known is None:
-        known = plans[of_class] = _plan_of_class(world, op, Instance(problem, of_class), choice)
+    table, of_class = table or _table(world, problem, choice), op.class_of(rows, choice.split)
     try:
-        return known.of_rows(rows)
+        return (table.plans.get(of_class) or _largest(world, op, problem, choice, table, of_class)).of_rows(rows)
     except SplitError as error:
         raise _wrong(world, choice.split, error) from None
+
+
+def _largest(world: World, op: Op[Any], problem: Hashable, choice: Choice, table: Table, of_class: int) -> Any:
+    """The plan of the most rows of a class, made now."""
+    made = table.plans[of_class] = _plan_of_class(world, op, Instance(problem, of_class), choice)
+    return made
 
 
 def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
@@ -170,7 +175,9 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
         prepared = table.prepared = problems.find(problem)
     if prepared is None or not problems.has(plan.spec):
         prepared = prepare(world, op, instance, choice, stream)
-    schedule = table.schedule
+    of_class, schedule = op.class_of(rows, choice.split), table.schedule
+    if of_class not in table.reserved:
+        _reserve(world, op, table, of_class, plan)
     if schedule:
         world.schedules[schedule] = choice.split, choice.tiling
     made = problems.executable(prepared, plan, rows, schedule)
@@ -178,6 +185,16 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
         world.executables.popitem(last=False)
     world.executables[key] = made
     return made
+
+
+def _reserve(world: World, op: Op[Any], table: Table, of_class: int, plan: Plan) -> None:
+    """Set aside the memory of a call: at once that of its whole class, if there is room, so that other sizes need not ask."""
+    if op.by_rows:
+        with contextlib.suppress(ArgumentError):
+            world.problems.reserve(table.plans[of_class])
+            table.reserved.add(of_class)
+            return
+    world.problems.reserve(plan)
 
 
 def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, stream: Any, max_rows: int | None = None) -> Prepared:

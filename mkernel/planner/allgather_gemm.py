@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
+from mkernel.planner.gather_sizes import Sizes, sizes_of
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
@@ -94,7 +95,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
-    of_class = (*GemmPlan.of_class, "piece_box", "shifts", "planes")
+    of_class = ("spec", "fields", "tiles_n", "piece_box", "shifts", "planes", "pushers", "taken_group_m")
 
     @derived
     def spec(self) -> KernelSpec:
@@ -105,22 +106,36 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def arguments(self) -> dict[str, int]:
         """What the parameters of a launch say of the schedule, in their order."""
-        (rows, units), (chunk_shift, part_shift) = self.piece_box, self.shifts
+        (rows, units), (chunk_shift, part_shift), sizes = self.piece_box, self.shifts, self.sizes
         return {
             "rows": self.rows,
-            "whole_tiles": self.whole_tiles,
+            "whole_tiles": sizes.whole_tiles,
             "group_m": self.taken_group_m,
             "part_blocks": self.part_blocks,
             "chunk_shift": chunk_shift,
             "part_shift": part_shift,
             "piece_rows": rows,
             "piece_units": units,
-            "load_rows": self.load_rows,
+            "load_rows": sizes.load_rows,
             "span": self.span,
             "shares": self.shares,
         }
 
-    @property
+    @derived
+    def sizes(self) -> Sizes:
+        """All at once, because every call of a new size needs all."""
+        plane_rows, computing = self.span * self.rows, self.split.compute or 0
+        tile_rows = -(-plane_rows // BLOCK_M)
+        taken_rows = -(-tile_rows // self.cluster)
+        columns, grid = self.planes * self.tiles_n, self.split.total
+        tiles = columns * tile_rows
+        sliced = tiles % (computing or 1) if self.slices > 1 else 0
+        if not self.pushers:  # else each has chunks to push
+            taken = columns * taken_rows * self.cluster * self.shares + (self.slices - 1) * sliced
+            grid += min(0, max(self.cluster, taken) - computing)
+        return sizes_of((plane_rows, tile_rows, taken_rows, tiles, tiles - sliced, grid, choose_load_rows(plane_rows)))
+
+    @derived
     def pushers(self) -> int:
         """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
         return (self.split.compute or 0) if warps_push(self.problem.topology, self.split, self.span) else 0
@@ -137,13 +152,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @property
     def grid(self) -> int:
-        """No more CTAs than have something to do: fewer, spread over the device, load faster (docs/speed_log.md)."""
-        computing = self.split.compute or 0
-        if self.pushers:  # each has chunks to push
-            return self.split.total
-        tiles = self.planes * self.taken_rows * self.tiles_n * self.cluster * self.shares
-        more = (self.slices - 1) * (self.num_tiles - self.whole_tiles)
-        return self.split.total - computing + min(computing, max(self.cluster, tiles + more))
+        return self.sizes.grid
 
     @property
     def put_bytes(self) -> int:
@@ -214,10 +223,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         rows = f"rows {begin} to {min(begin + self.chunk_rows, self.rows) - 1}"
         return f"chunk {chunk} of rank {source}'s shard: {rows}{f', part {part} of K' if self.parts > 1 else ''}"
 
-    @derived
+    @property
     def load_rows(self) -> int:
-        """Rows of a tile of A that are loaded."""
-        return choose_load_rows(self.plane_rows)
+        return self.sizes.load_rows
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
     @derived
@@ -229,34 +237,26 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Planes with shards of one node."""
         return max(1, self.problem.topology.ranks_per_node // self.span)
 
-    @derived
+    @property
     def plane_rows(self) -> int:
-        return self.span * self.rows
+        return self.sizes.plane_rows
+
+    @property
+    def tile_rows(self) -> int:
+        return self.sizes.tile_rows
 
     @derived
-    def tile_rows(self) -> int:
-        """Rows of tiles of a plane."""
-        return math.ceil(self.plane_rows / BLOCK_M)
-
-    @property
-    def taken_rows(self) -> int:
-        """Rows of tiles of a plane that clusters take at a time: one for a CTA alone."""
-        return math.ceil(self.tile_rows / self.cluster)
-
-    @property
     def taken_group_m(self) -> int:
         """``group_m`` in what clusters take at a time."""
         return max(1, self.group_m // self.cluster)
 
-    @derived
+    @property
     def num_tiles(self) -> int:
-        """Whole tiles, before any is halved."""
-        return self.planes * self.tile_rows * self.tiles_n
+        return self.sizes.num_tiles
 
     @property
     def whole_tiles(self) -> int:
-        """Tiles up to here are whole; the others are sliced."""
-        return self.num_tiles - self.num_tiles % (self.split.compute or 1) if self.slices > 1 else self.num_tiles
+        return self.sizes.whole_tiles
 
     @property
     def b_columns(self) -> int:
@@ -287,7 +287,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def _whole(self, rank: int) -> Iterator[Tile]:
         near = self.near_planes
         for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
-            rows = self.taken_rows * planes
+            rows = self.sizes.taken_rows * planes
             for index in range(rows * self.tiles_n):
                 row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
                 together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)

@@ -179,7 +179,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def tiles(self) -> int:
         """Per owner; all tiles where everyone adds up everything."""
-        return math.ceil(self.tile_rows * self.tiles_n / self.owners)
+        return -(-(-(-self.rows // BLOCK_M) * self.tiles_n) // self.owners)
 
     @derived
     def chunk_shift(self) -> int:

@@ -6,6 +6,7 @@ so that there are about 64 classes per doubling however large a matrix is. The c
 
 from __future__ import annotations
 
+import bisect
 import collections
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -15,6 +16,7 @@ __all__ = ["EXAMINED_ROWS", "MOST_KERNELS", "MOST_ROWS", "class_of", "classes", 
 Kernel = TypeVar("Kernel")
 
 _STEPS = ((256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
+_ENDS = [end for first, (last, step) in zip((0, 256, 2048), _STEPS, strict=True) for end in range(first + step, last + 1, step)]
 _PER_POWER = 128
 MOST_ROWS = (1 << 31) - 1  # of a matrix
 MOST_KERNELS = 8  # of one N and K, however many classes there are
@@ -30,8 +32,10 @@ def _step(rows: int) -> int:
 
 def class_of(rows: int) -> int:
     """The largest number of rows in the class of ``rows``: what names the class. No rows are in the class of one."""
+    if rows <= _ENDS[-1]:
+        return _ENDS[bisect.bisect_left(_ENDS, rows)]
     step = _step(rows)
-    return max(1, -(-rows // step)) * step
+    return -(-rows // step) * step
 
 
 def span(rows: int) -> range:

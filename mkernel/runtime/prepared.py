@@ -194,7 +194,11 @@ class Problems:
             return prepared
 
     def executable(self, prepared: Prepared, plan: Plan, rows: int = 0, schedule: int = 0) -> Executable:
-        """What launches one call of ``plan``, whose kernel is loaded. Not collective, but all ranks make the same ones in the same order.
+        """What launches one call of ``plan``, whose kernel is loaded and which has its memory (``reserve``). Not collective."""
+        return Executable(self._world, plan, self._kernels[plan.spec], self._staging.offset, prepared.number, rows, schedule)
+
+    def reserve(self, plan: Plan) -> None:
+        """Set aside the memory that calls of ``plan`` share. Not collective, but all ranks do it alike, in the same order.
 
         Raises
         ------
@@ -211,22 +215,20 @@ class Problems:
         self.reports = self.reports or may_refuse(plan)
         more = plan.staging_bytes > self._staging.bytes
         world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)
-        staging = self._stage(plan.staging_bytes) if more else self._staging.offset
-        return Executable(world, plan, self._kernels[plan.spec], staging, prepared.number, rows, schedule)
+        if more:
+            self._stage(plan.staging_bytes)
 
-    def _stage(self, size: int) -> int:
-        """Where the staging area begins, made larger if need be. Older ones stay: calls under way and captured graphs may use them.
+    def _stage(self, size: int) -> None:
+        """Make the staging area larger. Older ones stay: calls under way and captured graphs may use them.
 
         Each is at least twice as large as the one before, where there is room: all together take at most twice the bytes of the last.
         """
         area, heap = self._staging, self._world.heap
-        if size > area.bytes:
-            try:
-                offset, size = heap.allocate(max(size, 2 * area.bytes)), max(size, 2 * area.bytes)
-            except ArgumentError:
-                offset = heap.allocate(size)
-            area.offset, area.bytes = offset, size
-        return area.offset
+        try:
+            offset, size = heap.allocate(max(size, 2 * area.bytes)), max(size, 2 * area.bytes)
+        except ArgumentError:
+            offset = heap.allocate(size)
+        area.offset, area.bytes = offset, size
 
     def clear(self) -> None:
         self._prepared.clear()

@@ -99,7 +99,7 @@ class World:
         self.foreign, self._process = "", os.getpid()  # why a forked child may not use the world; the process that may
         self.when_closed: list[Callable[[World], None]] = []
         self._closed = False
-        self._lock = threading.RLock()  # one public call at a time
+        self.lock = threading.RLock()  # held by every public call: threads that share a world take turns
         self._control, self._ring = parts.control, parts.ring
         self.heap, self._signals = Heap(parts.data), parts.signals
         self.failures = FailureWatch(self, parts.block, parts.control, parts.waiting, parts.poke)
@@ -175,7 +175,7 @@ class World:
 
         Collective. Blocks the host (sleeping), at most ``entry_timeout + timeout`` seconds. Not capturable.
         """
-        with self._lock:
+        with self.lock:
             self.synchronize()  # a rank whose calls have failed raises here, and the others do not pass the barrier
             self.collective("barrier", "a barrier")
 
@@ -215,7 +215,7 @@ class World:
         error: Error | None = None
         refused: CallError | None = None
         try:
-            with self._lock:
+            with self.lock:
                 if not self.has_failed():
                     self.wait_for_kernels()
                     refused = self._refused.take()
@@ -257,7 +257,7 @@ class World:
 
     def set_tuned(self, splits: dict[str, Split]) -> None:
         """Set the splits that calls use where they leave roles open, by name (``ops.schedule.tuning_name``). All ranks alike."""
-        with self._lock:
+        with self.lock:
             self.tuned = splits
             self.bound_calls.clear()  # they were made for the earlier splits
             self.executables.clear()
@@ -280,10 +280,11 @@ class World:
         found = self._executables.get(key)
         if found is not None:
             return found
-        with self._lock:
+        with self.lock:
             self.check()
             plan = build()
             prepared = self.problems.prepare((plan.op, plan.digest), title_of(plan), [plan.spec], plan.grid, lambda *_: plan, stream)
+            self.problems.reserve(plan)
             executable = self._executables[key] = self.problems.executable(prepared, plan)
             return executable
 
@@ -293,11 +294,12 @@ class World:
         ``stream``: as the user passed it, None for the current stream of ``xp``; or as the backend has resolved it.
         Asynchronous on cuda. On cpu it returns when the kernel has ended, and raises the kernel's failure.
         """
-        with self._lock:
+        with self.lock:
             backend = self.backend
             if self.attention or self._state[0]:
                 self.check()
-            turn = backend.order(backend.stream(stream))  # may wait or raise: not counted yet
+            resolved = type(stream) is int and stream > 0
+            turn = backend.order(stream if resolved else backend.stream(stream))  # may wait or raise: not counted yet
             if self._fabric is not None:
                 self._fabric.admit(backend.captures(turn))
             call = self._calls
@@ -346,11 +348,6 @@ class World:
             raise
 
     @property
-    def lock(self) -> threading.RLock:
-        """Held by every public call: threads that share a world take turns."""
-        return self._lock
-
-    @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._closed
@@ -391,7 +388,7 @@ class World:
 
     def synchronize(self) -> None:
         """Wait until every call of this rank has ended, then ``check``. Not collective."""
-        with self._lock:
+        with self.lock:
             self.check()
             self.wait_for_kernels()
             self.check()
@@ -427,7 +424,7 @@ class World:
     def exchange(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
         """Every rank's ``value`` (JSON), by rank. Collective; blocks the host while launched calls go on. ``what``: for messages."""
         data = json.dumps(value).encode()
-        with self._lock:
+        with self.lock:
             self.check()
             by_rank = [data] if self.size == 1 else self.collective(f"exchange {what}", what, data, timeout)
         return [json.loads(text) for text in by_rank]
@@ -451,7 +448,7 @@ class World:
     def disown(self) -> None:
         """Refuse all use of the world in a forked child: the world, and its peers, are the parent's."""
         # Threads of the parent, which are not here, may have held the locks.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.failures.disown()
         self.heap.disown()
         if not self._closed:

@@ -81,7 +81,7 @@ def _locked_by_another_thread(world: Any) -> Iterator[None]:
     busy, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with world._lock, world.failures._lock, world.heap._lock:
+        with world.lock, world.failures._lock, world.heap._lock:
             busy.set()
             release.wait()
 

@@ -47,6 +47,11 @@ class Library:
         """Address, shape, strides and dtype of an array. Raises ArgumentError when the device cannot reach it."""
         return self.device.view(array)
 
+    def seen(self, array: Any, key: Any) -> TensorView:
+        """``view`` of an array whose key is known, and says most of it. Raises ArgumentError as that."""
+        found: TensorView = key if type(key) is TensorView else self.view(array)
+        return found
+
     def stream(self) -> Any:
         """The stream on which the library works now, in this thread."""
         return self.device.stream(None)
@@ -110,6 +115,8 @@ class Libraries(dict[type, Library]):
 class TorchLibrary(Library):
     """Tensors of torch on one device; on target cpu there are no streams."""
 
+    _ordinal = -1  # of the device, as tensors tell it: -1 is the CPU
+
     def __init__(self, device: Device, torch: Any, place: str) -> None:
         """``place``: torch's name of the device, such as ``"cuda:0"``."""
         self.device, self._torch = device, torch
@@ -141,9 +148,19 @@ class TorchLibrary(Library):
             address = array.data_ptr()
         except RuntimeError as error:
             raise ArgumentError("array", "Tensor", f"has no memory: {error}") from error
-        item = array.element_size()
-        dtype = self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
-        return view_of((address, tuple(array.shape), tuple([stride * item for stride in array.stride()]), dtype, True))
+        return self._viewed(array, address, array.shape, array.stride(), array.dtype)
+
+    def seen(self, array: Any, key: Any) -> TensorView:
+        if type(key) is TensorView:
+            return key
+        address, shape, strides, dtype, ordinal, requires_grad = key
+        if requires_grad or ordinal != self._ordinal or array.layout is not self._strided or array.is_neg() or array.is_conj():
+            return self.view(array)  # which says what is wrong
+        return self._viewed(array, address, shape, strides, dtype)
+
+    def _viewed(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: Any) -> TensorView:
+        item, name = array.element_size(), self._names.get(dtype) or str(dtype).removeprefix("torch.")
+        return view_of((address, tuple(shape), tuple([stride * item for stride in strides]), name, True))
 
     def empty(self, shape: Sequence[int], dtype: str, stream: Any) -> Any:
         return self._torch.empty(tuple(shape), dtype=self._dtypes[dtype], device=self._place)

@@ -68,13 +68,14 @@ class CudaBackend(Backend):
         self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuDevicePrimaryCtxRelease(ordinal), f"closing GPU {ordinal}")]
         self._queue = LaunchQueue(self._context)
         self._lock = self._queue.lock
+        self.order = self._queue.order  # type: ignore[method-assign]  # as attributes: one call less on the path of every call
         self._cupy = CupyLibrary(self, cupy, ordinal, self._queue)
         self.libraries = Libraries(self, ForeignLibrary(self._cupy, self._queue, ordinal), [(cupy.ndarray, self._cupy)])
         self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(Config), _pointer, _pointer, _pointer)
         with self._current():
             self._stream = self._new_stream()
         self._maps = TensorMaps(lambda: self._some_address)
-        self.tensor_map = self._maps.get  # type: ignore[method-assign]  # as an attribute: one call less for every map
+        self.tensor_map = self._maps.get  # type: ignore[method-assign]
         self._beside: SideStream | None = None  # of kernels beside those of the world
         cupy.cuda.Device(ordinal).use()
         compiler.warm_up()
@@ -255,19 +256,16 @@ class CudaBackend(Backend):
 
     def launch(self, kernel: Kernel, turn: Turn, grid: int, parameters: bytes | bytearray | memoryview | ctypes.Structure) -> None:
         assert isinstance(kernel, CudaKernel)
-        struct = parameters if type(parameters) is kernel.taken else kernel.take(parameters)
-        if turn[3]:  # the context is the thread's own, as ``order`` has found
-            self._launch(kernel, turn, grid, struct)
+        if not turn[3]:  # the context is not the thread's own, as ``order`` has found
+            # Not self._current(): its opting out of other threads' captures costs a microsecond and nothing here needs it.
+            cuda = driver()
+            call(cuda.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
+            try:
+                self.launch(kernel, (*turn[:3], True), grid, parameters)
+            finally:
+                cuda.cuCtxPopCurrent()
             return
-        # Not self._current(): its opting out of other threads' captures costs a microsecond and nothing here needs it.
-        cuda = driver()
-        call(cuda.cuCtxPushCurrent(self._context), "cuCtxPushCurrent")
-        try:
-            self._launch(kernel, turn, grid, struct)
-        finally:
-            cuda.cuCtxPopCurrent()
-
-    def _launch(self, kernel: CudaKernel, turn: Turn, grid: int, struct: Any) -> None:
+        struct: Any = parameters if type(parameters) is kernel.taken else kernel.take(parameters)
         argument_list, config = kernel.argument_list, kernel.config
         argument_list[0] = _address_of(struct)
         config.grid[0] = grid

@@ -78,10 +78,13 @@ class CupyLibrary(_Streamed):
 
     def view(self, array: Any) -> TensorView:
         memory = array.data
-        if memory.device_id != self._ordinal:
-            raise elsewhere(array, memory.device_id, self._ordinal)
-        dtype = array.dtype
-        return view_of((memory.ptr, array.shape, array.strides, self._names.get(dtype) or dtype.name, True))
+        return self.seen(array, (memory.ptr, array.shape, array.strides, array.dtype, memory.device_id))
+
+    def seen(self, array: Any, key: Any) -> TensorView:
+        address, shape, strides, dtype, ordinal = key
+        if ordinal != self._ordinal:
+            raise elsewhere(array, ordinal, self._ordinal)
+        return view_of((address, shape, strides, self._names.get(dtype) or dtype.name, True))
 
     def stream(self) -> int:
         return self._current_stream(self._ordinal).ptr or LEGACY_STREAM

@@ -61,7 +61,8 @@ class LaunchQueue(StreamQueries):
         self._add_edge = prompt("cuGraphAddDependencies", _pointer, _pointer, _pointer, _size)
         self._remove_edge = prompt("cuGraphRemoveDependencies", _pointer, _pointer, _pointer, _size)
         self._captures: dict[int, _Capture] = {}  # by the driver's number of the capture
-        self._marks: deque[Any] = deque()
+        self._marks: deque[int] = deque()
+        self._spare: list[int] = []  # marks that have happened, to be used again
         self._held: deque[tuple[Any, object]] = deque()  # an event, and what must live until it has happened
         self._launches = 0
         self._last_id = 0  # number of the stream where the tail was recorded last; 0: none, or not known
@@ -95,12 +96,13 @@ class LaunchQueue(StreamQueries):
                 return self._order(stream, False)
 
     def _order(self, stream: int, own: bool) -> Turn:
-        number = self._capture_of(stream)
-        if number == EAGER:
+        answers = self._answers
+        if self._get_capture(stream, self._status_at, self._capture_at, None, None, None) == 0 and answers.status == 0:  # no capture
             stream_id = self._id_of(stream)
             if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
                 self._check(self._wait(stream, self._tail, 0), "ordering two streams")
             return stream, stream_id, None, own
+        number = self._capture_of(stream)
         if number == FORBIDDEN:
             rule = "cannot take a call now: its capture has failed, or it would wait for another stream, which is being captured"
             raise ArgumentError("stream", stream_name(stream), rule, "make the call on a stream of its own, or after the capture")
@@ -133,10 +135,14 @@ class LaunchQueue(StreamQueries):
         self._last_id = stream_id
         self._launches += 1
         if self._launches % _MARK_EVERY == 0:
-            mark = new_event()
-            self._check(self._record(int(mark), stream), "recording an event")
             with self.lock:
+                mark = self._spare.pop() if self._spare else self._new_mark()
+                self._check(self._record(mark, stream), "recording an event")
                 self._marks.append(mark)
+
+    def _new_mark(self) -> int:
+        self._events.append(new_event())
+        return int(self._events[-1])
 
     def _launched_in_capture(self, capture: _Capture, stream: int) -> None:
         """Move the graph's only record of the tail behind this call, off the path from this call to the next."""
@@ -237,14 +243,14 @@ class LaunchQueue(StreamQueries):
 
     def _has_room(self) -> bool:
         with self.lock, current(self.context):
-            while self._marks and happened(int(self._marks[0])):
-                call(driver().cuEventDestroy(self._marks.popleft()), "destroying an event")
+            while self._marks and happened(self._marks[0]):
+                self._spare.append(self._marks.popleft())
             return len(self._marks) < _MARKS
 
     def close(self) -> list[Any]:
         """The events, for the caller to destroy; nothing is held any more."""
         with self.lock:
-            events = [*self._events, *self._marks, *(event for event, _ in self._held)]
-            for kept in (self._events, self._marks, self._held, self._captures):
+            events = [*self._events, *(event for event, _ in self._held)]
+            for kept in (self._events, self._marks, self._spare, self._held, self._captures):
                 kept.clear()
             return events

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ __all__ = ["TensorMaps"]
 _BYTES = 128  # of a map
 _ALIGNMENT = 64  # of a map's memory
 _BOX_BYTES = 128  # the swizzle's row
-_KNOWN = 4096  # maps remembered
+_KNOWN = 256  # maps remembered: more would cost time, because making a map drops the oldest, which no cache of the CPU has any more
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 # Of the driver's enumerations.
@@ -32,32 +33,12 @@ _pointer, _u32, _enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
 
 # What the encoder reads of so many dimensions: extents, strides of all but the first, the box, and the steps inside it.
 _INPUT = {rank: struct.Struct(f"={rank}Q{rank - 1}Q{rank}I{rank}I") for rank in (3, 4)}
-_PACK = {rank: packing.pack_into for rank, packing in _INPUT.items()}
+_PACK, _PACK_4 = _INPUT[3].pack_into, _INPUT[4].pack_into
 _OUTPUT = 128  # offset of the map
-_NUMBERS = 8  # extents, strides and box of three dimensions
-
-
-# Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be odd.
-def _inputs(x: int, y: int, z: int, row: int, plane: int, *box: int) -> tuple[int, ...]:
-    """What the encoder reads of a tensor of three dimensions."""
-    x = x if x > 1 else 1
-    if y <= 1:
-        y, row = 1, -(-2 * x // 16) * 16
-    if z <= 1:
-        z, plane = 1, -(-row * y // 16) * 16
-    return x, y, z, row, plane, *box, 1, 1, 1
-
-
-def _inputs_4(x: int, y: int, z: int, batch: int, row: int, plane: int, batch_bytes: int, *box: int) -> tuple[int, ...]:
-    """The same of four dimensions."""
-    x, y, z, row, plane, *_ = _inputs(x, y, z, row, plane)
-    if batch <= 1:
-        batch, batch_bytes = 1, -(-plane * z // 16) * 16
-    return x, y, z, batch, row, plane, batch_bytes, *box, 1, 1, 1, 1
 
 
 class TensorMaps:
-    """Makes tensor maps, and remembers the ones that were asked for last. Any thread.
+    """Makes tensor maps, and remembers the ones that were made last. Any thread.
 
     A new map costs 2 us of host time: the encoder is a function of the host that reads memory prepared once.
     """
@@ -78,23 +59,57 @@ class TensorMaps:
             for rank in _INPUT
             for swizzled, how in ((swizzled, (_NO_INTERLEAVE, _SWIZZLES[swizzled], _PROMOTION, _ZEROS)) for swizzled in (False, True))
         }
-        self._known = functools.lru_cache(maxsize=_KNOWN)(self._encoded)
+        self._known: OrderedDict[tuple[Any, ...], bytes] = OrderedDict()
 
     def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
-        """The map of a tensor, as ``Backend.tensor_map`` describes it.
+        """The map of a tensor, as ``Backend.tensor_map`` describes it. One function: a call of a new size needs up to four maps.
 
         Raises
         ------
         ArgumentError
             The driver's rules forbid such a map: the message names the driver's status.
         """
+        key = address, dtype, swizzled, *shape, *strides, *box  # one tuple for the garbage collector, not four
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        kind, rank = self._kinds.get(dtype), len(shape)
+        if kind is None or box[0] * 2 != _BOX_BYTES:
+            raise _unknown(dtype, kind, box)
         if not address and self._some_address is not None:
             address = self._some_address()
-        return self._known(address, dtype, swizzled, *shape, *strides, *box)
+        # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be
+        # odd.
+        x, y, z = shape[:3]
+        row, plane = strides[:2]
+        x = x or 1
+        if y <= 1:
+            y, row = 1, -(-2 * x // 16) * 16
+        if z <= 1:
+            z, plane = 1, -(-row * y // 16) * 16
+        with self._lock:
+            try:
+                if rank == 3:
+                    _PACK(self._memory, 0, x, y, z, row, plane, *box, 1, 1, 1)
+                else:
+                    batches, batch_bytes = (shape[-1], strides[-1]) if shape[-1] > 1 else (1, -(-plane * z // 16) * 16)
+                    _PACK_4(self._memory, 0, x, y, z, batches, row, plane, batch_bytes, *box, 1, 1, 1, 1)
+            except struct.error:  # a number that the driver's types do not hold
+                status = _INVALID_VALUE
+            else:
+                status = self._encode(self._to, kind, rank, address, *self._rest[rank, swizzled])
+                if not status:
+                    if len(self._known) >= _KNOWN:
+                        self._known.popitem(last=False)
+                    made = self._known[key] = self._output.tobytes()
+                    return made
+        value = f"{dtype} {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)} at {address:#x}"
+        rule = f"no tensor map can describe it ({driver().CUresult(status).name})"
+        raise ArgumentError("tensor", value, rule, "16-byte aligned base and strides are needed")
 
     def forget(self) -> None:
         """Forget all maps."""
-        self._known.cache_clear()
+        self._known.clear()
 
     @functools.cached_property
     def _encode(self) -> Any:
@@ -102,23 +117,8 @@ class TensorMaps:
         types = (_pointer, _enum, _u32, _pointer, _pointer, _pointer, _pointer, _pointer, _enum, _enum, _enum, _enum)
         return prompt("cuTensorMapEncodeTiled", *types)
 
-    def _encoded(self, address: int, dtype: str, swizzled: bool, *numbers: int) -> bytes:
-        """``numbers``: shape, strides and box, one after the other: one tuple for the garbage collector, not four."""
-        kind, rank = self._kinds.get(dtype), 3 if len(numbers) == _NUMBERS else 4
-        if kind is None:
-            raise ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
-        if numbers[-rank] * 2 != _BOX_BYTES:
-            raise ArgumentError("box", numbers[-rank:], f"the inner extent must be {_BOX_BYTES // 2} elements")
-        inputs = _inputs(*numbers) if rank == 3 else _inputs_4(*numbers)
-        with self._lock:
-            try:
-                _PACK[rank](self._memory, 0, *inputs)
-            except struct.error:  # a number that the driver's types do not hold
-                status = _INVALID_VALUE
-            else:
-                status = self._encode(self._to, kind, rank, address, *self._rest[rank, swizzled])
-                if not status:
-                    return self._output.tobytes()
-        value = f"{dtype} {numbers[:rank]}, strides {numbers[rank:-rank]}, box {numbers[-rank:]} at {address:#x}"
-        rule = f"no tensor map can describe it ({driver().CUresult(status).name})"
-        raise ArgumentError("tensor", value, rule, "16-byte aligned base and strides are needed")
+
+def _unknown(dtype: str, kind: object, box: Extents) -> ArgumentError:
+    if kind is None:
+        return ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
+    return ArgumentError("box", tuple(box), f"the inner extent must be {_BOX_BYTES // 2} elements")

@@ -1,0 +1,41 @@
+"""What follows from the rows of an AllGather+GEMM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Sizes", "sizes_of"]
+
+
+class Sizes(NamedTuple):
+    """What follows from the rows of a call.
+
+    Attributes
+    ----------
+    plane_rows, tile_rows
+        Rows of a plane, and of its tiles.
+    taken_rows
+        Rows of tiles of a plane that clusters take at a time: one for a CTA alone.
+    num_tiles
+        Whole tiles, before any is halved.
+    whole_tiles
+        Tiles up to here are whole; the others are sliced.
+    grid
+        CTAs: no more than have something to do. Fewer, spread over the device, load faster (docs/speed_log.md).
+    load_rows
+        Rows of a tile of A that are loaded.
+    """
+
+    plane_rows: int
+    tile_rows: int
+    taken_rows: int
+    num_tiles: int
+    whole_tiles: int
+    grid: int
+    load_rows: int
+
+
+# Of all its fields, without a function of Python in between.
+sizes_of: Callable[[tuple[int, ...]], Sizes] = functools.partial(tuple.__new__, Sizes)
