@@ -119,6 +119,19 @@ def test_at_most_8_kernels_of_one_n_and_k(rng: np.random.Generator, op: str) -> 
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_the_most_rows_of_a_class_need_the_most_memory(rng: np.random.Generator, op: str) -> None:
+    """What is set aside for a class at its first call is enough for every later one."""
+    needs = "workspace_bytes", "staging_bytes", "flag_words", "packet_bytes"
+    for _ in range(60):
+        drawn, rows = draw(rng, op), int(2 ** rng.uniform(0, 17))
+        largest, numbers = drawn.plan(class_of(rows)), span(rows)
+        most = [getattr(largest, name) for name in needs]
+        for number in {0 if numbers[0] == 1 else numbers[0], *map(int, rng.choice(numbers, 8))}:
+            plan = largest.of_rows(number)
+            assert all(getattr(plan, name) <= bound for name, bound in zip(needs, most, strict=True)), (drawn, number, numbers)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_examined_classes_have_all_kernels(rng: np.random.Generator, op: str) -> None:
     """Preparation compiles the kernels of the classes that it looks at: no other class needs another one."""
     for _ in range(6):

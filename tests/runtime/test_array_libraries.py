@@ -13,6 +13,8 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
+from mkernel.ops import call
+from mkernel.runtime.arrays.libraries import Crossing
 from tests.runtime.gpu_libraries import DTYPES, CupyArray, Tensor
 from tests.runtime.gpu_model import LEGACY
 from tests.runtime.place import K, M, N, Place, on_model
@@ -162,6 +164,26 @@ def test_operands_of_two_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(place.call(place.array("torch"), b)) is Tensor
         assert place.gpu.ordered(made, place.last)
         assert place.gpu.ordered(place.last, place.work(theirs)), "which may overwrite b"
+
+    on_model(monkeypatch, use)
+
+
+def test_libraries_on_one_stream_need_no_ordering(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(place: Place) -> None:
+        crossings = list[object]()
+        monkeypatch.setattr(call, "Crossing", lambda *arguments: crossings.append(arguments) or Crossing(*arguments))
+        stream = place.gpu.stream()
+        for library in ("torch", "cupy"):
+            place.use(library, stream)
+        b = place.array("cupy", (K, N))
+        made = place.work(stream)
+        assert type(place.call(place.array("torch"), b)) is Tensor
+        assert crossings == []
+        assert place.gpu.ordered(made, place.last)
+        assert place.gpu.ordered(place.last, place.work(stream))
+        place.use("cupy", place.gpu.stream())
+        place.call(place.array("torch"), b)
+        assert len(crossings) == 1
 
     on_model(monkeypatch, use)
 
