@@ -299,6 +299,11 @@ MK_DEVICE float reciprocal(float x) {
 struct Words {
   uint32_t word[4];
 };
+MK_DEVICE Words any_words() {  // of whatever value, by no instruction
+  Words v;
+  asm("" : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]));
+  return v;
+}
 MK_DEVICE Words load_shared(const void* p) {
   Words v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -345,8 +350,7 @@ MK_DEVICE uint32_t load_word(const void* p) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-MK_DEVICE void store_word(void* p, uint32_t v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-MK_DEVICE uint32_t load_byte(const void* p) {
+MK_DEVICE void store_word(void* p, uint32_t v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }MK_DEVICE uint32_t load_byte(const void* p) {
   uint32_t v;
   asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;

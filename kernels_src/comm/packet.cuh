@@ -7,32 +7,42 @@ namespace mkernel {
 
 constexpr uint32_t kPacketWords = 4;
 
-// Takes `Count` packets, of which the i-th lies at at(i), once all their words have come; leaves zeros there. peer(i): who sends it, for the report.
-// One thread. False: the call has failed.
-template <uint32_t Count, class At, class Peer>
-MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Count], const At& at, const Peer& peer) {
+// Takes `count` packets, at most `Most`, of which the i-th lies at at(i), once all their words have come; leaves zeros there. Each look is at all that
+// are missing: they come from L2 together. peer(i): who sends it, for the report. One thread. False: the call has failed.
+template <uint32_t Most, class At, class Peer>
+MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint32_t count, const At& at, const Peer& peer) {
+  static_assert(Most <= 32, "a bit for each");
   const Call& call = entered.call();
   Deadline deadline(call, call.world.timeout_ns);
-  while (true) {
-    uint32_t missing = Count;
+  uint32_t missing = count < 32 ? (1u << count) - 1 : 0xffffffffu;  // bit i: packet i
 #pragma unroll
-    for (uint32_t i = 0; i < Count; ++i) {
-      v[i] = ptx::load_packet(at(i));
+  for (uint32_t i = 0; i < Most; ++i) v[i] = ptx::any_words();  // of those that are not taken
+  while (true) {
+#pragma unroll
+    for (uint32_t i = 0; i < Most; ++i) {
+      if ((missing >> i & 1) != 0) v[i] = ptx::load_packet(at(i));
+    }
+    uint32_t last = 0;  // of those that are still missing
+#pragma unroll
+    for (uint32_t i = 0; i < Most; ++i) {
       const uint32_t* word = v[i].word;
       const bool here = (word[0] != 0) & (word[1] != 0) & (word[2] != 0) & (word[3] != 0);  // && would be branches
-      if (!here) missing = i;
+      missing &= ~(uint32_t{here} << i);
+      if ((missing >> i & 1) != 0) last = i;
     }
-    if (missing == Count) break;
+    if (missing == 0) break;
     // Of the packet's halves that one which lacks a word: it is less now, as a number, than with that word.
-    const uint32_t half = v[missing].word[0] != 0 && v[missing].word[1] != 0;
-    const uint64_t now = v[missing].word[half * 2] | uint64_t(v[missing].word[half * 2 + 1]) << 32;
-    const abi::State state = deadline.pass(reinterpret_cast<const uint64_t*>(at(missing)) + half, now + 1);
+    const uint32_t half = v[last].word[0] != 0 && v[last].word[1] != 0;
+    const uint64_t now = v[last].word[half * 2] | uint64_t(v[last].word[half * 2 + 1]) << 32;
+    const abi::State state = deadline.pass(reinterpret_cast<const uint64_t*>(at(last)) + half, now + 1);
     if (state == abi::kRunning) continue;
-    fail(call, state, Awaited{abi::kFlagChunk, 0, peer(missing)}, call.epoch, 0);
+    fail(call, state, Awaited{abi::kFlagChunk, 0, peer(last)}, call.epoch, 0);
     return false;
   }
 #pragma unroll
-  for (uint32_t i = 0; i < Count; ++i) ptx::store_packet(at(i), ptx::Words{});
+  for (uint32_t i = 0; i < Most; ++i) {
+    if (i < count) ptx::store_packet(at(i), ptx::Words{});
+  }
   return true;
 }
 

@@ -210,6 +210,9 @@ MK_DEVICE float reciprocal(float x) { return 1.0f / x; }
 struct alignas(16) Words {
   uint32_t word[4];
 };
+MK_DEVICE Words any_words() {  // inverted, as of packets, they are NaNs
+  return Words{{0x80000000u, 0x80000000u, 0x80000000u, 0x80000000u}};
+}
 MK_DEVICE Words load_shared(const void* p) {
   mkc_check_shared(p, sizeof(Words));
   return *static_cast<const Words*>(p);

@@ -26,9 +26,11 @@ template <class Config>
 struct Shares {
   static constexpr bool kMay = detail::HasShares<Config>::kValue;
   static constexpr uint32_t kPackets = Config::kBlockN / 2 / kPacketWords;  // of a thread: four float32 values each
-  static constexpr uint32_t kBatch = kPackets < 16 ? kPackets : 16;         // looked at together: each look takes some 700 cycles
+  // Shares that are looked at together, since a look takes some 700 cycles: as many as there are registers for.
+  static constexpr uint32_t kTogether = 32 / kPackets;
   static constexpr uint32_t kWarpPackets = kPackets * 32;
-  static_assert(!kMay || (Config::kBlockN <= 128 && kPackets % kBatch == 0), "registers");
+  static constexpr uint32_t kSharePackets = GemmShape<Config>::kBlockM / kWarpRows * kWarpPackets;
+  static_assert(!kMay || Config::kBlockN <= 128, "registers");
 
   template <class Parameters>
   MK_DEVICE static uint32_t count(const Parameters& p) {
@@ -58,41 +60,38 @@ struct Shares {
       ptx::store_packet(to + i * 32, v);
     }
   }
-  MK_DEVICE static bool add(const Entered& entered, float (&d)[Config::kBlockN / 2], ptx::Words* from) {  // false: the call has failed
-    bool ok = true;
+  // Adds what `shares` shares have, at most kTogether, one after the other: first the one whose packets are at `from`. False: the call has failed.
+  MK_DEVICE static bool add(const Entered& entered, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t shares) {
+    ptx::Words v[kTogether * kPackets];
+    const auto at = [&](uint32_t i) { return from + i / kPackets * kSharePackets + i % kPackets * 32; };
+    if (!take_packets(entered, v, shares * kPackets, at, [&](uint32_t) { return entered.world().rank; })) return false;
 #pragma unroll
-    for (uint32_t first = 0; first < kPackets; first += kBatch) {
-      ptx::Words v[kBatch];
-      ok = ok &&
-           take_packets(entered, v, [&](uint32_t i) { return from + (first + i) * 32; }, [&](uint32_t) { return entered.world().rank; });
-      if (!ok) break;
+    for (uint32_t i = 0; i < kTogether * kPackets; ++i) {
+      if (i / kPackets >= shares) break;
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-#pragma unroll
-        for (uint32_t j = 0; j < kPacketWords; ++j) d[(first + i) * kPacketWords + j] += ptx::from_bits(~v[i].word[j]);
+      for (uint32_t j = 0; j < kPacketWords; ++j) {
+        float& sum = d[i % kPackets * kPacketWords + j];
+        sum = ptx::from_bits(ptx::bits(sum)) + ptx::from_bits(~v[i].word[j]);
       }
     }
-    return ok;
+    return true;
   }
 
   // One warp of the consumers: sends what it has of a share of the tile, or adds to its own what the others have. `rows`: valid ones from the tile's
   // first on; `offset`: where packets begin in this rank's signal segment.
   MK_DEVICE static void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c, uint32_t shares,
                                  uint32_t rows, uint64_t offset) {
-    constexpr uint32_t kWarps = GemmShape<Config>::kBlockM / kWarpRows;
     const uint32_t warp = ptx::thread_index() / 32 - kWarpgroup / 32;
     if (shares == 1 || warp * kWarpRows >= rows) return;
-    float values[Config::kBlockN / 2];  // copies, by instructions: else ptxas finds accumulators in use outside wgmma, and serializes it
-#pragma unroll
-    for (uint32_t i = 0; i < Config::kBlockN / 2; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
     ptx::Words* packets = reinterpret_cast<ptx::Words*>(shared_signals(entered, entered.world().local_rank) + offset) + ptx::lane_index();
-    packets += (uint64_t(c.index) * (shares - 1) * kWarps + warp) * kWarpPackets;
-    if (c.share != 0) return send(values, packets + (c.share - 1) * kWarps * kWarpPackets);
+    packets += uint64_t(c.index) * (shares - 1) * kSharePackets + warp * kWarpPackets;
+    if (c.share != 0) return send(d, packets + (c.share - 1) * kSharePackets);
     bool ok = true;
 #pragma unroll 1
-    for (uint32_t i = 1; ok && i < shares; ++i, packets += kWarps * kWarpPackets) ok = add(entered, values, packets);
-#pragma unroll
-    for (uint32_t i = 0; i < Config::kBlockN / 2; ++i) d[i] = values[i];
+    for (uint32_t i = 1; ok && i < shares; i += kTogether, packets += kTogether * kSharePackets) {
+      const uint32_t others = shares - i;
+      ok = add(entered, d, packets, others < kTogether ? others : kTogether);
+    }
   }
 };
 

@@ -39,8 +39,8 @@ WORKLOADS = {
     # Tiles that reach over the end of a shard.
     "span": (Case("bfloat16", 256, 136, split="mover", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
     "span warps": (Case("bfloat16", 256, 136, split="warps", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
-    # K of a tile shared by two CTAs.
-    "shares": (Case("bfloat16", 264, 136, split="narrow", tiling=Tiling(64, 1, 3)), 4, (90, 20), 20.0),
+    # K of a tile shared by six CTAs.
+    "shares": (Case("bfloat16", 360, 136, split="narrow", tiling=Tiling(64, 1, 6)), 4, (90, 20), 20.0),
     # Pairs of CTAs that load B together.
     "pairs": (Case("bfloat16", 264, 264, split="pairs", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
     "pairs warps": (Case("bfloat16", 264, 136, False, split="warps", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),

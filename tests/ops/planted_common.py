@@ -57,7 +57,15 @@ COMMON = [
         "return 0;",
         workload="shares",
     ),
-    Bug("only two shares are added up", "tile/shares.cuh", "ok && i < shares;", "ok && i < 2;", workload="shares", found_as="wrong"),
+    Bug("one look is all that is added up", "tile/shares.cuh", "ok && i < shares;", "ok && i < 2;", workload="shares", found_as="wrong"),
+    Bug(
+        "of the shares that a look is at one is added",
+        "tile/shares.cuh",
+        "others < kTogether ? others : kTogether",
+        "1",
+        workload="shares",
+        found_as="wrong",
+    ),
     Bug(
         "share 0 comes before those that it waits for",
         "ops/allgather_gemm.cuh",
