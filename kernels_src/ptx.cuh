@@ -350,13 +350,13 @@ MK_DEVICE uint32_t load_word(const void* p) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-MK_DEVICE void store_word(void* p, uint32_t v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }MK_DEVICE uint32_t load_byte(const void* p) {
+MK_DEVICE void store_word(void* p, uint32_t v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+MK_DEVICE uint32_t load_byte(const void* p) {
   uint32_t v;
   asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 MK_DEVICE void store_byte(void* p, uint32_t v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-
 MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes while the kernel runs
   Words v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
