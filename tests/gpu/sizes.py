@@ -1,5 +1,7 @@
 """Sizes that a program has never used before: ``python tests/gpu/sizes.py --ranks 2 [--nodes N] [STAGE ...]``; about 90 s on two GPUs.
 
+``--ranks 1`` has the stages ``new``, ``loop`` and ``prepare``: host times on one GPU that no other rank uses.
+
 Stages (default: all):
 
 new      after ``mk.plan(max_rows=)``, calls with random new M of every op: host time of a size never seen, of the same size with other
@@ -40,6 +42,7 @@ from mkernel.bench.peers import gather  # noqa: E402
 from mkernel.errors import ArgumentError  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
 from mkernel.tools.table import format_table  # noqa: E402
+from tests.gpu.compilations import Compilations, shown  # noqa: E402
 from tests.gpu.counters import Counters, Pieces  # noqa: E402
 from tests.gpu.made import CONFIGS, OPS, Site  # noqa: E402
 from tests.programs.calls import AllGatherGemm, Gemm  # noqa: E402
@@ -120,6 +123,7 @@ def stage_new(site: Site) -> Iterator[tuple[Line, Any]]:
             error = max(error, site.error(one, one.saved), site.error(two, two.words["out"]))
             if bool((one.saved != one.words["out"]).any()):
                 error = float("inf")
+    times["new, the first after a wait"] = times["new"][::BATCH]
     pieces = _pieces(site, split)
     everywhere = gather(world, {"times": times, "counts": dict(counters.counts), "taken": taken, "pieces": pieces})
     real = world.target == "cuda"
@@ -322,25 +326,24 @@ def stage_graphs(site: Site) -> Iterator[tuple[Line, Any]]:
 def prepare(options: argparse.Namespace, max_rows: int | None) -> None:
     """On one rank: the first preparation of each op, one after the other."""
     import mkernel as mk
-    from mkernel.jit import cuda as jit_cuda
     from mkernel.ops import schedule
 
-    config = CONFIGS[options.target]
+    config, compilations = CONFIGS[options.target], Compilations()
+    compilations.install()
     found: dict[str, Any] = {}
     with mk.init(target=options.target, ranks_per_node=options.ranks_per_node, heap_bytes=config.heap) as world:
         pieces, xp = Pieces(), world.xp
-        parts = {"NVRTC": (jit_cuda._Job, "nvrtc"), "plans": (schedule, "plan_for"), "loading": (world.backend, "load")}
-        parts |= {"compiling": (world.problems, "_compile"), "the other ranks": (world, "collective")}
+        parts = {"plans": (schedule, "plan_for"), "loading": (world.backend, "load"), "compiling": (world.problems, "_compile")}
+        parts["the other ranks"] = world, "collective"
         for op in OPS:
             call = op(rows=1, n=config.n, k=config.k, dtype="float16", transposed=False)
             arrays = [xp.zeros(array.stored, dtype="float16") for array in call.inputs(world.topology, world.rank).values()]
             world.barrier()
-            kernels = len(world.problems._kernels)
+            kernels, begin = len(world.problems._kernels), time.perf_counter()
             with pieces.of(parts):
                 seconds = _microseconds(functools.partial(mk.plan, op.op, *arrays, world=world, max_rows=max_rows)) / 1e6
-                nvrtc = list(pieces.seconds.get("NVRTC", []))
                 split = pieces.take()
-            ranks = gather(world, {"seconds": seconds, "nvrtc": nvrtc, "pieces": split})
+            ranks = gather(world, {"seconds": seconds, "compiled": compilations.since(begin), "pieces": split})
             found[op.op] = {"ranks": ranks, "kernels": len(world.problems._kernels) - kernels}
         if world.rank == 0:
             Path(options.result).write_text(json.dumps({"cores": len(os.sched_getaffinity(0)), "ops": found}))
@@ -350,12 +353,16 @@ def prepare_lines(cold: dict[str, Any], cached: dict[str, Any], name: str, targe
     for op in cold:
         for what, found, limit in ((f"{op}, {name}, cold", cold[op], 2.0), (f"{op}, {name}, from the cache", cached[op], 0.2)):
             seconds = max(rank["seconds"] for rank in found["ranks"])
-            each = [one for rank in found["ranks"] for one in rank["nvrtc"]]
-            slowest = max(found["ranks"], key=lambda rank: rank["seconds"])["pieces"]
-            split = ", ".join(f"{part} {value:.2f}" for part, value in slowest.items() if value >= 0.005)
-            nvrtc = f", {len(each)} by NVRTC, at most {max(each):.2f} s each" if each else ""
+            each = [one for rank in found["ranks"] for one in rank["compiled"] if one["what"].startswith(op)]
+            pieces = max(found["ranks"], key=lambda rank: rank["seconds"])["pieces"]
+            split = ", ".join(f"{part} {value:.2f}" for part, value in pieces.items() if value >= 0.005)
+            total = sum(one["seconds"] for one in each)
+            nvrtc = f", {len(each)} by NVRTC in {total:.2f} s, at most {max(one['seconds'] for one in each):.2f} s each" if each else ""
             text = f"{seconds:.2f} s, {found['kernels']} kernels{nvrtc} ({split})"
             yield Line("prepare", what, text, f"{limit} s", seconds <= limit if target == "cuda" else None)
+            beside = [one for rank in found["ranks"] for one in rank["compiled"] if not one["what"].startswith(op)]
+            for one in [*beside, *sorted(each, key=lambda one: -one["seconds"])[:1]]:
+                yield Line("prepare", "  of these", shown(one))
 
 
 # ---- the ranks, and who starts them
@@ -432,13 +439,16 @@ def main() -> int:
     parser.add_argument("--result", help=argparse.SUPPRESS)
     parser.add_argument("--max-rows", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    alone = {"new", "loop", "prepare"}
     unknown = [stage for stage in options.stages if stage not in STAGES]
     if unknown:
         parser.error(f"no such stage: {', '.join(unknown)}")
-    if options.ranks < 2 or options.ranks % options.nodes:  # a rank by itself gathers nothing on its heap
-        parser.error("--ranks must be a multiple of --nodes, and at least 2")
+    if options.ranks < 1 or options.ranks % options.nodes:
+        parser.error("--ranks must be a positive multiple of --nodes")
     options.ranks_per_node = options.ranks // options.nodes
-    options.stages = options.stages or list(STAGES)
+    if options.ranks == 1 and not alone.issuperset(options.stages):
+        parser.error(f"a rank by itself gathers nothing on its heap: it has the stages {', '.join(sorted(alone))}")
+    options.stages = options.stages or [stage for stage in STAGES if options.ranks > 1 or stage in alone]
     if options.rank:
         return rank_main(options)
     begin = time.monotonic()

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mkernel as mk
+from tests.gpu.compilations import Compilations, shown
 from tests.gpu.counters import FORBIDDEN, Counters, Pieces
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu" / "sizes.py"
@@ -94,29 +97,59 @@ _STAGES = ["new", "grow", "loop", "graphs", "prepare"]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "stages"),
+    ("ranks", "nodes", "stages"),
     [
-        (1, _STAGES[:-1]),
-        pytest.param(1, [], marks=pytest.mark.slow),  # all of them: `prepare` compiles everything twice
-        pytest.param(2, ["new", "graphs", "loop"], marks=pytest.mark.slow),
+        (2, 1, _STAGES[:-1]),
+        pytest.param(2, 1, [], marks=pytest.mark.slow),  # all of them: `prepare` compiles everything twice
+        pytest.param(2, 2, ["new", "graphs", "loop"], marks=pytest.mark.slow),
+        pytest.param(1, 1, [], marks=pytest.mark.slow),
     ],
 )
-def test_the_script(nodes: int, stages: list[str], tmp_path: Path) -> None:
+def test_the_script(ranks: int, nodes: int, stages: list[str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, str(SCRIPT), "--target", "cpu", "--nodes", str(nodes), "--seed", "3", "--out", str(out)]
+    command = [sys.executable, str(SCRIPT), "--target", "cpu", "--ranks", str(ranks), "--nodes", str(nodes), "--seed", "3"]
+    command += ["--out", str(out)]
     command += ["--launcher", "processes", "--limit", "120"]
     done = subprocess.run([*command, *stages], env=os.environ, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     lines = {(line["stage"], line["what"]): line for line in found["lines"]}
-    assert {stage for stage, _ in lines} == set(stages or _STAGES)
+    assert {stage for stage, _ in lines} == set(stages or (_STAGES if ranks > 1 else ["new", "loop", "prepare"]))
     assert lines["new", "forbidden in 12 new sizes"]["found"] == "nothing"
     assert all(line["fine"] for (_, what), line in lines.items() if "error / bound" in what)
-    assert len(found["numbers"]["new: host us, new"]["ranks"]) == 2
+    assert len(found["numbers"]["new: host us, new"]["ranks"]) == ranks
     assert "0 FAILED" in done.stdout
 
 
-def test_a_stage_that_is_none(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), "gone"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [(["gone"], "no such stage: gone"), (["--ranks", "1", "grow"], "a rank by itself gathers nothing"), (["--ranks", "0"], "positive")],
+)
+def test_what_cannot_be_asked_for(asked: list[str], told: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), *asked], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "no such stage: gone" in done.stderr
+    assert told in done.stderr
+
+
+def test_compilations_are_noted_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own time: a thread that waits does not run."""
+    from mkernel.jit import cuda
+
+    spec = SimpleNamespace(name="op", constants=(("kBlockN", 128), ("kIntraComm", 8)))
+    monkeypatch.setattr(cuda._Job, "nvrtc", lambda job, path=None: time.sleep(0.05))
+    for name in ("warm_up", "_compile_nothing"):
+        monkeypatch.setattr(cuda, name, lambda: None)
+    compilations, begin = Compilations(), time.perf_counter()
+    compilations.install()
+    job: Any = SimpleNamespace(spec=spec)
+    threads = [threading.Thread(target=cuda._Job.nvrtc, args=(job,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cuda._compile_nothing()
+    found = compilations.since(begin)
+    assert [one["what"] for one in found] == [*["op 128/100"] * 3, "NVRTC's first"]
+    assert all(one["begin"] >= 0 and one["running"] < 0.04 <= one["seconds"] for one in found[:3])
+    assert shown(found[0]).startswith("op 128/100: 0.")
+    assert compilations.since(begin) == []

@@ -115,8 +115,6 @@ class Libraries(dict[type, Library]):
 class TorchLibrary(Library):
     """Tensors of torch on one device; on target cpu there are no streams."""
 
-    _ordinal = -1  # of the device, as tensors tell it: -1 is the CPU
-
     def __init__(self, device: Device, torch: Any, place: str) -> None:
         """``place``: torch's name of the device, such as ``"cuda:0"``."""
         self.device, self._torch = device, torch
@@ -153,8 +151,8 @@ class TorchLibrary(Library):
     def seen(self, array: Any, key: Any) -> TensorView:
         if type(key) is TensorView:
             return key
-        address, shape, strides, dtype, ordinal, requires_grad = key
-        if requires_grad or ordinal != self._ordinal or array.layout is not self._strided or array.is_neg() or array.is_conj():
+        address, shape, strides, dtype, _, requires_grad = key  # several kinds of device have the same ordinals
+        if requires_grad or array.device != self._place or array.layout is not self._strided or array.is_neg() or array.is_conj():
             return self.view(array)  # which says what is wrong
         return self._viewed(array, address, shape, strides, dtype)
 

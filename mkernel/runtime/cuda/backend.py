@@ -57,6 +57,7 @@ class CudaBackend(Backend):
             import cupy
         except ImportError as error:
             raise Error(f"target cuda needs CuPy ({error}): pip install cupy-cuda13x, or cupy-cuda12x for a driver of CUDA 12") from error
+        compiler.begin_compiling()  # beside the driver, which takes its time to open a GPU
         cuda = driver()
         self.ordinal = ordinal
         self.name = name_of(ordinal)
@@ -79,7 +80,6 @@ class CudaBackend(Backend):
         self._beside: SideStream | None = None  # of kernels beside those of the world
         cupy.cuda.Device(ordinal).use()
         compiler.warm_up()
-        compiler.begin_compiling()
 
     def _current(self) -> Any:
         return current(self._context)
