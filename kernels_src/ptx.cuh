@@ -273,9 +273,10 @@ MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumula
   return b;
 }
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
-MK_DEVICE float maximum(float a, float b) {  // of a number and a NaN the number
+MK_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }  // of a number and a NaN the number
+MK_DEVICE float maximum_or_nan(float a, float b) {                 // a NaN if either is one
   float v;
-  asm("max.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
   return v;
 }
 // 2^x and 1/x with a relative error of at most 2^-22 and 2^-23 (PTX ISA: 2 ulp, 1 ulp); a result or argument below 2^-126 may count as 0.
@@ -446,9 +447,7 @@ MK_ATOM(64) MK_ATOM(128)
 template <uint32_t... I> struct Indices {};
 template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
-// clang-format on
 // N = 176, which CUTLASS keeps in a header that takes long to read; both operands K-major.
-// clang-format off
 #define MK_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MK_TEN(t) "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9, "
 #define MK_FMA(type)                                                                                                                        \

@@ -17,8 +17,12 @@ struct Turns {
   MK_DEVICE explicit Turns(uint32_t of) : warpgroup(of) {
     if (warpgroup + 1 == kCount) pass();  // the first one begins
   }
-  MK_DEVICE void wait() const { ptx::barrier_sync(kTurnBarrier + warpgroup, kThreads); }
-  MK_DEVICE void pass() const { ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1 == kCount ? 0 : warpgroup + 1), kThreads); }
+  MK_DEVICE void wait() const {
+    if constexpr (Config::kTurns != 0) ptx::barrier_sync(kTurnBarrier + warpgroup, kThreads);
+  }
+  MK_DEVICE void pass() const {
+    if constexpr (Config::kTurns != 0) ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1 == kCount ? 0 : warpgroup + 1), kThreads);
+  }
 };
 
 // What a warpgroup does about the keys that some of its rows must not see.
@@ -38,25 +42,36 @@ MK_DEVICE void mask_block(float (&s)[Config::kKeyBlock / 2], const BlockHeader& 
   hide_keys(s, seen);
 }
 
+template <class Config>
+MK_DEVICE void give_query_back(AttentionStorage<Config>& storage, RingPosition<1>& query_at) {  // the next item's is loaded meanwhile
+  if (ptx::lane_index() == 0) storage.query.take(query_at);
+  query_at.advance();
+}
+
 // The blocks of one item. Returns false where the item is not to be stored.
 template <class Config>
 MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, const Turns<Config>& turns, float scale_log2, int32_t position,
-                           RingPosition<1>& query_at, RingPosition<Config::kStages>& key_at, RingPosition<Config::kStages>& value_at,
+                           RingPosition<1>& query_at, RingPosition<Config::kStages>& key_at, RingPosition<Config::kValueStages>& value_at,
                            float (&o)[Config::kHeadDim / 2], RowSums& rows) {
   const bool reports = ptx::lane_index() == 0;
   const char* q = storage.q[turns.warpgroup][0];
   float s[Config::kKeyBlock / 2], rescale[2];
-  uint32_t weights[Config::kKeyBlock / 4];
+  uint32_t weights[Config::kKeyBlock / 4], query[AttentionShape<Config>::kQueryWords];
 
   storage.query.wait_filled(query_at);
+  if constexpr (AttentionShape<Config>::kQueryInRegisters) {
+    load_query<Config>(query, q);
+    ptx::sync_warp();  // all lanes have read
+    give_query_back(storage, query_at);
+  }
   storage.keys.wait_filled(key_at);
   BlockHeader block = storage.block[key_at.index];
-  multiply_keys<Config>(s, q, storage.k[key_at.index]);
+  multiply_keys<Config>(s, query, q, storage.k[key_at.index]);
   ptx::wgmma_wait<0>(s);
   if (reports) storage.keys.take(key_at);
   key_at.advance();
   mask_block<Config>(s, block, position);
-  bool rescales = rows.add(s, scale_log2, rescale), multiplies = false;  // whether values are being multiplied
+  bool rescales = rows.template add<Config::kEmulated>(s, scale_log2, rescale), multiplies = false;  // whether values are being multiplied
 #pragma unroll
   for (float& e : o) e = 0.0f;
 
@@ -75,7 +90,7 @@ MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, const Turns<Config
     storage.keys.wait_filled(key_at);
     block = storage.block[key_at.index];
     turns.wait();
-    multiply_keys<Config>(s, q, storage.k[key_at.index]);
+    multiply_keys<Config>(s, query, q, storage.k[key_at.index]);
     storage.values.wait_filled(value_at);
     multiply_values<Config>(o, weights, storage.v[value_at.index]);
     turns.pass();
@@ -83,10 +98,9 @@ MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, const Turns<Config
     if (reports) storage.keys.take(key_at);
     key_at.advance();
     mask_block<Config>(s, block, position);
-    rescales = rows.add(s, scale_log2, rescale);
+    rescales = rows.template add<Config::kEmulated>(s, scale_log2, rescale);
   }
-  if (reports) storage.query.take(query_at);  // the next item's is loaded meanwhile
-  query_at.advance();
+  if constexpr (!AttentionShape<Config>::kQueryInRegisters) give_query_back(storage, query_at);
   storage.values.wait_filled(value_at);
   multiply_values<Config>(o, weights, storage.v[value_at.index]);
   rows.reduce();
@@ -102,7 +116,8 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
   const float scale_log2 = op.scale_log2();
   RingPosition<kItemQueue> item_at;
   RingPosition<1> query_at, parts_at, left_at;
-  RingPosition<Config::kStages> key_at, value_at;
+  RingPosition<Config::kStages> key_at;
+  RingPosition<Config::kValueStages> value_at;
   float o[Config::kHeadDim / 2];
 #pragma unroll 1
   while (true) {

@@ -7,7 +7,7 @@
 namespace mkernel {
 
 // K and V have rings of stages of their own, since the consumers need K of block j + 1 before V of block j; so they are loaded in this order: K0, q, K1, V0,
-// K2, V1, ... Stage i of both rings holds the same block. All functions: all lanes of one warp, except those of the first lane.
+// K2, V1, ... All functions: all lanes of one warp, except those of the first lane.
 template <class Config, AttentionOp Op>
 class Producer {
   using Shape = AttentionShape<Config>;
@@ -196,11 +196,15 @@ class Producer {
 
   // Waits until everything that has been loaded is there, and gives the credits for it.
   MK_DEVICE void settle() {
-    RingPosition<Shape::kStages> at = value_at_;
-    at.parity ^= 1;  // of the lap before: from the oldest stage to the newest
+    RingPosition<Shape::kStages> keys = key_at_;
+    RingPosition<Shape::kValueStages> at = value_at_;
+    keys.parity ^= 1, at.parity ^= 1;  // of the lap before: from the oldest stage to the newest
 #pragma unroll 1
-    for (uint32_t i = 0; i < Shape::kStages; ++i, at.advance()) {
-      storage_.keys.wait_filled(at);  // of every stage: a credit is for the blocks before it, too, and loads end in any order
+    for (uint32_t i = 0; i < Shape::kStages; ++i, keys.advance()) {
+      storage_.keys.wait_filled(keys);  // of every stage: a credit is for the blocks before it, too, and loads end in any order
+    }
+#pragma unroll 1
+    for (uint32_t i = 0; i < Shape::kValueStages; ++i, at.advance()) {
       storage_.values.wait_filled(at);
       give_credit(at.index);
     }
@@ -214,7 +218,8 @@ class Producer {
   bool has_entered_ = false, ok_ = true;
   RingPosition<kItemQueue> item_at_;
   RingPosition<1> query_at_, parts_at_;
-  RingPosition<Shape::kStages> key_at_, value_at_;
+  RingPosition<Shape::kStages> key_at_;
+  RingPosition<Shape::kValueStages> value_at_;
   bool owes_values_ = false;   // K of storage.owed has been loaded, and V has not
   bool loads_values_ = false;  // false: because the call has failed
   uint32_t padded_parity_ = 0;

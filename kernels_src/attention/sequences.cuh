@@ -56,6 +56,23 @@ MK_DEVICE uint32_t shares_of(const RingArguments& r) { return kShares ? r.shares
 MK_DEVICE uint32_t tile_of(const RingArguments& r, const Sequence& s, uint32_t item) {  // the last rows first, which see most keys
   return kParts * s.tiles_per_part - 1 - (item - s.first_item) % s.items_per_pair / (r.group * shares_of(r));
 }
+// Which item of which pair and which tile a number is.
+struct ItemPlace {
+  uint32_t pair, tile;
+  uint32_t of_tile;  // by query head of the group, then by share
+};
+MK_DEVICE ItemPlace place_of(const RingArguments& r, const Sequence& s, uint32_t item) {
+  const uint32_t of_tile = (item - s.first_item) % s.items_per_pair % (r.group * shares_of(r));
+  return ItemPlace{pair_of(s, item), tile_of(r, s, item), of_tile};
+}
+// The same where so many pairs go together, tile by tile, so that the longest items of all of them come first. The last pairs may be fewer. Not of
+// packed sequences.
+MK_DEVICE ItemPlace place_among(const RingArguments& r, uint32_t item, uint32_t together) {
+  const uint32_t first = item / (together * r.items_per_pair) * together, inside = item - first * r.items_per_pair;
+  const uint32_t each = r.group * shares_of(r), count = smaller(together, r.items / r.items_per_pair - first);
+  const uint32_t back = inside / (count * each), of_pairs = inside - back * (count * each);
+  return ItemPlace{first + of_pairs / each, kParts * r.tiles_per_part - 1 - back, of_pairs % each};
+}
 MK_DEVICE uint32_t part_of(const Sequence& s, uint32_t tile) { return kParts > 1 && tile >= s.tiles_per_part ? 1 : 0; }
 MK_DEVICE uint32_t row_in_part(const Sequence& s, uint32_t tile) { return (tile - part_of(s, tile) * s.tiles_per_part) * kQueryRows; }
 

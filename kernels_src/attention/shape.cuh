@@ -4,11 +4,13 @@
 
 namespace mkernel {
 
-// Config constants that are read here: kHeadDim (64 or 128), kKeyBlock (keys of a block), kStages (of K, and of V), kQueryWarpgroups (each has 64 rows of
-// a q tile), kFloat16, kCausal.
+// Config constants that are read here: kHeadDim (64 or 128), kKeyBlock (keys of a block), kStages (of K), kValueStages (of V), kQueryWarpgroups (each has
+// 64 rows of a q tile), kTurns (whether these take turns at the tensor cores), kEmulated (of 8 exponentials, those that multiplications make),
+// kQueryInRegisters (q is read from there, not from shared memory), kFloat16, kCausal.
 template <class Config>
 struct AttentionShape {
-  static constexpr uint32_t kHeadDim = Config::kHeadDim, kKeyBlock = Config::kKeyBlock, kStages = Config::kStages;
+  static constexpr uint32_t kHeadDim = Config::kHeadDim, kKeyBlock = Config::kKeyBlock;
+  static constexpr uint32_t kStages = Config::kStages, kValueStages = Config::kValueStages, kAllStages = kStages + kValueStages;
   static constexpr uint32_t kWarpgroups = Config::kQueryWarpgroups, kThreads = 128 * (1 + kWarpgroups);
   static constexpr uint32_t kBlockRows = 64, kQueryRows = kBlockRows * kWarpgroups;  // of a warpgroup, and of a q tile
   static constexpr uint32_t kRowBytes = 128, kPanelColumns = 64;                     // the swizzle's row: 64 columns of 16 bits
@@ -16,19 +18,28 @@ struct AttentionShape {
   static constexpr uint32_t kQueryPanel = kBlockRows * kRowBytes, kKeyPanel = kKeyBlock * kRowBytes;  // bytes
   static constexpr uint32_t kQueryBytes = kWarpgroups * kPanels * kQueryPanel, kKeyBytes = kPanels * kKeyPanel;
   // Panels of o that a warpgroup has room for at once: all, where that fits beside q and the stages.
-  static constexpr uint32_t kOutPanels = 2 * kQueryBytes + 2 * kStages * kKeyBytes + 1024 <= 227 * 1024 ? kPanels : 1;
+  static constexpr uint32_t kOutPanels = 2 * kQueryBytes + kAllStages * kKeyBytes + 1024 <= 227 * 1024 ? kPanels : 1;
   // What one of several CTAs that share an item leaves for the one that merges: every thread's sums of weighted values, and its rows' bases and sums.
   static constexpr uint32_t kPartialUnits = kHeadDim / 8 + 1;  // of 16 bytes, per thread
   static constexpr uint32_t kPartialBytes = kWarpgroups * kPartialUnits * 128 * 16;
+  static constexpr bool kQueryInRegisters = Config::kQueryInRegisters != 0;
+  static constexpr uint32_t kQueryWords = kQueryInRegisters ? kHeadDim / 4 : 1;  // registers of it
   static constexpr bool kCausal = Config::kCausal != 0;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
-  static constexpr uint32_t kNeeded = kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + 24;  // of a consumer: o, scores, weights, and the rest
-  static constexpr uint32_t kConsumerRegisters = kNeeded <= 160 ? 208 : kNeeded <= 216 ? 216 : kNeeded <= 224 ? 224 : 232;
-  static constexpr uint32_t kProducerRegisters = 504 - 2 * kConsumerRegisters;
+  static constexpr uint32_t kNeeded =
+      kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + kQueryWords + 23;  // of a consumer: o, scores, weights, and the rest
+  static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160
+                                                 : kNeeded <= 160 ? 208
+                                                 : kNeeded <= 200 ? 216
+                                                 : kNeeded <= 220 ? 224
+                                                                  : 232;
+  static constexpr uint32_t kProducerRegisters = (kWarpgroups == 3 ? 512 : 504) - kWarpgroups * kConsumerRegisters;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "kHeadDim");
   static_assert(kKeyBlock % 16 == 0 && kKeyBlock <= 256, "kKeyBlock: whole steps of wgmma");
-  static_assert(kWarpgroups == 2, "kQueryWarpgroups: with three the producer would have too few registers");
+  static_assert(kWarpgroups == 2 || (kWarpgroups == 3 && kNeeded <= 160), "kQueryWarpgroups: three have fewer registers each");
+  static_assert(Config::kEmulated <= 4, "kEmulated");
+  static_assert(!kQueryInRegisters || kKeyBlock == 128, "kQueryInRegisters: wgmma_registers");
   static_assert(128 * (kProducerRegisters + kWarpgroups * kConsumerRegisters) <= 65536, "register file");
 };
 

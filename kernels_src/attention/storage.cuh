@@ -29,14 +29,15 @@ struct AttentionStorage {
   using Shape = AttentionShape<Config>;
   alignas(1024) char q[Shape::kWarpgroups][Shape::kPanels][Shape::kQueryPanel];
   alignas(1024) char k[Shape::kStages][Shape::kKeyBytes];
-  alignas(1024) char v[Shape::kStages][Shape::kKeyBytes];
+  alignas(1024) char v[Shape::kValueStages][Shape::kKeyBytes];
   alignas(1024) char o[Shape::kWarpgroups][Shape::kOutPanels][Shape::kQueryPanel];  // results on their way out
   BlockHeader block[Shape::kStages];                                                // comes with K
   ItemHeader item[kItemQueue];
-  KeyBlock owed;                    // the producer's: of which it has loaded K and not V,
-  uint32_t credit[Shape::kStages];  // and what it owes the op for the blocks in the stages
-  Handshake<1> query;               // producer, consumers
-  Handshake<Shape::kStages> keys, values;
+  KeyBlock owed;                         // the producer's: of which it has loaded K and not V,
+  uint32_t credit[Shape::kValueStages];  // and what it owes the op for the blocks in the stages of V
+  Handshake<1> query;                    // producer, consumers
+  Handshake<Shape::kStages> keys;
+  Handshake<Shape::kValueStages> values;
   Handshake<kItemQueue> items;
   Handshake<1> parts;     // producer, consumers: the other parts of an item are there to be merged,
   uint32_t parts_failed;  // or the call has failed
@@ -58,7 +59,7 @@ MK_DEVICE void attention_init(AttentionStorage<Config>& storage, bool traces) { 
   storage.left.init(kConsumerWarps, 1);
   ptx::mbarrier_init(&storage.padded, 1);
   storage.entries.init();
-  for (uint32_t i = 0; i < Shape::kStages; ++i) storage.credit[i] = kNoCredit;
+  for (uint32_t i = 0; i < Shape::kValueStages; ++i) storage.credit[i] = kNoCredit;
   ptx::mbarrier_init_fence();
 }
 

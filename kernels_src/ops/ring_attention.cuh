@@ -11,8 +11,7 @@
 
 namespace mkernel {
 
-// ---- config: kHeadDim, kKeyBlock, kStages, kQueryWarpgroups, kFloat16, kCausal, kParts, kPacked, kCanonical, kShares,
-// kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
+// ---- config: as for every attention kernel (attention/shape.cuh), and kParts, kPacked, kCanonical, kShares, kNumNodes, kRanksPerNode; kSharedBytes, kParameterBytes
 using Shape = AttentionShape<Config>;
 
 // ---- arguments
@@ -26,7 +25,8 @@ struct alignas(64) Parameters {
   float scale_log2;
   uint64_t cu_seqlens;  // packed: where each sequence begins, of all ranks, and where the last one ends
   uint32_t sequences;
-  uint32_t reserved[7];                       // the maps are 64-byte aligned
+  uint32_t pairs_together;                    // of which items take turns, where this rank is the only one
+  uint32_t reserved[6];                       // the maps are 64-byte aligned
   abi::TensorMap q_map, k_map, v_map, o_map;  // (B, heads, rows, D)
   abi::TensorMap copy_k_map, copy_v_map;      // k and v in the boxes of copies
   abi::TensorMap window_k_map, window_v_map;  // (slots, chunk_rows, D)
@@ -43,19 +43,19 @@ struct ItemKeys {
 // Where the producer warp is in the keys of its item. In shared memory: it has few registers.
 struct KeyPosition {
   KeyBlock block;
-  ItemKeys items[Config::kStages + 1];  // this one, and those that the op owes the credit of their own keys
-  uint32_t count, has_keys;             // items before this one that had keys; whether this one has
-  uint32_t more, told;                  // told: that this CTA's progress is valid
-  uint32_t head, batch;                 // of the item; the KV head
-  uint32_t stage, source, part;         // stage 0: this rank's keys; else those of ring stage - 1
-  uint32_t row, seen;                   // of the part: where the next block begins, and how many are seen
-  uint32_t chunk, in_chunk;             // of the part, and row in it
-  uint32_t leg;                         // kCanonical: which part of which rank this is, by position
-  uint32_t turn;                        // kShares: so many blocks are other CTAs' before this one's next
-  uint32_t first_base, has_first;       // and the first chunk of this CTA's first item that has keys, once there is one
+  ItemKeys items[Config::kValueStages + 1];  // this one, and those that the op owes the credit of their own keys
+  uint32_t count, has_keys;                  // items before this one that had keys; whether this one has
+  uint32_t more, told;                       // told: that this CTA's progress is valid
+  uint32_t head, batch;                      // of the item; the KV head
+  uint32_t stage, source, part;              // stage 0: this rank's keys; else those of ring stage - 1
+  uint32_t row, seen;                        // of the part: where the next block begins, and how many are seen
+  uint32_t chunk, in_chunk;                  // of the part, and row in it
+  uint32_t leg;                              // kCanonical: which part of which rank this is, by position
+  uint32_t turn;                             // kShares: so many blocks are other CTAs' before this one's next
+  uint32_t first_base, has_first;            // and the first chunk of this CTA's first item that has keys, once there is one
 
   MK_DEVICE void init() { count = has_keys = told = has_first = 0; }  // its one user, the first lane of the producer warp
-  MK_DEVICE uint32_t place() const { return count % (Config::kStages + 1); }
+  MK_DEVICE uint32_t place() const { return count % (Config::kValueStages + 1); }
   MK_DEVICE ItemKeys& item() { return items[place()]; }
   MK_DEVICE void begin_item() {
     count += has_keys;
@@ -109,7 +109,7 @@ class Keys {  // functions of the producer warp
       if (kPacked && Config::kCausal == 0) keys.last = sequence().length - 1;
       if (kCanonical && Config::kCausal == 0) keys.last = last_key(sequence());
       if (kPacked && item.rows == 0) keys.last = -1;  // a tile of padding sees nothing
-      keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, p.world.rank, number);
+      if constexpr (kRings > 0) keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, p.world.rank, number);
       at.head = item.head / p.ring.group, at.batch = item.batch;
       if (at.has_first == 0 && keys.last >= 0) at.has_first = 1, at.first_base = keys.base;
       at.turn = item.part;
@@ -231,9 +231,13 @@ struct RingAttention {
   MK_DEVICE float scale_log2() const { return p.scale_log2; }
   MK_DEVICE uint32_t cta() const { return ptx::cta_index() - p.ring.intra_comm - p.ring.inter_send; }
 
-  // ---- items. By the producer warp
+  // ---- items. By the producer warp. Where no rank waits for what this one reads, a CTA takes the next item when it has time for it.
   MK_DEVICE uint32_t take(uint32_t wave) const {
-    const uint32_t number = item_of(p.ring, wave, cta());
+    uint32_t number = kRings == 0 ? cta() : item_of(p.ring, wave, cta());
+    if (kRings == 0 && wave > 0) {
+      if (ptx::lane_index() == 0) number = p.ring.ctas + ptx::atomic_add(&control_block(p.world)->tile_counter, 1);
+      number = ptx::broadcast(number, 0);
+    }
     return number < q.items() ? number : kNoItem;
   }
   MK_DEVICE AttentionItem item(uint32_t number) const {
@@ -246,8 +250,8 @@ struct RingAttention {
       ptx::sync_warp();
     }
     const Sequence s = kPacked ? position.item().sequence : q.of_item(0);
-    const uint32_t pair = pair_of(s, number), tile = tile_of(r, s, number), part = part_of(s, tile), row = row_in_part(s, tile);
-    const uint32_t of_tile = (number - s.first_item) % s.items_per_pair % (r.group * shares_of(r));
+    const ItemPlace place = kRings == 0 && !kPacked ? place_among(r, number, p.pairs_together) : place_of(r, s, number);
+    const uint32_t pair = place.pair, tile = place.tile, of_tile = place.of_tile, part = part_of(s, tile), row = row_in_part(s, tile);
     const uint32_t head = pair % r.kv_heads * r.group + of_tile / shares_of(r);
     const uint32_t valid = valid_rows(s, p.world.rank, part);
     return AttentionItem{pair / r.kv_heads,

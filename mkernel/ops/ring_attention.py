@@ -92,7 +92,8 @@ class Parameters(ctypes.Structure):
         ("scale_log2", ctypes.c_float),
         ("cu_seqlens", ctypes.c_uint64),
         ("sequences", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 7),
+        ("pairs_together", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 6),
         *((name, abi.TensorMap) for name in _maps),
     ]
 
@@ -283,6 +284,7 @@ class RingAttention(Op[RingAttentionProblem]):
         batch, head, row = o.strides[:3]
         _VALUES.pack_into(memory, _AT, o.address, lse.address, batch, head, row, executable.flag_offset, plan.sizes.length)
         parameters.scale_log2 = instance.problem.scale * _LOG2_E
+        parameters.pairs_together = plan.pairs_together
         if plan.items:
             for place, made in zip(_MAPS, self._maps(world, executable, operands, o), strict=True):
                 memory[place] = made

@@ -17,12 +17,28 @@ _WARPGROUP_ROWS = 64  # of q
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTile:
-    """``key_block`` keys and values make a stage; each of ``warpgroups`` has 64 rows of a q tile."""
+    """``key_block`` keys, or values, make a stage; each of ``warpgroups`` has 64 rows of a q tile.
+
+    Attributes
+    ----------
+    stages
+        Of K; and of V, if ``value_stages`` is 0.
+    emulated
+        How many of 8 exponentials are made by multiplications.
+    turns
+        Whether the warpgroups take turns at the tensor cores.
+    query_in_registers
+        Whether these read q from registers, not from shared memory.
+    """
 
     head_dim: int
     key_block: int
     stages: int
     warpgroups: int
+    value_stages: int = 0
+    emulated: int = 0
+    turns: int = 1
+    query_in_registers: int = 0
 
     @classmethod
     def of(cls, head_dim: int, causal: bool) -> AttentionTile:
@@ -43,7 +59,7 @@ class AttentionTile:
     def shared_bytes(self) -> int:
         """Shared memory of q, the stages of K and of V, and o: all columns of it if there is room, else 64 at a time."""
         q = self.q_rows * self.head_dim * _ITEM
-        others = q + 2 * self.stages * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
+        others = q + (self.stages + (self.value_stages or self.stages)) * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
         return others + (q if others + q <= SHARED_LIMIT else self.q_rows * 64 * _ITEM)
 
     @derived
@@ -53,4 +69,13 @@ class AttentionTile:
 
     def constants(self) -> dict[str, int]:
         """``Config`` of ``AttentionShape``, but for the element type and the mask."""
-        return {"kHeadDim": self.head_dim, "kKeyBlock": self.key_block, "kStages": self.stages, "kQueryWarpgroups": self.warpgroups}
+        return {
+            "kHeadDim": self.head_dim,
+            "kKeyBlock": self.key_block,
+            "kStages": self.stages,
+            "kValueStages": self.value_stages or self.stages,
+            "kQueryWarpgroups": self.warpgroups,
+            "kEmulated": self.emulated,
+            "kTurns": self.turns,
+            "kQueryInRegisters": self.query_in_registers,
+        }

@@ -1,6 +1,6 @@
 """Ring attention: problem and plan. Pure Python; the device side is ``kernels_src/ops/ring_attention.cuh``.
 
-Work is dealt statically. An *item* is a tile of query rows of one head; a *pair* is a batch and a KV head, whose items follow each other.
+An *item* is a tile of query rows of one head; a *pair* is a batch and a KV head. Items are dealt statically, if there are other ranks.
 The items that the compute CTAs of a rank work on at the same time are a *wave*; the part of a wave that belongs to one pair is a *segment*.
 In each segment every rank streams the pair's keys and values of all other ranks, chunk by chunk, through a *ring* of slots per source rank.
 """
@@ -126,6 +126,14 @@ class RingAttentionPlan:
     @derived
     def pairs(self) -> int:
         return self.sizes.batches * self.problem.kv_heads
+
+    @derived
+    def pairs_together(self) -> int:
+        """Pairs whose items take turns, tile by tile: with one rank no keys are streamed, and the longest items had better come first."""
+        if self.problem.rings or not self.problem.causal or not self.pairs:
+            return 1
+        most = max(1, self.scale.together_bytes // (2 * self.sizes.length * self.problem.head_dim * ITEM))
+        return math.ceil(self.pairs / math.ceil(self.pairs / most))
 
     @derived
     def items(self) -> int:

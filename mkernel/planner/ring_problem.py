@@ -25,6 +25,8 @@ class Scale:
         What K and V of a chunk may have together.
     window_bytes
         What the rings of a rank may have together, as long as each has ``fewest`` slots.
+    together_bytes
+        What K and V may have together of the pairs whose items take turns, on a rank that is alone: they should stay in the L2 cache.
     shares
         CTAs that share the keys of a query tile, where the tiles are few enough for that; None: as many as pay.
     """
@@ -32,6 +34,7 @@ class Scale:
     chunk_bytes: int = 512 * 1024
     window_bytes: int = 64 << 20
     fewest: int = 2
+    together_bytes: int = 16 << 20
     shares: int | None = None
 
 

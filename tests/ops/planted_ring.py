@@ -16,12 +16,15 @@ _Shared = functools.partial(Bug, workload="ring shared", sms=26)
 _ByPosition = functools.partial(Bug, workload="ring by position")
 _WAITS_FOR_CREDIT = "wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth + 1, reader)"
 
+_OF_CREDITS_ONLY = "      if (storage_.credit[at.index] == kNoCredit) continue;\n      storage_.values.wait_filled(at);\n"
+
 RING = [
     _Bug(
         "a credit is given while an earlier block is still loaded",
         "attention/load.cuh",
-        "      storage_.keys.wait_filled(at);  // of every stage",
-        "      if (storage_.credit[at.index] == kNoCredit) continue;\n      storage_.keys.wait_filled(at);  // of every stage",
+        "      storage_.keys.wait_filled(keys);  // of every stage",
+        "      // of every stage",
+        also=(("      storage_.values.wait_filled(at);\n", _OF_CREDITS_ONLY),),
         workload="ring of longer chunks",
         world="1x4",
         seeds=40,

@@ -35,8 +35,21 @@ def _few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_CPU_SMS", str(_SMS))
 
 
-# Without room for all of o beside q; more stages, of few keys.
-_OTHER_TILES = {64: AttentionTile(64, 64, 3, 2), 128: AttentionTile(128, 176, 2, 2)}
+# Without room for all of o beside q; more stages, of few keys; everything else that a tile may have.
+_OTHER_TILES = {
+    64: (
+        AttentionTile(64, 64, 3, 2),
+        AttentionTile(64, 128, 4, 3, emulated=2),
+        AttentionTile(64, 128, 4, 2, turns=0),
+        AttentionTile(64, 128, 2, 2, value_stages=3, emulated=4, query_in_registers=1),
+        AttentionTile(64, 192, 3, 2, emulated=1),
+    ),
+    128: (
+        AttentionTile(128, 176, 2, 2),
+        AttentionTile(128, 128, 2, 2, value_stages=3, emulated=1),
+        AttentionTile(128, 128, 2, 2, value_stages=3, turns=0, query_in_registers=1),
+    ),
+}
 
 
 def drawn(rng: np.random.Generator, **fixed: object) -> Case:
@@ -75,7 +88,7 @@ def test_every_element(
         "transposed": transposed,
     }
     if not usual:
-        fixed["tile"] = _OTHER_TILES[head_dim]
+        fixed["tile"] = rng.choice(np.array(_OTHER_TILES[head_dim], dtype=object))
     if parts > 1:
         fixed["tile_rows"] = 0  # few tiles: each takes workspace
     cases = tuple(drawn(rng, **fixed) for _ in range(3))
@@ -164,6 +177,7 @@ _WORKLOADS = {
 }
 _ATTEND, _LOAD, _SOFTMAX, _STORE = (f"attention/{name}.cuh" for name in ("attend", "load", "softmax", "epilogue"))
 _PARTIAL = "attention/partial.cuh"
+_OF_CREDITS_ONLY = "      if (storage_.credit[at.index] == kNoCredit) continue;\n      storage_.values.wait_filled(at);\n"
 BUGS = [
     Bug("nothing is rescaled", _ATTEND, "    if (rescales) rescale_rows(o, rescale);\n", found_as="wrong: batch"),
     Bug("sums are not rescaled", _SOFTMAX, "        sum_[i] *= rescale[i];\n", found_as="wrong: batch"),
@@ -242,7 +256,10 @@ BUGS = [
         "    turns.wait();\n    if (reports && block.is_last != 0) storage.query.take(query_at);\n",
         "wrong: batch",
         also=(
-            ("  if (reports) storage.query.take(query_at);  // the", "  if (reports && !multiplies) storage.query.take(query_at);  // the"),
+            (
+                "  if constexpr (!AttentionShape<Config>::kQueryInRegisters) give_query_back(storage, query_at);\n",
+                "  if (reports && !multiplies) storage.query.take(query_at);\n  query_at.advance();\n",
+            ),
         ),
         workload="items",
         seeds=16,
@@ -260,8 +277,9 @@ BUGS = [
     Bug(
         "a credit is given while a block before it is loaded",
         _LOAD,
-        "      storage_.keys.wait_filled(at);  // of",
-        "      if (storage_.credit[at.index] == kNoCredit) continue;\n      storage_.keys.wait_filled(at);  // of",
+        "      storage_.keys.wait_filled(keys);  // of",
+        "      // of",
+        also=(("      storage_.values.wait_filled(at);\n", _OF_CREDITS_ONLY),),
         workload="credits",
         seeds=16,
     ),

@@ -61,6 +61,17 @@ def test_edges_of_masks(rng: np.random.Generator, world: str, layout: str) -> No
     assert found_wrong(world, model, int(rng.integers(1 << 30)), sizes) is None
 
 
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "zigzag"])
+def test_pairs_that_take_turns(rng: np.random.Generator, layout: str) -> None:
+    """A rank that is alone: tiles of some pairs take turns, of the last ones fewer, and CTAs take them when they have time."""
+    model, length = Model(4, 2, 64, "bfloat16", True, layout), int(2 * rng.integers(140, 200))
+    sizes = ((3, length), (5, 130), (1, 2))
+    for pairs in (1, 4, 5):
+        scale = dataclasses.replace(TINY, together_bytes=pairs * 2 * length * 64 * 2)
+        with env.override(MKERNEL_CPU_SMS=4):
+            assert found_wrong("1x1", model, int(rng.integers(1 << 30)), sizes, scale) is None, (length, pairs)
+
+
 def _first_row(world: Any) -> list[Any]:
     rng = np.random.default_rng(5)
     q, k, v = (rng.standard_normal((1, 2, 4, 64)).astype(np.float16) for _ in range(3))

@@ -261,6 +261,18 @@ def test_how_many_ctas_share_keys(batches: int, length: int, heads: int, expecte
     assert plan.query_tiles * plan.shares <= plan.ctas or plan.shares == 1
 
 
+@pytest.mark.parametrize(
+    ("world", "batches", "length", "mebibytes", "expected"),
+    [("1x1", 1, 8192, 16, 8), ("1x1", 3, 8192, 16, 8), ("1x1", 1, 8192, 10, 4), ("1x1", 1, 8192, 0, 1), ("1x2", 1, 8192, 16, 1)],
+)
+def test_how_many_pairs_take_turns(world: str, batches: int, length: int, mebibytes: int, expected: int) -> None:
+    """As many as have so few bytes together, in groups of about the same size; one where keys of other ranks are streamed."""
+    scale = dataclasses.replace(planner.SCALE, together_bytes=mebibytes << 20)
+    plan = plan_of(world, batches, length, heads=64, kv_heads=8, scale=scale, sms=132)
+    assert plan.pairs_together == expected
+    assert plan_of(world, batches, length, heads=64, kv_heads=8, scale=scale, causal=False, sms=132).pairs_together == 1
+
+
 def test_shares_have_all_blocks_once(rng: np.random.Generator) -> None:
     plan = plan_of("2x2", 1, 2 * int(rng.integers(60, 260)), sms=64, scale=dataclasses.replace(TINY, shares=3))
     assert plan.shares == 3
