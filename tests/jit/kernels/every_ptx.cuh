@@ -39,7 +39,8 @@ MK_DEVICE void multiply_registers(char* smem) {
 }
 
 MK_DEVICE void words(char* smem, ptx::Words* packets) {
-  ptx::Words v = ptx::load_packet(packets);
+  ptx::Words v = ptx::any_words();
+  if (v.word[0] != 0) v = ptx::load_packet(packets);
   ptx::store_shared(smem, v);
   v = ptx::load_shared(smem + 16);
   float low, high, sum = 0.0f;
