@@ -275,7 +275,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         else:
             made = executable.workspace_map
             if made is None:
-                part_k, planes, gather = k // plan.parts, plan.planes * plan.parts, world.heap_address + executable.scratch_offset
+                part_k, planes, gather = k // plan.parts, plan.planes * plan.parts, world.heap.address + executable.scratch_offset
                 strides = (part_k * ITEM, plane_extent * part_k * ITEM)
                 made = executable.workspace_map = tensor_map(gather, dtype, (part_k, plane_extent, planes), strides, a_box)
             memory[_GATHER_MAP] = made

@@ -88,7 +88,7 @@ def call(
                     known = remember(w, asked, op.results(instance, views))
                 results: Sequence[Any] = [home.empty(shape, dtype, queue) for shape, dtype in known]
             else:
-                results = op.arrays_of(out)
+                results = (out,) if op.result is None else op.arrays_of(out)
             keys.append(split)
             for array in results:
                 library = libraries[type(array)]
@@ -112,7 +112,7 @@ def call(
             crossing.enter()
             w.launch(bound.executable, bound.parameters, queue)
             crossing.leave()
-        return op.returned(results)
+        return results[0] if op.result is None else op.returned(results)
 
 
 def ask(

@@ -11,7 +11,7 @@ import numpy as np
 from mkernel.errors import ArgumentError
 from mkernel.ops.call import ask, call, stream_of
 from mkernel.ops.op import Instance, find
-from mkernel.ops.schedule import Choice, choice_of, executable, plan_for, prepare
+from mkernel.ops.schedule import Choice, choice_of, executable, plan_for, prepare, reserve
 from mkernel.runtime import current
 from mkernel.runtime.plan import title_of
 
@@ -137,9 +137,5 @@ def plan_kernel(
         if most is not None and max_rows is not None:
             largest = of.largest(int(max_rows), w.size)
             prepare(w, of, instance, choice, queue, most)
-            plans = [plan_for(w, of, Instance(instance.problem, rows), choice) for rows in (*largest, instance.rows)]
-            # The largest first: then an error says what all need, and the staging area is made once.
-            for one in sorted(plans, key=lambda one: -one.workspace_bytes - one.staging_bytes):
-                w.problems.reserve(one)
-            workspace = max(one.workspace_bytes for one in plans)
+            workspace = reserve(w, of, instance.problem, choice, (*largest, instance.rows))
     return PreparedPlan(op, w, None if max_rows is None else int(max_rows), int(workspace), instance, choice, given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mkernel.errors import ArgumentError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable, Prepared
     from mkernel.runtime.world import World
 
-__all__ = ["Choice", "choice_of", "executable", "plan_for", "prepare", "schedule_number", "tuning_name"]
+__all__ = ["Choice", "choice_of", "executable", "plan_for", "prepare", "reserve", "schedule_number", "tuning_name"]
 
 _COMPUTE_FACTOR = 0x010193  # odd
 _MAX_EXECUTABLES = 512  # remembered per world
@@ -83,17 +83,17 @@ class Table:
         The plan of the most rows of each class that has been asked for.
     prepared
         What the ranks have agreed on, once a call has needed it.
-    reserved
-        Classes of which every size has its memory.
+    ready
+        Those of ``plans`` whose kernel is loaded, and whose class has the memory of every size.
     schedule
         What tells the choice from others in reports.
     """
 
-    __slots__ = ("plans", "prepared", "reserved", "schedule")
+    __slots__ = ("plans", "prepared", "ready", "schedule")
 
     def __init__(self, choice: Choice) -> None:
         self.plans: dict[int, Any] = {}
-        self.reserved: set[int] = set()
+        self.ready: dict[int, Any] = {}
         self.prepared: Prepared | None = None
         self.schedule = schedule_number(choice.split, choice.tiling)
 
@@ -104,6 +104,8 @@ def _table(world: World, problem: Hashable, choice: Choice) -> Table:
     known: Table | None = world.table.get(key)
     if known is None:
         known = world.table[key] = Table(choice)
+        if known.schedule:
+            world.schedules[known.schedule] = choice.split, choice.tiling
     return known
 
 
@@ -163,38 +165,54 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
 
     Collective where the problem is used for the first time, or asks for a kernel that is not loaded: a split may.
     """
-    choice = choice_of(split)
+    choice = _NO_CHOICE if split is None else choice_of(split)
     problem, rows = instance
-    table = _table(world, problem, choice)
+    table: Table = world.table.get((problem, choice)) or _table(world, problem, choice)
     key = table, rows
     known: Executable | None = world.executables.get(key)
     if known is not None:
         return known
-    plan, problems, prepared = plan_for(world, op, instance, choice, table), world.problems, table.prepared
-    if prepared is None:
-        prepared = table.prepared = problems.find(problem)
-    if prepared is None or not problems.has(plan.spec):
-        prepared = prepare(world, op, instance, choice, stream)
-    of_class, schedule = op.class_of(rows, choice.split), table.schedule
-    if of_class not in table.reserved:
-        _reserve(world, op, table, of_class, plan)
-    if schedule:
-        world.schedules[schedule] = choice.split, choice.tiling
-    made = problems.executable(prepared, plan, rows, schedule)
+    largest = table.ready.get(op.class_of(rows, choice.split))
+    plan = _made_ready(world, op, instance, choice, table, stream) if largest is None else largest.of_rows(rows)
+    assert table.prepared is not None, "what is ready was agreed on"
+    made = world.problems.executable(table.prepared, plan, rows, table.schedule)
     if len(world.executables) >= _MAX_EXECUTABLES:
         world.executables.popitem(last=False)
     world.executables[key] = made
     return made
 
 
-def _reserve(world: World, op: Op[Any], table: Table, of_class: int, plan: Plan) -> None:
-    """Set aside the memory of a call: at once that of its whole class, if there is room, so that other sizes need not ask."""
+def _made_ready(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, table: Table, stream: Any) -> Plan:
+    """The plan of a call whose class was not ready: now it is, if there is memory for all of its sizes."""
+    plan: Plan = plan_for(world, op, instance, choice, table)
+    problems = world.problems
+    if table.prepared is None:
+        table.prepared = problems.find(instance.problem)
+    if table.prepared is None or not problems.has(plan.spec):
+        table.prepared = prepare(world, op, instance, choice, stream)
     if op.by_rows:
+        of_class = op.class_of(instance.rows, choice.split)
         with contextlib.suppress(ArgumentError):
-            world.problems.reserve(table.plans[of_class])
-            table.reserved.add(of_class)
-            return
-    world.problems.reserve(plan)
+            problems.reserve(table.plans[of_class])
+            table.ready[of_class] = table.plans[of_class]
+            return plan
+    problems.reserve(plan)
+    return plan
+
+
+def reserve(world: World, op: Op[Any], problem: Hashable, choice: Choice, rows: Iterable[int]) -> int:
+    """Set aside the memory of calls of these numbers of rows, of a problem that was prepared for them. Returns the most workspace of any.
+
+    Their classes are ready then, if they name their class.
+    """
+    table, plans = _table(world, problem, choice), {number: plan_for(world, op, Instance(problem, number), choice) for number in rows}
+    # The largest first: then an error says what all need, and the staging area is made once.
+    for plan in sorted(plans.values(), key=lambda plan: -plan.workspace_bytes - plan.staging_bytes):
+        world.problems.reserve(plan)
+    for number, plan in plans.items():
+        if op.by_rows and number == op.class_of(number, choice.split) and world.problems.has(plan.spec):
+            table.ready[number] = plan
+    return max(int(plan.workspace_bytes) for plan in plans.values())
 
 
 def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, stream: Any, max_rows: int | None = None) -> Prepared:
