@@ -292,7 +292,7 @@ class RingAttention(Op[RingAttentionProblem]):
 
     def _maps(self, world: World, executable: Executable, operands: Sequence[TensorView], o: TensorView) -> Iterator[bytes]:
         """The tensor maps, in the order of ``Parameters``."""
-        (q, k, v), plan, header = operands, executable.plan, executable.header
+        (q, k, v), plan = operands, executable.plan
         problem, make = plan.problem, world.backend.tensor_map
         key_block = problem.tile.key_block
         made = {}
@@ -306,6 +306,15 @@ class RingAttention(Op[RingAttentionProblem]):
         if not problem.rings:
             yield from [bytes(128)] * 3
             return
+        key = "windows", problem, plan.chunk_rows, plan.plane_bytes, plan.depth, plan.planes, executable.scratch_offset
+        windows: tuple[bytes, ...] = world.held.get(key) or hold(world, key, tuple(self._windows(world, executable)))
+        yield from windows
+
+    @staticmethod
+    def _windows(world: World, executable: Executable) -> Iterator[bytes]:
+        """Maps of what lies on the heap, which calls of many sizes have alike."""
+        plan, header, make = executable.plan, executable.header, world.backend.tensor_map
+        problem, key_block = plan.problem, plan.problem.tile.key_block
         row, plane, slots = problem.head_dim * ITEM, plan.plane_bytes, problem.rings * plan.depth
         window = header.heap_base + header.local_rank * header.heap_stride + executable.scratch_offset
         for offset in (0, plane):

@@ -303,7 +303,6 @@ class CudaBackend(Backend):
         with self._lock:
             if not self._frees:
                 return
-            self._maps.forget()
             self.__dict__.pop("_some_address", None)
             self.__dict__.pop("_clock", None)
             self._frees += map(destroyer, self._queue.close())

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ __all__ = ["TensorMaps"]
 _BYTES = 128  # of a map
 _ALIGNMENT = 64  # of a map's memory
 _BOX_BYTES = 128  # the swizzle's row
-_KNOWN = 256  # maps remembered: more would cost time, because making a map drops the oldest, which no cache of the CPU has any more
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 # Of the driver's enumerations.
@@ -38,9 +36,9 @@ _OUTPUT = 128  # offset of the map
 
 
 class TensorMaps:
-    """Makes tensor maps, and remembers the ones that were made last. Any thread.
+    """Makes tensor maps. Any thread. Whoever needs one again keeps it: arrays that come again come in calls that are known as a whole.
 
-    A new map costs 2 us of host time: the encoder is a function of the host that reads memory prepared once.
+    A map costs 2 us of host time: the encoder is a function of the host that reads memory prepared once.
     """
 
     def __init__(self, some_address: Callable[[], int] | None = None) -> None:
@@ -59,7 +57,6 @@ class TensorMaps:
             for rank in _INPUT
             for swizzled, how in ((swizzled, (_NO_INTERLEAVE, _SWIZZLES[swizzled], _PROMOTION, _ZEROS)) for swizzled in (False, True))
         }
-        self._known: OrderedDict[tuple[Any, ...], bytes] = OrderedDict()
 
     def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
         """The map of a tensor, as ``Backend.tensor_map`` describes it. One function: a call of a new size needs up to four maps.
@@ -69,10 +66,6 @@ class TensorMaps:
         ArgumentError
             The driver's rules forbid such a map: the message names the driver's status.
         """
-        key = address, dtype, swizzled, *shape, *strides, *box  # one tuple for the garbage collector, not four
-        known = self._known.get(key)
-        if known is not None:
-            return known
         kind, rank = self._kinds.get(dtype), len(shape)
         if kind is None or box[0] * 2 != _BOX_BYTES:
             raise _unknown(dtype, kind, box)
@@ -99,17 +92,10 @@ class TensorMaps:
             else:
                 status = self._encode(self._to, kind, rank, address, *self._rest[rank, swizzled])
                 if not status:
-                    if len(self._known) >= _KNOWN:
-                        self._known.popitem(last=False)
-                    made = self._known[key] = self._output.tobytes()
-                    return made
+                    return self._output.tobytes()
         value = f"{dtype} {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)} at {address:#x}"
         rule = f"no tensor map can describe it ({driver().CUresult(status).name})"
         raise ArgumentError("tensor", value, rule, "16-byte aligned base and strides are needed")
-
-    def forget(self) -> None:
-        """Forget all maps."""
-        self._known.clear()
 
     @functools.cached_property
     def _encode(self) -> Any:
