@@ -50,9 +50,16 @@ class Encoder:
 def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
     made = Encoder()
 
-    def prompt(name: str, *kinds: Any) -> Any:
-        assert (name, len(kinds)) == ("cuTensorMapEncodeTiled", 12)
-        return lambda *arguments: made(*(getattr(argument, "value", argument) for argument in arguments))
+    def prompt(name: str) -> Any:
+        assert name == "cuTensorMapEncodeTiled"
+        pointer, number, enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
+        types = [pointer, enum, number, *[pointer] * 5, *[enum] * 4]  # as the driver declares it: nothing converts the arguments
+
+        def encode(*arguments: Any) -> int:
+            assert [type(argument) for argument in arguments] == types
+            return made(*(argument.value for argument in arguments))
+
+        return encode
 
     monkeypatch.setattr(tensor_map, "prompt", prompt)
     names = types.SimpleNamespace(CUresult=lambda status: types.SimpleNamespace(name=f"status {status}"))

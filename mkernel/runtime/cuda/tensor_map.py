@@ -6,7 +6,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mkernel.errors import ArgumentError
@@ -50,12 +50,13 @@ class TensorMaps:
         self._memory = memoryview(self._owner).cast("B")[start : start + _OUTPUT + _BYTES]
         self._output = self._memory[_OUTPUT:]
         at = ctypes.addressof(self._owner) + start
-        # Arguments of the encoder that are the same for many maps, as ctypes has them: converting an integer takes longer.
-        self._to, self._kinds = _pointer(at + _OUTPUT), {dtype: _enum(number) for dtype, number in _DTYPES.items()}
-        self._rest = {
-            (rank, swizzled): (*map(_pointer, (at, at + 8 * rank, at + 16 * rank - 8, at + 20 * rank - 8)), *map(_enum, how))
+        # All arguments of the encoder, as ctypes has them: of one map and the next only the address differs, and what memory holds.
+        to, self._address = _pointer(at + _OUTPUT), _pointer()
+        self._arguments = {
+            (dtype, rank, swizzled): (to, _enum(kind), _u32(rank), self._address, *_input_at(at, rank), *_modes(_SWIZZLES[swizzled]))
+            for dtype, kind in _DTYPES.items()
             for rank in _INPUT
-            for swizzled, how in ((swizzled, (_NO_INTERLEAVE, _SWIZZLES[swizzled], _PROMOTION, _ZEROS)) for swizzled in (False, True))
+            for swizzled in (False, True)
         }
 
     def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
@@ -66,9 +67,9 @@ class TensorMaps:
         ArgumentError
             The driver's rules forbid such a map: the message names the driver's status.
         """
-        kind, rank = self._kinds.get(dtype), len(shape)
-        if kind is None or box[0] * 2 != _BOX_BYTES:
-            raise _unknown(dtype, kind, box)
+        arguments = self._arguments.get((dtype, len(shape), swizzled))
+        if arguments is None or box[0] * 2 != _BOX_BYTES:
+            raise _unknown(dtype, box)
         if not address and self._some_address is not None:
             address = self._some_address()
         # Nothing is read through the map of an empty array, but the encoder refuses extents of 0; and strides that no element uses may be
@@ -82,7 +83,7 @@ class TensorMaps:
             z, plane = 1, -(-row * y // 16) * 16
         with self._lock:
             try:
-                if rank == 3:
+                if len(shape) == 3:
                     _PACK(self._memory, 0, x, y, z, row, plane, *box, 1, 1, 1)
                 else:
                     batches, batch_bytes = (shape[-1], strides[-1]) if shape[-1] > 1 else (1, -(-plane * z // 16) * 16)
@@ -90,7 +91,8 @@ class TensorMaps:
             except struct.error:  # a number that the driver's types do not hold
                 status = _INVALID_VALUE
             else:
-                status = self._encode(self._to, kind, rank, address, *self._rest[rank, swizzled])
+                self._address.value = address
+                status = self._encode(*arguments)
                 if not status:
                     return self._output.tobytes()
         value = f"{dtype} {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)} at {address:#x}"
@@ -99,12 +101,20 @@ class TensorMaps:
 
     @functools.cached_property
     def _encode(self) -> Any:
-        # The host computes, and waits for nothing.
-        types = (_pointer, _enum, _u32, _pointer, _pointer, _pointer, _pointer, _pointer, _enum, _enum, _enum, _enum)
-        return prompt("cuTensorMapEncodeTiled", *types)
+        # The host computes, and waits for nothing. No types: converting the arguments would take longer than encoding.
+        return prompt("cuTensorMapEncodeTiled")
 
 
-def _unknown(dtype: str, kind: object, box: Extents) -> ArgumentError:
-    if kind is None:
+def _input_at(at: int, rank: int) -> Iterable[Any]:
+    """Where extents, strides, box and steps lie in memory that begins at an address."""
+    return map(_pointer, (at, at + 8 * rank, at + 16 * rank - 8, at + 20 * rank - 8))
+
+
+def _modes(swizzle: int) -> Iterable[Any]:
+    return map(_enum, (_NO_INTERLEAVE, swizzle, _PROMOTION, _ZEROS))
+
+
+def _unknown(dtype: str, box: Extents) -> ArgumentError:
+    if dtype not in _DTYPES:
         return ArgumentError("dtype", dtype, "tensor maps are made of bfloat16 or float16")
     return ArgumentError("box", tuple(box), f"the inner extent must be {_BOX_BYTES // 2} elements")
