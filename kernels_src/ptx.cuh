@@ -217,6 +217,15 @@ MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) {
 MK_DEVICE void store_release_gpu(uint64_t* p, uint64_t v) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// A word that all threads read, for each by itself: with one address ptxas knows of one value, brings it to a uniform register, and waits for it at
+// once. Bit 31 is set of no mask.
+MK_DEVICE uint64_t load_for_thread(const uint64_t* p) {
+  uint32_t lanes_below;
+  uint64_t v;
+  asm volatile("mov.u32 %0, %lanemask_lt;" : "=r"(lanes_below));
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p + (lanes_below >> 31)) : "memory");
+  return v;
+}
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -300,23 +309,19 @@ MK_DEVICE float reciprocal(float x) {
 struct Words {
   uint32_t word[4];
 };
+#define MK_WORDS(kind, v) kind(v.word[0]), kind(v.word[1]), kind(v.word[2]), kind(v.word[3])
 MK_DEVICE Words any_words() {  // of whatever value, by no instruction
   Words v;
-  asm("" : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]));
+  asm("" : MK_WORDS("=r", v));
   return v;
 }
 MK_DEVICE Words load_shared(const void* p) {
   Words v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-               : "r"(shared_address(p))
-               : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : MK_WORDS("=r", v) : "r"(shared_address(p)) : "memory");
   return v;
 }
 MK_DEVICE void store_shared(void* p, const Words& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
-               "r"(v.word[3])
-               : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), MK_WORDS("r", v) : "memory");
 }
 
 // ---- words of shared memory by which threads of a CTA tell each other
@@ -360,37 +365,26 @@ MK_DEVICE uint32_t load_byte(const void* p) {
 MK_DEVICE void store_byte(void* p, uint32_t v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 MK_DEVICE Words load_input(const void* p) {  // global memory that nobody writes while the kernel runs
   Words v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-               : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : MK_WORDS("=r", v) : "l"(p));
   return v;
 }
 MK_DEVICE Words load_global(const void* p) {  // global memory that has been written during this kernel, after an acquire that says so
   Words v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-               : "l"(p)
-               : "memory");
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : MK_WORDS("=r", v) : "l"(p) : "memory");
   return v;
 }
 MK_DEVICE void store_global(void* p, const Words& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
-               : "memory");
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), MK_WORDS("r", v) : "memory");
 }
 
 // Packets: four words, each of them stored and loaded at once, in any order (relaxed; the instruction orders nothing).
 MK_DEVICE Words load_packet(const Words* p) {
   Words v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-               : "l"(p)
-               : "memory");
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : MK_WORDS("=r", v) : "l"(p) : "memory");
   return v;
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
-               "r"(v.word[3])
-               : "memory");
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), MK_WORDS("r", v) : "memory");
 }
 
 // Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).

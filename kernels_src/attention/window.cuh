@@ -31,7 +31,7 @@ MK_DEVICE uint32_t feeder_of(const abi::World& world, uint32_t ring) {  // who w
 
 // ---- counted flags: words of the signal segment whose value is the epoch and, in the low kCountBits, a number that grows within the call. They are apart
 // from the ops' other flags, which hold epochs (docs/memory_model.md).
-MK_DEVICE uint64_t counted(const Call& call, uint32_t number) { return (call.epoch << kCountBits) + number; }
+MK_DEVICE uint64_t counted(const Call& call, uint32_t number) { return (call.epoch() << kCountBits) + number; }
 MK_DEVICE uint32_t slot_word(const RingArguments& r, uint32_t ring, uint32_t number) { return ring * r.depth + number % r.depth; }
 // What a mate (distance in the node, from 1 on) has read of the ring that this rank feeds with keys of the node at a distance; 0: its own.
 MK_DEVICE uint32_t mate_credit_word(const RingArguments& r, uint32_t distance, uint32_t mate) {

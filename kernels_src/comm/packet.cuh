@@ -36,7 +36,7 @@ MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint3
     const uint64_t now = v[last].word[half * 2] | uint64_t(v[last].word[half * 2 + 1]) << 32;
     const abi::State state = deadline.pass(reinterpret_cast<const uint64_t*>(at(last)) + half, now + 1);
     if (state == abi::kRunning) continue;
-    fail(call, state, Awaited{abi::kFlagChunk, 0, peer(last)}, call.epoch, 0);
+    fail(call, state, Awaited{abi::kFlagChunk, 0, peer(last)}, call.epoch(), 0);
     return false;
   }
 #pragma unroll

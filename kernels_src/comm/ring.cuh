@@ -86,14 +86,14 @@ MK_DEVICE void put_chunks(const Entered& entered, Chunks& chunks, uint32_t chann
 // node. A lane per peer and mate. The words are compared by those who wait for them: one with another plan is handed on as well.
 MK_DEVICE void hand_on_entries(const Call& call) {
   const abi::World& world = call.world;
-  const uint64_t entered = call.epoch << abi::kCheckBits;
+  const uint64_t entered = call.epoch() << abi::kCheckBits;
   constexpr uint32_t kMates = kR > 1 ? kR - 1 : 1;  // no 0: a division by it would draw a warning
 #pragma unroll 1
   for (uint32_t i = ptx::lane_index(); i < (kNodes - 1) * kMates; i += 32) {
     const uint32_t peer = rail_peer(world, 1 + i / kMates), mate = local_peer(world, 1 + i % kMates);
     const uint64_t* flag = entry_flag(call, peer);
     if (!wait_word(call, flag, entered, 0, Awaited{abi::kFlagEntry, peer, peer}, world.entry_timeout_ns)) return;
-    ptx::store_release_sys(&signal_header(world, mate)->entered[call.epoch & 1][peer], ptx::load_acquire_sys(flag));
+    ptx::store_release_sys(&signal_header(world, mate)->entered[call.epoch() & 1][peer], ptx::load_acquire_sys(flag));
   }
 }
 
@@ -102,9 +102,9 @@ MK_DEVICE void hand_on_entries(const Call& call) {
 MK_DEVICE void announce_entry(const Call& call) {
   if (is_skipped(call)) return;
   const abi::World& world = call.world;
-  const uint64_t offset = entry_offset(call.epoch, world.rank), value = entry_value(call.epoch, call.check);
+  const uint64_t offset = entry_offset(call.epoch(), world.rank), value = entry_value(call.epoch(), call.check);
   for (uint32_t i = 1 + ptx::lane_index(); i < kR; i += 32) {
-    ptx::store_release_sys(&signal_header(world, local_peer(world, i))->entered[call.epoch & 1][world.rank], value);
+    ptx::store_release_sys(&signal_header(world, local_peer(world, i))->entered[call.epoch() & 1][world.rank], value);
   }
   if constexpr (kNodes > 1) {
     if (ptx::lane_index() == 0) {

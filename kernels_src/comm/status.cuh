@@ -14,7 +14,7 @@ MK_DEVICE void report_error(const Entered& entered, uint32_t code, uint64_t firs
   const abi::World& world = entered.world();
   abi::HostBlock* block = host_block(world);
   abi::CallReport& report = block->report;
-  report.epoch = entered.call().epoch;
+  report.epoch = entered.call().epoch();
   report.problem = world.problem;
   report.rows = world.rows;
   report.schedule = world.schedule;
@@ -25,6 +25,6 @@ MK_DEVICE void report_error(const Entered& entered, uint32_t code, uint64_t firs
 }
 
 // As leave_call, by every CTA of a call that is reported.
-MK_DEVICE void leave_refused(const Call& call) { leave_call(Call{call.world, call.epoch | abi::kHalted, call.role, call.check}); }
+MK_DEVICE void leave_refused(const Call& call) { leave_call(Call{call.world, call.before | abi::kHalted, call.role, call.check}); }
 
 }  // namespace mkernel

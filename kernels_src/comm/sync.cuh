@@ -8,21 +8,26 @@ namespace mkernel {
 // What every role knows of the running call. Cheap to pass by value.
 struct Call {
   const abi::World& world;
-  uint64_t epoch;  // number of this call, from 1; the value of every flag raised in it
+  uint64_t before;  // ControlBlock::epoch as the call found it; nothing is worked out of it sooner than needed: see begin_call_ahead
   uint32_t role;
   uint32_t check;  // what all ranks must ask for alike: World::check, and what a kernel finds in its inputs before it announces its entry
+
+  MK_DEVICE uint64_t epoch() const { return before + 1; }  // number of this call, from 1; the value of every flag raised in it
 };
 
 MK_DEVICE abi::ControlBlock* control_block(const abi::World& world) { return reinterpret_cast<abi::ControlBlock*>(world.control); }
 MK_DEVICE abi::HostBlock* host_block(const abi::World& world) { return reinterpret_cast<abi::HostBlock*>(world.host); }
 
-MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) {
-  return Call{world, control_block(world)->epoch + 1, role, world.check};
+// Reads the epoch, for which all threads wait, some 700 cycles.
+MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) { return Call{world, control_block(world)->epoch, role, world.check}; }
+// The same, but a thread waits where it uses the epoch, and keeps it in two registers of its own, not in uniform ones.
+MK_DEVICE Call begin_call_ahead(const abi::World& world, uint32_t role) {
+  return Call{world, ptx::load_for_thread(&control_block(world)->epoch), role, world.check};
 }
 
 // Whether this call is to be skipped: an earlier one has reported an error that this rank's host has not raised yet (comm/status.cuh). A skipped call
 // is entered by nobody, so that ranks may differ in how many they have launched.
-MK_DEVICE bool is_skipped(const Call& call) { return (call.epoch & abi::kHalted) != 0; }
+MK_DEVICE bool is_skipped(const Call& call) { return (call.epoch() & abi::kHalted) != 0; }
 
 // Proof that every rank of the world has entered this call with the same plan. Only code that holds one can write to memory that ranks share
 // (shared_heap, shared_signals), raise an op's flag, issue a put, or post a flag or an item to a mailbox. Only such code waits for an op's flag,
@@ -90,7 +95,7 @@ MK_DEVICE void fail(const Call& call, abi::State state, const Awaited& what, uin
   report->flag_kind = what.kind;
   report->flag_index = what.index;
   report->peer = what.peer;
-  report->epoch = call.epoch;
+  report->epoch = call.epoch();
   report->expected = expected;
   report->seen = seen;
   report->problem = world.problem;
@@ -188,14 +193,14 @@ MK_DEVICE uint64_t entry_offset(uint64_t epoch, uint32_t source) {
 // Waits until `peer` has entered this call and compares plans. The parity slots make the comparison exact: a peer can be at most one call
 // ahead, because no rank leaves a call before it has seen everyone enter it.
 MK_DEVICE const uint64_t* entry_flag(const Call& call, uint32_t peer) {
-  return reinterpret_cast<const uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch, peer));
+  return reinterpret_cast<const uint64_t*>(signals(call.world, call.world.local_rank) + entry_offset(call.epoch(), peer));
 }
 // Entries of other nodes come to the rank on their rail, which hands them to its node mates (announce_entry, comm/ring.cuh). Who waits for such a
 // node mate waits longer, so that whoever misses an entry itself is the one to report.
 MK_DEVICE bool wait_entered(const Call& call, uint32_t peer) {
   const abi::World& world = call.world;
   const Awaited what{abi::kFlagEntry, peer, peer};
-  const uint64_t entered = call.epoch << abi::kCheckBits, expected = entry_value(call.epoch, call.check);
+  const uint64_t entered = call.epoch() << abi::kCheckBits, expected = entry_value(call.epoch(), call.check);
   const bool handed_on = peer / world.ranks_per_node != world.node && peer % world.ranks_per_node != world.local_rank;
   return wait_word(call, entry_flag(call, peer), entered, expected, what, (handed_on ? kSecondHand : 1) * world.entry_timeout_ns);
 }
@@ -224,7 +229,6 @@ struct EntryGate {
 
   MK_DEVICE void init() {  // one thread, before an mbarrier_init_fence and a sync_cta
     ptx::mbarrier_init(&opened, 1);
-    refused = 0;
   }
   MK_DEVICE MaybeEntered open(const Call& call) {  // one warp, once
     const MaybeEntered entered = enter(call);
@@ -253,7 +257,7 @@ MK_DEVICE void leave_call(const Call& call) {
   if (ptx::atomic_add_acq_rel(&control->exit_counter, 1) + 1 == ptx::cta_count()) {
     control->tile_counter = 0;
     control->exit_counter = 0;
-    control->epoch = call.epoch;
+    control->epoch = call.epoch();
     // The engine may rest: this call issues no more commands, and those that it waits for are complete (rule 14).
     if (call.world.launch != 0) ptx::store_release_sys(&reinterpret_cast<abi::Ring*>(call.world.ring)->ended, call.world.launch);
   }

@@ -37,12 +37,12 @@ template <class Parameters>
 MK_DEVICE bool wait_flag(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t writer, uint32_t time_limits = 1) {
   const uint64_t* word = reinterpret_cast<const uint64_t*>(signals(p.world, p.world.local_rank) + flag_offset(p, flag));
   const Call& call = entered.call();
-  return wait_ge(call, word, call.epoch, Awaited{abi::kFlagChunk, flag, writer}, time_limits * p.world.timeout_ns);
+  return wait_ge(call, word, call.epoch(), Awaited{abi::kFlagChunk, flag, writer}, time_limits * p.world.timeout_ns);
 }
 template <class Parameters>
 MK_DEVICE void raise_flag_of(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t local_rank) {  // one thread
   char* word = shared_signals(entered, local_rank) + flag_offset(p, flag);
-  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch);
+  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch());
 }
 // A flag of this node's ranks, from the one at distance `first` on. Warp function: a lane per rank, so that no release waits for another.
 template <class Parameters>

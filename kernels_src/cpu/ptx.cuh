@@ -144,6 +144,7 @@ MK_DEVICE WordPair load_acquire_sys_pair(const uint64_t* p) {
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_gpu(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
+MK_DEVICE uint64_t load_for_thread(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }
 MK_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
 MK_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_ACQ_REL); }

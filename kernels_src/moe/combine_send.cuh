@@ -26,7 +26,8 @@ MK_DEVICE bool send_weights(const Entered& entered, const Parameters& p, uint32_
     if (count_awaited(p, distance) == 0) continue;
     const uint32_t there = seen_by_node_at(distance), bytes = c.tokens * kTopK * sizeof(float);
     const uint64_t signal = flag_offset(p, weights_flag(c, there)), to = peer_weights_offset(c, there);
-    ticket = issue_put(entered, Put{channel, rail_peer(p.world, distance), c.send_weights_offset, to, bytes, signal, entered.call().epoch});
+    ticket =
+        issue_put(entered, Put{channel, rail_peer(p.world, distance), c.send_weights_offset, to, bytes, signal, entered.call().epoch()});
     if (ticket == 0) return false;
   }
   return true;
@@ -54,7 +55,7 @@ MK_DEVICE bool send_chunk(const Entered& entered, const Parameters& p, uint32_t 
     const uint32_t there = seen_by_node_at(distance);
     const uint64_t from = sum_offset(c, distance, first), to = arrived_offset(c, there, first), bytes = uint64_t(count) * c.row_bytes;
     const uint64_t signal = flag_offset(p, arrived_flag(c, there, chunk));
-    ticket = issue_put(entered, Put{channel, rail_peer(p.world, distance), from, to, bytes, signal, entered.call().epoch});
+    ticket = issue_put(entered, Put{channel, rail_peer(p.world, distance), from, to, bytes, signal, entered.call().epoch()});
   }
   return ptx::all_of_warp(ptx::lane_index() != 0 || ticket != 0);
 }

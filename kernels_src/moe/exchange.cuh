@@ -46,7 +46,7 @@ MK_DEVICE uint64_t announce_record(const Entered& entered, const Parameters& p) 
 #pragma unroll 1
     for (uint32_t distance = 1; distance < kNodes; ++distance) {
       const uint32_t peer = rail_peer(world, distance);
-      ticket = issue_put(entered, Put{1, peer, at, at, record_bytes(p.routing), flag_offset(p, world.rank), entered.call().epoch});
+      ticket = issue_put(entered, Put{1, peer, at, at, record_bytes(p.routing), flag_offset(p, world.rank), entered.call().epoch()});
     }
   }
   return ticket;

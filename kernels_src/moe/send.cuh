@@ -81,7 +81,7 @@ struct RowsToSend {
     const uint64_t at = uint64_t(first) * r.row_bytes;
     const uint64_t src = area_of(r, r.sending_offset, distance) + at, dst = area_of(r, r.arrived_offset, seen_by_node_at(distance)) + at;
     const uint32_t flag = chunk_flag(r, p.world.rank, first / r.put_rows);
-    return Put{channel, rail_peer(p.world, distance), src, dst, uint64_t(rows) * r.row_bytes, flag_offset(p, flag), call.epoch};
+    return Put{channel, rail_peer(p.world, distance), src, dst, uint64_t(rows) * r.row_bytes, flag_offset(p, flag), call.epoch()};
   }
 };
 

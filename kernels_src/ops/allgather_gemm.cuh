@@ -398,7 +398,7 @@ struct ShardToSend {
     const Chunk at = chunk_at(p, chunk);
     const uint64_t offset = chunk_offset(p, at), src = p.send_offset + offset, dst = shard_offset(p, p.world.rank) + offset;
     const uint32_t peer = rail_peer(p.world, 1 + i), flag = flag_index(p, p.world.rank, chunk);
-    return Put{channel, peer, src, dst, chunk_bytes(p, at), flag_offset(p, flag), call.epoch};
+    return Put{channel, peer, src, dst, chunk_bytes(p, at), flag_offset(p, flag), call.epoch()};
   }
 };
 
@@ -417,7 +417,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = shared_storage<Storage>();
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
-  const Call call = begin_call(p.world, role);
+  const Call call = begin_call_ahead(p.world, role);
   if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - first_inter_send(p));
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);

@@ -208,7 +208,7 @@ struct Tiles : BasicOp<Config, Parameters> {
       const uint64_t now = v[missing].word[half * 2] | uint64_t(v[missing].word[half * 2 + 1]) << 32;
       const abi::State state = deadline.pass(reinterpret_cast<const uint64_t*>(at(missing)) + half, now + 1);
       if (state == abi::kRunning) continue;
-      fail(entered.call(), state, Awaited{abi::kFlagChunk, 0, first + missing / kPackets}, entered.call().epoch, 0);
+      fail(entered.call(), state, Awaited{abi::kFlagChunk, 0, first + missing / kPackets}, entered.call().epoch(), 0);
       return false;
     }
 #pragma unroll
@@ -219,7 +219,7 @@ struct Tiles : BasicOp<Config, Parameters> {
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  const Call call = begin_call(p.world, abi::kCompute);
+  const Call call = begin_call_ahead(p.world, abi::kCompute);
   compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 

@@ -38,7 +38,7 @@ struct Puts {
                p.target_offset + slot * p.bytes + begin,
                left < Config::kPutBytes ? left : Config::kPutBytes,
                mkernel::flag_offset(p, slot * num_puts(p) + number),
-               call.epoch};
+               call.epoch()};
   }
 };
 

@@ -36,7 +36,7 @@ struct TilesToSend {
   MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t) const {
     const uint64_t src = tiles.src(distance, first), dst = tiles.dst(distance, first);
     const uint32_t peer = rail_peer(p.world, distance), flag = tiles.peer_flag(distance, first);
-    return Put{channel, peer, src, dst, count * tiles.bytes(), flag_offset(p, flag), call.epoch};
+    return Put{channel, peer, src, dst, count * tiles.bytes(), flag_offset(p, flag), call.epoch()};
   }
 };
 template <PutTiles Tiles>

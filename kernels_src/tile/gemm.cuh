@@ -1,8 +1,9 @@
 // The GEMM of every fused kernel: C tiles of kBlockM x kBlockN = A (K-major) * B (K-major or N-major), float32 accumulation.
 //
 // A CTA is three warpgroups. Of warpgroup 0, one thread of warp 0 loads tiles by TMA, warp 1 schedules, one thread of warp 2 stores results by TMA,
-// and warp 3 raises flags. Warpgroups 1 and 2, the consumers, each multiply 64 rows of the tile and add what other ranks computed of it. They pass
-// on to each other (names of GemmStorage in the middle):
+// and warp 3 raises flags. Warpgroups 1 and 2, the consumers, each multiply 64 rows of the tile and add what other ranks computed of it. The loading
+// thread begins with the CTA's first tile by itself, if that waits for nobody (first_item). They pass on to each other (names of GemmStorage in the
+// middle):
 //   scheduler         queue        the others         items: one part of one tile each, whose inputs are there; kStop at the end
 //   loading thread    stages       consumers          A and B of one k step, or some panels of a partial tile
 //   loading thread    tile_wanted  scheduler          the tile is nearly loaded: take the next one
@@ -23,20 +24,34 @@ namespace mkernel {
 template <class Config, TileOp<Config> Op>
 MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   static_assert(!GemmShape<Config>::kPaired || (!Op::kAdds && !Op::kShortTiles), "stages of a pair have A and B only");
-  if (ptx::thread_index() == 32) {
-    ptx::prefetch_map(&op.p.a_map);
-    ptx::prefetch_map(&op.p.b_map);
-    ptx::prefetch_map(&op.p.c_map);
-  }
-  if (ptx::thread_index() == 0) gemm_init(storage);
-  Pair<Config>::begin();
+  // What takes long at the beginning stands side by side: one warp works out the first tile, one fetches maps, two initialize barriers. Roles are told
+  // apart by halves, since of a switch ptxas makes a jump by a table, which first has to come from memory.
   const uint32_t warp = ptx::warp_index();
+  TilePart first{kStop, {}};
+  if (warp < 2) {
+    if (warp == 0) {
+      first = first_item<Config>(call, op);
+    } else if (ptx::lane_index() == 0) {
+      ptx::prefetch_map(&op.p.a_map);
+      ptx::prefetch_map(&op.p.b_map);
+      ptx::prefetch_map(&op.p.c_map);
+    }
+  } else if (warp < 4 && ptx::lane_index() == 0) {
+    if (warp == 2) {
+      init_inputs(storage);
+    } else {
+      init_results(storage);
+    }
+  }
+  Pair<Config>::begin();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
-    if (warp == 0) {
-      if (ptx::lane_index() == 0) load_tiles(op, storage);
-    } else if (warp == 1) {
-      schedule_tiles(call, op, storage);
+    if (warp < 2) {
+      if (warp == 0) {
+        if (ptx::lane_index() == 0) load_tiles(op, storage, first);
+      } else {
+        schedule_tiles(call, op, storage);
+      }
     } else if (warp == 2) {
       if (ptx::lane_index() == 0) store_tiles(call, op, storage);
     } else {

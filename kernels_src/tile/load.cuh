@@ -2,6 +2,7 @@
 #pragma once
 #include "tile/op.cuh"
 #include "tile/pair.cuh"
+#include "tile/schedule.cuh"
 
 namespace mkernel {
 
@@ -27,14 +28,27 @@ MK_DEVICE void load_addend(GemmStorage<Config>& storage, const RingPosition<Conf
   }
 }
 
+// The first item that the scheduler will offer, if that is of a tile that waits for nobody; else kStop. The loading thread begins with it, while the
+// scheduler is still on its way there.
 template <class Config, class Op>
-MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
+MK_DEVICE TilePart first_item(const Call& call, const Op& op) {
+  const uint32_t tile = given_tile<Config>(call, op);
+  if (op.assigned(0) != kStop || tile == kStop || tile >= op.num_tiles()) return TilePart{kStop, {}};
+  const TileCoordinate c = op.coordinate(tile);
+  return TilePart{op.parts(c) == 0 || op.waits(c, 0) ? kStop : tile * Op::kParts, c};
+}
+
+// `first`: first_item().
+template <class Config, class Op>
+MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const TilePart& first) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kStages> stage;
+  TilePart item = first;
+  bool ahead = first.number != kStop;  // of the scheduler, by this item
 #pragma unroll 1
   while (true) {
-    const TilePart item = take_item<Reader::kThread>(storage, queue);
+    if (!ahead) item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) return;
     const uint32_t part = item.number % Op::kParts;
     const TileCoordinate c = known_place<Config, Op>(item);
@@ -43,12 +57,11 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = (op.load_rows(c) + width) * Shape::kBlockK * 2;
     const uint32_t steps = op.steps(c, part);
-    uint32_t ask_at = kStop;  // the step at which the next tile is asked for, in the last part that multiplies
-    if (part + 1 == op.parts(c) || op.steps(c, part + 1) == 0) {
-      constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
-      ask_at = steps > kAhead ? steps - kAhead : 0;
-    }
-    if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);
+    // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
+    constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
+    const bool is_last = part + 1 == op.parts(c) || op.steps(c, part + 1) == 0;
+    if (steps == 0 ? part == 0 : is_last && steps <= kAhead) ptx::mbarrier_arrive(&storage.tile_wanted);
+    const uint32_t ask_at = is_last && steps > kAhead ? steps - kAhead : kStop;
     const uint32_t begin = op.first_step(c) * Shape::kBlockK;
     int32_t a_k = op.a_k(c, part) + begin, k = part * steps * Shape::kBlockK + begin;
 #pragma unroll 1
@@ -85,6 +98,8 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage) {
         load_addend(storage, stage, op.addend(c, addend), at, rows);
       }
     }
+    if (ahead) take_item<Reader::kThread>(storage, queue);
+    ahead = false;
   }
 }
 

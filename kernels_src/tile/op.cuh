@@ -26,7 +26,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.parts(c) } -> Same<uint32_t>;                    // parts of this one; 0: there is no such tile
 
   // ---- their inputs
-  { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only
+  { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only. Of both tiles of a pair alike
   { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs, of both tiles of a pair; false: failed. Warp function
   { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K,
   { op.first_step(c) } -> Same<uint32_t>;              // from this k step on

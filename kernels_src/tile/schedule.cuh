@@ -5,16 +5,19 @@
 
 namespace mkernel {
 
+// The tile that a CTA, or a pair, which computes from the start has by its index, before it takes any from the counter; else kStop.
+template <class Config, class Op>
+MK_DEVICE uint32_t given_tile(const Call& call, const Op& op) {
+  return call.role == abi::kCompute ? (ptx::cta_index() - num_comm_ctas(op.p)) / GemmShape<Config>::kCluster : kStop;
+}
+
 // The tiles of this CTA, or of its pair, one after the other: those assigned to it, then one given by its index, then those it takes from the
 // counter that all CTAs of the rank share. Warp functions.
 template <class Config, class Op>
 class TileSource {
  public:
   MK_DEVICE TileSource(const Call& call, const Op& op)
-      : op_(op),
-        control_(control_block(call.world)),
-        num_tiles_(op.num_tiles()),
-        given_(call.role == abi::kCompute ? (ptx::cta_index() - num_comm_ctas(op.p)) / kCluster : kStop) {}
+      : op_(op), control_(control_block(call.world)), num_tiles_(op.num_tiles()), given_(given_tile<Config>(call, op)) {}
 
   MK_DEVICE bool take(uint32_t& tile) {  // false: there are no more
     tile = op_.assigned(num_assigned_);

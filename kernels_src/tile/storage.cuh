@@ -46,11 +46,16 @@ MK_DEVICE Storage& shared_storage() {
   return *reinterpret_cast<Storage*>(ptx::shared_memory());
 }
 
+// Each by one thread: what the loading thread and the scheduler wait for, and the rest.
 template <class Config>
-MK_DEVICE void gemm_init(GemmStorage<Config>& storage) {  // one thread; a warp that shared them out was slower
+MK_DEVICE void init_inputs(GemmStorage<Config>& storage) {
   storage.stages.init(1, kConsumerWarps * GemmShape<Config>::kCluster);
   storage.queue.init(1, kQueueReaders);
   ptx::mbarrier_init(&storage.tile_wanted, 1);
+  ptx::mbarrier_init_fence();
+}
+template <class Config>
+MK_DEVICE void init_results(GemmStorage<Config>& storage) {
   for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) storage.blocks[w].init(kWarpgroup / 32, 1);
   storage.entries.init();
   storage.relay.init();

@@ -28,6 +28,7 @@ _TWO_SHOT = Case("bfloat16", 64, 256, split="few movers", op=_ALL, algorithm="tw
 _SMALL_TWO_SHOT = Case("bfloat16", 64, 128, split="few movers", op=_ALL, algorithm="two_shot")
 WORKLOADS = {
     "tiles": (Case("bfloat16", 256, 264, split="mover"), 3, (300, 129), 20.0),  # several steps of k, several tiles
+    "long": (Case("bfloat16", 1352, 8, split="mover"), 2, (300, 129), 20.0),  # more steps of k than the next tile is asked for ahead
     "parts": (Case("bfloat16", 4096, 8, split="mover"), 2, (129, 7), 20.0),  # K travels in parts
     "chunks": (Case("bfloat16", 64, 8, split="mover"), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
     "short": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones

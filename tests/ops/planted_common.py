@@ -146,7 +146,7 @@ COMMON = [
         "comm/ring.cuh",
         "if (!wait_word(call, flag, entered, 0, Awaited{abi::kFlagEntry, peer, peer}, world.entry_timeout_ns)) return;",
         "(void)flag, (void)entered;",
-        also=(("ptx::load_acquire_sys(flag));", "entry_value(call.epoch, world.check));"),),
+        also=(("ptx::load_acquire_sys(flag));", "entry_value(call.epoch(), world.check));"),),
         world="2x2",
         workload="all-reduce, then gather",
         seeds=40,
@@ -248,16 +248,19 @@ COMMON = [
         seeds=40,
         first=4,
     ),
+    Bug("after few steps no tile is asked for", "tile/load.cuh", "is_last && steps <= kAhead)", "false)", found_as="deadlock"),
     Bug(
-        "a tile is never asked for",
+        "after many steps no tile is asked for",
         "tile/load.cuh",
         "      if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        workload="long",
         found_as="deadlock",
     ),
     Bug(
         "no tile is asked for after a sum",
         "tile/load.cuh",
-        "    if (part == 0 && steps == 0) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        "steps == 0 ? part == 0 : is_last",
+        "steps != 0 && is_last",
         found_as="deadlock",
         world="2x2",
         workload="reduce",
@@ -265,10 +268,18 @@ COMMON = [
     Bug(
         "a CTA begins before its barriers are ready",
         "tile/gemm.cuh",
-        "gemm_init(storage);\n  Pair<Config>::begin();\n",
-        "gemm_init(storage);\n",
+        "  Pair<Config>::begin();\n  if",
+        "  if",
         found_as="not been initialized",
     ),
+    Bug(
+        "the first tile is loaded before its inputs are there",
+        "tile/load.cuh",
+        "op.parts(c) == 0 || op.waits(c, 0) ? kStop",
+        "op.parts(c) == 0 ? kStop",
+        workload="span",
+    ),
+    Bug("the first item is taken twice", "tile/load.cuh", "    if (ahead) take_item<Reader::kThread>(storage, queue);\n"),
     # Proxies.
     Bug(
         "no proxy fence before tiles are loaded",
@@ -298,7 +309,7 @@ COMMON = [
     ),
     # The end of a call.
     Bug("the tile counter is not reset", "comm/sync.cuh", "    control->tile_counter = 0;\n"),
-    Bug("the epoch does not advance", "comm/sync.cuh", "    control->epoch = call.epoch;\n"),
+    Bug("the epoch does not advance", "comm/sync.cuh", "    control->epoch = call.epoch();\n"),
     # What only ThreadSanitizer sees: on this host's processor every store is a release.
     Bug(
         "a relaxed flag",

@@ -82,7 +82,7 @@ PAIRS = [
     Bug(
         "a flag that is never raised",
         "comm/world.cuh",
-        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch);\n",
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch());\n",
         "  (void)word;\n",
         workload="pairs",
         found_as="TimeoutError",

@@ -71,8 +71,8 @@ REDUCTIONS = [
     Bug(
         "the next call's epoch",
         "comm/world.cuh",
-        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch);",
-        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch + 1);",
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch());",
+        "  ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch() + 1);",
         workload="reduce short",
     ),
     Bug(

@@ -87,7 +87,7 @@ MK_DEVICE uint64_t tell_count(const Entered& entered, const Parameters& p) {
   if (kNodes > 1 && ptx::lane_index() == 0) {
 #pragma unroll 1
     for (uint32_t distance = 1; distance < kNodes; ++distance) {
-      const Put put{1, rail_peer(world, distance), offset, offset, sizeof(ptx::Words), flag_offset(p, world.rank), entered.call().epoch};
+      const Put put{1, rail_peer(world, distance), offset, offset, sizeof(ptx::Words), flag_offset(p, world.rank), entered.call().epoch()};
       ticket = issue_put(entered, put);
     }
   }
@@ -188,7 +188,7 @@ struct RowsToSend {
   MK_DEVICE Put put(const Call& call, uint32_t channel, uint32_t i) const {
     const uint32_t rank = p.world.rank, flag = chunk_flag(p, rank, chunk);
     const uint64_t at = p.rows_offset + packing.offset(rank, chunk);
-    return Put{channel, rail_peer(p.world, 1 + i), at, at, packing.bytes(rank, chunk), flag_offset(p, flag), call.epoch};
+    return Put{channel, rail_peer(p.world, 1 + i), at, at, packing.bytes(rank, chunk), flag_offset(p, flag), call.epoch()};
   }
 };
 

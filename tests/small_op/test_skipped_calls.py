@@ -105,7 +105,7 @@ BUGS = {
     "later calls enter": (
         "allgather_rows.cuh",
         "const MaybeEntered entered = enter(call);",
-        "const MaybeEntered entered = enter(Call{call.world, call.epoch & ~abi::kHalted, call.role, call.check});",
+        "const MaybeEntered entered = enter(Call{call.world, call.before & ~abi::kHalted, call.role, call.check});",
     ),
     "later calls are announced": ("comm/ring.cuh", "if (is_skipped(call)) return;", ""),
     "the refused call leaves as any other": (

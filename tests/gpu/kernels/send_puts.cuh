@@ -18,12 +18,12 @@ static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 MK_DEVICE Put put_of(const Call& call, const Parameters& p, uint64_t i) {
   const uint64_t offset = i % p.slots * p.bytes;
   const uint32_t channel = 1 + ptx::cta_index();
-  return Put{channel, 1, p.source_offset + offset, p.target_offset + offset, p.bytes, mkernel::flag_offset(p, i), call.epoch};
+  return Put{channel, 1, p.source_offset + offset, p.target_offset + offset, p.bytes, mkernel::flag_offset(p, i), call.epoch()};
 }
 MK_DEVICE bool wait_for(const Call& call, const Parameters& p, uint64_t i) {
   const char* word = signals(p.world, 0) + mkernel::flag_offset(p, i);
   const Awaited what{abi::kFlagChunk, static_cast<uint32_t>(i), 1};
-  return wait_ge(call, reinterpret_cast<const uint64_t*>(word), call.epoch, what, p.world.timeout_ns);
+  return wait_ge(call, reinterpret_cast<const uint64_t*>(word), call.epoch(), what, p.world.timeout_ns);
 }
 
 struct Arrivals {

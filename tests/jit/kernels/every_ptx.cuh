@@ -100,7 +100,7 @@ MK_DEVICE void asynchronous(char* smem, uint64_t* bar, char* global, const abi::
 MK_DEVICE void memory(uint64_t* words) {
   uint32_t* halves = reinterpret_cast<uint32_t*>(words);
   uint32_t sum = ptx::atomic_add(halves, 1u) + ptx::atomic_add_acq_rel(halves + 1, 1u);
-  sum += ptx::compare_and_swap(halves + 2, 0, sum) + ptx::load_acquire_gpu(halves + 3);
+  sum += ptx::compare_and_swap(halves + 2, 0, sum) + ptx::load_acquire_gpu(halves + 3) + uint32_t(ptx::load_for_thread(words + 2));
   ptx::store_release_sys(halves + 4, sum + ptx::cta_index() + ptx::cta_count());
   const uint64_t now = ptx::clock_ns() + ptx::atomic_add(words + 3, uint64_t(1));
   while (ptx::load_acquire_sys(words + 4) < now) ptx::pause(words + 4, now, now);
