@@ -43,7 +43,10 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/bench": ("tests/bench",),
     "mkernel/jit": ("tests/jit", "tests/cpu_target/test_device.py"),
     "mkernel/ops": _OPS,
-    "mkernel/ops/call.py": (*_OPS, *_SIZES, "tests/ops/test_tuning.py", "tests/ops/test_remember.py"),
+    "mkernel/ops/call.py": (
+        *(*_OPS, *_SIZES),
+        *("tests/ops/test_tuning.py", "tests/ops/test_remember.py", "tests/runtime/test_array_libraries.py"),
+    ),
     "mkernel/ops/gemm.py": (*_OPS, "tests/ops/test_libraries.py"),
     "mkernel/ops/prepared_plan.py": (*_OPS, *_SIZES),
     "mkernel/ops/prepared_layer.py": ("tests/ops/test_moe_layer.py",),

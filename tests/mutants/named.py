@@ -17,7 +17,7 @@ _IN_CHECK, _IN_TIMED = f"        {_POISON}\n        for call", f"            {_P
 _SURFACED = "                self.failures.surfaced = True\n"
 _SAID_ONCE = f"{_SURFACED}                raise"
 _BEFORE_READING = "            world.wait_for_kernels()\n            self._record_to(None)"
-_STAGED = "            area.offset, area.bytes = offset, size"
+_STAGED = "        area.offset, area.bytes = offset, size"
 _RESERVED = "world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)"
 _REPORTED = "self.header.problem, self.header.rows, self.header.schedule = problem, rows, schedule"
 
@@ -51,19 +51,22 @@ NAMED = (
     _named("rows left out of the check", "runtime/prepared.py", " + second * rows", ""),
     _named("schedule left out of the check", "runtime/prepared.py", " + third * schedule", ""),
     _named("the workspace is not reserved", "runtime/prepared.py", _RESERVED, "pass"),
-    _named("an old staging area is freed", "runtime/prepared.py", _STAGED, f"            area.bytes and heap.free(area.offset)\n{_STAGED}"),
+    _named("an old staging area is freed", "runtime/prepared.py", _STAGED, f"        area.bytes and heap.free(area.offset)\n{_STAGED}"),
     _named(
         "reports without problem and rows", "runtime/prepared.py", _REPORTED, _REPORTED.replace("= problem, rows, schedule", "= 0, 0, 0")
     ),
-    _named("splits that reports do not know", "ops/schedule.py", "world.schedules[schedule] = choice.split, choice.tiling", "pass"),
+    _named("splits that reports do not know", "ops/schedule.py", "world.schedules[known.schedule] = choice.split, choice.tiling", "pass"),
     _named("tuned for one number of rows", "ops/schedule.py", "numbers = span(rows)", "numbers = range(rows, rows + 1)"),
+    _named("a class is ready without its memory", "ops/schedule.py", "            problems.reserve(table.plans[of_class])\n", ""),
+    _named("the memory of one size is the class's", "ops/schedule.py", "problems.reserve(table.plans[of_class])", "problems.reserve(plan)"),
+    _named("libraries on other streams", "ops/call.py", "(not others or _all_on(queue, others))", "True"),
     _named("a plan of any rows", "ops/prepared_plan.py", "if self.max_rows is not None and rows > self.max_rows:", "if False:"),
     _named("a kernel for exact rows", "planner/reduce.py", "_plan_of_class(problem, class_of(rows),", "_plan_of_class(problem, rows,"),
     _named(
         "no rows are in a class of their own",
         "planner/row_classes.py",
-        "return max(1, -(-rows // step)) * step",
-        "return -(-rows // step) * step",
+        "return _ENDS[bisect.bisect_left(_ENDS, rows)]",
+        "return rows and _ENDS[bisect.bisect_left(_ENDS, rows)]",
     ),
     _named("links are not waited for", "planner/predict_gemm.py", "end = max(end, start + entry + links)", "pass"),
     _named("rows that mates hand on cost nothing", "planner/predict_gemm.py", "begin + pushing + forwarding)", "begin + pushing)"),
