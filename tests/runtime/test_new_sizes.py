@@ -17,8 +17,8 @@ MOST = {
     "allgather_gemm": (58, 4),  # a, c and the gathered rows, and a again where K travels in parts
     "gemm_reduce_scatter": (59, 2),
     "gemm_allreduce": (61, 2),
-    "ring_attention": (180, 5),  # q, k, v, o, and now and then the window
-    "ring_attention_varlen": (212, 5),
+    "ring_attention": (212, 5),  # q, k, v, o, and now and then the window
+    "ring_attention_varlen": (222, 5),
     "moe_dispatch_gemm": (124, 0),
     "moe_combine": (106, 0),
     "moe_gemm_combine": (102, 0),
