@@ -283,11 +283,6 @@ MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumula
 }
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
 MK_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }  // of a number and a NaN the number
-MK_DEVICE float maximum_or_nan(float a, float b) {                 // a NaN if either is one
-  float v;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
-  return v;
-}
 // 2^x and 1/x with a relative error of at most 2^-22 and 2^-23 (PTX ISA: 2 ulp, 1 ulp); a result or argument below 2^-126 may count as 0.
 MK_DEVICE float exp2(float x) {
   float v;

@@ -8,23 +8,6 @@
 
 namespace mkernel {
 
-// The warpgroups take turns at the tensor cores: the products of one run while another works out its weights. Each waits at a barrier of its own, where
-// the one before it arrives. (The order of products and softmax, here and in attend_item: FlashAttention-3, Shah et al. 2024.)
-template <class Config>
-struct Turns {
-  static constexpr uint32_t kThreads = 256, kCount = Config::kQueryWarpgroups;
-  const uint32_t warpgroup;
-  MK_DEVICE explicit Turns(uint32_t of) : warpgroup(of) {
-    if (warpgroup + 1 == kCount) pass();  // the first one begins
-  }
-  MK_DEVICE void wait() const {
-    if constexpr (Config::kTurns != 0) ptx::barrier_sync(kTurnBarrier + warpgroup, kThreads);
-  }
-  MK_DEVICE void pass() const {
-    if constexpr (Config::kTurns != 0) ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1 == kCount ? 0 : warpgroup + 1), kThreads);
-  }
-};
-
 // What a warpgroup does about the keys that some of its rows must not see.
 template <class Config>
 MK_DEVICE void mask_block(float (&s)[Config::kKeyBlock / 2], const BlockHeader& block, int32_t position) {  // of the warpgroup's first row
@@ -42,36 +25,25 @@ MK_DEVICE void mask_block(float (&s)[Config::kKeyBlock / 2], const BlockHeader& 
   hide_keys(s, seen);
 }
 
+// The blocks of one item (the order of products and softmax: FlashAttention-3, Shah et al. 2024). Returns false where the item is not to be stored.
 template <class Config>
-MK_DEVICE void give_query_back(AttentionStorage<Config>& storage, RingPosition<1>& query_at) {  // the next item's is loaded meanwhile
-  if (ptx::lane_index() == 0) storage.query.take(query_at);
-  query_at.advance();
-}
-
-// The blocks of one item. Returns false where the item is not to be stored.
-template <class Config>
-MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, const Turns<Config>& turns, float scale_log2, int32_t position,
+MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, uint32_t warpgroup, float scale_log2, int32_t position,
                            RingPosition<1>& query_at, RingPosition<Config::kStages>& key_at, RingPosition<Config::kValueStages>& value_at,
                            float (&o)[Config::kHeadDim / 2], RowSums& rows) {
   const bool reports = ptx::lane_index() == 0;
-  const char* q = storage.q[turns.warpgroup][0];
+  const char* q = storage.q[warpgroup][0];
   float s[Config::kKeyBlock / 2], rescale[2];
-  uint32_t weights[Config::kKeyBlock / 4], query[AttentionShape<Config>::kQueryWords];
+  uint32_t weights[Config::kKeyBlock / 4];
 
   storage.query.wait_filled(query_at);
-  if constexpr (AttentionShape<Config>::kQueryInRegisters) {
-    load_query<Config>(query, q);
-    ptx::sync_warp();  // all lanes have read
-    give_query_back(storage, query_at);
-  }
   storage.keys.wait_filled(key_at);
   BlockHeader block = storage.block[key_at.index];
-  multiply_keys<Config>(s, query, q, storage.k[key_at.index]);
+  multiply_keys<Config>(s, q, storage.k[key_at.index]);
   ptx::wgmma_wait<0>(s);
   if (reports) storage.keys.take(key_at);
   key_at.advance();
   mask_block<Config>(s, block, position);
-  bool rescales = rows.template add<Config::kEmulated>(s, scale_log2, rescale), multiplies = false;  // whether values are being multiplied
+  bool rescales = rows.add(s, scale_log2, rescale), multiplies = false;  // whether values are being multiplied
 #pragma unroll
   for (float& e : o) e = 0.0f;
 
@@ -89,18 +61,17 @@ MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, const Turns<Config
     if (block.is_last != 0) break;
     storage.keys.wait_filled(key_at);
     block = storage.block[key_at.index];
-    turns.wait();
-    multiply_keys<Config>(s, query, q, storage.k[key_at.index]);
+    multiply_keys<Config>(s, q, storage.k[key_at.index]);
     storage.values.wait_filled(value_at);
     multiply_values<Config>(o, weights, storage.v[value_at.index]);
-    turns.pass();
     ptx::wgmma_wait<1>(s);
     if (reports) storage.keys.take(key_at);
     key_at.advance();
     mask_block<Config>(s, block, position);
-    rescales = rows.template add<Config::kEmulated>(s, scale_log2, rescale);
+    rescales = rows.add(s, scale_log2, rescale);
   }
-  if constexpr (!AttentionShape<Config>::kQueryInRegisters) give_query_back(storage, query_at);
+  if (reports) storage.query.take(query_at);  // the next item's is loaded meanwhile
+  query_at.advance();
   storage.values.wait_filled(value_at);
   multiply_values<Config>(o, weights, storage.v[value_at.index]);
   rows.reduce();
@@ -112,7 +83,7 @@ MK_DEVICE bool attend_item(AttentionStorage<Config>& storage, const Turns<Config
 
 template <class Config, AttentionOp Op>
 MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Config>& storage) {
-  const Turns<Config> turns(ptx::warp_index() / 4 - 1);
+  const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
   const float scale_log2 = op.scale_log2();
   RingPosition<kItemQueue> item_at;
   RingPosition<1> query_at, parts_at, left_at;
@@ -127,8 +98,8 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     RowSums rows;
     bool stores = true;
     if (item.has_keys != 0) {
-      const int32_t position = item.item.position + turns.warpgroup * AttentionShape<Config>::kBlockRows;
-      stores = attend_item<Config>(storage, turns, scale_log2, position, query_at, key_at, value_at, o, rows);
+      const int32_t position = item.item.position + warpgroup * AttentionShape<Config>::kBlockRows;
+      stores = attend_item<Config>(storage, warpgroup, scale_log2, position, query_at, key_at, value_at, o, rows);
     } else {
 #pragma unroll
       for (float& e : o) e = 0.0f;
@@ -136,14 +107,14 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     if constexpr (Op::kSplits) {
       if (stores && item.item.parts > 1) {
         if (item.item.part + 1 < item.item.parts) {
-          leave_part<Config>(call, op, item, storage, turns.warpgroup, left_at, o, rows);
+          leave_part<Config>(call, op, item, storage, warpgroup, left_at, o, rows);
           stores = false;
         } else {
-          stores = merge_parts<Config>(call, op, item.item, storage, turns.warpgroup, parts_at, o, rows);
+          stores = merge_parts<Config>(call, op, item.item, storage, warpgroup, parts_at, o, rows);
         }
       }
     }
-    if (stores) store_item<Config>(call, op, item.item, storage, turns.warpgroup, o, rows);
+    if (stores) store_item<Config>(call, op, item.item, storage, warpgroup, o, rows);
     ptx::sync_warp();
     if (ptx::lane_index() == 0) storage.items.take(item_at);
     item_at.advance();

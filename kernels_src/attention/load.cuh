@@ -162,8 +162,10 @@ class Producer {
       ptx::mbarrier_arrive_expect(&storage_.padded, Shape::kKeyBytes);
       load_panels(v, op_.v_map(block), block, &storage_.padded);
     }
-    ptx::mbarrier_wait(&storage_.padded, padded_parity_);
-    padded_parity_ ^= 1;
+    const uint32_t parity = storage_.padded_parity;
+    ptx::mbarrier_wait(&storage_.padded, parity);
+    ptx::sync_warp();  // all lanes have read the parity
+    if (is_first_lane_) storage_.padded_parity = parity ^ 1;
     const uint32_t begin = block.rows * Shape::kRowBytes;
 #pragma unroll 1
     for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
@@ -222,7 +224,6 @@ class Producer {
   RingPosition<Shape::kValueStages> value_at_;
   bool owes_values_ = false;   // K of storage.owed has been loaded, and V has not
   bool loads_values_ = false;  // false: because the call has failed
-  uint32_t padded_parity_ = 0;
 };
 
 }  // namespace mkernel

@@ -8,36 +8,18 @@ namespace detail {
 constexpr uint32_t kStep = 16, kAtom = 1024;  // k of one wgmma; 8 rows of 128 bytes, after which the swizzle repeats
 }
 
-// A warpgroup's rows of q in the layout of wgmma's A.
-template <class Config>
-MK_DEVICE void load_query(uint32_t (&query)[AttentionShape<Config>::kQueryWords], const char* q) {
-  using Shape = AttentionShape<Config>;
-  const uint32_t lane = ptx::lane_index(), row = ptx::thread_index() % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-  for (uint32_t word = 0; word < Shape::kQueryWords; ++word) {
-    const uint32_t unit = word / 4 * 2 + word / 2 % 2, panel = unit / 8, chunk = unit % 8 ^ row % 8;  // of 8 columns, swizzled
-    const char* at = q + panel * Shape::kQueryPanel + (row + 8 * (word % 2)) * Shape::kRowBytes + chunk * 16 + lane % 4 * 4;
-    query[word] = *reinterpret_cast<const uint32_t*>(at);
-  }
-}
-
 // s = q * k^T. Committed, not waited for.
 template <class Config>
-MK_DEVICE void multiply_keys(float (&s)[Config::kKeyBlock / 2], const uint32_t (&query)[AttentionShape<Config>::kQueryWords], const char* q,
-                             const char* k) {
+MK_DEVICE void multiply_keys(float (&s)[Config::kKeyBlock / 2], const char* q, const char* k) {
   using Shape = AttentionShape<Config>;
   const uint64_t a = ptx::matrix_descriptor(q, 16, detail::kAtom), b = ptx::matrix_descriptor(k, 16, detail::kAtom);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t column = 0; column < Shape::kHeadDim; column += detail::kStep) {
     const uint32_t panel = column / Shape::kPanelColumns, inside = column % Shape::kPanelColumns * 2;
-    const uint64_t keys = ptx::advance_descriptor(b, panel * Shape::kKeyPanel + inside);
-    if constexpr (Shape::kQueryInRegisters) {
-      ptx::wgmma_registers<Shape::kKeyBlock, Shape::kElement, ptx::Major::kK>(s, &query[column / 4], keys, column > 0);
-    } else {
-      ptx::wgmma<Shape::kKeyBlock, Shape::kElement, ptx::Major::kK, ptx::Major::kK>(
-          s, ptx::advance_descriptor(a, panel * Shape::kQueryPanel + inside), keys, column > 0);
-    }
+    ptx::wgmma<Shape::kKeyBlock, Shape::kElement, ptx::Major::kK, ptx::Major::kK>(
+        s, ptx::advance_descriptor(a, panel * Shape::kQueryPanel + inside), ptx::advance_descriptor(b, panel * Shape::kKeyPanel + inside),
+        column > 0);
   }
   ptx::wgmma_commit();
 }

@@ -5,8 +5,7 @@
 namespace mkernel {
 
 // Config constants that are read here: kHeadDim (64 or 128), kKeyBlock (keys of a block), kStages (of K), kValueStages (of V), kQueryWarpgroups (each has
-// 64 rows of a q tile), kTurns (whether these take turns at the tensor cores), kEmulated (of 8 exponentials, those that multiplications make),
-// kQueryInRegisters (q is read from there, not from shared memory), kFloat16, kCausal.
+// 64 rows of a q tile), kFloat16, kCausal.
 template <class Config>
 struct AttentionShape {
   static constexpr uint32_t kHeadDim = Config::kHeadDim, kKeyBlock = Config::kKeyBlock;
@@ -22,13 +21,10 @@ struct AttentionShape {
   // What one of several CTAs that share an item leaves for the one that merges: every thread's sums of weighted values, and its rows' bases and sums.
   static constexpr uint32_t kPartialUnits = kHeadDim / 8 + 1;  // of 16 bytes, per thread
   static constexpr uint32_t kPartialBytes = kWarpgroups * kPartialUnits * 128 * 16;
-  static constexpr bool kQueryInRegisters = Config::kQueryInRegisters != 0;
-  static constexpr uint32_t kQueryWords = kQueryInRegisters ? kHeadDim / 4 : 1;  // registers of it
   static constexpr bool kCausal = Config::kCausal != 0;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   // Registers per thread. The launch gives every thread the same number; the producer's warpgroup gives up some for the others.
-  static constexpr uint32_t kNeeded =
-      kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + kQueryWords + 23;  // of a consumer: o, scores, weights, and the rest
+  static constexpr uint32_t kNeeded = kHeadDim / 2 + kKeyBlock / 2 + kKeyBlock / 4 + 24;  // of a consumer: o, scores, weights, and the rest
   static constexpr uint32_t kConsumerRegisters = kWarpgroups == 3 ? 160
                                                  : kNeeded <= 160 ? 208
                                                  : kNeeded <= 200 ? 216
@@ -38,8 +34,6 @@ struct AttentionShape {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "kHeadDim");
   static_assert(kKeyBlock % 16 == 0 && kKeyBlock <= 256, "kKeyBlock: whole steps of wgmma");
   static_assert(kWarpgroups == 2 || (kWarpgroups == 3 && kNeeded <= 160), "kQueryWarpgroups: three have fewer registers each");
-  static_assert(Config::kEmulated <= 4, "kEmulated");
-  static_assert(!kQueryInRegisters || kKeyBlock == 128, "kQueryInRegisters: wgmma_registers");
   static_assert(128 * (kProducerRegisters + kWarpgroups * kConsumerRegisters) <= 65536, "register file");
 };
 

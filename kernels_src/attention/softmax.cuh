@@ -4,17 +4,6 @@
 
 namespace mkernel {
 
-// 2^x by multiplications: the SM makes 16 exponentials per cycle and 128 multiplications. Relative error at most 2^-18 for x in (-126, 127); 0 up to -127;
-// of a NaN about 2^128. 2^x = 2^n * 2^f, n the integer nearest to x; 2^f is a polynomial that is 1 at 0, of the least relative error on [-0.5, 0.5]
-// (the idea: FlashAttention-4; the steps: Cody and Waite 1980).
-MK_DEVICE float emulated_exp2(float x) {
-  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which is its low bits
-  x = ptx::maximum_or_nan(x, -127.0f);
-  const float rounded = x + kWhole, f = x - (rounded - kWhole);
-  const float y = (((0.009582853f * f + 0.055906426f) * f + 0.24024099f) * f + 0.6931242f) * f + 1.0f;
-  return ptx::from_bits((ptx::bits(rounded) << 23) + ptx::bits(y));
-}
-
 // Scores of a block are s[4 j + 2 i + h]: row i of the thread's two (8 apart), key 8 j + 2 * (lane % 4) + h. They become weights
 // 2^(score * scale_log2 - base), where the base of a row is within kSlack of its largest score so far, or above. So the weights are at most 2^kSlack,
 // which float16 holds, and what has been summed up is seldom rescaled (Milakov and Gimelshein 2018; the slack: FlashAttention-4).
@@ -31,7 +20,7 @@ class RowSums {
   // Makes weights of scores and adds them to the sums. Returns whether some base of the warp's rows has changed; then what has been summed up so far is to
   // be multiplied by `rescale`. Each lane compares its own scores; the lanes of a row tell each other only where one of them has found a larger base, which
   // is seldom after the first blocks. Warp function.
-  template <uint32_t Emulated, uint32_t Count>
+  template <uint32_t Count>
   MK_DEVICE bool add(float (&s)[Count], float scale_log2, float (&rescale)[2]) {
     float largest[2];
 #pragma unroll
@@ -50,10 +39,7 @@ class RowSums {
       }
     }
 #pragma unroll
-    for (uint32_t j = 0; j < Count; ++j) {
-      const float x = s[j] * scale_log2 - shift_[j / 2 % 2];
-      s[j] = j % 8 * Emulated % 8 + Emulated >= 8 ? emulated_exp2(x) : ptx::exp2(x);  // so many of 8, spread evenly
-    }
+    for (uint32_t j = 0; j < Count; ++j) s[j] = ptx::exp2(s[j] * scale_log2 - shift_[j / 2 % 2]);
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
 #pragma unroll

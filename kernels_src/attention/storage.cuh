@@ -21,8 +21,7 @@ struct ItemHeader {
 };
 
 constexpr uint32_t kItemQueue = 2;
-// Named barriers: of the warpgroups' turns (attend.cuh), and of each warpgroup's own threads.
-constexpr uint32_t kTurnBarrier = 1, kEpilogueBarrier = 4;
+constexpr uint32_t kEpilogueBarrier = 1;  // named barriers of each warpgroup's own threads, from this one on
 
 template <class Config>
 struct AttentionStorage {
@@ -39,11 +38,12 @@ struct AttentionStorage {
   Handshake<Shape::kStages> keys;
   Handshake<Shape::kValueStages> values;
   Handshake<kItemQueue> items;
-  Handshake<1> parts;     // producer, consumers: the other parts of an item are there to be merged,
-  uint32_t parts_failed;  // or the call has failed
-  Handshake<1> left;      // consumers, warp 1: what they leave of a part is in memory,
-  uint32_t left_number;   // and this is the part's number; kNoItem at the end
-  uint64_t padded;        // values that the producer completes with zeros before it gives them to the consumers
+  Handshake<1> parts;      // producer, consumers: the other parts of an item are there to be merged,
+  uint32_t parts_failed;   // or the call has failed
+  Handshake<1> left;       // consumers, warp 1: what they leave of a part is in memory,
+  uint32_t left_number;    // and this is the part's number; kNoItem at the end
+  uint64_t padded;         // values that the producer completes with zeros before it gives them to the consumers,
+  uint32_t padded_parity;  // and which phase that is; not in a register, of which it has few
   EntryGate entries;
 };
 
@@ -58,6 +58,7 @@ MK_DEVICE void attention_init(AttentionStorage<Config>& storage, bool traces) { 
   storage.parts.init(1, kConsumerWarps);
   storage.left.init(kConsumerWarps, 1);
   ptx::mbarrier_init(&storage.padded, 1);
+  storage.padded_parity = 0;
   storage.entries.init();
   for (uint32_t i = 0; i < Shape::kValueStages; ++i) storage.credit[i] = kNoCredit;
   ptx::mbarrier_init_fence();

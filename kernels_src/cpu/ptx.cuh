@@ -202,7 +202,6 @@ MK_DEVICE void unpack(uint32_t v, float& low, float& high) {
 }
 MK_DEVICE uint32_t bits(float v) { return __builtin_bit_cast(uint32_t, v); }
 MK_DEVICE float from_bits(uint32_t v) { return __builtin_bit_cast(float, v); }
-MK_DEVICE float maximum_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 MK_DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
 MK_DEVICE float exp2(float x) { return __builtin_exp2f(x); }
 MK_DEVICE float log2(float x) { return __builtin_log2f(x); }

@@ -23,12 +23,6 @@ class AttentionTile:
     ----------
     stages
         Of K; and of V, if ``value_stages`` is 0.
-    emulated
-        How many of 8 exponentials are made by multiplications.
-    turns
-        Whether the warpgroups take turns at the tensor cores.
-    query_in_registers
-        Whether these read q from registers, not from shared memory.
     """
 
     head_dim: int
@@ -36,14 +30,11 @@ class AttentionTile:
     stages: int
     warpgroups: int
     value_stages: int = 0
-    emulated: int = 0
-    turns: int = 1
-    query_in_registers: int = 0
 
     @classmethod
     def of(cls, head_dim: int, causal: bool) -> AttentionTile:
         """The tile that is fastest for long sequences."""
-        return cls(head_dim, 128, 2, 2)
+        return cls(64, 192, 3, 2) if head_dim == 64 else cls(128, 128, 2, 2, value_stages=3)
 
     @derived
     def q_rows(self) -> int:
@@ -75,7 +66,4 @@ class AttentionTile:
             "kStages": self.stages,
             "kValueStages": self.value_stages or self.stages,
             "kQueryWarpgroups": self.warpgroups,
-            "kEmulated": self.emulated,
-            "kTurns": self.turns,
-            "kQueryInRegisters": self.query_in_registers,
         }

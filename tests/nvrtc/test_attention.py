@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
 
 from mkernel.jit import cuda
+from mkernel.planner import ring_attention, ring_varlen
 from mkernel.planner.attention_tile import AttentionTile
+from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
 from tests.nvrtc.test_kernels import (
@@ -23,8 +25,8 @@ from tests.ops.attention_op import AttentionPlan, AttentionProblem
 _INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)(?:[ ]+([^;]*))?;", re.MULTILINE)
 
 
-# Tiles that tests/gpu/attention.py compares: keys of a block by columns of a head.
-_OTHER_TILES = {64: AttentionTile(64, 192, 2, 2), 128: AttentionTile(128, 176, 2, 2)}
+# Tiles that tests/gpu/attention_variants.py compares with the usual ones.
+_OTHER_TILES = {64: AttentionTile(64, 128, 4, 2), 128: AttentionTile(128, 176, 2, 2)}
 
 
 def plan_of(head_dim: int, dtype: str, causal: bool, parts: int = 1, tile: AttentionTile | None = None) -> AttentionPlan:
@@ -32,7 +34,7 @@ def plan_of(head_dim: int, dtype: str, causal: bool, parts: int = 1, tile: Atten
 
 
 @pytest.mark.cases(head_dim=(64, 128), dtype=("bfloat16", "float16"), causal=(False, True), parts=(1, 2), usual=(True, False))
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_kernel(caplog: pytest.LogCaptureFixture, head_dim: int, dtype: str, causal: bool, parts: int, usual: bool) -> None:
     tile = AttentionTile.of(head_dim, causal) if usual else _OTHER_TILES[head_dim]
     sass = cuda.disassemble(fits(caplog, plan_of(head_dim, dtype, causal, parts, tile).spec))
@@ -68,6 +70,34 @@ def check_main_loop(instructions: list[tuple[str, str]], tile: AttentionTile, he
     assert softmax.count("FFMA") <= count + 2
     assert softmax.count("FMNMX") <= count + 4
     assert softmax.count("FADD") <= count + 8
+
+
+@pytest.mark.cases(
+    head_dim=(64, 128),
+    dtype=("bfloat16", "float16"),
+    causal=(False, True),
+    layout=LAYOUTS,
+    world=((1, 1), (4, 4), (4, 2)),
+    packed=(False, True),
+    canonical=(False, True),
+)
+@pytest.mark.drawn(1)
+def test_ring_attention(
+    caplog: pytest.LogCaptureFixture,
+    head_dim: int,
+    dtype: str,
+    causal: bool,
+    layout: str,
+    world: tuple[int, int],
+    packed: bool,
+    canonical: bool,
+) -> None:
+    """No kind of it spills: its producer, which walks through keys of all ranks, has the fewest registers to spare."""
+    problem = RingAttentionProblem(Topology(*world), 8, 2, head_dim, dtype, causal, layout, 0.125, packed=packed, canonical=canonical)
+    plan = ring_varlen.make_plan(problem, 4096, 132) if packed else ring_attention.make_plan(problem, Sizes(1, 4096).code, 132)
+    sass = cuda.disassemble(fits(caplog, plan.spec))
+    assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
+    assert not {name.split(".")[0] for name, _ in _INSTRUCTION.findall(sass)} & {"STL", "LDL", "STACK"}, "local memory"
 
 
 @pytest.mark.slow

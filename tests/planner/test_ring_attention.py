@@ -14,6 +14,7 @@ import pytest
 from mkernel.abi import COUNTED_WORDS
 from mkernel.ops.ring_attention import OP
 from mkernel.planner import ring_attention as planner
+from mkernel.planner.attention_tile import AttentionTile
 from mkernel.planner.proofs.areas import HEAP, Access, Call
 from mkernel.planner.proofs.ring_attention import RingAttentionCall, call_of
 from mkernel.planner.proofs.ring_shares import chunks_read
@@ -226,8 +227,9 @@ def test_a_cta_that_waits_before_it_says_where_it_begins_would_deadlock(monkeypa
 def test_shares_that_do_not_pass_chunks_would_deadlock(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """A share says before it waits what it will not read, and who adds up the shares says so before that."""
     scale = dataclasses.replace(TINY, shares=3)
-    plan = plan_of("1x4", 1, 260, causal=causal, layout="contiguous", sms=32, scale=scale)
-    assert plan.shares == 3
+    three_blocks = 2 * AttentionTile.of(64, causal).key_block + 4
+    plan = plan_of("1x4", 1, three_blocks, causal=causal, layout="contiguous", sms=32, scale=scale)
+    assert (plan.shares, plan.chunks) == (3, 3)
     proofs.check_no_deadlock(call_of(plan).graph)
 
     def read(self: RingAttentionCall, graph: WaitGraph, rank: int, cta: int, item: int, steps: list[Step]) -> None:
