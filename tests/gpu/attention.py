@@ -5,7 +5,8 @@ TFLOP/s, the same of torch's scaled_dot_product_attention with its cuDNN backend
 cuDNN). ``error`` is the largest error of the rows that are compared with float64 over its bound; exit status 1 where one is over 1.
 
 ``--shapes full causal gqa d64``: which of them, or ``BxHqxHkvxSxD`` with ``c`` after it for causal. ``--dtype float16``.
-``--tile D,keys,stages,warpgroups`` tries another tile. ``--target cpu`` goes through the motions without a GPU and without torch.
+``--tile D,keys,stages,warpgroups`` tries another tile (a fifth number: stages of V, if not those of K). ``--target cpu`` goes through the
+motions without a GPU and without torch.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=[])
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--tile", help="D,keys,stages,warpgroups")
+    parser.add_argument("--tile", help="D,keys,stages,warpgroups[,stages of V]")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()

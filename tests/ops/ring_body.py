@@ -48,14 +48,14 @@ class Model:
 
 
 PLANTED = Model(2, 1, 64, "bfloat16", True, "zigzag")  # of calls that a faulty kernel makes
-PLANTED_SIZES = ((1, 520), (2, 140), (1, 2))
-BY_POSITION_SIZES = ((5, 140), (1, 520))  # where keys are read by position: many sequences, so that items of several are worked on at once
-SHARED_SIZES = ((1, 300), (1, 2))  # where CTAs share keys: the last share of a tile has not its last blocks
+PLANTED_SIZES = ((1, 776), (2, 140), (1, 2))  # some key blocks, the last one short; one
+BY_POSITION_SIZES = ((5, 140), (1, 776))  # where keys are read by position: many sequences, so that items of several are worked on at once
+SHARED_SIZES = ((1, 428), (1, 2))  # where CTAs share keys: the last share of a tile has not its last blocks
 PLANTED_SCALES = {  # by workload
     "ring": TINY,
     "ring deep": planner.Scale(chunk_bytes=1, window_bytes=1, fewest=8),
     "ring shared": planner.Scale(chunk_bytes=1, window_bytes=1, fewest=1, shares=3),
-    "ring of longer chunks": planner.Scale(chunk_bytes=100_000, window_bytes=1, fewest=1),
+    "ring of longer chunks": planner.Scale(chunk_bytes=150_000, window_bytes=1, fewest=1),
 }
 
 

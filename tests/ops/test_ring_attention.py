@@ -57,7 +57,7 @@ def test_shared_keys(rng: np.random.Generator, world: str, mask: tuple[str, str]
 def test_edges_of_masks(rng: np.random.Generator, world: str, layout: str) -> None:
     """Rows that see one key, keys that end with a tile, tiles of one row; then nothing at all."""
     model = Model(2, 1, 64, "bfloat16", True, layout)
-    sizes = ((1, 2), (1, 128), (2, 130), (0, 8), (1, 256), (3, 0), (1, 258))
+    sizes = ((1, 2), (1, 128), (2, 130), (0, 8), (1, 384), (3, 0), (1, 386))
     assert found_wrong(world, model, int(rng.integers(1 << 30)), sizes) is None
 
 

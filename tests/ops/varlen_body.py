@@ -33,7 +33,7 @@ class Packed(NamedTuple):
 
 ROOM = 64  # numbers
 PLANTED = Model(2, 1, 64, "bfloat16", True, "zigzag")  # of calls that a faulty kernel makes
-PLANTED_CALLS = (Packed((9, 700, 0, 1, 300), 3), Packed((40, 1100, 2), 0))
+PLANTED_CALLS = (Packed((9, 700, 0, 1, 300), 3), Packed((40, 1600, 2), 0))
 
 
 def draw_packed(rng: np.random.Generator, model: Model, ranks: int, most: int) -> Packed:

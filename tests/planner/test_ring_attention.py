@@ -35,7 +35,7 @@ def plan_of(world: str, batches: int = 1, length: int = 300, *, heads: int = 2, 
             layout: str = "zigzag", split: Split | None = None, sms: int = 6, scale: Scale = TINY,
             canonical: bool = False) -> RingAttentionPlan:  # fmt: skip
     topology = Topology(*WORLDS[world])
-    problem = RingAttentionProblem(topology, heads, kv_heads, 64, "float16", causal, layout, 0.125, canonical=canonical)
+    problem = RingAttentionProblem(topology, heads, kv_heads, 128, "float16", causal, layout, 0.125, canonical=canonical)
     return make_plan(problem, Sizes(batches, length).code, sms, split, scale)
 
 
@@ -57,7 +57,7 @@ def draw_plan(rng: np.random.Generator, world: str, most: int = 700) -> RingAtte
         split=split,
         sms=64,
         scale=Scale(
-            int(rng.choice([1, 1, 100_000])), int(rng.choice([1, 300_000])), int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 2, 3, 8]))
+            int(rng.choice([1, 1, 200_000])), int(rng.choice([1, 600_000])), int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 2, 3, 8]))
         ),
         canonical=bool(rng.integers(2)),
     )
@@ -227,7 +227,7 @@ def test_a_cta_that_waits_before_it_says_where_it_begins_would_deadlock(monkeypa
 def test_shares_that_do_not_pass_chunks_would_deadlock(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """A share says before it waits what it will not read, and who adds up the shares says so before that."""
     scale = dataclasses.replace(TINY, shares=3)
-    three_blocks = 2 * AttentionTile.of(64, causal).key_block + 4
+    three_blocks = 2 * AttentionTile.of(128, causal).key_block + 4
     plan = plan_of("1x4", 1, three_blocks, causal=causal, layout="contiguous", sms=32, scale=scale)
     assert (plan.shares, plan.chunks) == (3, 3)
     proofs.check_no_deadlock(call_of(plan).graph)
@@ -265,7 +265,7 @@ def test_how_many_ctas_share_keys(batches: int, length: int, heads: int, expecte
 
 @pytest.mark.parametrize(
     ("world", "batches", "length", "mebibytes", "expected"),
-    [("1x1", 1, 8192, 16, 8), ("1x1", 3, 8192, 16, 8), ("1x1", 1, 8192, 10, 4), ("1x1", 1, 8192, 0, 1), ("1x2", 1, 8192, 16, 1)],
+    [("1x1", 1, 4096, 16, 8), ("1x1", 3, 4096, 16, 8), ("1x1", 1, 4096, 10, 4), ("1x1", 1, 4096, 0, 1), ("1x2", 1, 4096, 16, 1)],
 )
 def test_how_many_pairs_take_turns(world: str, batches: int, length: int, mebibytes: int, expected: int) -> None:
     """As many as have so few bytes together, in groups of about the same size; one where keys of other ranks are streamed."""

@@ -29,7 +29,7 @@ def packing_of(world: str, lengths: tuple[int, ...], *, heads: int = 2, kv_heads
                split: Split | None = None, sms: int = 6, scale: Scale = uniform.TINY, spare: int = 0,
                canonical: bool = False) -> Packing:  # fmt: skip
     topology = Topology(*WORLDS[world])
-    problem = RingAttentionProblem(topology, heads, kv_heads, 64, "float16", causal, layout, 0.125, packed=True, canonical=canonical)
+    problem = RingAttentionProblem(topology, heads, kv_heads, 128, "float16", causal, layout, 0.125, packed=True, canonical=canonical)
     packed = Packed(lengths, spare)
     return Packing(make_plan(problem, packed.rows(WORLDS[world][0], problem.parts), sms, split, scale), packed.ends())
 
@@ -49,7 +49,7 @@ def draw_packing(rng: np.random.Generator, world: str, most: int = 900) -> Packi
         layout=str(rng.choice(LAYOUTS)),
         split=Split(int(rng.integers(1, 6)), mates and mates + int(rng.integers(3)), others and others + int(rng.integers(3))),
         sms=16,
-        scale=Scale(int(rng.choice([1, 1, 100_000])), int(rng.choice([1, 300_000])), int(rng.choice([1, 1, 2, 3]))),
+        scale=Scale(int(rng.choice([1, 1, 200_000])), int(rng.choice([1, 600_000])), int(rng.choice([1, 1, 2, 3]))),
         spare=int(rng.integers(3)),
         canonical=bool(rng.integers(2)),
     )
