@@ -19,9 +19,11 @@ class Producer {
   MK_DEVICE void run() {
     ok_ = !is_skipped(call_);
 #pragma unroll 1
-    for (uint32_t i = 0; ok_; ++i) {
-      const uint32_t number = op_.take(i);
+    while (ok_) {
+      const uint32_t number = op_.take(storage_.items_taken);
+      ptx::sync_warp();  // all lanes have read how many
       if (number == kNoItem) break;
+      if (is_first_lane_) ++storage_.items_taken;
       load_item(number);
     }
     enter();

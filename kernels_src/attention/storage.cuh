@@ -42,8 +42,9 @@ struct AttentionStorage {
   uint32_t parts_failed;   // or the call has failed
   Handshake<1> left;       // consumers, warp 1: what they leave of a part is in memory,
   uint32_t left_number;    // and this is the part's number; kNoItem at the end
-  uint64_t padded;         // values that the producer completes with zeros before it gives them to the consumers,
-  uint32_t padded_parity;  // and which phase that is; not in a register, of which it has few
+  uint64_t padded;         // values that the producer completes with zeros before it gives them to the consumers
+  uint32_t padded_parity;  // The producer's, which has few registers: which phase of `padded` comes next,
+  uint32_t items_taken;    // and how many items it has taken
   EntryGate entries;
 };
 
@@ -58,7 +59,7 @@ MK_DEVICE void attention_init(AttentionStorage<Config>& storage, bool traces) { 
   storage.parts.init(1, kConsumerWarps);
   storage.left.init(kConsumerWarps, 1);
   ptx::mbarrier_init(&storage.padded, 1);
-  storage.padded_parity = 0;
+  storage.padded_parity = storage.items_taken = 0;
   storage.entries.init();
   for (uint32_t i = 0; i < Shape::kValueStages; ++i) storage.credit[i] = kNoCredit;
   ptx::mbarrier_init_fence();
