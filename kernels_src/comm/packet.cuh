@@ -7,14 +7,14 @@ namespace mkernel {
 
 constexpr uint32_t kPacketWords = 4;
 
-// Takes `count` packets, at most `Most`, of which the i-th lies at at(i), once all their words have come; leaves zeros there. Each look is at all that
-// are missing: they come from L2 together. peer(i): who sends it, for the report. One thread. False: the call has failed.
+// Takes packets, once all their words have come: for each bit i of `wanted` the one at at(i). Leaves zeros there. Each look is at all that are
+// missing: they come from L2 together. peer(i): who sends it, for the report. One thread. False: the call has failed.
 template <uint32_t Most, class At, class Peer>
-MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint32_t count, const At& at, const Peer& peer) {
+MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint32_t wanted, const At& at, const Peer& peer) {
   static_assert(Most <= 32, "a bit for each");
   const Call& call = entered.call();
   Deadline deadline(call, call.world.timeout_ns);
-  uint32_t missing = count < 32 ? (1u << count) - 1 : 0xffffffffu;  // bit i: packet i
+  uint32_t missing = wanted;
 #pragma unroll
   for (uint32_t i = 0; i < Most; ++i) v[i] = ptx::any_words();  // of those that are not taken
   while (true) {
@@ -41,7 +41,7 @@ MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint3
   }
 #pragma unroll
   for (uint32_t i = 0; i < Most; ++i) {
-    if (i < count) ptx::store_packet(at(i), ptx::Words{});
+    if ((wanted >> i & 1) != 0) ptx::store_packet(at(i), ptx::Words{});
   }
   return true;
 }

@@ -32,26 +32,29 @@ static_assert(!KShares::kMay || (kNodes == 1 && Config::kSlices == 1), "there ar
 struct alignas(64) Parameters {
   abi::World world;
   abi::Fields fields;
-  uint64_t a;               // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;   // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
-  uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
-  uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
-  uint64_t packet_offset;   // signal segment: (tiles, shares - 1, warps) of what CTAs share of K
-  uint32_t rows;            // M / W
-  uint32_t whole_tiles;     // tiles 0 .. whole_tiles-1 are whole, the others are sliced
-  uint32_t group_m;         // tile rows that share columns of B
-  uint32_t part_blocks;     // blocks of a chunk's rows whose first parts travel before their second parts
-  uint32_t chunk_shift;     // a chunk has 1 << chunk_shift rows
-  uint32_t part_shift;      // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
-  uint32_t piece_rows;      // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
-  uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
-  uint32_t load_rows;       // of a tile of A
-  uint32_t span;            // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
-  uint32_t shares;          // CTAs that share K of a tile; 1 with several parts, slices or nodes
-  uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
-  uint32_t reserved[2];     // the maps are 64-byte aligned
-  abi::TensorMap a_map;     // (rows, K)
-  abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
+  uint64_t a;              // this rank's shard (rows, K), contiguous
+  uint64_t gather_offset;  // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
+  uint64_t send_offset;    // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
+  uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
+  uint64_t packet_offset;  // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
+  uint32_t rows;           // M / W
+  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are sliced, or shared
+  uint32_t group_m;        // tile rows that share columns of B
+  uint32_t part_blocks;    // blocks of a chunk's rows whose first parts travel before their second parts
+  uint32_t chunk_shift;    // a chunk has 1 << chunk_shift rows
+  uint32_t part_shift;     // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
+  uint32_t piece_rows;     // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
+  uint32_t piece_units;    // and of each so many units, of which a row of a part has a multiple
+  uint32_t load_rows;      // of a tile of A
+  uint32_t span;           // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
+  uint32_t shares;         // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
+  uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
+  uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
+  uint32_t reserved0;
+  uint64_t c;                 // its first row
+  uint64_t reserved[7];       // the maps are 64-byte aligned
+  abi::TensorMap a_map;       // (rows, K)
+  abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
   abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
   abi::TensorMap b_map;
   abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
@@ -178,7 +181,8 @@ struct Tiles : BasicOp<Config, Parameters> {
   static constexpr uint32_t kTakenRows = Shape::kCluster * Shape::kBlockM;
   MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kCluster - 1) / Shape::kCluster; }  // of tiles
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = taken_rows() * planes() * tiles_n() * KShares::count(p);
+    const uint32_t tiles = taken_rows() * planes() * tiles_n();
+    if constexpr (KShares::kMay) return shares().count();
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const { return coordinate_of(tile, Shape::kPaired ? ptx::cluster_rank() : 0); }
@@ -188,8 +192,9 @@ struct Tiles : BasicOp<Config, Parameters> {
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
       tile = p.whole_tiles + (tile - p.whole_tiles) / Config::kSlices;
     }
-    const uint32_t shared = quotient(tile, KShares::count(p)), share = KShares::count(p) - 1 - (tile - shared * KShares::count(p));
-    tile = shared;
+    bool is_share = false, is_sum = false;
+    uint32_t share = 0;
+    if constexpr (KShares::kMay) tile = shares().tile_of(tile, is_share, is_sum, share);
     const uint32_t index = tile;
     const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes();
     uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
@@ -201,7 +206,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     const RasterPosition at =
         raster(tile, taken_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
     const uint32_t row = quotient(at.row, of_class), plane = plane_at(nearest + at.row - row * of_class);
-    return TileCoordinate{plane, row * Shape::kCluster + cta, at.column, slice, index, false, false, share};
+    return TileCoordinate{plane, row * Shape::kCluster + cta, at.column, slice, index, is_sum, false, is_share, share};
   }
   // The plane at a distance: 0 is the own one, then come those of the node from the next on, then those of the other nodes from the next on, of
   // each first the one in the own plane's place.
@@ -215,17 +220,43 @@ struct Tiles : BasicOp<Config, Parameters> {
   static constexpr uint32_t kParts = 1 << kMaxPartShift;
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1u << part_shift(p); }
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const {
-    if constexpr (KShares::kMay) return KShares::first_step(p, steps_k(), c.share + 1) - first_step(c);
+    if constexpr (KShares::kMay) {
+      if (c.is_sum) return 0;
+      if (c.is_share) return shares().first_step(steps_k(), c.share + 1) - first_step(c);
+    }
     return steps_k() >> part_shift(p);
   }
-  MK_DEVICE uint32_t first_step(const TileCoordinate& c) const { return KShares::kMay ? KShares::first_step(p, steps_k(), c.share) : 0; }
-  static constexpr bool kExchanges = KShares::kMay, kShares = KShares::kMay;
-  MK_DEVICE bool is_share(const TileCoordinate& c) const { return KShares::kMay && c.share != 0; }
-  MK_DEVICE void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
-    KShares::exchange(entered, d, c, KShares::count(p), plane_rows() - c.m * Shape::kBlockM, p.packet_offset);
+  MK_DEVICE uint32_t first_step(const TileCoordinate& c) const {
+    if constexpr (KShares::kMay) return c.is_share ? shares().first_step(steps_k(), c.share) : 0;
+    return 0;
+  }
+
+  // ---- shares of K
+  static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
+  MK_DEVICE KShares shares() const { return KShares{p.whole_tiles, taken_rows() * planes() * tiles_n(), p.shares}; }
+  MK_DEVICE char* packets(const Entered& entered) const {
+    return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;
+  }
+  MK_DEVICE uint32_t rows_of(const TileCoordinate& c) const {  // valid ones, of a pair's second tile perhaps none
+    const uint32_t begin = c.m * Shape::kBlockM;
+    return plane_rows() > begin ? plane_rows() - begin : 0;
+  }
+  MK_DEVICE void send_share(const Entered& entered, const float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+    shares().send(packets(entered), d, c, rows_of(c));
+  }
+  MK_DEVICE void add_shares(const Entered& entered, const TileCoordinate& c) const {
+    const uint32_t lane = ptx::lane_index(), rows = rows_of(c), row = KShares::warp() * kWarpRows + lane / 4;
+    const uint32_t column = first_column<Config>(c) + lane % 4 * 2;
+    const uint64_t first_row = uint64_t(c.plane) * plane_rows() + c.m * Shape::kBlockM + row;
+    char* to = reinterpret_cast<char*>(p.c) + first_row * p.c_row_bytes + column * 2;
+    shares().add_up(entered, packets(entered), c, rows, [&](uint32_t packet, const float (&sum)[kPacketWords]) {
+      if (column + packet * 8 >= extent_n(p)) return;
+      if (row < rows) ptx::store_word(to + packet * 16, ptx::pack<Shape::kElement>(sum[0], sum[1]));
+      if (row + 8 < rows) ptx::store_word(to + packet * 16 + uint64_t(8) * p.c_row_bytes, ptx::pack<Shape::kElement>(sum[2], sum[3]));
+    });
   }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
-  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c); }
+  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum); }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows();
     const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);

@@ -132,6 +132,13 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (part == 0) begin = trace.now();
     // Packets of eight ranks leave no registers for what has been read: worked out again it costs none, and no time beside the loads.
     const TileCoordinate c = Op::kExchanges ? op.coordinate(tile) : known_place<Config, Op>(item);
+    if constexpr (Op::kShares) {
+      if (c.is_sum) {
+        if (const MaybeEntered entered = storage.entries.pass(call)) op.add_shares(*entered, c);
+        if (traces) trace.record(abi::kTraceReduce, tile, begin);
+        continue;
+      }
+    }
     const uint32_t steps = op.steps(c, part);
     if (Op::kAdds && steps == 0) {
       if (part == 0) {
@@ -160,7 +167,13 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if constexpr (Op::kExchanges) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
     }
-    if (op.is_share(c)) continue;
+    if constexpr (Op::kShares) {
+      if (c.is_share) {
+        if (const MaybeEntered entered = storage.entries.pass(call)) op.send_share(*entered, d, c);
+        if (traces) trace.record(abi::kTraceTile, tile, begin);
+        continue;
+      }
+    }
     write_blocks(call, d, op, c, storage, warpgroup, block);
     if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
   }

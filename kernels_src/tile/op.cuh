@@ -54,6 +54,11 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
 
   // ---- what the coordinates of its tiles may say: that they are sums, short, or shares of K
   requires Same<decltype(Op::kSums), const bool> && Same<decltype(Op::kShares), const bool>;
+  requires !Op::kShares || requires {
+    op.send_share(entered, d, c);  // what a consumer thread has of a share,
+    op.add_shares(entered, c);     // and what it adds up, and stores
+    requires Op::kSums && !Op::kAdds && !Op::kExchanges;
+  };
 
   // ---- the result
   requires Same<decltype(Op::kExchanges), const bool>;
@@ -62,7 +67,6 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
     { op.clamp() } -> Same<float>;  // gated.cuh
     requires !Op::kAdds && !Op::kExchanges;
   };
-  { op.is_share(c) } -> Same<bool>;              // true: nothing is stored; exchange() has passed on what was multiplied
   { op.is_partial(c) } -> Same<bool>;            // true: stored as a partial tile; false: rounded and stored as a result
   { op.rows(c) } -> Same<uint32_t>;              // valid rows of it; asked of partial tiles, and of all with kMasks
   op.store(entered, c, panel, warpgroup, smem);  // issues the stores of one block
@@ -100,7 +104,6 @@ struct BasicOp {
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }
   MK_DEVICE uint32_t first_step(const TileCoordinate&) const { return 0; }
-  MK_DEVICE bool is_share(const TileCoordinate&) const { return false; }
   MK_DEVICE bool is_partial(const TileCoordinate&) const { return false; }
   MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
   MK_DEVICE void raise(const Entered&, uint32_t) const {}
@@ -134,7 +137,7 @@ MK_DEVICE TileCoordinate known_place(const TilePart& item) {
   if constexpr (Config::kSlices == 1) c.slice = 0;
   if constexpr (!Op::kSums) c.is_sum = false;
   if constexpr (!Op::kShortTiles) c.is_short = false;
-  if constexpr (!Op::kShares) c.share = 0;
+  if constexpr (!Op::kShares) c.is_share = false, c.share = 0;
   return c;
 }
 

@@ -27,10 +27,11 @@ struct TileCoordinate {
   uint32_t m;      // tile row inside the shard, or of the expert's own
   uint32_t n;      // tile column
   uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
-  uint32_t index;  // reductions: the tile's number among its owner's
-  bool is_sum;     // reductions: nothing is multiplied, partial tiles are added up
+  uint32_t index;  // reductions: the tile's number among its owner's; with shares of K: that of the tile
+  bool is_sum;     // nothing is multiplied: partial tiles (reductions), or shares (shares.cuh), are added up
   bool is_short = false;  // 64 rows high, not 128: each consumer warpgroup has all of them and half of the columns (Op::kShortTiles)
-  uint32_t share = 0;     // which share of K (shares.cuh); 0: all of it, or the share whose CTA adds up all
+  bool is_share = false;  // of K (shares.cuh), or their sum
+  uint32_t share = 0;     // which share, or slice of the sum
 };
 
 // What the scheduler offers: one part of one tile, and where it is, which only the scheduler works out: its divisions would stand at the beginning of

@@ -1,8 +1,9 @@
-// K of a tile shared by several CTAs of a rank, where tiles are few and K is long (Config::kShares). Each multiplies a range of k steps. Those of the
-// shares 1, 2 ... send their sums in packets, unrounded, to the threads of the CTA that has share 0; it adds them in this order and goes on with the
-// sum as if it had multiplied all of K.
+// K of a tile shared by several CTAs of a rank (Config::kShares), where tiles are few and K is long, or the last tiles would leave SMs without work. Each
+// share is a range of k steps, and its CTA sends the sums of its threads, unrounded, in packets. Then the tile's columns are shared out again: for each
+// share there is a sum, which adds up what all shares have of a slice of the columns, in the order of K, rounds and stores it. So as many CTAs add
+// as have multiplied, and what each reads is in flight at once: a look at packets takes some 700 cycles.
 //
-// A tile's share 0 comes after its others in the order of tiles, and the others wait for nobody of their tile: nothing waits in a circle.
+// Sums are taken after all shares, by any CTA, and wait for shares only: nothing waits in a circle.
 #pragma once
 #include "comm/packet.cuh"
 #include "tile/shape.cuh"
@@ -21,37 +22,49 @@ struct HasShares<Config, Void<Config::kShares>> {
 };
 }  // namespace detail
 
-// Numbers of tiles count shares: of tile t the last share is t * shares, and share 0 is t * shares + shares - 1.
+// Of num_tiles tiles (or pairs of tiles) the first `whole` have no shares. Numbers: those of whole tiles, then of the shares of the others, tile by
+// tile, then of their sums.
 template <class Config>
 struct Shares {
+  using Shape = GemmShape<Config>;
   static constexpr bool kMay = detail::HasShares<Config>::kValue;
-  static constexpr uint32_t kPackets = Config::kBlockN / 2 / kPacketWords;  // of a thread: four float32 values each
-  // Shares that are looked at together, since a look takes some 700 cycles: as many as there are registers for.
-  static constexpr uint32_t kTogether = 32 / kPackets;
-  static constexpr uint32_t kWarpPackets = kPackets * 32;
-  static constexpr uint32_t kSharePackets = GemmShape<Config>::kBlockM / kWarpRows * kWarpPackets;
-  static_assert(!kMay || Config::kBlockN <= 128, "registers");
+  static constexpr uint32_t kPackets = Shape::kBlockN / 2 / kPacketWords;  // of a thread: two rows of 8 columns, four float32 values, each
+  static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
+  static constexpr uint32_t kLook =
+      Shape::kBlockN <= 128 ? 16 : 8;       // packets that a thread looks at together: more would need more registers
+  static constexpr uint32_t kTogether = 4;  // of so many shares
+  uint32_t whole, num_tiles, shares;
 
-  template <class Parameters>
-  MK_DEVICE static uint32_t count(const Parameters& p) {
-    if constexpr (kMay) {
-      return p.shares;
-    } else {
-      return 1;
-    }
+  MK_DEVICE uint32_t shared() const { return (num_tiles - whole) * shares; }
+  MK_DEVICE uint32_t count() const { return whole + 2 * shared(); }  // of numbers
+  // The tile of a number; of a share or a sum, c says which.
+  MK_DEVICE uint32_t tile_of(uint32_t number, bool& is_share, bool& is_sum, uint32_t& share) const {
+    is_share = number >= whole, is_sum = number >= whole + shared(), share = 0;
+    if (!is_share) return number;
+    const uint32_t i = number - whole - (is_sum ? shared() : 0), tile = quotient(i, shares);
+    share = i - tile * shares;
+    return whole + tile;
   }
-  template <class Parameters>
-  MK_DEVICE static uint32_t first_step(const Parameters& p, uint32_t steps, uint32_t share) {  // of so many k steps of the tile
-    return steps * share / count(p);
-  }
+  MK_DEVICE uint32_t first_step(uint32_t steps, uint32_t share) const { return steps * share / shares; }
+  MK_DEVICE uint32_t first_packet(uint32_t slice) const { return kPackets * slice / shares; }
 
   // A word is the bits of a value, inverted: 0, which no packet holds, would be a NaN with all bits set, and another NaN is sent for it.
   MK_DEVICE static uint32_t word_of(float value) {
     const uint32_t bits = ptx::bits(value);
     return bits == 0xffffffffu ? 0x80000000u : ~bits;
   }
-  // What a thread has of a share; its packets lie 32 apart.
-  MK_DEVICE static void send(const float (&d)[Config::kBlockN / 2], ptx::Words* to) {
+  MK_DEVICE static uint32_t warp() { return ptx::thread_index() / 32 - kWarpgroup / 32; }  // of the consumers
+  // Packets of a tile's share 0 that are this thread's. `packets`: where they begin. A thread's lie 32 apart.
+  MK_DEVICE ptx::Words* packets_of(char* packets, const TileCoordinate& c) const {
+    const uint64_t first = uint64_t(c.index - whole) * shares * Shape::kCluster + c.m % Shape::kCluster;
+    return reinterpret_cast<ptx::Words*>(packets) + (first * kWarps + warp()) * kPackets * 32 + ptx::lane_index();
+  }
+  static constexpr uint32_t kNext = Shape::kCluster * kWarps * kPackets * 32;  // from one share's to the next one's
+
+  // What a thread has of a share. `rows`: valid ones of the tile.
+  MK_DEVICE void send(char* packets, const float (&d)[Shape::kBlockN / 2], const TileCoordinate& c, uint32_t rows) const {
+    if (warp() * kWarpRows >= rows) return;
+    ptx::Words* to = packets_of(packets, c) + c.share * kNext;
 #pragma unroll
     for (uint32_t i = 0; i < kPackets; ++i) {
       ptx::Words v;
@@ -60,37 +73,36 @@ struct Shares {
       ptx::store_packet(to + i * 32, v);
     }
   }
-  // Adds what `shares` shares have, at most kTogether, one after the other: first the one whose packets are at `from`. False: the call has failed.
-  MK_DEVICE static bool add(const Entered& entered, float (&d)[Config::kBlockN / 2], ptx::Words* from, uint32_t shares) {
-    ptx::Words v[kTogether * kPackets];
-    const auto at = [&](uint32_t i) { return from + i / kPackets * kSharePackets + i % kPackets * 32; };
-    if (!take_packets(entered, v, shares * kPackets, at, [&](uint32_t) { return entered.world().rank; })) return false;
-#pragma unroll
-    for (uint32_t i = 0; i < kTogether * kPackets; ++i) {
-      if (i / kPackets >= shares) break;
-#pragma unroll
-      for (uint32_t j = 0; j < kPacketWords; ++j) {
-        float& sum = d[i % kPackets * kPacketWords + j];
-        sum = ptx::from_bits(ptx::bits(sum)) + ptx::from_bits(~v[i].word[j]);
-      }
-    }
-    return true;
-  }
 
-  // One warp of the consumers: sends what it has of a share of the tile, or adds to its own what the others have. `rows`: valid ones from the tile's
-  // first on; `offset`: where packets begin in this rank's signal segment.
-  MK_DEVICE static void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c, uint32_t shares,
-                                 uint32_t rows, uint64_t offset) {
-    const uint32_t warp = ptx::thread_index() / 32 - kWarpgroup / 32;
-    if (shares == 1 || warp * kWarpRows >= rows) return;
-    ptx::Words* packets = reinterpret_cast<ptx::Words*>(shared_signals(entered, entered.world().local_rank) + offset) + ptx::lane_index();
-    packets += uint64_t(c.index) * (shares - 1) * kSharePackets + warp * kWarpPackets;
-    if (c.share != 0) return send(d, packets + (c.share - 1) * kSharePackets);
-    bool ok = true;
+  // The sums of slice c.share: store(packet, sum) for each of the thread's packets in it.
+  template <class Store>
+  MK_DEVICE void add_up(const Entered& entered, char* packets, const TileCoordinate& c, uint32_t rows, const Store& store) const {
+    if (warp() * kWarpRows >= rows) return;
+    ptx::Words* from = packets_of(packets, c);
+    const uint32_t begin = first_packet(c.share), end = first_packet(c.share + 1);
+    constexpr uint32_t kColumns = kLook / kTogether;
 #pragma unroll 1
-    for (uint32_t i = 1; ok && i < shares; i += kTogether, packets += kTogether * kSharePackets) {
-      const uint32_t others = shares - i;
-      ok = add(entered, d, packets, others < kTogether ? others : kTogether);
+    for (uint32_t packet = begin; packet < end; packet += kColumns) {
+      float sum[kColumns][kPacketWords] = {};
+#pragma unroll 1
+      for (uint32_t first = 0; first < shares; first += kTogether) {
+        ptx::Words v[kLook];
+        uint32_t wanted = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kLook; ++i) wanted |= uint32_t{first + i % kTogether < shares && packet + i / kTogether < end} << i;
+        const auto at = [&](uint32_t i) { return from + (first + i % kTogether) * kNext + (packet + i / kTogether) * 32; };
+        if (!take_packets(entered, v, wanted, at, [&](uint32_t) { return entered.world().rank; })) return;
+#pragma unroll
+        for (uint32_t i = 0; i < kLook; ++i) {
+          if (first + i % kTogether >= shares) continue;
+#pragma unroll
+          for (uint32_t j = 0; j < kPacketWords; ++j) sum[i / kTogether][j] += ptx::from_bits(~v[i].word[j]);
+        }
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kColumns; ++i) {
+        if (packet + i < end) store(packet + i, sum[i]);
+      }
     }
   }
 };

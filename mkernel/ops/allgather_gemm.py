@@ -55,7 +55,10 @@ class Parameters(ctypes.Structure):
         ("span", ctypes.c_uint32),
         ("shares", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 2),
+        ("c_row_bytes", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("c", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64 * 7),
         ("a_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
@@ -207,7 +210,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
-    tilings = frozenset({"block_n", "span", "shares", "cluster"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster", "only_last"})
     parameters = Parameters
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
@@ -236,8 +239,9 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
-        shared = f", {plan.shares} share K" if plan.shares > 1 else ", pairs" if plan.cluster > 1 else ""
-        return ("warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send") + shared
+        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
+        pairs = ", pairs" if plan.cluster > 1 else ""
+        return ("warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send") + shared + pairs
 
     def travels(self, plan: Any) -> str:
         return f"{plan.chunk_rows} rows" + (f", 1/{plan.parts} of K" if plan.parts > 1 else "")
@@ -282,6 +286,8 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         memory[_B_MAP] = known.map(world, plan.tile.block_n, plan.cluster)
         if plan.slices > 1 and not problem.b_row_major:
             memory[_B_SLICE_MAP] = known.map(world, plan.b_columns)
+        if plan.shares > 1:
+            parameters.c, parameters.c_row_bytes = c_address, c_stride
         memory[_C_MAP] = tensor_map(c_address, dtype, (n, plane_extent, plan.planes), (c_stride, plane_extent * c_stride), (64, 64, 1))
         return parameters
 

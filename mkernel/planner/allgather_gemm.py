@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 
+from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
@@ -15,15 +17,14 @@ from mkernel.planner.gemm import (
     GROUP_M,
     GemmPlan,
     GemmTile,
-    choose_ctas,
     choose_load_rows,
     choose_put,
     raster,
-    seconds_to_multiply,
     shift_of,
 )
-from mkernel.planner.k_parts import choose_parts, choose_piece
-from mkernel.planner.pairs import checked_pairs, complete
+from mkernel.planner.k_parts import choose_piece
+from mkernel.planner.pairs import complete
+from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, class_of, classes, most_chosen
 from mkernel.planner.slices import choose_slices, most_slices
 from mkernel.planner.spans import Product, choose, spans_of
@@ -32,20 +33,15 @@ from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
-__all__ = ["OP", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan"]
+__all__ = ["OP", "SHARE", "SUM", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan"]
 
 OP = "allgather_gemm"
+SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
-PARAMETER_BYTES = 1024  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
-_FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
-_WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
-_CTA_READS, _CTA_WRITES = 40e9, 40e9  # the same for one CTA of intra_comm, beside the others' tiles
-_IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk should have come
-_WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
-_HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -70,13 +66,14 @@ class Tile:
     """One tile of C: rows from ``m * BLOCK_M`` of plane ``plane``, columns from ``n * block_n``.
 
     A plane is the shards of ``span`` ranks that follow each other: of ranks ``plane * span`` on. ``slice``: 0 for the whole tile, 1, 2 ...
-    for that slice of its columns. ``share``: which share of K, where CTAs share it; the CTA of share 0 adds all up.
+    for that slice of its columns. Where CTAs share K: ``kind`` SHARE for share ``share`` of K, SUM for that slice of the sum of all shares.
     """
 
     plane: int
     m: int
     n: int
     slice: int = 0
+    kind: int = 0
     share: int = 0
 
 
@@ -90,7 +87,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
-    shares: int = 1  # CTAs that share K of a tile
+    shares: int = 1  # CTAs, or pairs, that share K of a tile:
+    only_last: bool = False  # of those that are left when all CTAs have had equally many; else of every tile
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
@@ -99,8 +97,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def spec(self) -> KernelSpec:
-        together = self.shares > 1 or self.cluster > 1
-        slices, parts = (1, 0) if together else (most_slices(self.tile), int(most_parts(self.problem) > 1))
+        plain = self.shares == self.cluster == 1
+        slices, parts = (most_slices(self.tile), int(most_parts(self.problem) > 1)) if plain else (1, 0)
         return self.spec_with(OP, PARAMETER_BYTES, self.cluster, kSlices=slices, kHasParts=parts, kShares=int(self.shares > 1))
 
     @property
@@ -118,7 +116,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             "piece_units": units,
             "load_rows": sizes.load_rows,
             "span": self.span,
-            "shares": self.shares,
+            "shares": sizes.shares,
         }
 
     @derived
@@ -128,12 +126,20 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         tile_rows = -(-plane_rows // BLOCK_M)
         taken_rows = -(-tile_rows // self.cluster)
         columns, grid = self.planes * self.tiles_n, self.split.total
-        tiles = columns * tile_rows
-        sliced = tiles % (computing or 1) if self.slices > 1 else 0
+        tiles, taken, clusters = columns * tile_rows, columns * taken_rows, computing // self.cluster or 1
+        sliced, shared, shares, load_rows = 0, 0, self.shares, choose_load_rows(plane_rows)
+        if shares > 1:
+            shared = taken % clusters if self.only_last else taken
+            if self.only_last and shares * shared > clusters:
+                shares = clusters // shared
+                shared = shared if shares > 1 else 0
+        elif self.slices > 1:
+            sliced = tiles % (computing or 1)
         if not self.pushers:  # else each has chunks to push
-            taken = columns * taken_rows * self.cluster * self.shares + (self.slices - 1) * sliced
-            grid += min(0, max(self.cluster, taken) - computing)
-        return sizes_of((plane_rows, tile_rows, taken_rows, tiles, tiles - sliced, grid, choose_load_rows(plane_rows)))
+            numbers = taken + (shares - 1) * shared + (self.slices - 1) * sliced
+            grid += min(0, max(1, numbers) * self.cluster - computing)
+        whole = taken - shared if self.shares > 1 else tiles - sliced
+        return sizes_of((plane_rows, tile_rows, taken_rows, tiles, whole, grid, load_rows, shared, shares))
 
     @derived
     def pushers(self) -> int:
@@ -191,8 +197,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @property
     def packet_bytes(self) -> int:
-        """Bytes of the range of packets in the signal segment: unrounded sums of all shares of K but the first."""
-        return self.num_tiles * (self.shares - 1) * BLOCK_M * self.tile.block_n * 4
+        """Bytes of the range of packets in the signal segment: unrounded sums of all shares."""
+        return self.sizes.shared * self.sizes.shares * self.cluster * BLOCK_M * self.tile.block_n * 4
 
     @property
     def flag_words(self) -> int:
@@ -208,12 +214,17 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
-            f"{f', K shared by {self.shares} CTAs' if self.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
+            f"{self._sharing if self.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
+
+    @property
+    def _sharing(self) -> str:
+        last = f" of the last {self.sizes.shared * self.cluster}" if self.only_last else ""
+        return f", K{last} shared by {self.sizes.shares} CTAs"
 
     def flag_name(self, rank: int, index: int) -> str:
         """What a flag tells ``rank``, for reports."""
@@ -255,6 +266,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return self.sizes.num_tiles
 
     @property
+    def taken(self) -> int:
+        """Tiles, or pairs of them, that clusters take at a time."""
+        return self.planes * self.sizes.taken_rows * self.tiles_n
+
+    @property
     def whole_tiles(self) -> int:
         return self.sizes.whole_tiles
 
@@ -272,26 +288,31 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         group = (own // near + distance // near) % (self.planes // near)
         return group * near + (own + distance) % near
 
-    def reads_own(self, rank: int, tile: Tile) -> bool:
-        """Whether a tile reads the rank's own array, and so waits for nobody."""
-        return self.span == 1 and tile.plane == rank
+    def waits(self, rank: int, tile: Tile) -> bool:
+        """Whether a tile waits for chunks: it is no sum of shares, and does not read the rank's own array alone."""
+        return tile.kind != SUM and (self.span > 1 or tile.plane != rank)
 
     def tiles(self, rank: int) -> Iterator[Tile]:
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
-        for index, tile in enumerate(self._whole(rank)):
-            if index < self.whole_tiles:
-                yield from (dataclasses.replace(tile, share=share) for share in reversed(range(self.shares)))
+        taken, whole = list(self._taken(rank)), self.taken - self.sizes.shared
+        for index, tile in enumerate(itertools.chain.from_iterable(taken[:whole])):
+            if index < self.whole_tiles or self.shares > 1:
+                yield tile
             else:
                 yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
+        for kind, together in itertools.product((SHARE, SUM), taken[whole:]):
+            for share in range(self.sizes.shares):
+                yield from (dataclasses.replace(tile, kind=kind, share=share) for tile in together)
 
-    def _whole(self, rank: int) -> Iterator[Tile]:
+    def _taken(self, rank: int) -> Iterator[list[Tile]]:
+        """Whole tiles, together those that the CTAs of a cluster take together."""
         near = self.near_planes
         for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
             rows = self.sizes.taken_rows * planes
             for index in range(rows * self.tiles_n):
                 row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
                 together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)
-                yield from (Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows)
+                yield [Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows]
 
     def tile_chunks(self, tile: Tile) -> list[tuple[int, int]]:
         """What a tile reads, part by part: the ranks whose shards it covers, and chunks of these."""
@@ -341,7 +362,8 @@ def make_plan(
         if asked.shares not in (None, 1):
             raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
         asked = dataclasses.replace(asked, shares=1)
-    asked = checked_pairs(asked)
+    if asked.cluster == 2 and asked.shares is None:
+        asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
@@ -355,6 +377,8 @@ def make_plan(
             plan = _plan_of_class(
                 problem, of_class, sm_count, near.split, near.tile, compiled_in, dataclasses.replace(asked, shares=near.shares)
             )
+    if plan.packet_bytes > abi.PACKET_BYTES:
+        raise TilingError(f"{asked}: there is room for packets of {abi.PACKET_BYTES} bytes, not for {plan.packet_bytes}")
     return plan.of_rows(rows)
 
 
@@ -393,9 +417,9 @@ def _plan_of_class(
     predicted = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
     if predicted is None:
         possible = ", ".join(map(str, spans_of(topology)))
-        rule = f"span must be one of {possible} in this world, and shares at most the k steps, of tiles of 64 or 128 columns on one node"
+        rule = f"span must be one of {possible} in this world, and shares at most the k steps, on one node"
         raise TilingError(f"{asked}: {rule}")
-    span, tile, shares = predicted.span, predicted.tile, predicted.shares
+    span, tile, shares, only_last = predicted.span, predicted.tile, predicted.shares, asked.only_last == 1
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted = split or Split()
@@ -403,9 +427,10 @@ def _plan_of_class(
         wanted = dataclasses.replace(wanted, intra_comm=0)
     cluster = asked.cluster or 1
     chosen = complete(wanted, default_split(problem, rows, sm_count, tiles), sm_count, spared, cluster)
-    few_waves = tiles <= _FEW_WAVES * sm_count
+    few_waves = tiles <= FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for all chunks of a part, wherever they begin
-    parts = most_parts(problem) if shares == cluster == 1 and (few_waves if span == 1 else all_at_once) else 1
+    plain = shares == cluster == 1
+    parts = most_parts(problem) if plain and (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
         chunk_bytes = choose_put(rows * problem.k * 2)
@@ -413,9 +438,11 @@ def _plan_of_class(
         movers = chosen.intra_comm or chosen.compute or 1
         chunk_bytes = min(chunk_bytes, max(_FEW_CHUNK_BYTES, rows * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    slices = choose_slices(tiles, tile, chosen) if few_waves and shares == cluster == 1 else 1
+    slices = choose_slices(tiles, tile, chosen) if few_waves and plain else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, cluster, specialize)
+        return AllGatherGemmPlan(
+            problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, only_last, cluster, specialize
+        )
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
         return AllGatherGemmPlan(
@@ -437,59 +464,6 @@ def _plan_of_class(
         slices,
         specialize=specialize,
     )
-
-
-def warps_push(topology: Topology, split: Split, span: int = 1) -> bool:
-    """Whether computing CTAs move the data inside a node: to its other ranks, and where tiles span shards into the own gather buffer."""
-    return (topology.ranks_per_node > 1 or span > 1) and not split.intra_comm
-
-
-def most_parts(problem: AllGatherGemmProblem) -> int:
-    """In how many parts K may travel: one across nodes, whose puts are contiguous in a."""
-    topology = problem.topology
-    return choose_parts(problem.k) if topology.num_nodes == 1 < topology.size else 1
-
-
-def default_split(problem: AllGatherGemmProblem, rows: int, sm_count: int, tiles: int) -> Split:
-    """Measured on H200: pushing to three peers peaks at 9 CTAs and falls beyond (docs/planner.md).
-
-    Where there is time, fewer push: tiles are multiplied faster beside a steady flow than beside a short flood (docs/speed_log.md).
-    """
-    topology = problem.topology
-    intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
-    if topology.num_nodes == 1 < topology.size and tiles > _FEW_WAVES * sm_count:
-        multiplying = seconds_to_multiply(rows * topology.size, problem.n, problem.k, sm_count)
-        pushing = _seconds_to_push(problem, rows, _CTA_READS, _CTA_WRITES)
-        intra = choose_ctas(pushing, _IN_TIME * multiplying, 2, intra)
-    send = min(4, max(1, sm_count // 8)) if topology.num_nodes > 1 else 0
-    return Split(intra_comm=intra, inter_send=send, inter_reduce=0)
-
-
-@functools.lru_cache(maxsize=4096)
-def warps_pay(problem: AllGatherGemmProblem, rows: int, tile: GemmTile, sm_count: int) -> bool:
-    """Whether a call ends sooner if a warp of every CTA pushes than with CTAs for it (docs/speed_log.md).
-
-    So between two ranks where all SMs need fewer waves for the tiles, and multiply longer than their warps push. What goes to several
-    peers takes the link longer, and what the link cannot take yet stands in front of the loads of all SMs: on four GPUs a tile took 1.5
-    times as long.
-    """
-    size = problem.topology.size
-    if problem.topology.num_nodes > 1 or size != 2:
-        return False
-    tiles = math.ceil(rows / BLOCK_M) * size * math.ceil(problem.n / tile.block_n)
-    default = default_split(problem, rows, sm_count, tiles)
-    split = default.complete(default, sm_count)
-    compute = split.compute or 1
-    waves = math.ceil(tiles / split.total)
-    otherwise = tiles // compute + _HALVES if choose_slices(tiles, tile, split) > 1 else math.ceil(tiles / compute)
-    fewer = tiles <= _FEW_WAVES * split.total and otherwise >= _WARPS_GAIN * waves
-    in_time = waves * tile.seconds(problem.k) >= _seconds_to_push(problem, rows, _WARPS_BYTES, _LINK_BYTES)
-    return fewer and in_time
-
-
-def _seconds_to_push(problem: AllGatherGemmProblem, rows: int, reads: float, writes: float) -> float:
-    """The shard to all others, where so many bytes a second are read, and written to all of them together."""
-    return rows * problem.k * 2 * max(1 / reads, (problem.topology.size - 1) / writes)
 
 
 def _ceil_power_of_two(value: int) -> int:

@@ -21,11 +21,13 @@ class Sizes(NamedTuple):
     num_tiles
         Whole tiles, before any is halved.
     whole_tiles
-        Tiles up to here are whole; the others are sliced.
+        Tiles, or pairs where clusters take pairs and K may be shared, up to here are whole; the others are sliced, or shared.
     grid
         CTAs: no more than have something to do. Fewer, spread over the device, load faster (docs/speed_log.md).
     load_rows
         Rows of a tile of A that are loaded.
+    shared, shares
+        Tiles, or pairs, whose K is shared, and by how many CTAs, or pairs.
     """
 
     plane_rows: int
@@ -35,6 +37,8 @@ class Sizes(NamedTuple):
     whole_tiles: int
     grid: int
     load_rows: int
+    shared: int
+    shares: int
 
 
 # Of all its fields, without a function of Python in between.

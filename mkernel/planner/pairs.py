@@ -6,18 +6,8 @@ import dataclasses
 from collections.abc import Container
 
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
-from mkernel.planner.tiling import Tiling, TilingError
 
-__all__ = ["checked_pairs", "complete"]
-
-
-def checked_pairs(asked: Tiling) -> Tiling:
-    """The tiling, of which a pair's CTAs multiply all of K. Raises TilingError where K is to be shared, too."""
-    if asked.cluster in (None, 1):
-        return asked
-    if asked.shares not in (None, 1):
-        raise TilingError(f"{asked}: CTAs that are pairs multiply all of K")
-    return dataclasses.replace(asked, shares=1)
+__all__ = ["complete"]
 
 
 def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str], cluster: int) -> Split:

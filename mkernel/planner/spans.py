@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["MOST_SHARED_N", "Candidate", "Product", "candidates", "choose", "exchange_seconds", "spans_of"]
+__all__ = ["Candidate", "Product", "candidates", "choose", "exchange_seconds", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -19,7 +19,6 @@ _CACHE_BYTES = 40e6  # of B up to which a second reading finds it in L2
 _GAIN = 0.97  # of the time with a shard per plane: prediction is no better than that;
 _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
 _MOST_SHARES, _FEWEST_STEPS = 8, 4  # of K; k steps of a share
-MOST_SHARED_N = 128  # columns of a tile whose K is shared: more would need more registers
 _EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 100e9  # until a share has come, and how much of them an SM reads per second
 
 
@@ -97,7 +96,7 @@ def candidates(
             tiles = tile_rows * math.ceil(n / shared.block_n)
             for number in range(2, _MOST_SHARES + 1) if shares is None else (shares,):
                 fits = tiles * number <= sm_count and steps >= number * _FEWEST_STEPS if shares is None else number <= steps
-                if fits and tiles and shared.block_n <= MOST_SHARED_N:
+                if fits and tiles:
                     yield Candidate(one, shared, number, _seconds(product, one, shared, number))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["Tiling", "TilingError"]
 
-_RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
+_RADIX = 259  # more than any field can be, and one, and odd: no bit of a digit is lost in 24
 _FACTOR = 0x5BD1E9  # odd
 
 
@@ -27,6 +27,8 @@ class Tiling:
         Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
     shares
         CTAs that share K of a tile.
+    only_last
+        Of ``allgather_gemm``, with ``shares``: 1: only tiles that are left when all CTAs have had equally many are shared.
     cluster
         Of ``allgather_gemm``: CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     """
@@ -35,6 +37,7 @@ class Tiling:
     span: int | None = None
     shares: int | None = None
     cluster: int | None = None
+    only_last: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -56,6 +59,8 @@ class Tiling:
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
         if found.cluster not in (None, 1, 2):
             raise ValueError(f"cluster {found.cluster}: must be 1 or 2")
+        if found.only_last not in (None, 1):
+            raise ValueError(f"only_last {found.only_last}: must be 1")
         return found
 
     @property

@@ -9,8 +9,10 @@ isolated calls, and calls back to back, as ``mkernel bench`` takes them (docs/be
 ``--aligned`` adds a variant whose operands' rows begin at multiples of 128 bytes (the same numbers, in wider arrays): what it gains is what
 rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of the reductions.
 
+``--shares`` adds variants of ``allgather_gemm`` in which as many CTAs share K as there are, for each tile width, alone and in pairs.
+
 ``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
-of one also the vendor's product (``cuBLAS``).
+of one both add the vendor's product (``cuBLAS``).
 
 Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, and what
 was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
@@ -20,12 +22,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ from mkernel.bench.peers import fresh_seed, gather  # noqa: E402
 from mkernel.bench.timing import CudaTiming, open_timing  # noqa: E402
 from mkernel.ops.op import find  # noqa: E402
 from mkernel.ops.schedule import choice_of  # noqa: E402
+from mkernel.planner.allgather_gemm import make_plan  # noqa: E402
 from mkernel.planner.tiling import Tiling  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.compare import COOLDOWN_MS, bootstrap_upper  # noqa: E402
@@ -101,10 +106,22 @@ class Rank:
         self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
         self.options = options
         self.baselines: Any = NoBaselines("not asked for")
-        if options.pairs and self.world.size == 1 and isinstance(self.timing, CudaTiming):
+        if (options.pairs or options.shares) and self.world.size == 1 and isinstance(self.timing, CudaTiming):
             self.baselines = open_baselines(self.world, self.timing.stream)
 
-    def variants(self, op: str) -> dict[str, Tiling | None]:
+    def _shared(self, case: Any) -> Iterator[Tiling]:
+        """As many CTAs for each tile as there are, of all tiles, or of those that are left."""
+        for n, cluster in itertools.product((64, 128, 192, 256), (1, 2)):
+            alone = Tiling(n, 1, 1, cluster)
+            plan = make_plan(case.problem, case.rows, self.world.backend.sm_count, tiling=alone)
+            ctas = (plan.split.compute or 1) // cluster
+            left = plan.taken % ctas
+            if n > 64:
+                yield alone
+            for shares in {ctas // left, ctas // left - 1} - {0, 1} if left else ():
+                yield dataclasses.replace(alone, shares=shares, only_last=1 if left < plan.taken else None)
+
+    def variants(self, op: str, case: Any) -> dict[str, Tiling | None]:
         known = find(op).tilings
         found: dict[str, Tiling | None] = {"old": Tiling.parse({name: value for name, value in OLD.items() if name in known}), "new": None}
         if self.options.all:
@@ -115,6 +132,8 @@ class Rank:
         if self.options.pairs and "cluster" in known:
             columns = (None, 128, 192, 256)
             found |= _named([Tiling(block_n=n, shares=1, cluster=cluster) for n in columns for cluster in (1, 2)])
+        if self.options.shares and "shares" in known:
+            found |= _named(list(self._shared(case)))
         return found
 
     def measure(self, op: str, size: str) -> list[Found]:
@@ -126,7 +145,7 @@ class Rank:
         case = ops()[op].case(f"{m}x{n}x{whole_k}", self.world.topology, "bfloat16")
         case.setup(self.timing, fresh_seed(self.world))
         calls, worst, chosen = {}, {}, {}
-        wanted = self.variants(op)
+        wanted = self.variants(op, case)
         if self.options.aligned:
             wanted["aligned"] = None
         for variant, tiling in wanted.items():
@@ -219,6 +238,7 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=0, help="so many random shapes instead")
     parser.add_argument("--seed", type=int, default=None, help="of the random shapes (default: fresh)")
     parser.add_argument("--all", action="store_true", help="also every tiling that the planner chooses from")
+    parser.add_argument("--shares", action="store_true", help="also with K shared by all SMs, and beside the vendor's product")
     parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")
     parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no shape after so long")

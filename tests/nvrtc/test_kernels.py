@@ -120,14 +120,14 @@ def test_the_kernel_that_tells_the_time(caplog: pytest.LogCaptureFixture) -> Non
     assert not {name.split(".")[0] for name in compiled(caplog, clock.SPEC)} & {"STL", "LDL", "STACK"}, "local memory"
 
 
-@pytest.mark.cases(block_n=(64, 128), world=("1x1", "1x2", "1x8"), row_major=(True, False), specialize=MODES)
+@pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x2", "1x8"), cluster=(1, 2), row_major=(True, False), specialize=MODES)
 @pytest.mark.drawn(2)
 def test_allgather_gemm_whose_ctas_share_k(
-    caplog: pytest.LogCaptureFixture, block_n: int, world: str, row_major: bool, specialize: str
+    caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: int, row_major: bool, specialize: str
 ) -> None:
     per_node = int(world.split("x")[1])
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 8192, "bfloat16", row_major)
-    plan = make_plan(problem, 16, _SMS, specialize=specialize, tiling=Tiling(block_n, per_node, 4))
+    plan = make_plan(problem, 16, _SMS, specialize=specialize, tiling=Tiling(block_n, per_node, 4, cluster))
     instructions = compiled(caplog, plan.spec)
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
     assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"} <= instructions, "whole packets"

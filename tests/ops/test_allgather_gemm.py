@@ -77,24 +77,30 @@ def test_every_element_without_communication_ctas(
 
 # ---- tiles that span shards
 
+_PAIRS = ("pairs", "few pairs")
 _SPANS = [Tiling(span=span) for span in range(2, 7)]
-_SHARES = [Tiling(64, 1, 2), Tiling(128, 1, 3), Tiling(64, 2, 4), Tiling(128, 4, 2)]
+_SHARES = [Tiling(64, 1, 2), Tiling(128, 1, 3), Tiling(64, 2, 4), Tiling(128, 4, 2), Tiling(192, 1, 3), Tiling(64, 1, 3, 2)]
+# Of all tiles, and of the last ones; by CTAs, and by pairs; more shares than a thread has packets.
+_SHARES += [Tiling(64, 1, shares, cluster, only_last) for shares, cluster, only_last in ((2, 2, 1), (3, 1, 1), (5, 2, 1), (9, 1, None))]
+_SHARES += [Tiling(128, 2, 2, 1, 1), Tiling(256, 1, 3, 2), Tiling(192, 4, 5, 2, 1)]
 
 
 def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_: Any) -> bool:
     """Whether tiles of a case can be like that; splits without communication CTAs are those of one node."""
     at = topology(world)
     inside = at.num_nodes == 1
-    shared = tiling.shares is None or (inside and tiling.shares <= -(-shape[0] // 64))
-    return tiling.span in spans_of(at) and shared and (split != "warps" or inside)
+    shared = inside or not tiling.shares
+    enough = (tiling.shares or 1) <= -(-shape[0] // 64) and (tiling.shares != 9 or shape[1] < 392)  # of k steps, of room for packets
+    even = split == "warps" or (split in _PAIRS) == (tiling.cluster == 2)
+    return tiling.span in spans_of(at) and shared and enough and even and (split != "warps" or inside)
 
 
 @pytest.mark.drawn(5)
 @pytest.mark.cases(
     world=(*WORLDS, "3x2"),
     tiling=(*_SPANS, *_SHARES),
-    shape=((64, 256), (136, 264), (8, 8), (520, 136), (4096, 8)),
-    split=("mover", "narrow", "wide", "warps"),
+    shape=((64, 256), (136, 264), (8, 8), (520, 136), (584, 392), (4096, 8)),
+    split=("mover", "narrow", "wide", "warps", *_PAIRS),
     dtype=_DTYPES,
     row_major=(True, False),
     valid=possible,

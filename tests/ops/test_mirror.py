@@ -58,15 +58,17 @@ def test_kernel_and_plan_agree(
     if cluster > 1:  # the same number of CTAs in all
         split = Split(*(cluster * (number or 0) for number in dataclasses.astuple(split)))
 
-    shares = 3 if cluster == 1 and nodes == 1 and block_n <= 128 and k > 3 * 64 and split.compute == 6 else 1
+    some = 3 if nodes == 1 and k > 3 * 64 else 1
 
-    def plan_of(rows: int, span: int) -> AllGatherGemmPlan:
+    def plan_of(rows: int, span: int, shares: int, only_last: int | None) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
-        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, Tiling(None, span, shares, cluster))
+        tiling = Tiling(None, span, shares, cluster, only_last)
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, tiling)
         return dataclasses.replace(plan, group_m=group_m)
 
-    for rows, span in itertools.product((0, 1, 129, 300, 1000), spans_of(topology)):
-        plan = plan_of(rows, span)
+    sharing = dict.fromkeys(((1, None), (some, None), (some, 1)))
+    for rows, span, (shares, only_last) in itertools.product((0, 1, 129, 300, 1000), spans_of(topology), sharing):
+        plan = plan_of(rows, span, shares, only_last)
         library = mirror(plan.spec)
         shape = ctypes.byref(Parameters(fields=plan.fields, **plan.arguments))
         assert library.mirror_num_chunks(shape) == plan.chunks
@@ -82,10 +84,10 @@ def test_kernel_and_plan_agree(
         for rank in range(topology.size):
             tiles, number = list(plan.tiles(rank)), library.mirror_num_tiles(rank, shape)
             assert number == len(list(taken(tiles, cluster)))
-            words = np.full((number * cluster, 5), -1, np.int32)
+            words = np.full((number * cluster, 6), -1, np.int32)
             library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
             found = [tuple(row) for row in words.tolist()]
-            assert [row for row in found if row[1] < plan.tile_rows] == [(t.plane, t.m, t.n, t.slice, t.share) for t in tiles]
+            assert [row for row in found if row[1] < plan.tile_rows] == [(t.plane, t.m, t.n, t.slice, t.kind, t.share) for t in tiles]
             assert all(row[1] == plan.tile_rows for row in found if row[1] >= plan.tile_rows), "the rest of a pair"
             check_waits(plan, library, shape, rank)
     roles = collections.Counter(library.mirror_role(shape, cta) for cta in range(split.total))
@@ -99,7 +101,7 @@ def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank:
     for index in {0, len(numbers) // 3, len(numbers) - 1} if numbers else ():
         words = np.zeros(2, np.uint32)
         library.mirror_waits(rank, shape, index, words.ctypes.data_as(ctypes.c_void_p))
-        if plan.reads_own(rank, numbers[index][0]):
+        if not plan.waits(rank, numbers[index][0]):
             assert words.tolist() == [0xFFFFFFFF] * 2
             continue
         waited = {divmod(block, plan.blocks) for block in range(int(words[0]), int(words[1]) + 1)}

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, Tile, default_split, make_plan
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, Tile, make_plan
 from mkernel.planner.gemm import BLOCK_M, SHARED_LIMIT, GemmTile
 from mkernel.planner.proofs.allgather_gemm import wait_graph
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
+from mkernel.planner.pushing import default_split
 from mkernel.planner.spans import spans_of
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError

@@ -13,7 +13,7 @@ from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.proofs.allgather_gemm import call_of
 from mkernel.planner.proofs.areas import PACKETS
 from mkernel.planner.row_classes import classes
-from mkernel.planner.spans import MOST_SHARED_N, Product, candidates, spans_of
+from mkernel.planner.spans import Product, candidates, spans_of
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 from tests.shared.proofs import check_call, check_order, check_steps_wait_for_entries
@@ -47,7 +47,7 @@ def test_candidates_are_what_kernels_can_do(rng: np.random.Generator, topology: 
         for one in found:
             tiles = math.ceil(one.span * rows / BLOCK_M) * topology.size // one.span * math.ceil(n / one.tile.block_n)
             assert one.seconds > 0
-            assert one.shares == 1 or (one.tile.block_n <= MOST_SHARED_N and topology.num_nodes == 1 and tiles * one.shares <= SMS)
+            assert one.shares == 1 or (topology.num_nodes == 1 and tiles * one.shares <= SMS)
             assert one.shares <= math.ceil(k / BLOCK_K)
 
 
@@ -92,7 +92,6 @@ def test_an_own_kernel_is_worth_it_for_few_classes_only() -> None:
         (Topology(4, 4), Tiling(span=3)),
         (Topology(6, 2), Tiling(span=3)),
         (Topology(4, 2), Tiling(shares=2)),
-        (Topology(2, 2), Tiling(block_n=256, shares=2)),
         (Topology(2, 2), Tiling(shares=200)),
     ],
     ids=str,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Iterator
 
-from mkernel.planner.allgather_gemm import AllGatherGemmPlan, Tile
+from mkernel.planner.allgather_gemm import SHARE, AllGatherGemmPlan, Tile
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.proofs.areas import FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
@@ -36,6 +37,7 @@ def call_of(plan: AllGatherGemmPlan) -> Call:
 def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging: Area, flags: Area, packets: Area) -> Iterator[Access]:
     topology = plan.problem.topology
     tiles = [list(plan.tiles(rank)) for rank in range(topology.size)]
+    numbers = [_numbers(plan, mine) for mine in tiles]
     chunks = dict(_chunks(plan))
 
     def data(step: Step, rank: int, source: int, chunk: int, *, writes: bool) -> Access:
@@ -68,23 +70,33 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
                     yield flag(step, peer, source, chunk, writes=True)
             case "tile", [int(index)]:
                 tile = tiles[rank][index]
-                for source, chunk in plan.tile_chunks(tile) if not plan.reads_own(rank, tile) else ():
+                for source, chunk in plan.tile_chunks(tile) if plan.waits(rank, tile) else ():
                     yield flag(step, rank, source, chunk, writes=False)
                     yield data(step, rank, source, chunk, writes=False)
-                yield from _shares(plan, step, rank, index, tile.share, packets)
+                yield from _shares(plan, step, rank, tile, numbers[rank][tile.plane, tile.m // plan.cluster, tile.n], packets)
 
 
-def _shares(plan: AllGatherGemmPlan, step: Step, rank: int, index: int, share: int, packets: Area) -> Iterator[Access]:
-    """Packets of shares of K: who has share 0 takes those of all others, and leaves zeros there."""
-    others = plan.shares - 1
-    if not others:
+def _numbers(plan: AllGatherGemmPlan, tiles: list[Tile]) -> dict[tuple[int, int, int], int]:
+    """By plane, row and column of what a cluster takes: its number among the tiles whose K is shared; 0 of others."""
+    places = dict.fromkeys((tile.plane, tile.m // plan.cluster, tile.n) for tile in tiles if tile.kind)
+    shared = {place: number for number, place in enumerate(places)}
+    return collections.defaultdict(int, shared)
+
+
+def _shares(plan: AllGatherGemmPlan, step: Step, rank: int, tile: Tile, number: int, packets: Area) -> Iterator[Access]:
+    """Packets of shares of K: a sum takes those of all shares for its columns, and leaves zeros there. As if columns lay side by side."""
+    if tile.kind == 0:
         return
-    size, first = BLOCK_M * plan.tile.block_n * 4, index // plan.shares * others
-    if share:
-        yield Access(step, rank, packets, (first + share - 1) * size, size, writes=True)
+    of_thread, shares = plan.tile.block_n // 8, plan.sizes.shares
+    bytes_of_one, first_slot = BLOCK_M * plan.tile.block_n * 4 // of_thread, number * shares * plan.cluster + tile.m % plan.cluster
+    if tile.kind == SHARE:
+        begin = (first_slot + tile.share * plan.cluster) * of_thread
+        yield Access(step, rank, packets, begin * bytes_of_one, of_thread * bytes_of_one, writes=True)
         return
-    yield Access(step, rank, packets, first * size, others * size, writes=False)
-    yield Access(step, rank, packets, first * size, others * size, writes=True)
+    first, last = (of_thread * slice_ // shares for slice_ in (tile.share, tile.share + 1))
+    for share, writes in itertools.product(range(shares if last > first else 0), (False, True)):
+        begin = (first_slot + share * plan.cluster) * of_thread + first
+        yield Access(step, rank, packets, begin * bytes_of_one, (last - first) * bytes_of_one, writes=writes)
 
 
 def _chunks(plan: AllGatherGemmPlan) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -114,7 +126,7 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
             _inter_send_steps(graph, plan, rank, entered)
         tiles: list[Step] = []
         for together in taken(plan.tiles(rank), plan.cluster):  # a cluster waits for the inputs of all its CTAs
-            waiting = [tile for tile in together if not plan.reads_own(rank, tile)]
+            waiting = [tile for tile in together if plan.waits(rank, tile)]
             chunks = dict.fromkeys(chunk for tile in waiting for chunk in plan.tile_chunks(tile))
             for _ in together:
                 tiles.append(("tile", rank, len(tiles)))
@@ -125,7 +137,7 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
 
 def taken(tiles: Iterable[Tile], cluster: int) -> Iterator[list[Tile]]:
     """Tiles that the CTAs of a cluster take together."""
-    for _, together in itertools.groupby(tiles, lambda tile: (tile.plane, tile.m // cluster, tile.n, tile.slice, tile.share)):
+    for _, together in itertools.groupby(tiles, lambda tile: (tile.plane, tile.m // cluster, tile.n, tile.slice, tile.kind, tile.share)):
         yield list(together)
 
 

@@ -8,14 +8,15 @@ MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
   return mkernel::Tiles(p).num_tiles();
 }
 
-// Five words per tile: plane, row of tiles in it, column of tiles, slice, share of K. With pairs of CTAs a number stands for two tiles.
+// Six words per tile: plane, row of tiles in it, column of tiles, slice, kind (1: a share of K, 2: a slice of the sum), share. With pairs of CTAs a number
+// stands for two tiles.
 MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) {
     for (uint32_t cta = 0; cta < mkernel::Shape::kCluster; ++cta) {
       const mkernel::TileCoordinate c = tiles.coordinate_of(tile, cta);
-      *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice, *out++ = c.share;
+      *out++ = c.plane, *out++ = c.m, *out++ = c.n, *out++ = c.slice, *out++ = c.is_sum ? 2 : c.is_share, *out++ = c.share;
     }
   }
 }
