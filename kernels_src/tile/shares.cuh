@@ -30,9 +30,9 @@ struct Shares {
   static constexpr bool kMay = detail::HasShares<Config>::kValue;
   static constexpr uint32_t kPackets = Shape::kBlockN / 2 / kPacketWords;  // of a thread: two rows of 8 columns, four float32 values, each
   static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
-  static constexpr uint32_t kLook =
-      Shape::kBlockN <= 128 ? 16 : 8;       // packets that a thread looks at together: more would need more registers
-  static constexpr uint32_t kTogether = 4;  // of so many shares
+  // Packets that a thread looks at together, of so many shares: there are registers for no more.
+  static constexpr uint32_t kLook = Shape::kBlockN <= 64 ? 16 : Shape::kBlockN <= 128 ? 12 : Shape::kBlockN <= 192 ? 8 : 6;
+  static constexpr uint32_t kTogether = Shape::kBlockN <= 192 ? 4 : 3;
   uint32_t whole, num_tiles, shares;
 
   MK_DEVICE uint32_t shared() const { return (num_tiles - whole) * shares; }
