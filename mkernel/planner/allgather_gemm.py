@@ -130,8 +130,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         sliced, shared, shares, load_rows = 0, 0, self.shares, choose_load_rows(plane_rows)
         if shares > 1:
             shared = taken % clusters if self.only_last else taken
-            if self.only_last and shares * shared > clusters:
-                shares = clusters // shared
+            room = abi.PACKET_BYTES // (self.cluster * BLOCK_M * self.tile.block_n * 4)
+            if shares * shared > (most := min(room, clusters) if self.only_last else room):  # calls of other rows of the class, or larger ones
+                shares = most // shared
                 shared = shared if shares > 1 else 0
         elif self.slices > 1:
             sliced = tiles % (computing or 1)
@@ -223,6 +224,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @property
     def _sharing(self) -> str:
+        if not self.sizes.shared:
+            return ""
         last = f" of the last {self.sizes.shared * self.cluster}" if self.only_last else ""
         return f", K{last} shared by {self.sizes.shares} CTAs"
 
@@ -377,8 +380,6 @@ def make_plan(
             plan = _plan_of_class(
                 problem, of_class, sm_count, near.split, near.tile, compiled_in, dataclasses.replace(asked, shares=near.shares)
             )
-    if plan.packet_bytes > abi.PACKET_BYTES:
-        raise TilingError(f"{asked}: there is room for packets of {abi.PACKET_BYTES} bytes, not for {plan.packet_bytes}")
     return plan.of_rows(rows)
 
 

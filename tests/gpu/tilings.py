@@ -133,7 +133,9 @@ class Rank:
             columns = (None, 128, 192, 256)
             found |= _named([Tiling(block_n=n, shares=1, cluster=cluster) for n in columns for cluster in (1, 2)])
         if self.options.shares and "shares" in known:
-            found |= _named(list(self._shared(case)))
+            for one in self._shared(case):
+                shares = "" if one.shares == 1 else f", {one.shares} share the last" if one.only_last else f", {one.shares} share"
+                found[f"{one.block_n}{' pairs' if one.cluster == 2 else ''}{shares}"] = one
         return found
 
     def measure(self, op: str, size: str) -> list[Found]:

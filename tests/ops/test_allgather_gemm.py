@@ -90,7 +90,7 @@ def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_
     at = topology(world)
     inside = at.num_nodes == 1
     shared = inside or not tiling.shares
-    enough = (tiling.shares or 1) <= -(-shape[0] // 64) and (tiling.shares != 9 or shape[1] < 392)  # of k steps, of room for packets
+    enough = (tiling.shares or 1) <= -(-shape[0] // 64)
     even = split == "warps" or (split in _PAIRS) == (tiling.cluster == 2)
     return tiling.span in spans_of(at) and shared and enough and even and (split != "warps" or inside)
 
