@@ -38,7 +38,7 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
   uint64_t packet_offset;  // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
   uint32_t rows;           // M / W
-  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are sliced, or shared
+  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;        // tile rows that share columns of B
   uint32_t part_blocks;    // blocks of a chunk's rows whose first parts travel before their second parts
   uint32_t chunk_shift;    // a chunk has 1 << chunk_shift rows
@@ -233,7 +233,7 @@ struct Tiles : BasicOp<Config, Parameters> {
 
   // ---- shares of K
   static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
-  MK_DEVICE KShares shares() const { return KShares{p.whole_tiles, taken_rows() * planes() * tiles_n(), p.shares}; }
+  MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * tiles_n(), p.shares}; }
   MK_DEVICE char* packets(const Entered& entered) const {
     return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;
   }

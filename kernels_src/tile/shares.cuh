@@ -1,7 +1,7 @@
-// K of a tile shared by several CTAs of a rank (Config::kShares), where tiles are few and K is long, or the last tiles would leave SMs without work. Each
-// share is a range of k steps, and its CTA sends the sums of its threads, unrounded, in packets. Then the tile's columns are shared out again: for each
-// share there is a sum, which adds up what all shares have of a slice of the columns, in the order of K, rounds and stores it. So as many CTAs add
-// as have multiplied, and what each reads is in flight at once: a look at packets takes some 700 cycles.
+// K of a tile shared by several CTAs of a rank (Config::kShares), where tiles are few and K is long. Each share is a range of k steps, and its CTA sends
+// the sums of its threads, unrounded, in packets. Then the tile's columns are shared out again: for each share there is a sum, which adds up what all
+// shares have of a slice of the columns, in the order of K, rounds and stores it. So as many CTAs add as have multiplied, and what each reads is in
+// flight at once: a look at packets takes some 700 cycles.
 //
 // Sums are taken after all shares, by any CTA, and wait for shares only: nothing waits in a circle.
 #pragma once
@@ -22,8 +22,7 @@ struct HasShares<Config, Void<Config::kShares>> {
 };
 }  // namespace detail
 
-// Of num_tiles tiles (or pairs of tiles) the first `whole` have no shares. Numbers: those of whole tiles, then of the shares of the others, tile by
-// tile, then of their sums.
+// Numbers: those of the shares of num_tiles tiles (or pairs of tiles), tile by tile, then those of their sums. With one share there are only tiles.
 template <class Config>
 struct Shares {
   using Shape = GemmShape<Config>;
@@ -33,17 +32,17 @@ struct Shares {
   // Packets that a thread looks at together, of so many shares: there are registers for no more.
   static constexpr uint32_t kLook = Shape::kBlockN <= 64 ? 16 : Shape::kBlockN <= 128 ? 12 : Shape::kBlockN <= 192 ? 8 : 6;
   static constexpr uint32_t kTogether = Shape::kBlockN <= 192 ? 4 : 3;
-  uint32_t whole, num_tiles, shares;
+  uint32_t num_tiles, shares;
 
-  MK_DEVICE uint32_t shared() const { return (num_tiles - whole) * shares; }
-  MK_DEVICE uint32_t count() const { return whole + 2 * shared(); }  // of numbers
-  // The tile of a number; of a share or a sum, c says which.
+  MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : 2 * num_tiles * shares; }  // of numbers
+  // The tile of a number; whether it stands for a share or a sum, and which.
   MK_DEVICE uint32_t tile_of(uint32_t number, bool& is_share, bool& is_sum, uint32_t& share) const {
-    is_share = number >= whole, is_sum = number >= whole + shared(), share = 0;
+    is_share = shares > 1, is_sum = is_share && number >= num_tiles * shares, share = 0;
     if (!is_share) return number;
-    const uint32_t i = number - whole - (is_sum ? shared() : 0), tile = quotient(i, shares);
-    share = i - tile * shares;
-    return whole + tile;
+    if (is_sum) number -= num_tiles * shares;
+    const uint32_t tile = quotient(number, shares);
+    share = number - tile * shares;
+    return tile;
   }
   MK_DEVICE uint32_t first_step(uint32_t steps, uint32_t share) const { return steps * share / shares; }
   MK_DEVICE uint32_t first_packet(uint32_t slice) const { return kPackets * slice / shares; }
@@ -56,7 +55,7 @@ struct Shares {
   MK_DEVICE static uint32_t warp() { return ptx::thread_index() / 32 - kWarpgroup / 32; }  // of the consumers
   // Packets of a tile's share 0 that are this thread's. `packets`: where they begin. A thread's lie 32 apart.
   MK_DEVICE ptx::Words* packets_of(char* packets, const TileCoordinate& c) const {
-    const uint64_t first = uint64_t(c.index - whole) * shares * Shape::kCluster + c.m % Shape::kCluster;
+    const uint64_t first = uint64_t(c.index) * shares * Shape::kCluster + c.m % Shape::kCluster;
     return reinterpret_cast<ptx::Words*>(packets) + (first * kWarps + warp()) * kPackets * 32 + ptx::lane_index();
   }
   static constexpr uint32_t kNext = Shape::kCluster * kWarps * kPackets * 32;  // from one share's to the next one's

@@ -210,7 +210,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
-    tilings = frozenset({"block_n", "span", "shares", "cluster", "only_last"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster"})
     parameters = Parameters
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:

@@ -87,8 +87,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
     slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
-    shares: int = 1  # CTAs, or pairs, that share K of a tile:
-    only_last: bool = False  # of those that are left when all CTAs have had equally many; else of every tile
+    shares: int = 1  # CTAs, or pairs, that share K of a tile, as far as there is room for packets
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
@@ -126,21 +125,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         tile_rows = -(-plane_rows // BLOCK_M)
         taken_rows = -(-tile_rows // self.cluster)
         columns, grid = self.planes * self.tiles_n, self.split.total
-        tiles, taken, clusters = columns * tile_rows, columns * taken_rows, computing // self.cluster or 1
-        sliced, shared, shares, load_rows = 0, 0, self.shares, choose_load_rows(plane_rows)
-        if shares > 1:
-            shared = taken % clusters if self.only_last else taken
-            room = abi.PACKET_BYTES // (self.cluster * BLOCK_M * self.tile.block_n * 4)
-            if shares * shared > (most := min(room, clusters) if self.only_last else room):  # calls of other rows of the class, or larger ones
-                shares = most // shared
-                shared = shared if shares > 1 else 0
-        elif self.slices > 1:
-            sliced = tiles % (computing or 1)
+        tiles, taken, shares = columns * tile_rows, columns * taken_rows, self.shares
+        sliced = tiles % (computing or 1) if self.slices > 1 else 0
+        if shares > 1 and taken:
+            shares = max(1, min(shares, abi.PACKET_BYTES // (taken * self.cluster * BLOCK_M * self.tile.block_n * 4)))
         if not self.pushers:  # else each has chunks to push
-            numbers = taken + (shares - 1) * shared + (self.slices - 1) * sliced
-            grid += min(0, max(1, numbers) * self.cluster - computing)
-        whole = taken - shared if self.shares > 1 else tiles - sliced
-        return sizes_of((plane_rows, tile_rows, taken_rows, tiles, whole, grid, load_rows, shared, shares))
+            grid += min(0, max(1, taken * shares + (self.slices - 1) * sliced) * self.cluster - computing)
+        load_rows = choose_load_rows(plane_rows)
+        return sizes_of((plane_rows, tile_rows, taken_rows, tiles, tiles - sliced, grid, load_rows, shares))
 
     @derived
     def pushers(self) -> int:
@@ -199,7 +191,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def packet_bytes(self) -> int:
         """Bytes of the range of packets in the signal segment: unrounded sums of all shares."""
-        return self.sizes.shared * self.sizes.shares * self.cluster * BLOCK_M * self.tile.block_n * 4
+        shares = self.sizes.shares if self.sizes.shares > 1 else 0
+        return self.taken * shares * self.cluster * BLOCK_M * self.tile.block_n * 4
 
     @property
     def flag_words(self) -> int:
@@ -215,19 +208,12 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
-            f"{self._sharing if self.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
+            f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
             f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
-
-    @property
-    def _sharing(self) -> str:
-        if not self.sizes.shared:
-            return ""
-        last = f" of the last {self.sizes.shared * self.cluster}" if self.only_last else ""
-        return f", K{last} shared by {self.sizes.shares} CTAs"
 
     def flag_name(self, rank: int, index: int) -> str:
         """What a flag tells ``rank``, for reports."""
@@ -297,13 +283,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def tiles(self, rank: int) -> Iterator[Tile]:
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
-        taken, whole = list(self._taken(rank)), self.taken - self.sizes.shared
-        for index, tile in enumerate(itertools.chain.from_iterable(taken[:whole])):
-            if index < self.whole_tiles or self.shares > 1:
+        taken = list(self._taken(rank))
+        shared, whole = (taken, []) if self.sizes.shares > 1 else ([], taken)
+        for index, tile in enumerate(itertools.chain.from_iterable(whole)):
+            if index < self.whole_tiles:
                 yield tile
             else:
                 yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
-        for kind, together in itertools.product((SHARE, SUM), taken[whole:]):
+        for kind, together in itertools.product((SHARE, SUM), shared):
             for share in range(self.sizes.shares):
                 yield from (dataclasses.replace(tile, kind=kind, share=share) for tile in together)
 
@@ -420,7 +407,7 @@ def _plan_of_class(
         possible = ", ".join(map(str, spans_of(topology)))
         rule = f"span must be one of {possible} in this world, and shares at most the k steps, on one node"
         raise TilingError(f"{asked}: {rule}")
-    span, tile, shares, only_last = predicted.span, predicted.tile, predicted.shares, asked.only_last == 1
+    span, tile, shares = predicted.span, predicted.tile, predicted.shares
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted = split or Split()
@@ -442,7 +429,7 @@ def _plan_of_class(
     slices = choose_slices(tiles, tile, chosen) if few_waves and plain else 1
     if parts == 1:
         return AllGatherGemmPlan(
-            problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, only_last, cluster, specialize
+            problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, cluster, specialize
         )
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)

@@ -21,13 +21,13 @@ class Sizes(NamedTuple):
     num_tiles
         Whole tiles, before any is halved.
     whole_tiles
-        Tiles, or pairs where clusters take pairs and K may be shared, up to here are whole; the others are sliced, or shared.
+        Tiles up to here are whole; the others are sliced.
     grid
         CTAs: no more than have something to do. Fewer, spread over the device, load faster (docs/speed_log.md).
     load_rows
         Rows of a tile of A that are loaded.
-    shared, shares
-        Tiles, or pairs, whose K is shared, and by how many CTAs, or pairs.
+    shares
+        CTAs, or pairs, that share K of a tile.
     """
 
     plane_rows: int
@@ -37,7 +37,6 @@ class Sizes(NamedTuple):
     whole_tiles: int
     grid: int
     load_rows: int
-    shared: int
     shares: int
 
 

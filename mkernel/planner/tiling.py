@@ -27,8 +27,6 @@ class Tiling:
         Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
     shares
         CTAs that share K of a tile.
-    only_last
-        Of ``allgather_gemm``, with ``shares``: 1: only tiles that are left when all CTAs have had equally many are shared.
     cluster
         Of ``allgather_gemm``: CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     """
@@ -37,7 +35,6 @@ class Tiling:
     span: int | None = None
     shares: int | None = None
     cluster: int | None = None
-    only_last: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -59,8 +56,6 @@ class Tiling:
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
         if found.cluster not in (None, 1, 2):
             raise ValueError(f"cluster {found.cluster}: must be 1 or 2")
-        if found.only_last not in (None, 1):
-            raise ValueError(f"only_last {found.only_last}: must be 1")
         return found
 
     @property

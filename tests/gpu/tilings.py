@@ -110,7 +110,7 @@ class Rank:
             self.baselines = open_baselines(self.world, self.timing.stream)
 
     def _shared(self, case: Any) -> Iterator[Tiling]:
-        """As many CTAs for each tile as there are, of all tiles, or of those that are left."""
+        """As many CTAs for each tile as there are."""
         for n, cluster in itertools.product((64, 128, 192, 256), (1, 2)):
             alone = Tiling(n, 1, 1, cluster)
             plan = make_plan(case.problem, case.rows, self.world.backend.sm_count, tiling=alone)
@@ -118,8 +118,8 @@ class Rank:
             left = plan.taken % ctas
             if n > 64:
                 yield alone
-            for shares in {ctas // left, ctas // left - 1} - {0, 1} if left else ():
-                yield dataclasses.replace(alone, shares=shares, only_last=1 if left < plan.taken else None)
+            for shares in {ctas // left, ctas // left - 1} - {0, 1} if 0 < left == plan.taken else ():
+                yield dataclasses.replace(alone, shares=shares)
 
     def variants(self, op: str, case: Any) -> dict[str, Tiling | None]:
         known = find(op).tilings
@@ -134,7 +134,7 @@ class Rank:
             found |= _named([Tiling(block_n=n, shares=1, cluster=cluster) for n in columns for cluster in (1, 2)])
         if self.options.shares and "shares" in known:
             for one in self._shared(case):
-                shares = "" if one.shares == 1 else f", {one.shares} share the last" if one.only_last else f", {one.shares} share"
+                shares = "" if one.shares == 1 else f", {one.shares} share"
                 found[f"{one.block_n}{' pairs' if one.cluster == 2 else ''}{shares}"] = one
         return found
 

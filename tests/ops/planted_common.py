@@ -69,8 +69,8 @@ COMMON = [
     Bug(
         "sums come before the shares that they wait for",
         "tile/shares.cuh",
-        "    is_share = number >= whole, is_sum",
-        "    if (number >= whole) number = 2 * (whole + shared()) - 1 - number;\n    is_share = number >= whole, is_sum",
+        "    is_share = shares > 1, is_sum",
+        "    if (shares > 1) number = 2 * num_tiles * shares - 1 - number;\n    is_share = shares > 1, is_sum",
         workload="shares",
         found_as="deadlock",
         sms=2,
