@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["Tiling", "TilingError"]
 
-_RADIX = 259  # more than any field can be, and one, and odd: no bit of a digit is lost in 24
+_RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
 _FACTOR = 0x5BD1E9  # odd
 
 
