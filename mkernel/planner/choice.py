@@ -19,6 +19,7 @@ from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
+from mkernel.planner.spans import FEWEST_STEPS
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling
@@ -61,6 +62,10 @@ def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_coun
                     pairs = Tiling(width, 1, 1, 2)
                     with contextlib.suppress(SplitError):  # few SMs
                         yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
+                if topology.size == 1 and not problem.canonical:
+                    for shares in _shares(problem, rows, width, sm_count):
+                        tiling = Tiling(width, 1, shares)
+                        yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
         return
     pulls = problem.op == ALLREDUCE and inside
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
@@ -74,6 +79,13 @@ def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_coun
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
+
+
+def _shares(problem: AllGatherGemmProblem, rows: int, width: int, sm_count: int) -> list[int]:
+    """In how many shares K of a tile may be worth its sums: as many as there are SMs, half as many, or two."""
+    tiles = -(-rows // BLOCK_M) * -(-problem.n // width)
+    most = min(sm_count // max(1, tiles), -(-problem.k // BLOCK_K) // FEWEST_STEPS)
+    return sorted({most, max(2, most // 2), 2}) if most >= 2 else []
 
 
 def ranked(

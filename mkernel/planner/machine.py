@@ -123,10 +123,12 @@ class Machine:
         How long it has worked before a call that no rest precedes.
     sm_load
         From L2 into the shared memory of one SM.
-    narrow
-        Of ``sm_flops``, that instructions for 64 columns reach.
-    misaligned
-        How many times as long a load takes whose rows do not begin at multiples of 128 bytes.
+    sm_shared
+        Into and out of the shared memory of one SM, together.
+    misaligned_a, misaligned_b
+        How many times as long a load of A, or of a row-major B, takes whose rows do not begin at multiples of 128 bytes.
+    paired
+        How many times as long a k step takes where pairs of CTAs load B together, beside what that saves.
     memory
         Device memory, read.
     l2_bytes
@@ -166,8 +168,10 @@ class Machine:
     slow_octave: float
     warm: float
     sm_load: float
-    narrow: float
-    misaligned: float
+    sm_shared: float
+    misaligned_a: float
+    misaligned_b: float
+    paired: float
     memory: float
     l2_bytes: int
     start: float
@@ -201,9 +205,12 @@ H200 = Machine(
     slow_after=1e-3,  # fitted: cuBLAS alone of 8192 to 32768, isolated and back to back
     slow_octave=0.021,
     warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
-    sm_load=92e9,  # fitted: tiles of 64 and 128 columns reach 0.58 and 0.88 of the speed of 256 (docs/planner.md)
-    narrow=0.8,  # fitted: few rows, in a world of one
-    misaligned=1.8,  # fitted: development measurements of N and K that are no multiples of 64; such a row of 128 bytes lies in two lines
+    # Fitted: 117 tilings of 10 shapes in a world of one (docs/model.md).
+    sm_load=139e9,
+    sm_shared=320e9,
+    misaligned_a=3.0,
+    misaligned_b=1.9,
+    paired=1.15,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
     l2_bytes=50 << 20,
     start=7.0e-6,  # fitted: "fused alone" of 2048

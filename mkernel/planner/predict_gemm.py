@@ -75,11 +75,12 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     work = _work(
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
         halved=plan.slices > 1,
-        shares=plan.shares,
+        shares=plan.sizes.shares,
         cluster=plan.cluster,
     )
-    if plan.shares > 1:
-        work = work._replace(seconds=work.seconds + exchange_seconds(plan.shares, block_n))
+    if plan.sizes.shares > 1:
+        ctas = plan.taken * plan.sizes.shares * plan.cluster
+        work = work._replace(seconds=work.seconds + exchange_seconds(ctas, plan.plane_rows, block_n))
     t = work.cost.seconds
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)

@@ -12,6 +12,7 @@ __all__ = ["ALONE", "BATCH", "BEHIND", "RESOURCES", "Conditions", "Prediction", 
 ITEM = 2  # bytes of a 16-bit element
 RESOURCES = ("tensor", "load", "memory", "link", "network", "engine", "add", "routing", "entry", "start", "latency")
 _LINE = 128  # bytes
+_WARPGROUPS = 2  # that multiply
 _BATCH_CALLS = 20
 _BLEND = 3.0
 
@@ -95,12 +96,15 @@ def tile_cost(
     that load the columns of B together.
     """
     steps = -(-k // BLOCK_K)
-    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * speed * (machine.narrow if block_n <= 64 else 1.0))
-    of_a = machine.misaligned if k * ITEM % _LINE else 1.0
-    of_b = machine.misaligned if n * ITEM % _LINE else 1.0
-    load = (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load
+    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * speed)
+    # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
+    shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM * steps / machine.sm_shared
+    of_a = machine.misaligned_a if k * ITEM % _LINE else 1.0
+    of_b = machine.misaligned_b if n * ITEM % _LINE else 1.0
+    load = max(shared, (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load)
     fixed = machine.tile * block_m * block_n / (128 * 256)
-    return TileCost(tensor, load, max(tensor, load) + fixed + sums * block_m * block_n * ITEM / machine.add)
+    together = machine.paired if cluster > 1 else 1.0
+    return TileCost(tensor, load, max(tensor, load) * together + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 
 def busy_of(conditions: Conditions, machine: Machine, seconds: float) -> float:

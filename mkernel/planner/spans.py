@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["Candidate", "Product", "candidates", "choose", "exchange_seconds", "spans_of"]
+__all__ = ["FEWEST_STEPS", "Candidate", "Product", "candidates", "choose", "exchange_seconds", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -18,8 +18,10 @@ _MEMORY_BYTES = 4.2e12  # per second
 _CACHE_BYTES = 40e6  # of B up to which a second reading finds it in L2
 _GAIN = 0.97  # of the time with a shard per plane: prediction is no better than that;
 _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
-_MOST_SHARES, _FEWEST_STEPS = 8, 4  # of K; k steps of a share
-_EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 100e9  # until a share has come, and how much of them an SM reads per second
+_MOST_SHARES = 8  # of K
+FEWEST_STEPS = 4  # k steps of a share
+_EXCHANGE_SECONDS, _EXCHANGE_BYTES = 3e-6, 6.2e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
+_WARP_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def candidates(
         for shared in (GemmTile.deepest(64), GemmTile.deepest(128)) if tile is None else (tile,):
             tiles = tile_rows * math.ceil(n / shared.block_n)
             for number in range(2, _MOST_SHARES + 1) if shares is None else (shares,):
-                fits = tiles * number <= sm_count and steps >= number * _FEWEST_STEPS if shares is None else number <= steps
+                fits = tiles * number <= sm_count and steps >= number * FEWEST_STEPS if shares is None else number <= steps
                 if fits and tiles:
                     yield Candidate(one, shared, number, _seconds(product, one, shared, number))
 
@@ -106,7 +108,8 @@ def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> fl
     classes = [one for one in _classes(product, span) if one.planes]
     tiles_of_plane, b_bytes = math.ceil(span * rows / BLOCK_M) * math.ceil(n / tile.block_n) * shares, 2.0 * n * k
     of_tile = tile.seconds(k) / tile.relative_speed / shares
-    exchange = exchange_seconds(shares, tile.block_n) if shares > 1 else 0.0
+    ctas = tiles_of_plane * (product.topology.size // span)
+    exchange = exchange_seconds(ctas, span * rows, tile.block_n) if shares > 1 else 0.0
     seconds = 0.0
     for i, one in enumerate(classes):
         left = classes[i:]
@@ -119,9 +122,13 @@ def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> fl
     return seconds
 
 
-def exchange_seconds(shares: int, block_n: int) -> float:
-    """From when all shares of a tile have been multiplied until they are added up. A guess, from round trips of flags."""
-    return _EXCHANGE_SECONDS + (shares - 1) * 4 * BLOCK_M * block_n / _EXCHANGE_BYTES
+def exchange_seconds(ctas: int, rows: int, block_n: int) -> float:
+    """From when ``ctas`` shares of tiles of ``rows`` rows, at most, have been multiplied until they are added up.
+
+    Packets of float32 are written, read and written again.
+    """
+    taken = min(BLOCK_M, math.ceil(rows / _WARP_ROWS) * _WARP_ROWS)
+    return _EXCHANGE_SECONDS + 3 * 4 * ctas * taken * block_n / _EXCHANGE_BYTES
 
 
 def _classes(product: Product, span: int) -> list[_Class]:

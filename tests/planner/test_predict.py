@@ -118,7 +118,7 @@ def test_fewer_rows_of_a_plan_take_no_longer(world: Topology, rng: np.random.Gen
 def test_half_a_machine_is_never_faster(world: Topology, rng: np.random.Generator) -> None:
     """A machine with one rate halved, or one cost doubled, takes as long or longer for the same plan."""
     rates = ("sm_flops", "sm_load", "memory", "link", "link_pair", "cta_link", "warps_link", "add")
-    costs = ("start", "tile", "entry", "flag", "misaligned", "beside", "poll")
+    costs = ("start", "tile", "entry", "flag", "misaligned_a", "misaligned_b", "paired", "beside", "poll")
     whole = H200 if world in WORLDS else RDMA_H200
     slower = [dataclasses.replace(whole, **{name: getattr(whole, name) / 2}) for name in rates]
     slower += [dataclasses.replace(whole, **{name: getattr(whole, name) * 2}) for name in costs]
