@@ -38,6 +38,15 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { asm volatile("bar
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
+// True in one lane, the same one each time. ptxas knows that it is one (not so of lane_index() == 0): TMA instructions want registers that all lanes of
+// a warp have in common, and behind any other condition each becomes a loop over the lanes, some 200 cycles. All lanes ask.
+MK_DEVICE bool elected() {
+  uint32_t is;
+  asm volatile(
+      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(is));
+  return is != 0;
+}
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }
 MK_DEVICE uint32_t votes(bool v) { return __ballot_sync(0xffffffffu, v); }  // bit i: lane i's
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return __shfl_sync(0xffffffffu, v, lane); }

@@ -34,7 +34,7 @@ MK_DEVICE void intra_comm(const Call& call, const Parameters& p, Storage& storag
   const uint32_t warp = ptx::warp_index();
   Mailbox::Position arrival, announcement;
   if (warp == 0) {
-    if (ptx::lane_index() == 0) {
+    if (ptx::elected()) {
       Receiver receiver(storage.arrived);
       const MaybeEntered entered = storage.entries.pass_to_store(call);
       if (entered) copy(*entered, receiver, announcement);

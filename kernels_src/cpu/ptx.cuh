@@ -35,6 +35,10 @@ MK_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) { mkc_barrier(id, t
 
 // ---- warp collectives
 MK_DEVICE bool all_of_warp(bool v) { return mkc_vote(v) == 0xffffffffu; }
+MK_DEVICE bool elected() {
+  mkc_vote(true);
+  return lane_index() == 0;
+}
 MK_DEVICE bool any_of_warp(bool v) { return mkc_vote(v) != 0; }
 MK_DEVICE uint32_t votes(bool v) { return mkc_vote(v); }
 MK_DEVICE uint32_t broadcast(uint32_t v, uint32_t lane) { return mkc_broadcast(v, lane); }

@@ -183,7 +183,7 @@ MK_DEVICE void pull_rows(const Entered& entered, const Parameters& p, PullStorag
   const PulledRows rows = PulledRows::of_cta(items, index, num_intra_comm(p));
   const uint32_t warp = ptx::warp_index();
   if (warp == 0) {
-    if (ptx::lane_index() == 0) {
+    if (ptx::elected()) {
       Trace trace(p.world, 2);
       const uint64_t begin = trace.now();
       RowCopies<Parameters> copies{entered, p, storage, barriers, rows.count};

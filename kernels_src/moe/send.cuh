@@ -109,7 +109,7 @@ MK_DEVICE void forward_rows(const Entered& entered, const Parameters& p) {
 template <class Parameters>
 MK_DEVICE void send_rows(const Entered& entered, const Parameters& p, CopyPieces& pieces, CopyBarriers& barriers, uint32_t index) {
   const uint32_t warp = ptx::warp_index();
-  if (warp == 0 && ptx::lane_index() == 0) {
+  if (warp == 0 && ptx::elected()) {
     Trace trace(p.world, 2);
     CopyRing ring(pieces, barriers);
     RowsToSend<Parameters> rows(p, ring);

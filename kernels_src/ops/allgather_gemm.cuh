@@ -449,7 +449,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
   const Call call = begin_call_ahead(p.world, role);
-  if (ptx::thread_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, storage, cta - first_inter_send(p));
+  if (role == abi::kInterSend && ptx::thread_index() < 32 && ptx::elected()) inter_send_role(call, p, storage, cta - first_inter_send(p));
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }

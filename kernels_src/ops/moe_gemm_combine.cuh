@@ -229,7 +229,7 @@ MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& stor
   if (!entered) return;
   if (cta == 0 && warp == 0) zero_counters(*entered, p);
   if (kR > 1 && p.windows > 1) {
-    if (warp == 0 && ptx::lane_index() == 0) copy_rows(*entered, p, storage.fetch, storage.fetch_barriers);
+    if (warp == 0 && ptx::elected()) copy_rows(*entered, p, storage.fetch, storage.fetch_barriers);
     if (warp == 2) find_all_rows(*entered, p, storage.fetch, storage.fetch_barriers);
     ptx::sync_warp();
   }

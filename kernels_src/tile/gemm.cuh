@@ -48,12 +48,12 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
     ptx::registers_decrease<kProducerRegisters>();
     if (warp < 2) {
       if (warp == 0) {
-        if (ptx::lane_index() == 0) load_tiles(op, storage, first);
+        if (ptx::elected()) load_tiles(op, storage, first);
       } else {
         schedule_tiles(call, op, storage);
       }
     } else if (warp == 2) {
-      if (ptx::lane_index() == 0) store_tiles(call, op, storage);
+      if (ptx::elected()) store_tiles(call, op, storage);
     } else {
       // The last CTA computes from the start.
       if (Op::kAnnouncesEntry && ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
