@@ -120,7 +120,7 @@ MK_DEVICE void attend_items(const Call& call, const Op& op, AttentionStorage<Con
     item_at.advance();
   }
   if constexpr (Op::kSplits) post_part(storage, left_at, kNoItem);
-  if (ptx::thread_index() % 128 == 0) ptx::store_wait_read<0>();  // kernel exit completes the stores
+  if (leads_warpgroup()) ptx::store_wait_read<0>();  // kernel exit completes the stores
 }
 
 }  // namespace mkernel

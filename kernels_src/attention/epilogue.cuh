@@ -34,13 +34,16 @@ MK_DEVICE void store_valid_rows(const char* panel, char* to, uint64_t row_bytes,
   }
 }
 
+// The thread of a warpgroup that stores its results by TMA. All threads of the warpgroup.
+MK_DEVICE bool leads_warpgroup() { return ptx::elected() && ptx::thread_index() % 128 < 32; }
+
 // Divides by the sums and stores one warpgroup's rows.
 template <class Config, AttentionOp Op>
 MK_DEVICE void store_item(const Call& call, const Op& op, const AttentionItem& item, AttentionStorage<Config>& storage, uint32_t warpgroup,
                           float (&o)[Config::kHeadDim / 2], const RowSums& sums) {
   using Shape = AttentionShape<Config>;
   const uint32_t begin = warpgroup * Shape::kBlockRows, rows = item.rows > begin ? item.rows - begin : 0;
-  const bool leads = ptx::thread_index() % 128 == 0, is_whole = rows >= Shape::kBlockRows;
+  const bool leads = leads_warpgroup(), is_whole = rows >= Shape::kBlockRows;
   const float factor[2] = {sums.factor(0), sums.factor(1)};
 #pragma unroll
   for (uint32_t j = 0; j < Config::kHeadDim / 2; ++j) o[j] *= factor[j / 2 % 2];

@@ -313,7 +313,7 @@ MK_DEVICE void push_role(const Call& call, const Parameters& p, const Sequences&
   const PushCounts counts{r, world, node_mate(world, to_rank)};
   Mailbox::Position arrival, announcement;
   if (warp == 0) {
-    if (ptx::lane_index() == 0) {
+    if (ptx::elected()) {
       Receiver receiver(storage.arrived);
       const MaybeEntered maybe = storage.entries.pass_to_store(call);
       if (maybe) {
@@ -421,7 +421,8 @@ MK_DEVICE void send_role(const Call& call, const Parameters& p, const Sequences&
   const uint32_t warp = ptx::warp_index();
   if (warp == 0) {
     const MaybeEntered entered = storage.entries.pass_to_store(call);
-    if (entered && ptx::lane_index() == 0) send_chunks(*entered, p, q, storage, ptx::cta_index() - p.ring.intra_comm);
+    const bool sends = ptx::elected();
+    if (entered && sends) send_chunks(*entered, p, q, storage, ptx::cta_index() - p.ring.intra_comm);
   } else if (warp == 2) {
     storage.entries.open(call);
   } else if (warp >= kFirstKeeper) {

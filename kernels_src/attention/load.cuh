@@ -7,14 +7,14 @@
 namespace mkernel {
 
 // K and V have rings of stages of their own, since the consumers need K of block j + 1 before V of block j; so they are loaded in this order: K0, q, K1, V0,
-// K2, V1, ... All functions: all lanes of one warp, except those of the first lane.
+// K2, V1, ... All functions: all lanes of one warp, except those of the elected one.
 template <class Config, AttentionOp Op>
 class Producer {
   using Shape = AttentionShape<Config>;
 
  public:
   MK_DEVICE Producer(const Call& call, const Op& op, AttentionStorage<Config>& storage)
-      : call_(call), op_(op), storage_(storage), entered_(MaybeEntered::not_yet(call)), is_first_lane_(ptx::lane_index() == 0) {}
+      : call_(call), op_(op), storage_(storage), entered_(MaybeEntered::not_yet(call)), is_elected_(ptx::elected()) {}
 
   MK_DEVICE void run() {
     ok_ = !is_skipped(call_);
@@ -29,7 +29,7 @@ class Producer {
     enter();
     settle();
     if (ok_) op_.finish(*entered_);
-    if (is_first_lane_) leave_call(call_);  // this CTA takes no more items, and all its threads have read the epoch
+    if (is_elected_) leave_call(call_);  // this CTA takes no more items, and all its threads have read the epoch
     offer(AttentionItem{}, kNoItem, false);
   }
 
@@ -42,7 +42,7 @@ class Producer {
   }
 
   MK_DEVICE void offer(const AttentionItem& item, uint32_t number, bool has_keys) {
-    if (is_first_lane_) {
+    if (is_elected_) {
       storage_.items.wait_taken(item_at_);
       storage_.item[item_at_.index] = ItemHeader{item, number, has_keys};
       storage_.items.fill(item_at_);
@@ -79,7 +79,7 @@ class Producer {
     settle();
     ok_ = ok_ && op_.wait_parts(*entered_, item);
     ptx::sync_warp();
-    if (is_first_lane_) {
+    if (is_elected_) {
       storage_.parts.wait_taken(parts_at_);
       storage_.parts_failed = !ok_;
       storage_.parts.fill(parts_at_);
@@ -96,14 +96,14 @@ class Producer {
       Trace trace(call_.world, 0);
       const uint64_t begin = trace.now();
       ok_ = op_.wait(*entered_, block);
-      if (is_first_lane_) trace.record(abi::kTraceWait, number, begin);
+      if (is_elected_) trace.record(abi::kTraceWait, number, begin);
     }
     ptx::fence_proxy_async();  // what has been acquired becomes visible to the loads below
     ptx::sync_warp();
   }
 
   MK_DEVICE void load_query(const AttentionItem& item) {
-    if (is_first_lane_) {
+    if (is_elected_) {
       storage_.query.wait_taken(query_at_);
       uint64_t* filled = storage_.query.fill_by_tma(query_at_, Shape::kQueryBytes);
 #pragma unroll
@@ -120,7 +120,7 @@ class Producer {
   }
 
   MK_DEVICE void load_keys(const KeyBlock& block, bool is_last) {
-    if (is_first_lane_) {
+    if (is_elected_) {
       storage_.keys.wait_taken(key_at_);
       storage_.block[key_at_.index] = BlockHeader{block.position, ok_ ? block.rows : 0, is_last, !ok_};
       if (ok_) {
@@ -135,32 +135,32 @@ class Producer {
 
   MK_DEVICE void owe_values(const KeyBlock& block) {
     owes_values_ = true, loads_values_ = ok_;
-    if (is_first_lane_) storage_.owed = block;
+    if (is_elected_) storage_.owed = block;
     ptx::sync_warp();
   }
   MK_DEVICE void load_values() {  // of the block whose K has been loaded last
     if (!owes_values_) return;
     owes_values_ = false;
-    if (is_first_lane_) storage_.values.wait_taken(value_at_);
+    if (is_elected_) storage_.values.wait_taken(value_at_);
     ptx::sync_warp();
     give_credit(value_at_.index);  // the consumers have used the block that the stage held
     const KeyBlock block = storage_.owed;
     char* v = storage_.v[value_at_.index];
     if (!loads_values_) {
-      if (is_first_lane_) storage_.values.fill(value_at_);
+      if (is_elected_) storage_.values.fill(value_at_);
     } else if (block.is_padded && block.rows < Shape::kKeyBlock) {
       load_padded_values(block, v);
-    } else if (is_first_lane_) {
+    } else if (is_elected_) {
       load_panels(v, op_.v_map(block), block, storage_.values.fill_by_tma(value_at_, Shape::kKeyBytes));
     }
-    if (is_first_lane_) storage_.credit[value_at_.index] = loads_values_ ? block.credit : kNoCredit;
+    if (is_elected_) storage_.credit[value_at_.index] = loads_values_ ? block.credit : kNoCredit;
     ptx::sync_warp();
     value_at_.advance();
   }
 
   // Rows that belong to nobody become zeros: their weights are 0, but 0 times a NaN would be a NaN.
   MK_DEVICE void load_padded_values(const KeyBlock& block, char* v) {
-    if (is_first_lane_) {
+    if (is_elected_) {
       ptx::mbarrier_arrive_expect(&storage_.padded, Shape::kKeyBytes);
       load_panels(v, op_.v_map(block), block, &storage_.padded);
     }
@@ -178,7 +178,7 @@ class Producer {
     }
     ptx::fence_proxy_async_shared();
     ptx::sync_warp();
-    if (is_first_lane_) storage_.values.fill(value_at_);
+    if (is_elected_) storage_.values.fill(value_at_);
   }
 
   MK_DEVICE void load_panels(char* to, const abi::TensorMap* map, const KeyBlock& block, uint64_t* filled) {  // first lane
@@ -192,7 +192,7 @@ class Producer {
     const uint32_t credit = storage_.credit[stage];
     ptx::sync_warp();
     if (credit == kNoCredit) return;
-    if (is_first_lane_) storage_.credit[stage] = kNoCredit;
+    if (is_elected_) storage_.credit[stage] = kNoCredit;
     ptx::sync_warp();
     enter();  // the credit of keys that nobody had to wait for
     if (ok_) op_.landed(*entered_, credit);
@@ -218,7 +218,7 @@ class Producer {
   const Op& op_;
   AttentionStorage<Config>& storage_;
   MaybeEntered entered_;
-  const bool is_first_lane_;
+  const bool is_elected_;
   bool has_entered_ = false, ok_ = true;
   RingPosition<kItemQueue> item_at_;
   RingPosition<1> query_at_, parts_at_;

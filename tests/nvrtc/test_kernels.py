@@ -79,7 +79,39 @@ def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
     """The instructions that a kernel is made of; it needs what an SM has."""
     sass = cuda.disassemble(fits(caplog, spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
+    assert looped_tma(sass) == [], "each is a loop over lanes: its thread is not ptx::elected()"
     return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
+
+
+def looped_tma(sass: str) -> list[str]:
+    """TMA instructions and bulk copies that ptxas has put into a loop over the lanes of the warp."""
+    lines = sass.splitlines()
+    places = [i for i, line in enumerate(lines) if re.search("UTMALDG|UTMASTG|UBLKCP", line)]
+    return [lines[i].strip() for i in places if any("BRA.U.ANY" in line for line in lines[i + 1 : i + 4])]
+
+
+_STORES = """
+#include "ptx.cuh"
+namespace mkernel {
+struct alignas(64) Parameters { uint64_t to, reserved[7]; };
+MK_KERNEL(64)(MK_GRID_CONSTANT Parameters p) {
+  if (ptx::warp_index() == 0 && CHOSEN) {
+    char* at = reinterpret_cast<char*>(p.to);
+    while (const uint32_t bytes = ptx::load_word(at)) ptx::bulk_store(at += bytes + ptx::thread_index() * 16, ptx::shared_memory(), bytes);
+    ptx::store_commit();
+    ptx::store_wait<0>();
+  }
+}
+}
+"""
+
+
+@pytest.mark.parametrize("chosen", ["ptx::elected()", "ptx::lane_index() == 0"])
+def test_tma_of_a_thread_that_is_not_elected_is_seen(tmp_path: Path, chosen: str) -> None:
+    (tmp_path / "stores.cuh").write_text(_STORES.replace("CHOSEN", chosen))
+    sass = cuda.disassemble(cuda.compile(KernelSpec("stores", (), 64, 1024, 64, tmp_path)))
+    assert sass is not None
+    assert bool(looped_tma(sass)) == ("elected" not in chosen)
 
 
 @pytest.mark.drawn(3)

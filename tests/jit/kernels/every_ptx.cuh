@@ -35,7 +35,7 @@ MK_DEVICE void multiply_registers(char* smem) {
   ptx::wgmma_wait<0>(d);
   float sum = 0.0f;
   for (float x : d) sum += x;
-  reinterpret_cast<volatile float*>(smem)[t] = ptx::maximum(ptx::log2(sum), ptx::shuffle_xor(sum, 1));
+  reinterpret_cast<volatile float*>(smem)[t] = ptx::maximum(ptx::log2(sum), ptx::maximum_or_nan(sum, ptx::shuffle_xor(sum, 1)));
 }
 
 MK_DEVICE void words(char* smem, ptx::Words* packets) {
@@ -62,7 +62,7 @@ MK_DEVICE void collective(char* smem) {
   ptx::sync_warp();
   ptx::barrier_arrive(1, Config::kThreads);
   ptx::barrier_sync(2, Config::kThreads);
-  uint32_t votes = ptx::all_of_warp(ptx::lane_index() < Config::kLanes) + ptx::any_of_warp(ptx::thread_index() < Config::kLanes);
+  uint32_t votes = ptx::all_of_warp(ptx::lane_index() < Config::kLanes) + ptx::any_of_warp(ptx::thread_index() < Config::kLanes) + ptx::elected();
   votes += ptx::broadcast(votes, 3) + ptx::votes(votes > 1);
   ptx::stmatrix_x4(smem, votes, ptx::pack<ptx::Element::kBFloat16>(1.0f, 2.0f), ptx::pack<ptx::Element::kFloat16>(1.0f, 2.0f), 0);
   if (ptx::warp_index() < 4) {
@@ -107,6 +107,7 @@ MK_DEVICE void memory(uint64_t* words) {
   ptx::store_release_sys(words + 5, now);
   ptx::add_release(words + 6, now);
   ptx::store_release_gpu(words + 5, now);
+  const ptx::WordPair pair = ptx::load_acquire_sys_pair(words + 8);
   ptx::pause_until(words + 4, now, now);
   ptx::store_byte(halves + 17, ptx::load_byte(halves + 18));
   ptx::store_word(halves + 14, ptx::load_word(halves + 15) + ptx::count_bits(ptx::load_input_word(halves + 16)));
