@@ -23,7 +23,7 @@ class Producer {
       const uint32_t number = op_.take(storage_.items_taken);
       ptx::sync_warp();  // all lanes have read how many
       if (number == kNoItem) break;
-      if (is_first_lane_) ++storage_.items_taken;
+      if (is_elected_) ++storage_.items_taken;
       load_item(number);
     }
     enter();
@@ -167,7 +167,7 @@ class Producer {
     const uint32_t parity = storage_.padded_parity;
     ptx::mbarrier_wait(&storage_.padded, parity);
     ptx::sync_warp();  // all lanes have read the parity
-    if (is_first_lane_) storage_.padded_parity = parity ^ 1;
+    if (is_elected_) storage_.padded_parity = parity ^ 1;
     const uint32_t begin = block.rows * Shape::kRowBytes;
 #pragma unroll 1
     for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
