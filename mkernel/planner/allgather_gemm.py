@@ -428,9 +428,7 @@ def _plan_of_class(
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves and plain else 1
     if parts == 1:
-        return AllGatherGemmPlan(
-            problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, cluster, specialize
-        )
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, cluster, specialize)
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
         return AllGatherGemmPlan(

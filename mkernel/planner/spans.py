@@ -20,7 +20,7 @@ _GAIN = 0.97  # of the time with a shard per plane: prediction is no better than
 _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
 _MOST_SHARES = 8  # of K
 FEWEST_STEPS = 4  # k steps of a share
-_EXCHANGE_SECONDS, _EXCHANGE_BYTES = 3e-6, 6.2e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
+_EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 5e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
 _WARP_ROWS = 16
 
 
