@@ -42,9 +42,7 @@ MK_DEVICE bool all_of_warp(bool v) { return __all_sync(0xffffffffu, v); }
 // a warp have in common, and behind any other condition each becomes a loop over the lanes, some 200 cycles. All lanes ask.
 MK_DEVICE bool elected() {
   uint32_t is;
-  asm volatile(
-      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
-      : "=r"(is));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is));
   return is != 0;
 }
 MK_DEVICE bool any_of_warp(bool v) { return __any_sync(0xffffffffu, v); }

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
-from mkernel.planner.gemm import BLOCK_M, GemmTile, choose_ctas, seconds_to_multiply
+from mkernel.planner.gemm import BLOCK_M, GemmProblem, GemmTile, choose_ctas, seconds_to_multiply
 from mkernel.planner.k_parts import choose_parts
 from mkernel.planner.slices import choose_slices
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
-
-if TYPE_CHECKING:
-    from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 
 __all__ = ["FEW_WAVES", "default_split", "most_parts", "warps_pay", "warps_push"]
 
@@ -30,13 +26,13 @@ def warps_push(topology: Topology, split: Split, span: int = 1) -> bool:
     return (topology.ranks_per_node > 1 or span > 1) and not split.intra_comm
 
 
-def most_parts(problem: AllGatherGemmProblem) -> int:
+def most_parts(problem: GemmProblem) -> int:
     """In how many parts K may travel: one across nodes, whose puts are contiguous in a."""
     topology = problem.topology
     return choose_parts(problem.k) if topology.num_nodes == 1 < topology.size else 1
 
 
-def default_split(problem: AllGatherGemmProblem, rows: int, sm_count: int, tiles: int) -> Split:
+def default_split(problem: GemmProblem, rows: int, sm_count: int, tiles: int) -> Split:
     """Measured on H200: pushing to three peers peaks at 9 CTAs and falls beyond (docs/planner.md).
 
     Where there is time, fewer push: tiles are multiplied faster beside a steady flow than beside a short flood (docs/speed_log.md).
@@ -52,7 +48,7 @@ def default_split(problem: AllGatherGemmProblem, rows: int, sm_count: int, tiles
 
 
 @functools.lru_cache(maxsize=4096)
-def warps_pay(problem: AllGatherGemmProblem, rows: int, tile: GemmTile, sm_count: int) -> bool:
+def warps_pay(problem: GemmProblem, rows: int, tile: GemmTile, sm_count: int) -> bool:
     """Whether a call ends sooner if a warp of every CTA pushes than with CTAs for it (docs/speed_log.md).
 
     So between two ranks where all SMs need fewer waves for the tiles, and multiply longer than their warps push. What goes to several
@@ -73,6 +69,6 @@ def warps_pay(problem: AllGatherGemmProblem, rows: int, tile: GemmTile, sm_count
     return fewer and in_time
 
 
-def _seconds_to_push(problem: AllGatherGemmProblem, rows: int, reads: float, writes: float) -> float:
+def _seconds_to_push(problem: GemmProblem, rows: int, reads: float, writes: float) -> float:
     """The shard to all others, where so many bytes a second are read, and written to all of them together."""
     return rows * problem.k * 2 * max(1 / reads, (problem.topology.size - 1) / writes)

@@ -24,8 +24,8 @@ _LOOK_SECONDS = 0.02  # between two looks at what the kernel reports
 _PROGRESS = 16  # kProgress
 _STORAGE_BYTES = 16 * abi.MAX_RANKS + 16 + 8 * 256 + 4 * 32 + 24 * abi.RING_SLOTS  # Storage
 # What the fabric itself takes from a command to its flag's being seen, which is part of the latency that is asked for.
-# On GPUs a first guess: tests/gpu/fabric.py measures it.
-_OWN_NS = {"cpu": 0, "cuda": 1500}
+# On GPUs measured: `python tests/gpu/fabric.py --own auto` (docs/fabric.md).
+_OWN_NS = {"cpu": 0, "cuda": 2452}
 _u64 = ctypes.c_uint64
 
 

@@ -141,7 +141,7 @@ def test_the_model_offers_pairs_where_rows_are_not_aligned() -> None:
         problem = AllGatherGemmProblem(topology("1x1"), n, k, "bfloat16", True)
         return predict_allgather_gemm(make_plan(problem, 7020, 132, tiling=Tiling(256, 1, 1, cluster)), H200).seconds
 
-    assert predicted(3432, 4568, 2) < 0.85 * predicted(3432, 4568, 1)
+    assert predicted(3432, 4568, 2) < 0.95 * predicted(3432, 4568, 1)
     assert predicted(3584, 4608, 2) > predicted(3584, 4608, 1), "loads do not bind, and pairs wait for each other"
     for n, k in ((3432, 4568), (3584, 4608)):
         plans = candidates(AllGatherGemmProblem(topology("1x1"), n, k, "bfloat16", True), 7020, 132)
