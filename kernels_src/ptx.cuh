@@ -443,30 +443,7 @@ MK_ATOM(64) MK_ATOM(128)
 template <uint32_t... I> struct Indices {};
 template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
-// N = 176, which CUTLASS keeps in a header that takes long to read; both operands K-major.
-#define MK_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MK_TEN(t) "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9, "
-#define MK_FMA(type)                                                                                                                        \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %90, 0; wgmma.mma_async.sync.aligned.m64n176k16.f32." type "." type " {"                     \
-               MK_TEN("") MK_TEN("1") MK_TEN("2") MK_TEN("3") MK_TEN("4") MK_TEN("5") MK_TEN("6") MK_TEN("7")                               \
-               "%80, %81, %82, %83, %84, %85, %86, %87}, %88, %89, p, 1, 1, 0, 0; }"                                                       \
-               : MK_D(0), MK_D(8), MK_D(16), MK_D(24), MK_D(32), MK_D(40), MK_D(48), MK_D(56), MK_D(64), MK_D(72), MK_D(80)                 \
-               : "l"(a), "l"(b), "r"(int32_t(accumulate)))
 // clang-format on
-template <Element E>
-struct Atom176 {
-  template <uint32_t Count>
-  MK_DEVICE static void fma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-    if constexpr (E == Element::kBFloat16) {
-      MK_FMA("bf16");
-    } else {
-      MK_FMA("f16");
-    }
-  }
-};
-#undef MK_FMA
-#undef MK_TEN
-#undef MK_D
 template <class Atom, uint32_t Count, uint32_t... I, class... A>
 MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>, A... a) {
   Atom::fma(a..., b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
@@ -475,12 +452,7 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
 
 template <uint32_t N, Element E, Major A, Major B, uint32_t Count>  // D is in the first N / 2 registers of `d`
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-  if constexpr (N == 176) {
-    static_assert(A == Major::kK && B == Major::kK, "layouts of operands");
-    detail::Atom176<E>::fma(d, a, b, accumulate);
-  } else {
-    detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
-  }
+  detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
 }
 // The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and
 // one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They must stay as they are until

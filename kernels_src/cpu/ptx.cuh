@@ -318,7 +318,7 @@ MK_DEVICE void wgmma_wait(float (&)[Count]) {
 template <uint32_t N, Element E, Major A, Major B, uint32_t Count>
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(Count >= N / 2, "accumulators");
-  static_assert(N == 64 || N == 128 || N == 176 || N == 192 || N == 256, "wgmma shape");
+  static_assert(N == 64 || N == 128 || N == 192 || N == 256, "wgmma shape");
   mkc_wgmma(d, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, nullptr, b, accumulate);
 }
 template <uint32_t N, Element E, Major B, uint32_t Count>

@@ -26,7 +26,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A
 
 
 # Tiles that tests/gpu/attention_variants.py compares with the usual ones.
-_OTHER_TILES = {64: AttentionTile(64, 128, 4, 2), 128: AttentionTile(128, 176, 2, 2)}
+_OTHER_TILES = {64: AttentionTile(64, 128, 4, 2), 128: AttentionTile(128, 128, 2, 2)}
 
 
 def plan_of(head_dim: int, dtype: str, causal: bool, parts: int = 1, tile: AttentionTile | None = None) -> AttentionPlan:

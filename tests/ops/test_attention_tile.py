@@ -42,7 +42,7 @@ _OTHER_TILES = {
         AttentionTile(64, 128, 3, 3),
         AttentionTile(64, 128, 2, 2, value_stages=3),
     ),
-    128: (AttentionTile(128, 176, 2, 2), AttentionTile(128, 128, 2, 2)),
+    128: (AttentionTile(128, 128, 2, 2),),
 }
 
 
