@@ -4,8 +4,8 @@
 
 namespace mkernel {
 
-// Config constants that are read here: kHeadDim (64 or 128), kKeyBlock (keys of a block), kStages (of K), kValueStages (of V), kQueryWarpgroups (each has
-// 64 rows of a q tile), kFloat16, kCausal.
+// Config constants that are read here: kHeadDim (64 or 128), kKeyBlock (keys of a block), kStages (of K), kValueStages (of V), kBeside (bytes of shared
+// memory that something else needs), kQueryWarpgroups (each has 64 rows of a q tile), kFloat16, kCausal.
 template <class Config>
 struct AttentionShape {
   static constexpr uint32_t kHeadDim = Config::kHeadDim, kKeyBlock = Config::kKeyBlock;
@@ -17,7 +17,7 @@ struct AttentionShape {
   static constexpr uint32_t kQueryPanel = kBlockRows * kRowBytes, kKeyPanel = kKeyBlock * kRowBytes;  // bytes
   static constexpr uint32_t kQueryBytes = kWarpgroups * kPanels * kQueryPanel, kKeyBytes = kPanels * kKeyPanel;
   // Panels of o that a warpgroup has room for at once: all, where that fits beside q and the stages.
-  static constexpr uint32_t kOutPanels = 2 * kQueryBytes + kAllStages * kKeyBytes + 1024 <= 227 * 1024 ? kPanels : 1;
+  static constexpr uint32_t kOutPanels = 2 * kQueryBytes + kAllStages * kKeyBytes + 1024 + Config::kBeside <= 227 * 1024 ? kPanels : 1;
   // What one of several CTAs that share an item leaves for the one that merges: every thread's sums of weighted values, and its rows' bases and sums.
   static constexpr uint32_t kPartialUnits = kHeadDim / 8 + 1;  // of 16 bytes, per thread
   static constexpr uint32_t kPartialBytes = kWarpgroups * kPartialUnits * 128 * 16;

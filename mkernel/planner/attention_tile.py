@@ -23,6 +23,8 @@ class AttentionTile:
     ----------
     stages
         Of K; and of V, if ``value_stages`` is 0.
+    beside
+        Bytes of shared memory that the kernel needs for something else.
     """
 
     head_dim: int
@@ -30,11 +32,12 @@ class AttentionTile:
     stages: int
     warpgroups: int
     value_stages: int = 0
+    beside: int = 0
 
     @classmethod
-    def of(cls, head_dim: int, causal: bool) -> AttentionTile:
+    def of(cls, head_dim: int, causal: bool, beside: int = 0) -> AttentionTile:
         """The tile that is fastest for long sequences."""
-        return cls(64, 192, 3, 2) if head_dim == 64 else cls(128, 128, 2, 2, value_stages=3)
+        return cls(64, 192, 3, 2, 0, beside) if head_dim == 64 else cls(128, 128, 2, 2, 3, beside)
 
     @derived
     def q_rows(self) -> int:
@@ -51,7 +54,7 @@ class AttentionTile:
         """Shared memory of q, the stages of K and of V, and o: all columns of it if there is room, else 64 at a time."""
         q = self.q_rows * self.head_dim * _ITEM
         others = q + (self.stages + (self.value_stages or self.stages)) * self.key_block * self.head_dim * _ITEM + _BARRIER_BYTES
-        return others + (q if others + q <= SHARED_LIMIT else self.q_rows * 64 * _ITEM)
+        return others + (q if others + q + self.beside <= SHARED_LIMIT else self.q_rows * 64 * _ITEM)
 
     @derived
     def partial_bytes(self) -> int:
@@ -66,4 +69,5 @@ class AttentionTile:
             "kStages": self.stages,
             "kValueStages": self.value_stages or self.stages,
             "kQueryWarpgroups": self.warpgroups,
+            "kBeside": self.beside,
         }

@@ -16,7 +16,7 @@ from mkernel.abi import COUNTED_WORDS
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.attention_shares import ATTENTION_FLOPS, MOST_SHARES, choose_shares
 from mkernel.planner.derived import derived
-from mkernel.planner.gemm import digest_of
+from mkernel.planner.gemm import SHARED_LIMIT, digest_of
 from mkernel.planner.ring_problem import RingAttentionProblem, Scale, Sizes
 from mkernel.planner.split import Split, SplitError
 
@@ -31,8 +31,6 @@ COUNT_BITS = 24  # of a counted flag (docs/memory_model.md): the others are the 
 
 _ALIGNMENT = 128  # of areas
 _WORD = 8
-_KEYS_SHARED_BYTES = 1024  # where the keys of a tile are gone through
-_TABLES_SHARED_BYTES = 4096  # of packed sequences
 _COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, and a queue of chunks
 _COPY_RATE = 40e9  # bytes per second of one copying CTA (docs/planner.md)
 _MOST_COPYING = 9  # CTAs: more of them push no faster
@@ -450,8 +448,8 @@ class RingAttentionPlan:
             "kNumNodes": problem.topology.num_nodes,
             "kRanksPerNode": problem.topology.ranks_per_node,
         }
-        shared = max(tile.shared_bytes, _COPY_SHARED_BYTES) + _KEYS_SHARED_BYTES  # a CTA does one or the other
-        shared += _TABLES_SHARED_BYTES if problem.packed else 0
+        shared = max(tile.shared_bytes, _COPY_SHARED_BYTES) + tile.beside  # a CTA does one or the other
+        assert shared <= SHARED_LIMIT
         return KernelSpec(OP, tuple(constants.items()), tile.threads, shared, PARAMETER_BYTES)
 
     # ---- for people

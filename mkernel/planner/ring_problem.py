@@ -13,6 +13,8 @@ from mkernel.planner.topology import Topology
 __all__ = ["LAYOUTS", "RingAttentionProblem", "Scale", "Sizes"]
 
 LAYOUTS = ("contiguous", "zigzag")
+_KEYS_SHARED_BYTES = 1024  # where the keys of a tile are gone through
+_TABLES_SHARED_BYTES = 4096  # of packed sequences
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class RingAttentionProblem:
 
     @derived
     def tile(self) -> AttentionTile:
-        return AttentionTile.of(self.head_dim, self.causal)
+        return AttentionTile.of(self.head_dim, self.causal, _KEYS_SHARED_BYTES + (_TABLES_SHARED_BYTES if self.packed else 0))
 
     @property
     def order(self) -> str:

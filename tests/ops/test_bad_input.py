@@ -259,13 +259,13 @@ def _disagree(
 ) -> str:
     """What a rank gets to hear: the last one does something else than the others."""
     good, other = Good(world, how), Good(world, how, 8)
-    if plan_first:
-        for g in (good, other):
-            g.call()
-            g.fused(g.a, g.b, split=mk.Split(compute=1))
-        good.out = other.out = None
-    usual, different = calls(good, other)
     try:
+        if plan_first:
+            for g in (good, other):
+                g.call()
+                g.fused(g.a, g.b, split=mk.Split(compute=1))  # of the last of these the host may return later than others go on
+            good.out = other.out = None
+        usual, different = calls(good, other)
         (different if world.rank == world.size - 1 else usual)()
         world.barrier()
     except MismatchError as error:

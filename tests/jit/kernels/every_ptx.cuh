@@ -35,7 +35,7 @@ MK_DEVICE void multiply_registers(char* smem) {
   ptx::wgmma_wait<0>(d);
   float sum = 0.0f;
   for (float x : d) sum += x;
-  reinterpret_cast<volatile float*>(smem)[t] = ptx::maximum(ptx::log2(sum), ptx::maximum_or_nan(sum, ptx::shuffle_xor(sum, 1)));
+  reinterpret_cast<volatile float*>(smem)[t] = ptx::maximum(ptx::log2(sum), ptx::shuffle_xor(sum, 1));
 }
 
 MK_DEVICE void words(char* smem, ptx::Words* packets) {
