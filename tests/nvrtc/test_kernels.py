@@ -114,7 +114,7 @@ def test_tma_of_a_thread_that_is_not_elected_is_seen(tmp_path: Path, chosen: str
     assert bool(looped_tma(sass)) == ("elected" not in chosen)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256),
     world=("1x1", "1x4", "2x2", "4x1", "4x8"),
@@ -136,7 +136,7 @@ def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: i
 
 
 @pytest.mark.cases(block_n=(64, 128, 192, 256), row_major=(True, False), specialize=MODES)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_allgather_gemm_without_communication_ctas(
     caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, specialize: str
 ) -> None:

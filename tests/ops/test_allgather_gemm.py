@@ -59,7 +59,7 @@ def test_the_cases_reach_all_of_the_kernel() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):
@@ -68,7 +68,7 @@ def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[
 
 
 @pytest.mark.cases(world=("1x2", "1x4"), shape=SHAPES, dtype=_DTYPES, row_major=(True, False))
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_every_element_without_communication_ctas(
     request: pytest.FixtureRequest, world: str, shape: tuple[int, int], dtype: str, row_major: bool
 ) -> None:
@@ -94,7 +94,7 @@ def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_
     return tiling.span in spans_of(at) and shared and enough and even and (split != "warps" or inside)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.cases(
     world=(*WORLDS, "3x2"),
     tiling=(*_SPANS, *_SHARES),

@@ -52,7 +52,7 @@ def few_calls(world: Any, seed: int) -> list[str]:
 
 
 @pytest.mark.cases(kind=tuple(KINDS), mood=("late", "split", "short_queues"), world=("2x2", "4x1"))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_element(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, mood: str, kind: str) -> None:
     seed = request.config.getoption("--seed")
     opener, unordered = KINDS[kind]
@@ -68,7 +68,7 @@ def test_emulated_links_with_flags_in_host_memory(request: pytest.FixtureRequest
 
 
 @pytest.mark.cases(op=(*(name for name in BUILT_IN if find(name).bench), "moe_layer"), world=("2x1", "2x2", "3x1"), reorder=(0, 40))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_every_op_over_a_network_that_sms_play(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, op: str, world: str, reorder: int
 ) -> None:

@@ -123,7 +123,7 @@ def test_the_cases_reach_all_of_the_kernels() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 def test_every_element(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +164,7 @@ def test_an_allreduce_inside_a_node_by_groups_or_not(
     dtype=("bfloat16", "float16"),
     row_major=(True, False),
 )
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_packets(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -212,7 +212,7 @@ def test_numbers_that_are_none_travel_in_packets(how: str, dtype: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("partials", ["output", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_a_partial_lost_or_added_twice_is_seen(world: str, how: str, partials: str, dtype: str) -> None:
     """Also in the smallest result there is, one row of eight."""
     shape, case = topology(world), case_of(how, dtype, 8, 8, partials=partials)
@@ -408,7 +408,7 @@ def _planned(world: Any, how: str) -> tuple[list[str], bytes]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_planned_first_and_called_in_other_ways(world: str, how: str) -> None:
     found = ranks(_planned, world, how, seed=1)
     described, _ = found[0]
