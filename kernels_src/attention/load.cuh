@@ -181,7 +181,7 @@ class Producer {
     if (is_elected_) storage_.values.fill(value_at_);
   }
 
-  MK_DEVICE void load_panels(char* to, const abi::TensorMap* map, const KeyBlock& block, uint64_t* filled) {  // first lane
+  MK_DEVICE void load_panels(char* to, const abi::TensorMap* map, const KeyBlock& block, uint64_t* filled) {  // the elected lane
 #pragma unroll
     for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
       ptx::tma_load_4d(to + panel * Shape::kKeyPanel, map, filled, panel * Shape::kPanelColumns, block.row, block.head, block.batch);

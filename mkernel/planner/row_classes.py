@@ -62,5 +62,5 @@ def examined(max_rows: int) -> Iterator[int]:
 
 
 def most_chosen(kernels: Iterable[Kernel]) -> frozenset[Kernel]:
-    """Of the kernels that classes choose, in the order of the classes, the ``MOST_KERNELS`` that the most choose; of equals the first."""
+    """The ``MOST_KERNELS`` kernels that the most classes choose; of equals the first, in the order of the classes."""
     return frozenset(kernel for kernel, _ in collections.Counter(kernels).most_common(MOST_KERNELS))

@@ -204,7 +204,7 @@ class Bench:
         return f"state {report.state}, {waited}; {control.ring_head} puts, newest {newest}, {ring.completed} complete; {calls}"
 
     def alone(self, fabric: Fabric, size: int) -> list[tuple[int, int, int]]:
-        """Of lone puts: begin, posted, and observed."""
+        """Begin, posted and observed of lone puts."""
         times = self.run(fabric, size, _ALONE, alone=True)
         return list(zip(times[::3], times[1::3], times[2::3], strict=True))
 
