@@ -14,6 +14,7 @@
 #include "ring.hpp"
 #include "transport.hpp"
 #include "rc.hpp"
+#include "srd.hpp"
 
 namespace mkproxy {
 
@@ -132,12 +133,22 @@ using mkproxy::Engine;
 
 namespace {
 Engine& as_engine(void* p) { return *static_cast<Engine*>(p); }
+
+template <class Transport>
+Engine* make(const mkproxy::Setup& setup, mkproxy::Report& report) {
+  return new mkproxy::EngineOf<Transport>(setup, report);
+}
 }  // namespace
 
 void* mkp_create(const mkproxy::Setup* setup, mkproxy::Report* report) {
   try {
-    if (setup->kind == mkproxy::kRc) return static_cast<Engine*>(new mkproxy::EngineOf<mkproxy::RcTransport>(*setup, *report));
-    return static_cast<Engine*>(new mkproxy::EngineOf<mkproxy::NullTransport>(*setup, *report));
+    if (setup->kind == mkproxy::kNull) return make<mkproxy::NullTransport>(*setup, *report);
+    if (setup->kind == mkproxy::kRc) return make<mkproxy::RcTransport>(*setup, *report);
+    const int64_t unfit = mkproxy::SrdTransport::unfit(*setup);
+    if (unfit < 0) return make<mkproxy::SrdTransport>(*setup, *report);
+    report->pair = static_cast<uint64_t>(unfit);
+    mkproxy::fail(*report, mkproxy::kUnfit);
+    return nullptr;
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

@@ -7,7 +7,7 @@
 
 namespace mkproxy {
 
-enum Kind : uint64_t { kNull = 0, kRc = 1 };
+enum Kind : uint64_t { kNull = 0, kRc = 1, kSrd = 2 };
 enum Signal : uint64_t { kAtomic = 0, kPlain = 1, kImm = 2 };  // how flags are raised: MKERNEL_RC_SIGNAL
 enum Result : int { kIdle = 0, kMoved = 1, kTrouble = 2 };
 
@@ -23,6 +23,19 @@ enum Trouble : uint64_t {
   kBadMessage = 7,   // pair, bytes, imm: a message that is no flag
   kReceive = 8,      // pair, code: posting a receive failed
   kMiscounted = 9,   // ticket: it completed, but is not in flight
+  kUnfit = 10,       // pair: it cannot be posted to as this transport does; there is no engine
+  kProtocol = 11,    // pair, rule, channel, sequence, number, limit: a peer broke the protocol of srd
+};
+
+// Which rule of srd a peer broke (mkernel/transport/srd.py).
+enum Rule : uint64_t {
+  kReleased = 0,    // number of its puts that have been released; limit: those that have begun
+  kMore = 1,        // channel, sequence; limit: writes announced
+  kTwice = 2,       // channel, sequence: announced twice
+  kFewer = 3,       // channel, sequence; number of writes that came; limit: announced
+  kWindow = 4,      // channel, sequence; limit: where the window begins
+  kLength = 5,      // number of bytes of a message
+  kFlagOutside = 6  // number: offset of a flag
 };
 
 // A peer: its rank, and the addresses and keys of its segments and of its word for atomics.
@@ -34,6 +47,11 @@ struct Target {
   uint64_t signal_key;
   uint64_t barrier;
   uint64_t barrier_key;
+  // srd: how a datagram reaches its queue pair, and how many messages it has receives for.
+  uint64_t route;  // struct ibv_ah
+  uint64_t number;
+  uint64_t queue_key;
+  uint64_t credits;
 };
 
 // What an engine works on. Addresses are of this process unless they are said to be registered ones. All of it outlives the engine.
@@ -58,13 +76,17 @@ struct Setup {
   uint64_t heap_key;
   uint64_t signals;  // this rank's signal segment; 0 unless this engine raises its flags
   uint64_t signal_bytes;
-  uint64_t scratch;             // words: the peers' atomics, their answers, received values, values to send
+  uint64_t scratch;             // rc: words: the peers' atomics, their answers, received values, values to send; srd: messages
   uint64_t scratch_registered;  // the same, registered
   uint64_t scratch_key;
   uint64_t max_message;  // bytes of one write
   uint64_t depth;        // work requests of a queue pair
   uint64_t receives;     // receives of a queue pair
   uint64_t completions;  // entries of `sends`
+  // srd, per peer: receives for writes and announcements, puts that may wait for credits, puts that may not be known to be released.
+  uint64_t credits;
+  uint64_t backlog;
+  uint64_t window;
 };
 
 // When an engine naps (mkernel/proxy/pace.py). Nanoseconds.
@@ -93,7 +115,12 @@ struct Report {
   uint64_t code;      // an errno
   uint64_t arrivals;  // 1: of `Setup::arrivals`; 0: of `Setup::sends`
   uint64_t bytes;
-  uint64_t imm;  // 1 << 32 where there was none
+  uint64_t imm;   // 1 << 32 where there was none
+  uint64_t rule;  // Rule
+  uint64_t channel;
+  uint64_t sequence;
+  uint64_t number;
+  uint64_t limit;
   uint64_t num_failed;
   uint64_t outstanding;  // puts accepted and not completed
   uint64_t arrived;      // messages of peers
@@ -106,7 +133,7 @@ struct Report {
 
 }  // namespace mkproxy
 
-MKP_API void* mkp_create(const mkproxy::Setup* setup, mkproxy::Report* report);  // null: no memory
+MKP_API void* mkp_create(const mkproxy::Setup* setup, mkproxy::Report* report);  // null: no memory, or kUnfit
 MKP_API void mkp_destroy(void* engine);
 MKP_API int mkp_step(void* engine);
 // Steps until it may nap, something fails, or `limit_ns` are over. `moved`: something has happened that it cannot see.

@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
 #include "abi.h"
+#include "card.hpp"
 #include "interface.hpp"
 #include "ring.hpp"
 #include "transport.hpp"
@@ -19,9 +19,6 @@
 
 namespace mkproxy {
 
-uint64_t now_ns();
-
-constexpr uint64_t kWord = 8;
 constexpr uint64_t kScratch = 2;  // words of `Setup::scratch` before the received values
 constexpr uint64_t kNumbers = (1ull << 38) - 1;
 enum Part : uint64_t { kData = 0, kFlag = 1, kBarrier = 2 };  // of a put: the low bits of a work request's number
@@ -45,17 +42,11 @@ struct Connection {
   Pending& at(uint64_t number) { return puts[number & (puts.size() - 1)]; }
 };
 
-class RcTransport {
+class RcTransport final : public CardTransport {
  public:
   RcTransport(const Setup& setup, Report& report, Ring& ring)
-      : setup_(setup),
-        report_(report),
-        ring_(ring),
+      : CardTransport(setup, report, ring),
         post_send_(reinterpret_cast<PostSend>(setup.post_send)),
-        post_receive_(reinterpret_cast<PostReceive>(setup.post_receive)),
-        poll_(reinterpret_cast<Poll>(setup.poll)),
-        stored_(reinterpret_cast<void (*)()>(setup.stored)),
-        targets_(reinterpret_cast<const Target*>(setup.targets)),
         scratch_(reinterpret_cast<uint64_t*>(setup.scratch)),
         extra_(setup.signal == kAtomic ? 2 : 1),
         completions_left_(setup.completions),
@@ -63,18 +54,14 @@ class RcTransport {
         requests_(setup.depth),
         entries_(setup.depth),
         values_(setup.depth) {
-    const auto* pairs = reinterpret_cast<const uint64_t*>(setup.pairs);
     uint64_t slots = 1;
     while (slots < setup.depth) slots *= 2;
     for (uint64_t peer = 0; peer < setup.num_peers; ++peer) {
-      const uint64_t rank = targets_[peer].rank;
-      if (peers_.size() <= rank) peers_.resize(rank + 1, -1);
-      peers_[rank] = static_cast<int64_t>(peer);
       flags_[peer].resize((setup.signal_bytes / kWord + kPage - 1) / kPage);
       for (uint64_t index = 0; index < setup.queue_pairs; ++index) {
         Connection connection{};
         connection.position = connections_.size();
-        connection.pair = reinterpret_cast<void*>(pairs[connection.position]);
+        connection.pair = pair(connection.position);
         connection.peer = peer;
         connection.index = index;
         connection.room = setup.depth;
@@ -84,8 +71,6 @@ class RcTransport {
     }
   }
 
-  uint64_t num_peers() const { return setup_.num_peers; }
-  int64_t peer_of(uint32_t rank) const { return rank < peers_.size() ? peers_[rank] : -1; }
   bool under_way(uint64_t position) const { return connections_[position].retired != connections_[position].flushed; }
 
   Post post(const abi::Command& put, uint64_t peer) {
@@ -148,20 +133,6 @@ class RcTransport {
     uint64_t next;      // number of that put, plus 1; 0: there was none
   };
   using Page = std::array<FlagUse, kPage>;
-
-  Post failed(Trouble trouble, const abi::Command& put) {
-    fail(report_, trouble, put.ticket);
-    return Post::kFailed;
-  }
-
-  bool is_flag(uint64_t offset) const {
-    return offset % kWord == 0 && offset < setup_.signal_bytes && setup_.signal_bytes - offset >= kWord;
-  }
-
-  bool inside(const abi::Command& put) const {
-    const uint64_t offset = std::max(put.src_offset, put.dst_offset);
-    return put.bytes <= setup_.heap_bytes && offset <= setup_.heap_bytes - put.bytes && is_flag(put.signal_offset);
-  }
 
   FlagUse& use_of(uint64_t peer, uint64_t offset) {
     std::unique_ptr<Page>& page = flags_[peer][offset / kWord / kPage];
@@ -271,31 +242,7 @@ class RcTransport {
 
   bool commit(Connection& connection) {
     SendRequest* bad = nullptr;
-    const int code = post_send_(connection.pair, requests_.data(), &bad);
-    if (code == 0) return true;
-    report_.pair = connection.position;
-    report_.code = static_cast<uint64_t>(code < 0 ? -code : code);
-    return fail(report_, kPost);
-  }
-
-  // The next completions of a queue; -1 if it failed, or one of them did.
-  int take(uint64_t arrivals, Completion* found) {
-    errno = 0;
-    const int count = poll_(reinterpret_cast<void*>(arrivals ? setup_.arrivals : setup_.sends), kPolled, found);
-    report_.arrivals = arrivals;
-    if (count < 0) {
-      report_.code = static_cast<uint64_t>(errno);
-      fail(report_, kPoll);
-      return -1;
-    }
-    report_.num_failed = 0;
-    for (int i = 0; i < count; ++i) {
-      const Completion& entry = found[i];
-      if (entry.status != 0) report_.failed[report_.num_failed++] = {entry.id, entry.status, entry.pair, entry.vendor_error};
-    }
-    if (report_.num_failed == 0) return count;
-    fail(report_, kFailed);
-    return -1;
+    return posted(post_send_(connection.pair, requests_.data(), &bad), connection.position, kPost);
   }
 
   // Notes that a work request, and with it all that were posted before it on its queue pair, has completed.
@@ -329,29 +276,16 @@ class RcTransport {
       return fail(report_, kBadMessage);
     }
     const uint64_t word = kScratch + position * setup_.receives + slot;
-    __atomic_store_n(reinterpret_cast<uint64_t*>(setup_.signals) + flag, scratch_[word], __ATOMIC_RELEASE);
-    if (stored_ != nullptr) stored_();
+    store(kWord * flag, scratch_[word]);
     Entry entry{setup_.scratch_registered + kWord * word, kWord, static_cast<uint32_t>(setup_.scratch_key)};
     ReceiveRequest again{completion.id, nullptr, &entry, 1};
-    ReceiveRequest* bad = nullptr;
-    const int code = post_receive_(connections_[position].pair, &again, &bad);
-    if (code == 0) return true;
-    report_.code = static_cast<uint64_t>(code < 0 ? -code : code);
-    return fail(report_, kReceive);
+    return post_receives(position, &again);
   }
 
-  const Setup setup_;
-  Report& report_;
-  Ring& ring_;
   const PostSend post_send_;
-  const PostReceive post_receive_;
-  const Poll poll_;
-  void (*const stored_)();
-  const Target* const targets_;
   uint64_t* const scratch_;
-  const uint64_t extra_;        // work requests of an ordered put in addition to its writes
-  uint64_t completions_left_;   // entries of the completion queue that no request may need
-  std::vector<int64_t> peers_;  // by rank; -1: no peer
+  const uint64_t extra_;       // work requests of an ordered put in addition to its writes
+  uint64_t completions_left_;  // entries of the completion queue that no request may need
   std::vector<Connection> connections_;
   std::vector<std::vector<std::unique_ptr<Page>>> flags_;  // by peer
   std::vector<uint64_t> dirty_;                            // positions of the queue pairs that have accepted puts

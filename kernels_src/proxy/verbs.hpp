@@ -1,6 +1,8 @@
 // What an engine needs of libibverbs: the layout of what it posts and polls. A provider's functions come as addresses (interface.hpp), so that
 // nothing is linked, and no header is needed to compile; where the header is installed, the layouts are compared with it.
 #pragma once
+#include <pthread.h>
+
 #include <cstddef>
 #include <cstdint>
 #if __has_include(<infiniband/verbs.h>)
@@ -57,6 +59,34 @@ struct Completion {  // ibv_wc
   uint8_t path_bits;
 };
 
+// ibv_qp_ex: a queue pair that is posted to by functions of its own, and by one doorbell per batch. Others are not used here.
+struct ExtendedPair {
+  void *context, *user, *domain, *sends, *arrivals, *shared;
+  uint32_t handle, number, state, kind;
+  pthread_mutex_t mutex;
+  pthread_cond_t cond;
+  uint32_t events_completed;
+  uint64_t mask;
+  // Of the request that the next function begins.
+  uint64_t id;
+  uint32_t flags;
+  void* others[6];
+  void (*write_imm)(ExtendedPair*, uint32_t key, uint64_t remote, uint32_t imm);  // imm: network byte order
+  void (*send)(ExtendedPair*);
+  void* more[3];
+  void (*set_route)(ExtendedPair*, void* route, uint32_t number, uint32_t queue_key);
+  void* still_more[3];
+  void (*set_entry)(ExtendedPair*, uint32_t key, uint64_t address, uint32_t bytes);
+  void* entries;
+  void (*start)(ExtendedPair*);
+  int (*complete)(ExtendedPair*);
+
+  bool fit() const {
+    return write_imm != nullptr && send != nullptr && set_route != nullptr && set_entry != nullptr && start != nullptr &&
+           complete != nullptr;
+  }
+};
+
 using PostSend = int (*)(void* pair, SendRequest* first, SendRequest** bad);
 using PostReceive = int (*)(void* pair, ReceiveRequest* first, ReceiveRequest** bad);
 using Poll = int (*)(void* queue, int limit, Completion* found);
@@ -89,7 +119,17 @@ static_assert(kWrite == uint32_t{IBV_WR_RDMA_WRITE} && kSendImm == uint32_t{IBV_
 static_assert(kFence == uint32_t{IBV_SEND_FENCE} && kSignaled == uint32_t{IBV_SEND_SIGNALED} && kInline == uint32_t{IBV_SEND_INLINE},
               "ibv_send_flags");
 static_assert(kReceived == IBV_WC_RECV && kWithImm == IBV_WC_WITH_IMM, "completions");
+static_assert(offsetof(ExtendedPair, mask) == offsetof(ibv_qp_ex, comp_mask) && offsetof(ExtendedPair, id) == offsetof(ibv_qp_ex, wr_id) &&
+                  offsetof(ExtendedPair, flags) == offsetof(ibv_qp_ex, wr_flags) &&
+                  offsetof(ExtendedPair, write_imm) == offsetof(ibv_qp_ex, wr_rdma_write_imm) &&
+                  offsetof(ExtendedPair, send) == offsetof(ibv_qp_ex, wr_send) &&
+                  offsetof(ExtendedPair, set_route) == offsetof(ibv_qp_ex, wr_set_ud_addr) &&
+                  offsetof(ExtendedPair, set_entry) == offsetof(ibv_qp_ex, wr_set_sge) &&
+                  offsetof(ExtendedPair, start) == offsetof(ibv_qp_ex, wr_start) &&
+                  offsetof(ExtendedPair, complete) == offsetof(ibv_qp_ex, wr_complete),
+              "ibv_qp_ex");
 // What mkernel/transport/verbs/handles.py takes for granted.
+static_assert(IBV_QPT_DRIVER == 0xFF && offsetof(ibv_ah, pd) == 8, "ibv_ah");
 static_assert(offsetof(ibv_qp, send_cq) == 24 && offsetof(ibv_qp, recv_cq) == 32 && offsetof(ibv_qp, qp_num) == 52 &&
                   offsetof(ibv_qp, qp_type) == 60 && IBV_QPT_RC == 2,
               "ibv_qp");

@@ -82,6 +82,8 @@ class CompiledEngine(Engine):
     ------
     CompileError
         There is no compiled loop.
+    UnfitError
+        The loop cannot post to this card.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class CompiledEngine(Engine):
         side.fill(self._setup)
         self._handle: int | None = self._loop.mkp_create(ctypes.byref(self._setup), ctypes.byref(self.report))
         if self._handle is None:
+            if self.report.trouble == Trouble.unfit:
+                raise UnfitError("a queue pair lacks functions that its transport uses")
             raise MemoryError("the engine")
         self._pace: tuple[Pace, CompiledPace] | None = None
         self._steps = 0

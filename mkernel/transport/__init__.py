@@ -52,7 +52,13 @@ TRANSPORTS: dict[str, Entry] = {
         host_signals=lambda: env.RC_SIGNAL.get() == "imm",
         compiled="mkernel.transport.rc_compiled:RcSide",
     ),
-    "srd": Entry("mkernel.transport.srd:create", own_process=True, rdma=True, host_signals=lambda: True),
+    "srd": Entry(
+        "mkernel.transport.srd:create",
+        own_process=True,
+        rdma=True,
+        host_signals=lambda: True,
+        compiled="mkernel.transport.srd_compiled:SrdSide",
+    ),
 }
 
 

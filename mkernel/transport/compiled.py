@@ -13,7 +13,7 @@ from typing import NoReturn
 from mkernel.errors import TransportError
 from mkernel.transport.base import Put
 
-__all__ = ["Failed", "Kind", "Report", "Setup", "Side", "Target", "Trouble", "UnfitError"]
+__all__ = ["Failed", "Kind", "Report", "Rule", "Setup", "Side", "Signal", "Target", "Trouble", "UnfitError"]
 
 _u64 = ctypes.c_uint64
 POLLED = 64  # completions a poll takes at most
@@ -26,6 +26,7 @@ class UnfitError(Exception):
 class Kind(enum.IntEnum):
     null = 0
     rc = 1
+    srd = 2
 
 
 class Signal(enum.IntEnum):
@@ -45,6 +46,18 @@ class Trouble(enum.IntEnum):
     bad_message = 7
     receive = 8
     miscounted = 9
+    unfit = 10
+    protocol = 11
+
+
+class Rule(enum.IntEnum):
+    released = 0
+    more = 1
+    twice = 2
+    fewer = 3
+    window = 4
+    length = 5
+    flag_outside = 6
 
 
 def _words(names: str) -> list[tuple[str, type[ctypes.c_uint64]]]:
@@ -52,13 +65,14 @@ def _words(names: str) -> list[tuple[str, type[ctypes.c_uint64]]]:
 
 
 class Target(ctypes.Structure):
-    _fields_ = _words("rank heap heap_key signals signal_key barrier barrier_key")
+    _fields_ = _words("rank heap heap_key signals signal_key barrier barrier_key route number queue_key credits")
 
 
 class Setup(ctypes.Structure):
     _fields_ = _words(
         "kind ring batch post_send post_receive poll stored sends arrivals pairs targets num_peers queue_pairs signal heap heap_bytes"
-        " heap_key signals signal_bytes scratch scratch_registered scratch_key max_message depth receives completions"
+        " heap_key signals signal_bytes scratch scratch_registered scratch_key max_message depth receives completions credits"
+        " backlog window"
     )
 
 
@@ -68,7 +82,10 @@ class Failed(ctypes.Structure):
 
 class Report(ctypes.Structure):
     _fields_ = (
-        *_words("trouble ticket pair code arrivals bytes imm num_failed outstanding arrived taken completed moved_ns nap_ns"),
+        *_words(
+            "trouble ticket pair code arrivals bytes imm rule channel sequence number limit num_failed outstanding arrived taken completed"
+            " moved_ns nap_ns"
+        ),
         ("failed", Failed * POLLED),
     )
 

@@ -7,6 +7,8 @@ all earlier puts of its channel have been released. No message is assumed to kee
 Both kinds of message consume a receive of the peer. The sender spends a credit for each. The receiver returns credits, and says how many
 puts it has released, in every announcement that goes the other way; if there is nothing to announce, in an update, a message of its own.
 
+The counting is in counting.py:
+
 - At most ``WINDOW`` puts to one peer are not known to be released. That is below half of the sequence space, so that sequences may wrap.
 - An update needs no credit; ``SPARE`` receives are kept for updates. At most one update is not known to be delivered, so that updates
   arrive in the order of sending, and only that one can be overtaken by the numbers that it carries. Each update raises the credits by a
@@ -27,15 +29,12 @@ from typing import Any
 from mkernel.errors import ArgumentError, TransportError
 from mkernel.transport import Wiring, rdma, verbs
 from mkernel.transport.base import Put
+from mkernel.transport.compiled import Rule
+from mkernel.transport.counting import CHANNELS, Incoming, Outgoing, ProtocolError, imm
 
-__all__ = ["SPARE", "UPDATE", "WINDOW", "Incoming", "Outgoing", "ProtocolError", "SrdTransport", "create", "imm", "open_transport"]
+__all__ = ["SPARE", "UPDATE", "SrdTransport", "create", "open_transport"]
 
-SEQUENCE_BITS = 16
-SEQUENCES = 1 << SEQUENCE_BITS
-CHANNELS = 1 << (32 - SEQUENCE_BITS)
-WINDOW = SEQUENCES // 8
 SPARE = 9  # receives for updates
-
 UPDATE = 0xFFFFFFFF  # stands for the number of writes in an update, which announces no put
 DEPTH = 256  # work requests of a queue pair
 CREDITS = 512  # receives of a queue pair for writes and announcements of the peer
@@ -45,150 +44,6 @@ BACKLOG = 64  # the most puts to one peer that wait for credits: `post` refuses 
 # that it may have sent in all, and its puts that have been released. SENDs may overtake each other, so the greatest count seen holds.
 _MESSAGE = struct.Struct("<HHIQQQQ")
 _SLOT = 64  # bytes of memory for one SEND
-
-
-class ProtocolError(Exception):
-    """The peer broke the protocol: a bug, or another version of mkernel."""
-
-
-def imm(channel: int, sequence: int) -> int:
-    """The immediate of the writes of a put: 32 bits."""
-    return channel << SEQUENCE_BITS | sequence
-
-
-class Outgoing:
-    """The sender's half of one direction between two ranks: numbers puts, and counts what the peer allows.
-
-    Parameters
-    ----------
-    credits
-        Receives that the peer had posted for messages when the connection was made.
-    window
-        The most puts that are not known to be released.
-    """
-
-    __slots__ = ("_begun", "_granted", "_next", "_released", "_sent", "_window")
-
-    def __init__(self, credits: int, window: int = WINDOW) -> None:
-        self._granted = credits
-        self._window = window
-        self._sent = self._begun = self._released = 0
-        self._next: dict[int, int] = {}  # channel -> sequence of its next put
-
-    @property
-    def room(self) -> int:
-        """How many messages may be sent now."""
-        return self._granted - self._sent
-
-    @property
-    def open(self) -> bool:
-        """Whether another put may begin."""
-        return self._begun - self._released < self._window
-
-    def begin(self, channel: int) -> int:
-        """Begin a put; returns its sequence. Call it only while ``open``."""
-        sequence = self._next.get(channel, 0)
-        self._next[channel] = (sequence + 1) % SEQUENCES
-        self._begun += 1
-        return sequence
-
-    def spend(self) -> None:
-        """Count a message that is sent."""
-        self._sent += 1
-
-    def update(self, granted: int, released: int) -> None:
-        """Take over the counts of a message of the peer, which may be older than those already known. Raises ProtocolError."""
-        if released > self._begun or granted < 0:
-            raise ProtocolError(f"released {released} puts of {self._begun}")
-        if granted > self._granted:
-            self._granted = granted
-        if released > self._released:
-            self._released = released
-
-
-class _Channel:
-    __slots__ = ("next", "waiting")
-
-    def __init__(self) -> None:
-        self.next = 0  # sequence of the next put to be released
-        self.waiting: dict[int, list[int]] = {}  # sequence -> [writes received, writes announced or -1, signal offset, signal value]
-
-
-class Incoming:
-    """The receiver's half: counts messages, and releases the signals of each channel in order.
-
-    Parameters
-    ----------
-    release
-        ``release(signal_offset, signal_value)`` makes a signal visible.
-    credits
-        Receives posted for messages, without those for updates.
-    window
-        The most puts that the peer may have begun and not seen released.
-    """
-
-    __slots__ = ("_channels", "_consumed", "_credits", "_release", "_released", "_told_granted", "_told_released", "_window")
-
-    def __init__(self, release: Callable[[int, int], object], credits: int, window: int = WINDOW) -> None:
-        self._release = release
-        self._credits = credits
-        self._window = window
-        self._channels: dict[int, _Channel] = {}
-        self._consumed = self._released = 0
-        self._told_granted, self._told_released = credits, 0
-
-    @property
-    def due(self) -> bool:
-        """Whether the peer must be told of credits and releases now, by an update if nothing else is sent."""
-        more = self._credits + self._consumed - self._told_granted
-        return 4 * more >= self._credits or 4 * (self._released - self._told_released) >= self._window
-
-    def tell(self) -> tuple[int, int]:
-        """The counts (granted, released) for a message that is sent now."""
-        self._told_granted, self._told_released = self._credits + self._consumed, self._released
-        return self._told_granted, self._told_released
-
-    def write(self, imm: int) -> None:
-        """Count a write whose bytes have come and whose receive is posted again. Raises ProtocolError."""
-        self._consumed += 1
-        channel, sequence = imm >> SEQUENCE_BITS, imm & (SEQUENCES - 1)
-        state, put = self._put(channel, sequence)
-        put[0] += 1
-        if put[0] == put[1] and sequence == state.next:
-            self._advance(state)
-        elif put[0] > put[1] >= 0:
-            raise ProtocolError(f"channel {channel}, sequence {sequence}: more than {put[1]} writes")
-
-    def announce(self, channel: int, sequence: int, writes: int, signal_offset: int, signal_value: int) -> None:
-        """Take an announcement that has come and whose receive is posted again. Raises ProtocolError."""
-        self._consumed += 1
-        state, put = self._put(channel, sequence)
-        if put[1] >= 0:
-            raise ProtocolError(f"channel {channel}, sequence {sequence}: announced twice")
-        if put[0] > writes:
-            raise ProtocolError(f"channel {channel}, sequence {sequence}: {put[0]} writes came, {writes} announced")
-        put[1], put[2], put[3] = writes, signal_offset, signal_value
-        if put[0] == writes and sequence == state.next:
-            self._advance(state)
-
-    def _put(self, channel: int, sequence: int) -> tuple[_Channel, list[int]]:
-        state = self._channels.get(channel)
-        if state is None:
-            state = self._channels[channel] = _Channel()
-        put = state.waiting.get(sequence)
-        if put is None:
-            if (sequence - state.next) % SEQUENCES >= self._window:
-                raise ProtocolError(f"channel {channel}: sequence {sequence} is outside the window that begins at {state.next}")
-            put = state.waiting[sequence] = [0, -1, 0, 0]
-        return state, put
-
-    def _advance(self, state: _Channel) -> None:
-        waiting = state.waiting
-        while (put := waiting.get(state.next)) is not None and put[0] == put[1]:
-            self._release(put[2], put[3])
-            del waiting[state.next]
-            state.next = (state.next + 1) % SEQUENCES
-            self._released += 1
 
 
 class _Job:
@@ -314,9 +169,7 @@ class SrdTransport(rdma.RdmaTransport):
 
     # ---- the transport
     def post(self, put: Put) -> bool:
-        self._check_addresses(put)
-        if not 0 <= put.channel < CHANNELS:
-            raise self._error(put.dst_rank, "put_signal", "bad channel", f"channel {put.channel}: there are {CHANNELS}")
+        self._check(put)
         peer = self._by_rank[put.dst_rank]
         if len(peer.backlog) >= BACKLOG:
             return False
@@ -324,6 +177,12 @@ class SrdTransport(rdma.RdmaTransport):
         self._outstanding += 1
         self._touch(peer)
         return True
+
+    def _check(self, put: Put) -> None:
+        """Raise TransportError for a put that cannot be."""
+        self._check_addresses(put)
+        if not 0 <= put.channel < CHANNELS:
+            raise self._error(put.dst_rank, "put_signal", "bad channel", f"channel {put.channel}: there are {CHANNELS}")
 
     def _touch(self, peer: _Peer) -> None:
         if not peer.touched:
@@ -421,17 +280,20 @@ class SrdTransport(rdma.RdmaTransport):
                 peer.incoming.write(completion.imm)
             self._receive(peer, slot)
         except ProtocolError as error:
-            remedy = "do all ranks run the same version of mkernel?"
-            raise self._error(peer.rank, "receive", "protocol", str(error), remedy, queue_pair=peer.pair.number) from error
+            raise self._broken(peer, error) from error
         except verbs.VerbsError as error:
             raise self._refused("receive", error, peer.pair) from error
         if peer.backlog or peer.incoming.due:
             self._touch(peer)
 
+    def _broken(self, peer: _Peer, error: ProtocolError) -> TransportError:
+        remedy = "do all ranks run the same version of mkernel?"
+        return self._error(peer.rank, "receive", "protocol", str(error), remedy, queue_pair=peer.pair.number)
+
     def _read(self, peer: _Peer, offset: int, size: int) -> None:
         """Take the message at ``offset`` of the slots. Raises ProtocolError."""
         if size != _MESSAGE.size:
-            raise ProtocolError(f"a message of {size} bytes")
+            raise ProtocolError.of(Rule.length, number=size)
         channel, sequence, writes, signal_offset, signal_value, granted, released = _MESSAGE.unpack_from(self._slots, offset)
         if peer.outgoing is None:
             raise ProtocolError("a message before the connection")
@@ -442,7 +304,7 @@ class SrdTransport(rdma.RdmaTransport):
     def _release(self, signal_offset: int, signal_value: int) -> None:
         """Raise the flag of a put, all bytes of which the card has written before it completed the receives."""
         if not self._is_flag(signal_offset):
-            raise ProtocolError(self._no_flag(signal_offset))
+            raise ProtocolError.of(Rule.flag_outside, number=signal_offset)
         self._store(self._signal_address + signal_offset, signal_value)
 
     def _operation(self, wr_id: int) -> str:

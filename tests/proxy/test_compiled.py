@@ -8,6 +8,7 @@ import re
 import struct
 import types
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -48,7 +49,9 @@ def test_mirrors() -> None:
     assert {name: [field[0] for field in kind._fields_] for name, kind in mirrors.items()} == declared()
 
 
-@pytest.mark.parametrize(("name", "mirror"), [("Kind", structs.Kind), ("Signal", structs.Signal), ("Trouble", structs.Trouble)])
+@pytest.mark.parametrize(
+    ("name", "mirror"), [("Kind", structs.Kind), ("Signal", structs.Signal), ("Trouble", structs.Trouble), ("Rule", structs.Rule)]
+)
 def test_numbers(name: str, mirror: type[structs.Kind]) -> None:
     text = re.sub(r"//.*", "", INTERFACE.read_text())
     body = re.findall(rf"enum {name} : \w+ \{{(.*?)\}}", text, re.DOTALL)[0]
@@ -162,10 +165,18 @@ def cleared(thing: object) -> None:
     ctypes.memset(id(thing) + object.__basicsize__, 0, type(thing).__basicsize__ - object.__basicsize__)
 
 
-def find(words: list[int], number: int = 77) -> Handles | None:
+def find(words: list[int], number: int = 77, kind: Literal["RC", "SRD"] = "RC") -> Handles | None:
     thing = held_by(words)
     try:
-        return handles.find(thing, number)
+        return handles.find(thing, number, kind)
+    finally:
+        cleared(thing)
+
+
+def find_route(words: list[int], pair: Handles) -> int | None:
+    thing = held_by(words)
+    try:
+        return handles.find_route(thing, pair)
     finally:
         cleared(thing)
 
@@ -178,6 +189,26 @@ def test_a_queue_pair_is_recognized(rng: np.random.Generator) -> None:
     assert find([address, address, *noise]) == expected, "a QPEx has the address twice"
     assert find(noise) is None
     assert find([address], 78) is None, "another number"
+    assert alive
+
+
+def test_a_queue_pair_of_srd_is_recognized() -> None:
+    expected, pair, alive = structures(kind=0xFF)  # IBV_QPT_DRIVER
+    assert find([ctypes.addressof(pair)], kind="SRD") == expected
+    assert find([ctypes.addressof(pair)]) is None, "no RC queue pair"
+    assert alive
+
+
+def test_an_address_handle_is_recognized(rng: np.random.Generator) -> None:
+    """Its structure begins with the context and the protection domain."""
+    pair, words, alive = structures(kind=0xFF)
+    context, _, domain = words[:3]
+    routes = [(ctypes.c_uint64 * 3)(*start, 9) for start in ((context, domain), (context, domain ^ 8), (domain, domain), (context, domain))]
+    mine, of_another_domain, of_another_context, also_mine = map(ctypes.addressof, routes)
+    noise = [0, 1, 8, (1 << 47) - 8, 1 << 63, *rng.integers(1 << 48, size=4, dtype=np.uint64).tolist()]
+    assert find_route([*noise, domain, mine, of_another_domain, of_another_context, context], pair) == mine
+    assert find_route([*noise, of_another_domain, of_another_context], pair) is None
+    assert find_route([mine, also_mine], pair) is None, "two that fit"
     assert alive
 
 

@@ -135,8 +135,8 @@ BUGS = (
     Bug(
         "no_receive_again",
         "rc.hpp",
-        "    const int code = post_receive_(connections_[position].pair, &again, &bad);",
-        "    const int code = 0;",
+        "    return post_receives(position, &again);",
+        "    return true;",
         "RNR|FLUSH",
         signal="imm",
         mood="short_queues",

@@ -1,4 +1,4 @@
-"""Transport rc below compiled engines, over the cards of this process."""
+"""Transports rc and srd below compiled engines, over the cards of this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from mkernel.proxy.compiled import CompiledEngine
 from mkernel.proxy.ring import RingReader
-from mkernel.transport import Wiring
+from mkernel.transport import Wiring, compiled_side
 from mkernel.transport.base import Transport
-from mkernel.transport.rc_compiled import RcSide
 from tests.transport.standin import StandinNetwork, StandinNic
 from tests.transport.standin_calls import Calls
 
@@ -26,11 +25,12 @@ class CompiledNetwork(StandinNetwork):
 
     def _open(self, open: Callable[[StandinNic, Wiring], Any], srd: bool) -> None:
         self.fabric.calls = Calls(self.fabric)
+        self._name = "srd" if srd else "rc"
         super()._open(open, srd)
 
     def start(self, rank: int, transport: Transport) -> None:
         ring = RingReader(self.producers[rank].buffer)
-        self.engines.append(CompiledEngine(ring, transport, RcSide(transport), self.clock, loop=self._loop))  # type: ignore[arg-type]
+        self.engines.append(CompiledEngine(ring, transport, compiled_side(self._name, transport), self.clock, loop=self._loop))
 
     def step_engines(self) -> bool:
         moved = super().step_engines()

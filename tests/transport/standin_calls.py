@@ -1,4 +1,7 @@
-"""The stand-in's cards as libibverbs shows them to compiled engines: structures in memory, and three functions of a provider."""
+"""The stand-in's cards as libibverbs shows them to compiled engines: structures in memory, and three functions of a provider.
+
+Those of SRD queue pairs are in standin_datagrams.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mkernel.transport import verbs
 from mkernel.transport.verbs import VerbsError
+from tests.transport.standin_datagrams import Datagrams
 
 if TYPE_CHECKING:
     from tests.transport.standin import Fabric
@@ -61,7 +65,13 @@ Request._fields_ = [
 class Receive(ctypes.Structure):
     """ibv_recv_wr."""
 
-    _fields_ = [("id", _u64), ("next", _p), ("entries", ctypes.POINTER(Entry)), ("num_entries", ctypes.c_int)]
+
+Receive._fields_ = [
+    ("id", _u64),
+    ("next", ctypes.POINTER(Receive)),
+    ("entries", ctypes.POINTER(Entry)),
+    ("num_entries", ctypes.c_int),
+]
 
 
 class End(ctypes.Structure):
@@ -79,6 +89,7 @@ class Calls:
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
         self.failure: BaseException | None = None
+        self.datagrams = Datagrams(self._guarded)
         self._post_send = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.POINTER(Request), _p)(self._guarded(self._send))
         self._post_receive = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.POINTER(Receive), _p)(self._guarded(self._receive))
         self._poll = ctypes.CFUNCTYPE(ctypes.c_int, _p, ctypes.c_int, ctypes.POINTER(End), use_errno=True)(self._polled)
@@ -87,7 +98,8 @@ class Calls:
     def handles(self, pair: CardPair) -> verbs.Handles:
         queues = self.fabric.queues
         functions = [ctypes.cast(function, _p).value or 0 for function in (self._post_send, self._post_receive, self._poll, self._stored)]
-        return verbs.Handles(pair.number, 1 + queues.index(pair.sends), 1 + queues.index(pair.receives), *functions)
+        address = pair.number if pair.kind == "RC" else self.datagrams.show(pair)
+        return verbs.Handles(address, 1 + queues.index(pair.sends), 1 + queues.index(pair.receives), *functions)
 
     def _guarded(self, function: Callable[..., int]) -> Callable[..., int]:
         def call(*arguments: object) -> int:
@@ -127,10 +139,14 @@ class Calls:
         return 0
 
     def _receive(self, number: int, first: ctypes._Pointer[Receive], bad: int) -> int:
-        request = first.contents
-        assert not request.next
-        entry = request.entries[0]
-        self.fabric.pairs[number].receive(request.id, entry.address, entry.bytes, entry.key)
+        pair = self.datagrams.pair(number) or self.fabric.pairs[number]
+        link = first
+        while link:
+            request = link.contents
+            link = request.next
+            assert request.num_entries == 1
+            entry = request.entries[0]
+            pair.receive(request.id, entry.address, entry.bytes, entry.key)
         return 0
 
     def _polled(self, number: int, limit: int, found: ctypes._Pointer[End]) -> int:

@@ -64,6 +64,9 @@ class CardDestination(verbs.Destination):
         self.nic, self.gid, self.qp, self.qkey = nic, gid, qp, qkey
         self.closed = False
 
+    def route(self, pair: verbs.Handles) -> int | None:
+        return None if self.nic.fabric.calls is None else self.nic.fabric.calls.datagrams.route(self)
+
     def close(self) -> None:
         self.closed = True
 

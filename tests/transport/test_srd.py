@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from mkernel.errors import TransportError
+from mkernel.proxy.compiled import CompiledEngine
 from mkernel.transport import Wiring, verbs
 from mkernel.transport.base import Put
-from mkernel.transport.srd import SPARE, SrdTransport, _Peer, imm, open_transport
+from mkernel.transport.counting import imm
+from mkernel.transport.srd import _MESSAGE, _SLOT, SPARE, UPDATE, SrdTransport, _Peer, open_transport
 from tests.transport.contract import CHECKS, check_signal_never_before_data, check_wrap
 from tests.transport.standin import MOODS, Fabric, Mood, StandinNetwork, StandinNic
 
@@ -124,6 +126,12 @@ def test_the_receives_suffice_for_updates() -> None:
         check_wrap(ranks, 3000)
 
 
+def target(ranks: StandinNetwork, rank: int = 0) -> Any:
+    """What a rank's engine, of either kind, uses of its first peer; both have ``heap`` and ``heap_key``."""
+    engine = ranks.engines[rank]
+    return engine._side._targets[0] if isinstance(engine, CompiledEngine) else ranks.transports[rank]._peers[0]  # type: ignore[attr-defined]
+
+
 def run_until_error(ranks: StandinNetwork) -> TransportError:
     for _ in range(5000):
         try:
@@ -150,12 +158,12 @@ def no_receives(ranks: StandinNetwork) -> None:
 
 
 def wrong_key(ranks: StandinNetwork) -> None:
-    ranks.transports[0]._by_rank[1].heap_key ^= 1
+    target(ranks).heap_key ^= 1
     issue(ranks)
 
 
 def wrong_range(ranks: StandinNetwork) -> None:
-    ranks.transports[0]._by_rank[1].heap += 1 << 30
+    target(ranks).heap += 1 << 30
     issue(ranks)
 
 
@@ -168,9 +176,63 @@ def pair_in_error(ranks: StandinNetwork) -> None:
     ranks.transports[0]._by_rank[1].pair.fail()
 
 
+def send_write(ranks: StandinNetwork, channel: int, sequence: int) -> None:
+    """A write of rank 0 to rank 1 that its engine knows nothing of."""
+    transport = ranks.transports[0]
+    peer, update = transport._peers[0], transport._depth - 1  # an update's completion changes nothing
+    heap = transport._heap
+    where = peer.heap, peer.heap_key
+    peer.pair.write(update, heap.address, 8, heap.lkey, *where, signaled=True, imm=imm(channel, sequence), to=peer.destination)
+    peer.pair.commit()
+    ranks.settle()
+
+
+def send_message(ranks: StandinNetwork, *words: int, size: int = _MESSAGE.size) -> None:
+    """The same for a message. ``words``: those of an announcement."""
+    transport = ranks.transports[0]
+    peer, update = transport._peers[0], transport._depth - 1
+    _MESSAGE.pack_into(transport._slots, update * _SLOT, *words)
+    region = transport._slots_region
+    peer.pair.send(update, region.address + update * _SLOT, size, region.lkey, signaled=True, to=peer.destination)
+    peer.pair.commit()
+    ranks.settle()
+
+
 def strange_sequence(ranks: StandinNetwork) -> None:
-    ranks.transports[0]._by_rank[1].outgoing._next[0] = 40_000
-    issue(ranks)
+    send_write(ranks, 0, 40_000)
+
+
+def a_write_too_many(ranks: StandinNetwork) -> None:
+    send_message(ranks, 3, 1, 1, ranks.flag_offset(0), 1, 0, 0)  # it waits for the put before it
+    send_write(ranks, 3, 1)
+    send_write(ranks, 3, 1)
+
+
+def a_write_too_few_announced(ranks: StandinNetwork) -> None:
+    send_write(ranks, 3, 1)
+    send_write(ranks, 3, 1)
+    send_message(ranks, 3, 1, 1, ranks.flag_offset(0), 1, 0, 0)
+
+
+def announced_twice(ranks: StandinNetwork) -> None:
+    for _ in range(2):
+        send_message(ranks, 3, 1, 1, ranks.flag_offset(0), 1, 0, 0)
+
+
+def released_too_much(ranks: StandinNetwork) -> None:
+    send_message(ranks, 0, 0, UPDATE, 0, 0, 0, 1)
+
+
+def no_flag(ranks: StandinNetwork) -> None:
+    send_message(ranks, 0, 0, 0, 12, 1, 0, 0)
+
+
+def far_flag(ranks: StandinNetwork) -> None:
+    send_message(ranks, 0, 0, 0, 1 << 63, 1, 0, 0)
+
+
+def short_message(ranks: StandinNetwork) -> None:
+    send_message(ranks, 0, 0, 0, ranks.flag_offset(0), 1, 0, 0, size=_MESSAGE.size - 8)
 
 
 FAULTS: dict[Callable[[StandinNetwork], None], tuple[str, str, int | None]] = {
@@ -180,16 +242,30 @@ FAULTS: dict[Callable[[StandinNetwork], None], tuple[str, str, int | None]] = {
     wrong_range: ("IBV_WC_REM_ACCESS_ERR", "put_signal", 1),
     freed_source: ("IBV_WC_LOC_PROT_ERR", "put_signal", 1),
     pair_in_error: ("IBV_WC_WR_FLUSH_ERR", "receive", 1),
-    strange_sequence: ("protocol", "receive", 0),
+    **dict.fromkeys(
+        (
+            *(strange_sequence, a_write_too_many, a_write_too_few_announced, announced_twice, released_too_much),
+            *(no_flag, far_flag, short_message),
+        ),
+        ("protocol", "receive", 0),
+    ),
 }
+
+
+def provoked(ranks: StandinNetwork, fault: Callable[[StandinNetwork], None]) -> TransportError:
+    """The first error after a fault."""
+    try:
+        fault(ranks)
+    except TransportError as error:
+        return error
+    return run_until_error(ranks)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_failures_are_named(fault: Callable[[StandinNetwork], None]) -> None:
     status, op, peer = FAULTS[fault]
     with network(Mood(lazy=0.0), ranks=2) as ranks:
-        fault(ranks)
-        error = run_until_error(ranks)
+        error = provoked(ranks, fault)
         assert (error.status, error.op, error.peer) == (status, op, peer), str(error)
         assert error.remedy and error.queue_pair is not None and error.remedy in str(error), str(error)
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from mkernel.transport.srd import SPARE, UPDATE, WINDOW, Incoming, Outgoing, ProtocolError, imm
+from mkernel.transport.counting import WINDOW, Incoming, Outgoing, ProtocolError, imm
+from mkernel.transport.srd import SPARE, UPDATE
+from tests.transport.compiled_bugs import Bug
+from tests.transport.compiled_counting import halves
+from tests.transport.srd_bugs import COUNTING_BUGS
 
 CHANNELS = (0, 1, 7, 65535)
 
@@ -37,7 +41,7 @@ class Checked:
 class Side:
     """One rank: sends to the other, and receives from it."""
 
-    def __init__(self, world: World, incoming: type[Incoming], outgoing: type[Outgoing]) -> None:
+    def __init__(self, world: World, incoming: type, outgoing: type) -> None:
         self.world = world
         self.checked = Checked()
         self.out = outgoing(world.credits, world.window)
@@ -116,8 +120,8 @@ class World:
         credits: int = 64,
         window: int = WINDOW,
         fair: float = 0.02,
-        incoming: type[Incoming] = Incoming,
-        outgoing: type[Outgoing] = Outgoing,
+        incoming: type = Incoming,
+        outgoing: type = Outgoing,
         both: bool = True,
     ) -> None:
         self.rng, self.puts, self.credits, self.window, self.fair = random.Random(seed), puts, credits, window, fair
@@ -152,9 +156,17 @@ class World:
             assert side.checked.released == sent, f"sent {sent}, released {side.checked.released}"
 
 
-def test_a_million_puts() -> None:
+@pytest.fixture(params=["python", "compiled"])
+def pair(request: pytest.FixtureRequest) -> dict[str, type]:
+    """The halves, in either language, for a ``World``."""
+    incoming, outgoing = (Incoming, Outgoing) if request.param == "python" else halves()
+    return {"incoming": incoming, "outgoing": outgoing}
+
+
+@pytest.mark.parametrize("pair", ["python", pytest.param("compiled", marks=pytest.mark.slow)], indirect=True)
+def test_a_million_puts(pair: dict[str, type]) -> None:
     """Half a million each way: every channel's sequences wrap."""
-    world = World(500_000, seed=1)
+    world = World(500_000, seed=1, **pair)
     world.run()
     assert all(number > 65536 for side in world.sides for number in side.numbers.values())
     assert sum(side.checked.total for side in world.sides) == 1_000_000
@@ -163,9 +175,10 @@ def test_a_million_puts() -> None:
 @pytest.mark.parametrize("credits", [4, 16, 300])
 @pytest.mark.parametrize("both", [False, True], ids=["one_way", "both_ways"])
 @pytest.mark.parametrize("seed", range(4))
-def test_few_credits_and_small_windows(credits: int, both: bool, seed: int) -> None:
-    World(3000, seed=seed, credits=credits, window=8, both=both).run()
-    World(3000, seed=seed, credits=credits, both=both, fair=0.0).run()
+@pytest.mark.drawn(12)
+def test_few_credits_and_small_windows(credits: int, both: bool, seed: int, pair: dict[str, type]) -> None:
+    World(3000, seed=seed, credits=credits, window=8, both=both, **pair).run()
+    World(3000, seed=seed, credits=credits, both=both, fair=0.0, **pair).run()
 
 
 class _SignalBeforeData(Incoming):
@@ -244,9 +257,17 @@ def test_planted_bugs_are_found(found: str, planted: dict[str, Any]) -> None:
         World(planted.pop("puts", 5000), **planted).run()
 
 
-def test_what_a_peer_may_not_send_is_refused() -> None:
+@pytest.mark.parametrize("bug", COUNTING_BUGS, ids=lambda bug: bug.name)
+@pytest.mark.drawn(1)
+def test_planted_bugs_of_the_compiled_halves_are_found(bug: Bug) -> None:
+    incoming, outgoing = halves(bug)
+    with pytest.raises((AssertionError, ProtocolError), match=bug.message):
+        World(5000, incoming=incoming, outgoing=outgoing, window=8 if bug.name == "no_window" else WINDOW, both=False).run()
+
+
+def test_what_a_peer_may_not_send_is_refused(pair: dict[str, type]) -> None:
     released: list[tuple[int, int]] = []
-    incoming = Incoming(lambda offset, value: released.append((offset, value)), 16)
+    incoming = pair["incoming"](lambda offset, value: released.append((offset, value)), 16)
     incoming.announce(1, 0, 1, 8, 5)
     with pytest.raises(ProtocolError, match="announced twice"):
         incoming.announce(1, 0, 1, 8, 5)
@@ -259,4 +280,4 @@ def test_what_a_peer_may_not_send_is_refused() -> None:
     with pytest.raises(ProtocolError, match="2 writes came, 1 announced"):
         incoming.announce(2, 0, 1, 8, 5)
     with pytest.raises(ProtocolError, match="released 1 puts of 0"):
-        Outgoing(16).update(16, 1)
+        pair["outgoing"](16).update(16, 1)

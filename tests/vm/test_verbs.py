@@ -48,11 +48,11 @@ def test_the_boundary_over_the_real_pyverbs(machines: Machines) -> None:
     assert line["refused"]["dmabuf"][1] == errno.EOPNOTSUPP and "dma-buf" in line["refused"]["dmabuf"][0], line
     assert line["refused"]["device"][0] == "opening mlx5_9", line
     assert line["datagram"] == {
-        "sent": [1, 2],
-        "sizes": [8, 4],
-        "imms": [None, 0x10002],
-        "sources": [True, True],
-        "bytes": ["datagram", "gram"],
+        "sent": [1, 2, 3],
+        "sizes": [8, 4, 6],
+        "imms": [None, 0x10002, None],
+        "sources": [True, True, True],
+        "bytes": ["datagram", "gram", "tagram"],
     }, line
 
 

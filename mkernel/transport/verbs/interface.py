@@ -195,6 +195,13 @@ class Region(abc.ABC):
 class Destination(abc.ABC):
     """Where a datagram (SRD) goes: an address handle with the peer's queue pair and its key."""
 
+    qp: int
+    qkey: int
+
+    def route(self, pair: Handles) -> int | None:
+        """The address of its ``struct ibv_ah``, which is used with that queue pair, for the compiled engine; None if it cannot be told."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Destroy the handle. Nothing may be on its way there. Raises VerbsError."""

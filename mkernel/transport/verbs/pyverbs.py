@@ -15,7 +15,7 @@ import select
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mkernel import env
 from mkernel.transport.verbs import classic, handles
@@ -225,7 +225,7 @@ class _PyverbsNic(Nic):
             state = QPAttr(port_num=self.port.number)
             state.qkey, state.pkey_index, state.sq_psn = qkey, self.port.pkey_index, 0
             pair.to_rts(state)
-        return _PyverbsQueuePair(self, pair)
+        return _PyverbsQueuePair(self, pair, "SRD")
 
     def _attributes(
         self, kind: Any, sends: CompletionQueue, receives: CompletionQueue, max_send: int, max_receive: int, flags: int, *, inline: int
@@ -311,6 +311,9 @@ class _PyverbsDestination(Destination):
     def __init__(self, handle: Any, qp: int, qkey: int) -> None:
         self.handle, self.qp, self.qkey = handle, qp, qkey
 
+    def route(self, pair: Handles) -> int | None:
+        return handles.find_route(self.handle, pair)
+
     def close(self) -> None:
         with _verb("destroying an address handle"):
             self.handle.close()
@@ -366,10 +369,10 @@ _RECEIVE = 128  # IBV_WC_RECV: a bit that the opcodes of all receives have
 
 
 class _PyverbsQueuePair(QueuePair):
-    def __init__(self, nic: _PyverbsNic, pair: Any) -> None:
+    def __init__(self, nic: _PyverbsNic, pair: Any, kind: Literal["RC", "SRD"] = "RC") -> None:
         from pyverbs.wr import SGE
 
-        self._nic, self._pair = nic, pair
+        self._nic, self._pair, self._kind = nic, pair, kind
         self.number = pair.qp_num
         enums = nic.enums
         self._signaled, self._inline, self._fence = map(int, (enums.IBV_SEND_SIGNALED, enums.IBV_SEND_INLINE, enums.IBV_SEND_FENCE))
@@ -455,7 +458,7 @@ class _PyverbsQueuePair(QueuePair):
         classic.post_receive(self._pair, wr_id, local, size, lkey, _verb)
 
     def handles(self) -> Handles | None:
-        return handles.find(self._pair, self.number)
+        return handles.find(self._pair, self.number, self._kind)
 
     def fail(self) -> None:
         classic.to_error(self._pair, self._nic.enums, _verb)

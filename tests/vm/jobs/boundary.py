@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from mkernel.transport import verbs
 from mkernel.transport.devices import choose_gid, find
-from mkernel.transport.verbs import pyverbs
+from mkernel.transport.verbs import handles, pyverbs
+from tests.transport.standin_datagrams import FUNCTIONS, ExtendedPair
 
 QKEY = 0x1234
 GRH = 40  # bytes in front of a datagram on a UD queue pair
@@ -69,18 +70,19 @@ def datagram(nic: verbs.Nic, queue: verbs.CompletionQueue) -> dict[str, Any]:
         state.qkey = QKEY
         pair.to_rts(state)
         ends.append(pyverbs._PyverbsQueuePair(nic, pair))
-    memory = (ctypes.c_char * 256)()
+    memory = (ctypes.c_char * 300)()
     region = nic.register(ctypes.addressof(memory), len(memory), verbs.Access.local_write)
     there = nic.destination(nic.port.gid, ends[1].number, QKEY)
-    for slot in range(2):
+    for slot in range(3):
         ends[1].receive(10 + slot, region.address + 100 * slot, 80, region.lkey)
-    memory[200:208] = b"datagram"
-    ends[0].send(1, region.address + 200, 8, region.lkey, signaled=True, to=there)
-    ends[0].send(2, region.address + 204, 4, region.lkey, signaled=True, imm=0x10002, to=there)
+    memory[280:288] = b"datagram"
+    ends[0].send(1, region.address + 280, 8, region.lkey, signaled=True, to=there)
+    ends[0].send(2, region.address + 284, 4, region.lkey, signaled=True, imm=0x10002, to=there)
     ends[0].commit()
+    send_as_compiled(ends[0], 3, region.address + 282, 6, region.lkey, there)
     found: list[verbs.Completion] = []
     end = time.monotonic() + 10
-    while len(found) < 4 and time.monotonic() < end:
+    while len(found) < 6 and time.monotonic() < end:
         found += queue.poll(16)
     received = sorted((c for c in found if c.received), key=lambda c: c.wr_id)
     result = {
@@ -96,6 +98,26 @@ def datagram(nic: verbs.Nic, queue: verbs.CompletionQueue) -> dict[str, Any]:
     there.close()
     region.close()
     return result
+
+
+def send_as_compiled(pair: Any, wr_id: int, local: int, size: int, lkey: int, to: Any) -> None:
+    """The same by the structures that the compiled engine uses for srd: the queue pair's own functions, and the address handle."""
+    handles._KINDS["UD"] = 4  # IBV_QPT_UD
+    known = handles.find(pair._pair, pair.number, "UD")  # type: ignore[arg-type]
+    assert known is not None, "the queue pair is not recognized"
+    route = to.route(known)
+    assert route is not None, "the address handle is not recognized"
+    structure = ExtendedPair.from_address(known.pair)
+
+    def call(name: str, *arguments: int) -> Any:
+        return FUNCTIONS[name](getattr(structure, name))(known.pair, *arguments)
+
+    call("start")
+    structure.id, structure.flags = wr_id, 2  # IBV_SEND_SIGNALED
+    call("send")
+    call("set_route", route, to.qp, to.qkey)
+    call("set_entry", lkey, local, size)
+    assert call("complete") == 0
 
 
 if __name__ == "__main__":
