@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_apart, check_extents, check_matrix, check_writable, row_stride
 from mkernel.ops.call import ask, call, remember, stream_of
-from mkernel.ops.gemm import GemmOp, checked, held
+from mkernel.ops.gemm import GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of, register
-from mkernel.ops.parameters import map_places, place_of
+from mkernel.ops.parameters import NO_MAP, place_of, surroundings
 from mkernel.ops.schedule import choice_of, executable
 from mkernel.planner.allgather_gemm import OP as OP_NAME
 from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from mkernel.planner.split import Split
     from mkernel.planner.tiling import Tiling
     from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.backend import MatrixMaps
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
     from mkernel.typing import Array
@@ -69,9 +69,8 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
-_AT, _VALUES = place_of(Parameters, "fields", "stage_send")
-_A_MAP, _PART_MAP, _GATHER_MAP = map_places(Parameters, "a_map", "part_map", "gather_map")
-_B_MAP, _B_SLICE_MAP, _C_MAP = map_places(Parameters, "b_map", "b_slice_map", "c_map")
+_AT, _VALUES = place_of(Parameters, "fields", "c")
+_BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "part_map", "gather_map", "b_map", "b_slice_map", "c_map")
 
 
 def allgather_gemm(
@@ -246,50 +245,61 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     def travels(self, plan: Any) -> str:
         return f"{plan.chunk_rows} rows" + (f", 1/{plan.parts} of K" if plan.parts > 1 else "")
 
-    def bind(
-        self,
-        world: World,
-        executable: Executable,
-        instance: Instance[AllGatherGemmProblem],
-        operands: Sequence[TensorView],
-        results: Sequence[TensorView],
-    ) -> Parameters:
-        (problem, rows), (a, b), (c,) = instance, operands, results
-        n, k, size, dtype = problem.n, problem.k, world.size, problem.dtype
-        plan: AllGatherGemmPlan = executable.plan
-        sizes, known, c_stride = plan.sizes, held(world, a, b), row_stride("out", c)
-        offset = world.heap_offset(a.address, plan.shard_bytes) if rows and world.num_nodes > 1 else None
-        staged = world.num_nodes > 1 and offset is None
-        extent, plane_extent = rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
-        a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
-        tensor_map = world.backend.tensor_map
-        a_box = BLOCK_K, sizes.load_rows, 1
-        parameters = Parameters()
-        memory = memoryview(parameters).cast("B")
-        send_offset = executable.staging_offset if offset is None else offset
-        offsets = executable.scratch_offset, send_offset, executable.flag_offset, executable.packet_offset
-        _VALUES.pack_into(memory, _AT, *plan.fields, a.address, *offsets, *plan.arguments.values(), staged)
-        memory[_A_MAP] = a_map = tensor_map(a_address, dtype, (k, extent, 1), (k * ITEM, extent * k * ITEM), a_box)
-        if plan.parts > 1:
-            piece = (BLOCK_K, plan.piece_box[1], plan.piece_box[0])
-            part_map = tensor_map(a_address, dtype, (BLOCK_K, k // BLOCK_K, extent), (BLOCK_K * ITEM, k * ITEM), piece, swizzled=False)
-            memory[_PART_MAP] = part_map
-        if size == 1 or not rows:  # nothing is gathered
-            memory[_GATHER_MAP] = a_map
+    def binder(self, world: World, problem: AllGatherGemmProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
+        return _Binder(world, problem, known, c_stride)
+
+
+class _Binder:
+    """As ``ops.gemm.Binder``."""
+
+    __slots__ = ("_c_maps", "_c_stride", "_far", "_k", "_known", "_problem", "_size", "_world")
+
+    def __init__(self, world: World, problem: AllGatherGemmProblem, known: Held, c_stride: int) -> None:
+        self._world, self._problem, self._known, self._c_stride = world, problem, known, c_stride
+        self._k, self._size, self._far = problem.k, world.size, world.num_nodes > 1
+        self._c_maps: dict[int, MatrixMaps] = {}  # by their planes
+
+    def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> Parameters:
+        world, known, k, plan = self._world, self._known, self._k, executable.made_of
+        sizes = executable.sizes or plan.sizes
+        parts, planes, columns, sliced, cluster, shared = plan.of_maps
+        load_rows, extent, plane_rows = sizes.load_rows, rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
+        a, c = (a_address, c_address) if rows else (known.address, known.address)  # without rows there are no tiles
+        offset = world.heap_offset(a_address, plan.shard_bytes_of(rows)) if self._far and rows else None
+        values = _VALUES.pack(
+            *plan.fields,
+            a_address,
+            executable.scratch_offset,
+            executable.staging_offset if offset is None else offset,
+            executable.flag_offset,
+            executable.packet_offset,
+            *plan.arguments_of(rows, sizes),
+            self._far and offset is None,
+            self._c_stride if shared else 0,
+            0,
+            c if shared else 0,
+        )
+        a_map = known.matrices(world, k, k * ITEM, 1, load_rows)(a, extent)
+        part_map = gather_map = NO_MAP
+        if parts > 1:
+            units, step = k // BLOCK_K, k * ITEM
+            rows_of_piece, units_of_piece = plan.piece_box
+            box, strides = (BLOCK_K, units_of_piece, rows_of_piece), (BLOCK_K * ITEM, step)
+            part_map = world.backend.tensor_map(a, known.dtype, (BLOCK_K, units, extent), strides, box, swizzled=False)
+        if self._size == 1 or not rows:  # nothing is gathered
+            gather_map = a_map
+        elif executable.workspace_map is None:
+            part_k, gather = k // parts, world.heap.address + executable.scratch_offset
+            gather_map = known.matrices(world, part_k, part_k * ITEM, planes * parts, load_rows)(gather, plane_rows)
+            executable.workspace_map = gather_map
         else:
-            made = executable.workspace_map
-            if made is None:
-                part_k, planes, gather = k // plan.parts, plan.planes * plan.parts, world.heap.address + executable.scratch_offset
-                strides = (part_k * ITEM, plane_extent * part_k * ITEM)
-                made = executable.workspace_map = tensor_map(gather, dtype, (part_k, plane_extent, planes), strides, a_box)
-            memory[_GATHER_MAP] = made
-        memory[_B_MAP] = known.map(world, plan.tile.block_n, plan.cluster)
-        if plan.slices > 1 and not problem.b_row_major:
-            memory[_B_SLICE_MAP] = known.map(world, plan.b_columns)
-        if plan.shares > 1:
-            parameters.c, parameters.c_row_bytes = c_address, c_stride
-        memory[_C_MAP] = tensor_map(c_address, dtype, (n, plane_extent, plan.planes), (c_stride, plane_extent * c_stride), (64, 64, 1))
-        return parameters
+            gather_map = executable.workspace_map
+        c_maps = self._c_maps.get(planes)
+        if c_maps is None:
+            c_maps = self._c_maps[planes] = known.matrices(world, self._problem.n, self._c_stride, planes, 64)
+        b_map, slice_map = known.map(world, columns, cluster), known.map(world, sliced) if sliced else NO_MAP
+        maps = a_map, part_map, gather_map, b_map, slice_map, c_maps(c, plane_rows)
+        return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))
 
 
 OP = register(AllGatherGemm())

@@ -13,11 +13,13 @@ from mkernel.runtime import current
 from mkernel.runtime.arrays.libraries import Crossing
 
 if TYPE_CHECKING:
-    from mkernel.runtime.arrays.libraries import Library
+    from collections import OrderedDict
+
+    from mkernel.runtime.arrays.libraries import Libraries, Library
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["BoundCall", "ask", "call", "hold", "remember", "stream_of"]
+__all__ = ["BoundCall", "ask", "bound_call", "call", "hold", "remember", "stream_of"]
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class BoundCall(NamedTuple):
 
 
 # One of both, without a function of Python in between.
-_bound: Callable[[tuple[Executable, ctypes.Structure]], BoundCall] = functools.partial(tuple.__new__, BoundCall)
+bound_call: Callable[[tuple[Executable, ctypes.Structure]], BoundCall] = functools.partial(tuple.__new__, BoundCall)
 
 
 def remember(world: World, key: tuple[Any, ...], value: T) -> T:
@@ -47,11 +49,14 @@ def remember(world: World, key: tuple[Any, ...], value: T) -> T:
 
 def hold(world: World, key: Hashable, value: T) -> T:
     """Keep in ``world.held`` what calls of other sizes need again."""
-    held = world.held
-    if len(held) >= _MAX_HELD:
-        held.popitem(last=False)
-    held[key] = value
+    _keep(world.held, key, value)
     return value
+
+
+def _keep(known: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(known) >= _MAX_HELD:
+        known.popitem(last=False)
+    known[key] = value
 
 
 def call(
@@ -102,9 +107,8 @@ def call(
             ask(w, op, operands, options)
             raise
         if bound is None:
-            if instance is None:
-                views, instance = ask(w, op, operands, options, keys[2:])
-            bound = remember(w, key, _bind(w, op, instance, views, results, keys[len(keys) - len(results) :], split, queue))
+            hidden = home.hides or bool(others)
+            bound = remember(w, key, _made(w, op, operands, options, keys, results, split, queue, hidden, instance and (views, instance)))
         if stream is None and home.one_stream and (not others or _all_on(queue, others)):
             w.launch(bound.executable, bound.parameters, queue)
         else:
@@ -132,21 +136,42 @@ def ask(
     return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)) if options else {})
 
 
-def _bind(
+def _made(
     world: World,
     op: Op[Any],
-    instance: Instance[Any],
-    views: Sequence[Any],
-    results: Sequence[Any],
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
     keys: Sequence[Any],
+    results: Sequence[Any],
     split: Any,
     queue: Any,
+    hidden: bool,
+    asked: tuple[Sequence[Any], Instance[Any]] | None,
 ) -> BoundCall:
+    """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` has found, if known."""
     libraries = world.backend.libraries
-    made = [libraries[type(array)].seen(array, key) for array, key in zip(results, keys, strict=True)]
+    form_of = op.form_of(keys)
+    form = world.forms.get(form_of)
+    if form is not None and (not hidden or _usual(libraries, (*operands, *results))):
+        bound: BoundCall | None = form.bind(keys)
+        if bound is not None:
+            return bound
+    views, instance = asked or ask(world, op, operands, options, keys[2:])
+    of_results = keys[len(keys) - len(results) :]
+    made = [libraries[type(array)].seen(array, key) for array, key in zip(results, of_results, strict=True)]
     op.check_results(instance, views, made)
     chosen = executable(world, op, instance, split, queue)
-    return _bound((chosen, op.bind(world, chosen, instance, views, made)))
+    bound = bound_call((chosen, op.bind(world, chosen, instance, views, made)))
+    if form is None and form_of is not None:
+        form = op.form(world, instance, views, made, split)
+        if form is not None:
+            _keep(world.forms, form_of, form)
+    return bound
+
+
+def _usual(libraries: Libraries, arrays: Sequence[Any]) -> bool:
+    """Whether all arrays are as those that were checked, in what their keys do not say."""
+    return all(libraries[type(array)].usual(array) for array in arrays if array is not None)
 
 
 def _all_on(queue: Any, libraries: Sequence[Library]) -> bool:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import abc
+import ctypes
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_operands, check_writable, layout_of, row_stride
-from mkernel.ops.call import hold
+from mkernel.ops.arguments import (
+    ITEM,
+    MOST_EXTENT,
+    check_aligned,
+    check_apart,
+    check_matrix,
+    check_operands,
+    check_writable,
+    layout_of,
+    row_stride,
+)
+from mkernel.ops.call import BoundCall, bound_call, hold
 from mkernel.ops.op import Instance, Op, ResultSpec
+from mkernel.ops.schedule import choice_of, executable_of_class, table_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmProblem
 
 if TYPE_CHECKING:
     from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.backend import MatrixMaps
+    from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["GemmOp", "Held", "checked", "held"]
+__all__ = ["Binder", "Form", "GemmOp", "Held", "checked", "held"]
 
 Problem = TypeVar("Problem", bound=GemmProblem)
 
@@ -31,6 +46,31 @@ class GemmOp(Op[Problem]):
 
     operands: ClassVar[tuple[str, ...]] = ("a", "b")
     result_rule: ClassVar[str]
+
+    @abc.abstractmethod
+    def binder(self, world: World, problem: Problem, known: Held, a_stride: int, c_stride: int) -> Binder:
+        """What makes parameters of calls on operands that were checked; bytes between rows of a and of the result."""
+
+    def bind(
+        self,
+        world: World,
+        executable: Executable,
+        instance: Instance[Problem],
+        operands: Sequence[TensorView],
+        results: Sequence[TensorView],
+    ) -> ctypes.Structure:
+        (a, b), (c,) = operands, results
+        binder = self.binder(world, instance.problem, held(world, a, b), row_stride("a", a), row_stride("out", c))
+        return binder.parameters(executable, instance.rows, a.address, c.address)
+
+    def form_of(self, keys: Sequence[Any]) -> Hashable:
+        _, options, a, b, split, c = keys
+        return self.name, options, split, a[1][1:], a[2:], b, c[1][1:], c[2:]
+
+    def form(
+        self, world: World, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView], split: Any
+    ) -> Form | None:
+        return Form(self, world, instance, operands, results[0], split) if instance.rows > 1 else None
 
     def tile(self, plan: Any) -> str:
         return f"{BLOCK_M}x{plan.tile.block_n}"
@@ -49,9 +89,68 @@ class GemmOp(Op[Problem]):
                 check_aligned("out", c)
         begin, end = c.address, c.address + (shape[0] - 1) * row_stride("out", c) + shape[1] * ITEM
         for other in (a, b):
-            (rows, columns), (step, item), first = other.shape, other.strides, other.address  # no stride is negative
-            if begin < first + (rows - 1) * step + (columns - 1) * item + ITEM and first < end:  # there may still be no byte in common
+            if begin < _end(other) and other.address < end:  # there may still be no byte in common
                 check_apart("out", c, {"a": a, "b": b})
+
+
+class Binder(Protocol):
+    """Makes the parameters of calls whose arrays differ in rows and addresses."""
+
+    def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> ctypes.Structure:
+        """Of a call of so many rows, as plans count them."""
+
+
+class Form:
+    """Calls that are as one was that has been checked, in all but rows and addresses, with at least two rows.
+
+    Types, row lengths, strides and devices of their arrays are those of that call, and ``b`` is the same: all of that is in ``form_of``,
+    and was checked. ``bind`` checks what depends on rows and addresses.
+    """
+
+    __slots__ = ("_a", "_b", "_binder", "_c", "_choice", "_op", "_table", "_world")
+
+    def __init__(
+        self, op: GemmOp[Any], world: World, instance: Instance[Any], operands: Sequence[TensorView], c: TensorView, split: Any
+    ) -> None:
+        (a, b), (problem, rows) = operands, instance
+        a_stride, c_stride = row_stride("a", a), row_stride("out", c)
+        self._op, self._world, self._choice = op, world, choice_of(split)
+        self._table = table_of(world, problem, self._choice)
+        self._binder = op.binder(world, problem, held(world, a, b), a_stride, c_stride)
+        # Of each: how many of its rows go with one of a plan's, bytes between rows, and those of them that the last row has not.
+        self._a = a.shape[0] // rows, a_stride, a_stride - a.shape[1] * ITEM
+        self._c = c.shape[0] // rows, c_stride, c_stride - c.shape[1] * ITEM
+        self._b = b.address, _end(b)
+
+    def bind(self, keys: Sequence[Any]) -> BoundCall | None:
+        """A call on arrays of this form, by what ``form_of`` takes.
+
+        None: it must be checked, or its class of rows made ready, as any other call.
+        """
+        a, c = keys[2], keys[5]
+        a_address, a_rows, c_address, c_rows = a[0], a[1][0], c[0], c[1][0]
+        (a_factor, a_stride, a_gap), (c_factor, c_stride, c_gap), (b_begin, b_end) = self._a, self._c, self._b
+        rows = c_rows // c_factor
+        if rows < 2 or rows * a_factor != a_rows or rows * c_factor != c_rows or (a_address | c_address) % 16:
+            return None
+        c_end = c_address + c_rows * c_stride - c_gap
+        a_end = a_address + a_rows * a_stride - a_gap
+        if (c_address < a_end and a_address < c_end) or (c_address < b_end and b_begin < c_end):
+            return None  # there may still be no byte in common
+        if a_rows >= MOST_EXTENT or c_rows >= MOST_EXTENT:
+            return None
+        table = self._table
+        largest = table.ready.get(self._op.class_of(rows, self._choice.split))
+        if largest is None:
+            return None
+        made = executable_of_class(self._world, table, largest, rows)
+        return bound_call((made, self._binder.parameters(made, rows, a_address, c_address)))
+
+
+def _end(view: TensorView) -> int:
+    """The address after a matrix's last byte; no stride is negative."""
+    (rows, columns), (step, item) = view.shape, view.strides
+    return view.address + (rows - 1) * step + (columns - 1) * item + ITEM
 
 
 class Held:
@@ -61,17 +160,20 @@ class Held:
     ----------
     n, k, b_row_major
         Of a problem.
+    address
+        Of ``b``.
     problems
         Those that ``b`` has been an operand of, by what they have beside: equal ones are the same object.
     """
 
-    __slots__ = ("_b", "_maps", "_stride", "b_row_major", "k", "n", "problems")
+    __slots__ = ("_maps", "_matrices", "_stride", "address", "b_row_major", "dtype", "k", "n", "problems")
 
     def __init__(self, b: TensorView, n: int, k: int) -> None:
-        self.n, self.k, self._b = n, k, b
+        self.n, self.k, self.address, self.dtype = n, k, b.address, b.dtype
         self.b_row_major, self._stride = layout_of("b", b)
         self.problems: dict[Hashable, Any] = {}
         self._maps: dict[tuple[int, int], bytes] = {}
+        self._matrices: dict[tuple[int, int, int, int], MatrixMaps] = {}
 
     def map(self, world: World, columns: int, cluster: int = 1) -> bytes:
         """The tensor map of ``b``; ``columns``: of a tile, and of a load where b's are contiguous; ``cluster``: CTAs with a part each."""
@@ -80,7 +182,16 @@ class Held:
             n, k, stride = self.n, self.k, self._stride
             inner, outer, box = (n, k, BLOCK_K // cluster) if self.b_row_major else (k, n, columns // cluster)
             shape, strides = (inner, outer, 1), (stride, stride * outer)
-            made = self._maps[columns, cluster] = world.backend.tensor_map(self._b.address, self._b.dtype, shape, strides, (64, box, 1))
+            made = self._maps[columns, cluster] = world.backend.tensor_map(self.address, self.dtype, shape, strides, (64, box, 1))
+        return made
+
+
+    def matrices(self, world: World, columns: int, row_bytes: int, planes: int, box_rows: int) -> MatrixMaps:
+        """What makes tensor maps of matrices that are multiplied by ``b``, or are the product; ``box_rows``: of a load or store."""
+        key = columns, row_bytes, planes, box_rows
+        made = self._matrices.get(key)
+        if made is None:
+            made = self._matrices[key] = world.backend.matrix_maps(self.dtype, columns, row_bytes, planes, (64, box_rows, 1))
         return made
 
 

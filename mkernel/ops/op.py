@@ -9,7 +9,7 @@ import abc
 import ctypes
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from mkernel import env
@@ -194,6 +194,20 @@ class Op(abc.ABC, Generic[Problem]):
         results: Sequence[TensorView],
     ) -> ctypes.Structure:
         """The kernel's parameters for these arrays. All of them have been checked."""
+
+    # ---- calls that are alike
+    def form_of(self, keys: Sequence[Any]) -> Hashable | None:
+        """What calls have in common that differ in rows and addresses only; None: every call is checked anew.
+
+        ``keys``: the op's name, the options, keys of the operands, the split and keys of the results.
+        """
+        return None
+
+    def form(
+        self, world: World, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView], split: Any
+    ) -> Any:
+        """What binds calls of the form of a call that has been checked, by its method ``bind`` (``ops/gemm.py``); None: there is none."""
+        return None
 
     # ---- for people
     def row(self) -> str:

@@ -1,4 +1,4 @@
-"""Kernel parameters as bytes: many integers are packed at once, tensor maps are copied to where they belong."""
+"""Kernel parameters as bytes: many integers are packed at once, tensor maps are put where they belong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 from mkernel import abi
 
-__all__ = ["map_places", "place_of"]
+__all__ = ["MAP_BYTES", "NO_MAP", "map_places", "place_of", "surroundings"]
+
+MAP_BYTES = 128  # of a tensor map
+NO_MAP = bytes(MAP_BYTES)  # where a kernel reads none
 
 
 def place_of(parameters: type[ctypes.Structure], first: str, last: str) -> tuple[int, struct.Struct]:
@@ -23,6 +26,16 @@ def place_of(parameters: type[ctypes.Structure], first: str, last: str) -> tuple
     begin = getattr(parameters, first).offset
     assert begin + packing.size == getattr(parameters, last).offset + ctypes.sizeof(names[last]), "no padding between them"
     return begin, packing
+
+
+def surroundings(parameters: type[ctypes.Structure], at: int, packing: struct.Struct, *maps: str) -> tuple[bytes, bytes]:
+    """Zeros before the integers that are packed, and between them and the tensor maps, which follow each other until the end.
+
+    So parameters are put together by one ``bytes.join``, which takes less than writing pieces of them where they belong.
+    """
+    places = [getattr(parameters, name).offset for name in maps]
+    assert places == list(range(places[0], ctypes.sizeof(parameters), MAP_BYTES)), "nothing between tensor maps, or after them"
+    return bytes(at), bytes(places[0] - at - packing.size)
 
 
 def map_places(parameters: type[ctypes.Structure], *names: str) -> list[slice]:

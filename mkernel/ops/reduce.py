@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import MOST_EXTENT, check_extents, row_stride
-from mkernel.ops.gemm import GemmOp, checked, held
+from mkernel.ops.arguments import MOST_EXTENT, check_extents
+from mkernel.ops.gemm import GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of
-from mkernel.ops.parameters import map_places, place_of
+from mkernel.ops.parameters import place_of, surroundings
 from mkernel.planner.choice import plan_reduce
-from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, sums_by_node
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
     from mkernel.runtime.arrays.views import TensorView
+    from mkernel.runtime.backend import MatrixMaps
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
@@ -51,7 +50,7 @@ class Parameters(ctypes.Structure):
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
 _AT, _VALUES = place_of(Parameters, "fields", "load_rows")
-_A_MAP, _B_MAP, _C_MAP = map_places(Parameters, "a_map", "b_map", "c_map")
+_BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "b_map", "c_map")
 
 
 class ReduceOp(GemmOp[ReduceProblem]):
@@ -93,30 +92,40 @@ class ReduceOp(GemmOp[ReduceProblem]):
         puts = f", puts of {plan.chunk_tiles}" if plan.problem.topology.num_nodes > 1 else ""
         return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}"
 
-    def bind(
-        self,
-        world: World,
-        executable: Executable,
-        instance: Instance[ReduceProblem],
-        operands: Sequence[TensorView],
-        results: Sequence[TensorView],
-    ) -> Parameters:
-        (problem, rows), (a, b), (c,) = instance, operands, results
-        n, k, dtype = problem.n, problem.k, problem.dtype
-        known, a_stride, c_stride = held(world, a, b), row_stride("a", a), row_stride("out", c)
-        plan: ReducePlan = executable.plan
+    def binder(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
+        return _Binder(world, problem, known, a_stride, c_stride)
+
+
+class _Binder:
+    """As ``ops.gemm.Binder``."""
+
+    __slots__ = ("_a_maps", "_c_maps", "_known", "_of_a", "_world")
+
+    def __init__(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> None:
+        self._world, self._known = world, known
+        self._of_a = problem.k, a_stride, world.size if problem.op == REDUCE_SCATTER else 1
+        self._a_maps: dict[int, MatrixMaps] = {}  # by rows of a load
+        self._c_maps = known.matrices(world, problem.n, c_stride, 1, 64)
+
+    def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> Parameters:
+        world, known, plan = self._world, self._known, executable.made_of
+        sizes = executable.sizes or plan.sizes
+        columns, load_rows, packets = plan.of_maps
+        tiles, start = sizes.tiles, executable.scratch_offset
+        partial, summed, arrived, result = plan.ends_of_tile
+        values = _VALUES.pack(
+            *plan.fields,
+            executable.packet_offset if packets else start + partial * tiles,
+            start + summed * tiles,
+            start + arrived * tiles,
+            start + result * tiles,
+            executable.flag_offset,
+            *plan.arguments_of(rows, sizes),
+        )
+        a_maps = self._a_maps.get(load_rows)
+        if a_maps is None:
+            a_maps = self._a_maps[load_rows] = known.matrices(world, *self._of_a, load_rows)
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
-        a_address, c_address = (a.address, c.address) if rows else (b.address, b.address)
-        planes = world.size if problem.op == REDUCE_SCATTER else 1
-        tensor_map = world.backend.tensor_map
-        offsets = [executable.scratch_offset + offset for offset in plan.offsets.values()]
-        if plan.packets:
-            offsets[0] = executable.packet_offset
-        parameters = Parameters()
-        memory = memoryview(parameters).cast("B")
-        _VALUES.pack_into(memory, _AT, *plan.fields, *offsets, executable.flag_offset, *plan.arguments.values())
-        a_strides, c_strides = (a_stride, extent * a_stride), (c_stride, extent * c_stride)
-        memory[_A_MAP] = tensor_map(a_address, dtype, (k, extent, planes), a_strides, (BLOCK_K, plan.load_rows, 1))
-        memory[_B_MAP] = known.map(world, plan.tile.block_n)
-        memory[_C_MAP] = tensor_map(c_address, dtype, (n, extent, 1), c_strides, (64, 64, 1))
-        return parameters
+        a, c = (a_address, c_address) if rows else (known.address, known.address)
+        maps = a_maps(a, extent), known.map(world, columns), self._c_maps(c, extent)
+        return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

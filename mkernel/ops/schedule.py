@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable, Prepared
     from mkernel.runtime.world import World
 
-__all__ = ["Choice", "choice_of", "executable", "plan_for", "prepare", "reserve", "schedule_number", "tuning_name"]
+__all__ = [
+    "Choice",
+    "Table",
+    "choice_of",
+    "executable",
+    "executable_of_class",
+    "plan_for",
+    "prepare",
+    "reserve",
+    "schedule_number",
+    "table_of",
+    "tuning_name",
+]
 
 _COMPUTE_FACTOR = 0x010193  # odd
 _MAX_EXECUTABLES = 512  # remembered per world
@@ -98,7 +110,7 @@ class Table:
         self.schedule = schedule_number(choice.split, choice.tiling)
 
 
-def _table(world: World, problem: Hashable, choice: Choice) -> Table:
+def table_of(world: World, problem: Hashable, choice: Choice) -> Table:
     """The row of the world's table for a problem and a choice."""
     key = problem, choice
     known: Table | None = world.table.get(key)
@@ -115,7 +127,7 @@ def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice,
     Roles that the split leaves open get what tuning has found, else mkernel's choice. ``table``: if it is known. Raises ArgumentError.
     """
     problem, rows = instance
-    table, of_class = table or _table(world, problem, choice), op.class_of(rows, choice.split)
+    table, of_class = table or table_of(world, problem, choice), op.class_of(rows, choice.split)
     try:
         return (table.plans.get(of_class) or _largest(world, op, problem, choice, table, of_class)).of_rows(rows)
     except SplitError as error:
@@ -167,7 +179,7 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
     """
     choice = _NO_CHOICE if split is None else choice_of(split)
     problem, rows = instance
-    table: Table = world.table.get((problem, choice)) or _table(world, problem, choice)
+    table: Table = world.table.get((problem, choice)) or table_of(world, problem, choice)
     key = table, rows
     known: Executable | None = world.executables.get(key)
     if known is not None:
@@ -175,7 +187,20 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
     largest = table.ready.get(op.class_of(rows, choice.split))
     plan = _made_ready(world, op, instance, choice, table, stream) if largest is None else largest.of_rows(rows)
     assert table.prepared is not None, "what is ready was agreed on"
-    made = world.problems.executable(table.prepared, plan, rows, table.schedule)
+    return _remember(world, key, world.problems.executable(table.prepared, plan, rows, table.schedule))
+
+
+def executable_of_class(world: World, table: Table, largest: Any, rows: int) -> Executable:
+    """``executable`` of a class of ``table.ready``, whose plans have ``sizes_of``: the plan of these rows is not made."""
+    known: Executable | None = world.executables.get((table, rows))
+    if known is not None:
+        return known
+    assert table.prepared is not None, "what is ready was agreed on"
+    made = world.problems.executable(table.prepared, largest, rows, table.schedule, largest.sizes_of(rows))
+    return _remember(world, (table, rows), made)
+
+
+def _remember(world: World, key: Hashable, made: Executable) -> Executable:
     if len(world.executables) >= _MAX_EXECUTABLES:
         world.executables.popitem(last=False)
     world.executables[key] = made
@@ -205,7 +230,7 @@ def reserve(world: World, op: Op[Any], problem: Hashable, choice: Choice, rows: 
 
     Their classes are ready then, if they name their class.
     """
-    table, plans = _table(world, problem, choice), {number: plan_for(world, op, Instance(problem, number), choice) for number in rows}
+    table, plans = table_of(world, problem, choice), {number: plan_for(world, op, Instance(problem, number), choice) for number in rows}
     # The largest first: then an error says what all need, and the staging area is made once.
     for plan in sorted(plans.values(), key=lambda plan: -plan.workspace_bytes - plan.staging_bytes):
         world.problems.reserve(plan)
@@ -238,7 +263,7 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
             return None
         return found
 
-    grid, table = max(plan.grid for plan in plans.values()), _table(world, problem, choice)
+    grid, table = max(plan.grid for plan in plans.values()), table_of(world, problem, choice)
     table.prepared = world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)
     for plan in plans.values():
         plan.of_rows(0)  # works out what plans of a class have in common: not in the first call of each class

@@ -42,6 +42,10 @@ PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the 
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
 _TAIL = 0.35  # of a tile's time: measured, where the last data come late
+_ARGUMENTS = (  # of a launch
+    *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
+    *("load_rows", "span", "shares"),
+)
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -92,7 +96,10 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
-    of_class = ("spec", "fields", "tiles_n", "piece_box", "shifts", "planes", "pushers", "taken_group_m")
+    of_class = (
+        *("spec", "fields", "tiles_n", "piece_box", "shifts", "planes", "pushers", "taken_group_m"),
+        *("of_sizes", "of_arguments", "of_maps"),
+    )
 
     @derived
     def spec(self) -> KernelSpec:
@@ -103,36 +110,47 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def arguments(self) -> dict[str, int]:
         """What the parameters of a launch say of the schedule, in their order."""
-        (rows, units), (chunk_shift, part_shift), sizes = self.piece_box, self.shifts, self.sizes
-        return {
-            "rows": self.rows,
-            "whole_tiles": sizes.whole_tiles,
-            "group_m": self.taken_group_m,
-            "part_blocks": self.part_blocks,
-            "chunk_shift": chunk_shift,
-            "part_shift": part_shift,
-            "piece_rows": rows,
-            "piece_units": units,
-            "load_rows": sizes.load_rows,
-            "span": self.span,
-            "shares": sizes.shares,
-        }
+        return dict(zip(_ARGUMENTS, self.arguments_of(self.rows, self.sizes), strict=True))
+
+    def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
+        """The values of ``arguments`` in a call of so many rows of the class."""
+        return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares
+
+    @derived
+    def of_arguments(self) -> tuple[int, ...]:
+        """Those of them that all calls of a class have in common, from ``group_m`` on."""
+        return self.taken_group_m, self.part_blocks, *self.shifts, *self.piece_box
+
+    @derived
+    def of_maps(self) -> tuple[int, int, int, int, int, int]:
+        """What tensor maps are made by: parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared."""
+        sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
+        return self.parts, self.planes, self.tile.block_n, sliced, self.cluster, int(self.shares > 1)
 
     @derived
     def sizes(self) -> Sizes:
-        """All at once, because every call of a new size needs all."""
-        plane_rows, computing = self.span * self.rows, self.split.compute or 0
+        return self.sizes_of(self.rows)
+
+    def sizes_of(self, rows: int) -> Sizes:
+        """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
+        span, cluster, columns, computing, grid, slices, shares, pushers, share_bytes = self.of_sizes
+        plane_rows = span * rows
         tile_rows = -(-plane_rows // BLOCK_M)
-        taken_rows = -(-tile_rows // self.cluster)
-        columns, grid = self.planes * self.tiles_n, self.split.total
-        tiles, taken, shares = columns * tile_rows, columns * taken_rows, self.shares
-        sliced = tiles % (computing or 1) if self.slices > 1 else 0
+        taken_rows = -(-tile_rows // cluster)
+        tiles, taken = columns * tile_rows, columns * taken_rows
+        sliced = tiles % (computing or 1) if slices > 1 else 0
         if shares > 1 and taken:
-            shares = max(1, min(shares, abi.PACKET_BYTES // (taken * self.cluster * BLOCK_M * self.tile.block_n * 4)))
-        if not self.pushers:  # else each has chunks to push
-            grid += min(0, max(1, taken * shares + (self.slices - 1) * sliced) * self.cluster - computing)
-        load_rows = choose_load_rows(plane_rows)
-        return sizes_of((plane_rows, tile_rows, taken_rows, tiles, tiles - sliced, grid, load_rows, shares))
+            shares = max(1, min(shares, abi.PACKET_BYTES // (taken * share_bytes)))
+        if not pushers:  # else each has chunks to push
+            grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * cluster - computing)
+        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, choose_load_rows(plane_rows), shares))
+
+    @derived
+    def of_sizes(self) -> tuple[int, ...]:
+        """What ``sizes_of`` starts from: span, cluster, columns of tiles, CTAs, slices, shares, and bytes of packets of a share."""
+        split, share_bytes = self.split, self.cluster * BLOCK_M * self.tile.block_n * 4
+        computing, columns = split.compute or 0, self.planes * self.tiles_n
+        return self.span, self.cluster, columns, computing, split.total, self.slices, self.shares, self.pushers, share_bytes
 
     @derived
     def pushers(self) -> int:
@@ -160,7 +178,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def shard_bytes(self) -> int:
-        return self.rows * self.problem.k * 2
+        return self.shard_bytes_of(self.rows)
+
+    def shard_bytes_of(self, rows: int) -> int:
+        """In a call of so many rows."""
+        return rows * self.problem.k * 2
 
     @property
     def workspace_bytes(self) -> int:
@@ -257,7 +279,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def taken(self) -> int:
         """Tiles, or pairs of them, that clusters take at a time."""
-        return self.planes * self.sizes.taken_rows * self.tiles_n
+        return self.sizes.taken
 
     @property
     def whole_tiles(self) -> int:

@@ -16,8 +16,8 @@ class Sizes(NamedTuple):
     ----------
     plane_rows, tile_rows
         Rows of a plane, and of its tiles.
-    taken_rows
-        Rows of tiles of a plane that clusters take at a time: one for a CTA alone.
+    taken_rows, taken
+        Rows of tiles of a plane that clusters take at a time: one for a CTA alone; tiles, or pairs of them, of all planes.
     num_tiles
         Whole tiles, before any is halved.
     whole_tiles
@@ -33,6 +33,7 @@ class Sizes(NamedTuple):
     plane_rows: int
     tile_rows: int
     taken_rows: int
+    taken: int
     num_tiles: int
     whole_tiles: int
     grid: int

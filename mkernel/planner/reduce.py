@@ -23,6 +23,7 @@ from mkernel.planner.gemm import (
     seconds_to_multiply,
     shift_of,
 )
+from mkernel.planner.reduce_sizes import Sizes, sizes_of
 from mkernel.planner.row_classes import class_of
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
@@ -61,6 +62,7 @@ _IN_TIME = 0.45  # of the time that multiplying takes: when so many CTAs could h
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
 _PACKET_VALUES = 8 << 20  # bytes of a result up to which packets are faster
+_ARGUMENTS = ("rows", "tiles", "group_tiles", "group_m", "chunk_shift", "load_rows")  # of a launch
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
@@ -118,7 +120,11 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
-    of_class = (*GemmPlan.of_class, "op", "one_shot", "everywhere", "owners", "chunk_shift", "area_of_tile", "flags_of_tile")
+    of_class = (
+        *GemmPlan.of_class,
+        *("op", "one_shot", "everywhere", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
+        *("ends_of_tile", "of_arguments", "of_maps"),
+    )
 
     @derived
     def op(self) -> str:
@@ -144,14 +150,21 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @property
     def arguments(self) -> dict[str, int]:
         """What the parameters of a launch say of the schedule, in their order."""
-        return {
-            "rows": self.rows,
-            "tiles": self.tiles,
-            "group_tiles": self.group_tiles,
-            "group_m": self.group_m,
-            "chunk_shift": self.chunk_shift,
-            "load_rows": self.load_rows,
-        }
+        return dict(zip(_ARGUMENTS, self.arguments_of(self.rows, self.sizes), strict=True))
+
+    def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
+        """The values of ``arguments`` in a call of so many rows of the class."""
+        return rows, sizes.tiles, *self.of_arguments
+
+    @derived
+    def of_arguments(self) -> tuple[int, ...]:
+        """Those of them that all calls of a class have in common, from ``group_tiles`` on."""
+        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows
+
+    @derived
+    def of_maps(self) -> tuple[int, int, bool]:
+        """What tensor maps are made by: columns of a tile, rows of a load; and whether partial tiles travel in packets."""
+        return self.tile.block_n, self.load_rows, self.packets
 
     def describe(self) -> str:
         p, split = self.problem, self.split
@@ -180,6 +193,14 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def tiles(self) -> int:
         """Per owner; all tiles where everyone adds up everything."""
         return -(-(-(-self.rows // BLOCK_M) * self.tiles_n) // self.owners)
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.grid, self.tiles)
+
+    def sizes_of(self, rows: int) -> Sizes:
+        """What follows from the rows of a call of the class."""
+        return sizes_of((self.grid, -(-(-(-rows // BLOCK_M) * self.tiles_n) // self.owners)))
 
     @derived
     def chunk_shift(self) -> int:
@@ -225,8 +246,12 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @property
     def offsets(self) -> dict[str, int]:
         """Where each area begins."""
-        ends = itertools.accumulate(self.area_of_tile.values(), initial=0)
-        return {name: end * self.tiles for name, end in zip(self.area_of_tile, ends)}  # noqa: B905 (the last end begins no area)
+        return {name: end * self.tiles for name, end in zip(self.area_of_tile, self.ends_of_tile, strict=True)}
+
+    @derived
+    def ends_of_tile(self) -> tuple[int, ...]:
+        """Bytes of the areas before each, for one tile of an owner."""
+        return tuple(itertools.accumulate(self.area_of_tile.values(), initial=0))[:-1]
 
     @property
     def workspace_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mkernel.runtime.arrays.libraries import Libraries, Library, TorchLibrary
@@ -13,16 +14,17 @@ from mkernel.runtime.clock import Clock
 
 if TYPE_CHECKING:
     import ctypes
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
 
-__all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "Strides", "TensorView"]
+__all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "MatrixMaps", "Strides", "TensorView"]
 
 # Of a tensor map with three or four dimensions: its extents or those of its box, innermost first; bytes from one index to the next, of all
 # dimensions but the innermost.
 Extents = tuple[int, int, int] | tuple[int, int, int, int]
+MatrixMaps = Callable[[int, int], bytes]  # (address, rows) -> a tensor map
 Strides = tuple[int, int] | tuple[int, int, int]
 
 
@@ -155,6 +157,17 @@ class Backend(abc.ABC):
         The box's inner extent is 64 16-bit elements, in shared memory with the 128-byte swizzle or, if not ``swizzled``, one after the
         other. Out-of-bounds elements read as zero and are not written.
         """
+
+    def matrix_maps(self, dtype: str, columns: int, row_bytes: int, planes: int, box: Extents) -> MatrixMaps:
+        """What makes ``tensor_map`` of matrices of so many columns, ``planes`` of them one after the other, from address and rows.
+
+        Used by one thread at a time.
+        """
+
+        def make(address: int, rows: int) -> bytes:
+            return self.tensor_map(address, dtype, (columns, rows, planes), (row_bytes, rows * row_bytes), box)
+
+        return make
 
     # ---- streams
     @abc.abstractmethod

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
+import struct
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,7 @@ __all__ = ["Agreed", "Executable", "Prepared", "Problems", "check_of"]
 
 _CHECK_FACTORS = 0x9E3779, 0x85EBCB, 0xC2B2AF  # odd, so that a difference in only one of the three numbers always changes the sum
 _FOLD = 0x27D4EB
+_NUMBERS, _NUMBERS_AT = struct.Struct("=3I"), abi.World.problem.offset  # problem, rows and schedule follow each other
 _FLAG_WORDS = (abi.COUNTED_OFFSET - abi.SIGNAL_FLAGS) // 8
 
 
@@ -90,6 +92,9 @@ class Executable:
     ----------
     plan, kernel, grid
         What runs.
+    made_of, sizes
+        The plan itself; or that of the most rows of its class, and what follows from this call's rows: then ``plan`` is made when somebody
+        asks for it, which launches do not.
     workspace_map
         A tensor map of the workspace, kept here by ops whose calls of this size all have the same.
     scratch_offset, staging_offset
@@ -98,20 +103,33 @@ class Executable:
         Bytes from the start of the signal segment to the flags and the packets.
     """
 
-    __slots__ = ("grid", "header", "kernel", "plan", "staging_offset", "tracing", "workspace_map")  # one is made for every size
+    __slots__ = ("grid", "header", "kernel", "made_of", "sizes", "staging_offset", "tracing", "workspace_map")  # one is made for every size
     scratch_offset = 0
     flag_offset = abi.SIGNAL_FLAGS
     packet_offset = abi.FLAG_BYTES
 
     def __init__(
-        self, world: Traced, plan: Any, kernel: Kernel, staging_offset: int, problem: int, rows: int = 0, schedule: int = 0
+        self,
+        world: Traced,
+        plan: Any,
+        kernel: Kernel,
+        staging_offset: int,
+        problem: int,
+        rows: int = 0,
+        schedule: int = 0,
+        sizes: Any = None,
     ) -> None:
-        self.plan, self.kernel, self.grid, self.staging_offset = plan, kernel, plan.grid, staging_offset
+        self.made_of, self.sizes, self.kernel, self.staging_offset = plan, sizes, kernel, staging_offset
+        self.grid = plan.grid if sizes is None else sizes.grid
         self.workspace_map: bytes | None = None
-        self.header = abi.World.from_buffer_copy(world.header)
         self.tracing = world.tracing
-        self.header.problem, self.header.rows, self.header.schedule = problem, rows, schedule
-        self.header.check = check_of(problem, rows, schedule)
+        self.header = header = abi.World.from_buffer_copy(world.header)
+        header.check = check_of(problem, rows, schedule)
+        _NUMBERS.pack_into(header, _NUMBERS_AT, problem, rows, schedule)
+
+    @property
+    def plan(self) -> Any:
+        return self.made_of if self.sizes is None else self.made_of.of_rows(self.header.rows)
 
     def trace_as(self, world: Traced) -> None:
         """Take over from the world where calls record their trace, if they do."""
@@ -193,9 +211,12 @@ class Problems:
                 prepared = self._prepared[key] = Prepared(len(self._prepared) + 1, title, plan_of)
             return prepared
 
-    def executable(self, prepared: Prepared, plan: Plan, rows: int = 0, schedule: int = 0) -> Executable:
-        """What launches one call of ``plan``, whose kernel is loaded and which has its memory (``reserve``). Not collective."""
-        return Executable(self._world, plan, self._kernels[plan.spec], self._staging.offset, prepared.number, rows, schedule)
+    def executable(self, prepared: Prepared, plan: Plan, rows: int = 0, schedule: int = 0, sizes: Any = None) -> Executable:
+        """What launches one call of ``plan``, whose kernel is loaded and which has its memory (``reserve``). Not collective.
+
+        ``sizes``: of so many rows, where ``plan`` is that of the most rows of their class, and has the memory of all.
+        """
+        return Executable(self._world, plan, self._kernels[plan.spec], self._staging.offset, prepared.number, rows, schedule, sizes)
 
     def reserve(self, plan: Plan) -> None:
         """Set aside the memory that calls of ``plan`` share. Not collective, but all ranks do it alike, in the same order.

@@ -116,6 +116,7 @@ class World:
         self.held: OrderedDict[Hashable, Any] = (
             OrderedDict()
         )  # of ops: what is known of operands that calls of any size have, such as weights
+        self.forms: OrderedDict[Hashable, Any] = OrderedDict()  # of ops: what is known of calls that differ in rows and addresses only
         self.kept: dict[Hashable, Any] = {}  # of ops: arrays that calls of one shape use one after the other
         # Splits and tilings that callers have asked for, by the numbers that kernels report.
         self.schedules: dict[int, tuple[Split | None, Tiling | None]] = {}
@@ -262,6 +263,7 @@ class World:
             self.bound_calls.clear()  # they were made for the earlier splits
             self.executables.clear()
             self.table.clear()
+            self.forms.clear()
 
     def executable(self, key: Hashable, build: Callable[[], Plan], stream: Any = None) -> Executable:
         """A plan that is a problem of its own; on first use of ``key`` build it, agree on it with all ranks, and compile it everywhere.
@@ -480,6 +482,7 @@ class World:
         self.problems.clear()
         self.bound_calls.clear()
         self.held.clear()
+        self.forms.clear()
         self.kept.clear()
         self._history = [None] * _HISTORY
         self.failures.close()

@@ -54,10 +54,10 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaBackend, Gpu, Cupy, Torc
     cupy.cuda.Device = lambda ordinal: types.SimpleNamespace(use=lambda: None)
     monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
 
-    def launch(config: Any, function: int, arguments: Any, extra: None) -> int:
-        if config.grid[0] > 132:
+    def launch(config: Any, function: Any, arguments: Any, extra: None) -> int:
+        if config._obj.grid[0] > 132:
             return REFUSED
-        gpu.work(config.stream, ("call", arguments[0]))
+        gpu.work(config._obj.stream, ("call", arguments._obj[0]))
         return 0
 
     def native(name: str, *kinds: Any) -> Callable[..., int]:

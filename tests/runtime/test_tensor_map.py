@@ -50,16 +50,14 @@ class Encoder:
 def encoder(monkeypatch: pytest.MonkeyPatch) -> Encoder:
     made = Encoder()
 
+    pointer, number, enum = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
+    # As the driver declares it, a function of C; and, as the driver's is used, without types.
+    declared = ctypes.CFUNCTYPE(enum, pointer, enum, number, *[pointer] * 5, *[enum] * 4)(made)
+    untyped = ctypes.PYFUNCTYPE(enum)(ctypes.cast(declared, ctypes.c_void_p).value)
+
     def prompt(name: str) -> Any:
         assert name == "cuTensorMapEncodeTiled"
-        pointer, number, enum = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
-        types = [pointer, enum, number, *[pointer] * 5, *[enum] * 4]  # as the driver declares it: nothing converts the arguments
-
-        def encode(*arguments: Any) -> int:
-            assert [type(argument) for argument in arguments] == types
-            return made(*(argument.value for argument in arguments))
-
-        return encode
+        return lambda *arguments: declared and untyped(*arguments)
 
     monkeypatch.setattr(tensor_map, "prompt", prompt)
     names = types.SimpleNamespace(CUresult=lambda status: types.SimpleNamespace(name=f"status {status}"))
@@ -109,6 +107,23 @@ def test_the_numbers_are_the_drivers() -> None:
     assert int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE) == tensor_map._NO_INTERLEAVE
     assert int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == tensor_map._ZEROS
     assert int(driver.CUresult.CUDA_ERROR_INVALID_VALUE) == tensor_map._INVALID_VALUE
+
+
+@pytest.mark.parametrize("planes", [1, 3])
+def test_matrices_have_the_maps_of_tensors(encoder: Encoder, planes: int) -> None:
+    """What is made of address and rows alone, in any order, is what ``get`` makes of all."""
+    maps = TensorMaps(lambda: 4096)
+    for dtype, row_bytes in (("bfloat16", 512), ("float16", 528)):
+        made = maps.matrices(dtype, 256, row_bytes, planes, (64, 32, 1))
+        for address, rows in ((1 << 40, 100), (1 << 41, 1), (1 << 40, 0), (0, 0), (1 << 42, 2), (1 << 40, 1 << 31), (1 << 40, 100)):
+            found = made(address, rows)
+            assert found == maps.get(address, dtype, (256, rows, planes), (row_bytes, rows * row_bytes), (64, 32, 1)), (address, rows)
+            assert encoder.asked[-1] == encoder.asked[-2]
+    encoder.status = 17
+    with pytest.raises(ArgumentError, match=r"tensor = float16 \(256, 100, 3\).*\(status 17\)" if planes == 3 else r"\(status 17\)"):
+        made(1 << 40, 100)
+    with pytest.raises(ArgumentError, match=r"\(status 1\)"):
+        made(1 << 40, 1 << 64)
 
 
 def test_errors(encoder: Encoder) -> None:

@@ -35,9 +35,12 @@ class Library:
     ----------
     one_stream
         All its arrays are in use on one stream at a time, ``stream()``; a call there has nothing to order.
+    hides
+        Keys do not say all that calls must know of its arrays: ``usual`` does.
     """
 
     one_stream = True
+    hides = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -51,6 +54,10 @@ class Library:
         """``view`` of an array whose key is known, and says most of it. Raises ArgumentError as that."""
         found: TensorView = key if type(key) is TensorView else self.view(array)
         return found
+
+    def usual(self, array: Any) -> bool:
+        """Whether an array, in all that its key does not say, is as those that ``seen`` takes, if one of such a key was taken."""
+        return True
 
     def stream(self) -> Any:
         """The stream on which the library works now, in this thread."""
@@ -115,6 +122,8 @@ class Libraries(dict[type, Library]):
 class TorchLibrary(Library):
     """Tensors of torch on one device; on target cpu there are no streams."""
 
+    hides = True
+
     def __init__(self, device: Device, torch: Any, place: str) -> None:
         """``place``: torch's name of the device, such as ``"cuda:0"``."""
         self.device, self._torch = device, torch
@@ -155,6 +164,10 @@ class TorchLibrary(Library):
         if requires_grad or array.device != self._place or array.layout is not self._strided or array.is_neg() or array.is_conj():
             return self.view(array)  # which says what is wrong
         return self._viewed(array, address, shape, strides, dtype)
+
+    def usual(self, array: Any) -> bool:
+        # Only complex numbers can be conjugated, and their type is in the key.
+        return array.device == self._place and array.layout is self._strided and not array.is_neg()
 
     def _viewed(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: Any) -> TensorView:
         item, name = array.element_size(), self._names.get(dtype) or str(dtype).removeprefix("torch.")

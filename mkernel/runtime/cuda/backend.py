@@ -25,7 +25,7 @@ from mkernel.runtime.cuda.clock import ClockReader
 from mkernel.runtime.cuda.copier import CudaCopier
 from mkernel.runtime.cuda.events import happened, sleep_until
 from mkernel.runtime.cuda.gpus import name_of, pci_address_of
-from mkernel.runtime.cuda.kernel import Config, CudaKernel
+from mkernel.runtime.cuda.kernel import CudaKernel
 from mkernel.runtime.cuda.libraries import CupyLibrary, ForeignLibrary, GpuTorchLibrary
 from mkernel.runtime.cuda.queries import LEGACY_STREAM
 from mkernel.runtime.cuda.side_stream import SideStream
@@ -72,11 +72,11 @@ class CudaBackend(Backend):
         self.order = self._queue.order  # type: ignore[method-assign]  # as attributes: one call less on the path of every call
         self._cupy = CupyLibrary(self, cupy, ordinal, self._queue)
         self.libraries = Libraries(self, ForeignLibrary(self._cupy, self._queue, ordinal), [(cupy.ndarray, self._cupy)])
-        self._launch_kernel = native("cuLaunchKernelEx", ctypes.POINTER(Config), _pointer, _pointer, _pointer)
+        self._launch_kernel = native("cuLaunchKernelEx")  # no types: see ``launch_arguments``
         with self._current():
             self._stream = self._new_stream()
         self._maps = TensorMaps(lambda: self._some_address)
-        self.tensor_map = self._maps.get  # type: ignore[method-assign]
+        self.tensor_map, self.matrix_maps = self._maps.get, self._maps.matrices  # type: ignore[method-assign]
         self._beside: SideStream | None = None  # of kernels beside those of the world
         cupy.cuda.Device(ordinal).use()
         compiler.warm_up()
@@ -266,11 +266,11 @@ class CudaBackend(Backend):
                 cuda.cuCtxPopCurrent()
             return
         struct: Any = parameters if type(parameters) is kernel.taken else kernel.take(parameters)
-        argument_list, config = kernel.argument_list, kernel.config
-        argument_list[0] = _address_of(struct)
-        config.grid[0] = grid
-        config.stream = turn[0]
-        launched = self._launch_kernel(config, kernel.function, argument_list, None)
+        extents, arguments = kernel.launch_arguments
+        kernel.argument_list[0] = _address_of(struct)
+        extents[0] = grid
+        kernel.config.stream = turn[0]
+        launched = self._launch_kernel(*arguments)
         if launched:
             check(launched, f"launching {kernel.spec.name} with {grid} CTAs on GPU {self.ordinal}")
         self._queue.launched(turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 from mkernel.errors import ArgumentError, CompileError
@@ -76,6 +77,12 @@ class CudaKernel(Kernel):
             ask = native("cuOccupancyMaxActiveClusters", ctypes.POINTER(ctypes.c_int), _pointer, ctypes.POINTER(Config))
             check(ask(ctypes.byref(number), self.function, ctypes.byref(launch)), f"{what}: clusters of {spec.cluster}")
             self._max_ctas = min(self._max_ctas, number.value * spec.cluster)
+
+    @functools.cached_property
+    def launch_arguments(self) -> tuple[Any, tuple[Any, ...]]:
+        """The grid within ``config``, and all arguments of cuLaunchKernelEx as ctypes has them: it converts numbers in every call."""
+        place = _pointer.from_param
+        return self.config.grid, (ctypes.byref(self.config), place(self.function), ctypes.byref(self.argument_list), None)
 
     def max_ctas(self) -> int:
         return self._max_ctas

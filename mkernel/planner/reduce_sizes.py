@@ -1,0 +1,28 @@
+"""What follows from the rows of a GEMM whose K is spread over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Sizes", "sizes_of"]
+
+
+class Sizes(NamedTuple):
+    """What follows from the rows of a call.
+
+    Attributes
+    ----------
+    grid
+        CTAs.
+    tiles
+        Per owner; all tiles where everyone adds up everything.
+    """
+
+    grid: int
+    tiles: int
+
+
+# Of all its fields, without a function of Python in between.
+sizes_of: Callable[[tuple[int, int]], Sizes] = functools.partial(tuple.__new__, Sizes)
