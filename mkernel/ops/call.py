@@ -148,7 +148,7 @@ def _made(
     hidden: bool,
     asked: tuple[Sequence[Any], Instance[Any]] | None,
 ) -> BoundCall:
-    """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` has found, if known."""
+    """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` found, if known."""
     libraries = world.backend.libraries
     form_of = op.form_of(keys)
     form = world.forms.get(form_of)

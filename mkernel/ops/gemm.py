@@ -185,7 +185,6 @@ class Held:
             made = self._maps[columns, cluster] = world.backend.tensor_map(self.address, self.dtype, shape, strides, (64, box, 1))
         return made
 
-
     def matrices(self, world: World, columns: int, row_bytes: int, planes: int, box_rows: int) -> MatrixMaps:
         """What makes tensor maps of matrices that are multiplied by ``b``, or are the product; ``box_rows``: of a load or store."""
         key = columns, row_bytes, planes, box_rows

@@ -109,7 +109,7 @@ class _Binder:
 
     def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
-        sizes = executable.sizes or plan.sizes
+        sizes = executable.sizes or plan.sizes_of(rows)
         columns, load_rows, packets = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile

@@ -424,12 +424,12 @@ def _plan_of_class(
     topology = problem.topology
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
     tail = _TAIL if topology.size > 1 else 0.0
-    predicted = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
-    if predicted is None:
+    covering = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
+    if covering is None:
         possible = ", ".join(map(str, spans_of(topology)))
         rule = f"span must be one of {possible} in this world, and shares at most the k steps, on one node"
         raise TilingError(f"{asked}: {rule}")
-    span, tile, shares = predicted.span, predicted.tile, predicted.shares
+    span, tile, shares = covering
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted = split or Split()

@@ -19,7 +19,7 @@ from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
-from mkernel.planner.spans import FEWEST_STEPS
+from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling
@@ -48,44 +48,67 @@ def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> An
 
 
 def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
-    """Plans that kernels can do: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
-    yield _rules(problem, rows, sm_count, specialize)
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
+    rules = _rules(problem, rows, sm_count, specialize)
+    yield rules
+    if isinstance(problem, AllGatherGemmProblem):
+        yield from _gathers(problem, rows, sm_count, specialize, rules)
+    else:
+        yield from _reductions(problem, rows, sm_count, specialize, rules)
+
+
+def _gathers(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+) -> Iterator[AllGatherGemmPlan]:
+    topology = problem.topology
+    if topology.size == 1:
+        yield from _products(problem, rows, sm_count, specialize, rules)
+        return
+    most = max(1, sm_count // 4)
+    for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if topology.num_nodes == 1 else [Split()]:
+        for width in _WIDTHS:
+            plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
+            if plan != rules:
+                yield plan
+
+
+def _products(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+) -> Iterator[AllGatherGemmPlan]:
+    """In a world of one, where the width, shares and pairs are all that plans of a class differ in."""
+    for width in _WIDTHS:
+        if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster):
+            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
+        # Else loads do not bind, or, in other worlds, one N and K would have more than 8 kernels.
+        if rows > BLOCK_M and (problem.n % BLOCK_K or problem.k % BLOCK_K):
+            pairs = Tiling(width, 1, 1, 2)
+            with contextlib.suppress(SplitError):  # few SMs
+                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
+        most = 0 if problem.canonical else most_shares(rows, problem.n, problem.k, width, sm_count)
+        # What may be worth its sums: as many as there are SMs, half as many, or two.
+        for shares in sorted({most, max(2, most // 2), 2}) if most >= 2 else ():
+            if (width, shares) != (rules.tile.block_n, rules.shares):
+                tiling = Tiling(width, 1, shares)
+                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+
+
+def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
     topology = problem.topology
     most = max(1, sm_count // 4)
-    inside = topology.num_nodes == 1 < topology.size
-    if isinstance(problem, AllGatherGemmProblem):
-        for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if inside else [Split()]:
-            for width in _WIDTHS:
-                yield allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
-                # Else loads do not bind, or, in other worlds, one N and K would have more than 8 kernels.
-                if topology.size == 1 and rows > BLOCK_M and (problem.n % BLOCK_K or problem.k % BLOCK_K):
-                    pairs = Tiling(width, 1, 1, 2)
-                    with contextlib.suppress(SplitError):  # few SMs
-                        yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
-                if topology.size == 1 and not problem.canonical:
-                    for shares in _shares(problem, rows, width, sm_count):
-                        tiling = Tiling(width, 1, shares)
-                        yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
-        return
-    pulls = problem.op == ALLREDUCE and inside
+    pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
         for width in _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]:
             tile = GemmTile.deepest(width, sent=True)
             try:
-                plan = reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
+                # Where everyone adds up everything, groups are those of the tile that was made narrower.
+                known = split == Split() and width == rules.tile.block_n and not rules.everywhere
+                plan = rules if known else reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
             except SplitError:  # in one step nobody pulls
                 break
-            if plan.tile.block_n == width:  # packets, and one step, have no wider tiles than 128 columns
+            if plan.tile.block_n == width and plan != rules:  # packets, and one step, have no wider tiles than 128 columns
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
-
-
-def _shares(problem: AllGatherGemmProblem, rows: int, width: int, sm_count: int) -> list[int]:
-    """In how many shares K of a tile may be worth its sums: as many as there are SMs, half as many, or two."""
-    tiles = -(-rows // BLOCK_M) * -(-problem.n // width)
-    most = min(sm_count // max(1, tiles), -(-problem.k // BLOCK_K) // FEWEST_STEPS)
-    return sorted({most, max(2, most // 2), 2}) if most >= 2 else []
 
 
 def ranked(

@@ -77,6 +77,7 @@ class GemmTile:
         return _RELATIVE_SPEED[self.block_n]
 
     @classmethod
+    @functools.cache
     def deepest(cls, block_n: int, *, sent: bool = False) -> GemmTile:
         """With as many stages as fit, at most 8.
 

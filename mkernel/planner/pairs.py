@@ -18,10 +18,10 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     SplitError
         As ``Split.complete``; or ``wanted`` has a role that is no whole number of clusters.
     """
-    if cluster > 1:
-        even = {role: -(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES}
-        default, sm_count = dataclasses.replace(default, **even), sm_count // cluster * cluster
-    found = wanted.complete(default, sm_count, spared)
+    if cluster == 1:
+        return wanted.complete(default, sm_count, spared)
+    even = {role: -(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES}
+    found = wanted.complete(dataclasses.replace(default, **even), sm_count // cluster * cluster, spared)
     if any((number or 0) % cluster for number in dataclasses.astuple(found)):
         raise SplitError(found, "each role needs an even number of SMs where CTAs are pairs", "make it even")
     return found

@@ -150,7 +150,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @property
     def arguments(self) -> dict[str, int]:
         """What the parameters of a launch say of the schedule, in their order."""
-        return dict(zip(_ARGUMENTS, self.arguments_of(self.rows, self.sizes), strict=True))
+        return dict(zip(_ARGUMENTS, self.arguments_of(self.rows, self.sizes_of(self.rows)), strict=True))
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
@@ -193,10 +193,6 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def tiles(self) -> int:
         """Per owner; all tiles where everyone adds up everything."""
         return -(-(-(-self.rows // BLOCK_M) * self.tiles_n) // self.owners)
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.grid, self.tiles)
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["FEWEST_STEPS", "Candidate", "Product", "candidates", "choose", "exchange_seconds", "spans_of"]
+__all__ = ["Candidate", "Covering", "Product", "candidates", "choose", "exchange_seconds", "most_shares", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -19,7 +21,7 @@ _CACHE_BYTES = 40e6  # of B up to which a second reading finds it in L2
 _GAIN = 0.97  # of the time with a shard per plane: prediction is no better than that;
 _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
 _MOST_SHARES = 8  # of K
-FEWEST_STEPS = 4  # k steps of a share
+_FEWEST_STEPS = 4  # k steps of a share
 _EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 5e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
 _WARP_ROWS = 16
 
@@ -35,9 +37,16 @@ class Product:
     sm_count: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """A span, the tile that goes with it, CTAs that share K of a tile, and how long a call is predicted to take."""
+class Covering(NamedTuple):
+    """A span, the tile that goes with it, and CTAs that share K of a tile."""
+
+    span: int
+    tile: GemmTile
+    shares: int
+
+
+class Candidate(NamedTuple):
+    """A covering, and how long a call is predicted to take."""
 
     span: int
     tile: GemmTile
@@ -54,27 +63,30 @@ class _Class:
     all: float
 
 
-def spans_of(topology: Topology) -> Iterator[int]:
-    """Numbers of ranks whose shards can be one plane: some of a node's, or those of whole nodes."""
+@functools.cache
+def spans_of(topology: Topology) -> tuple[int, ...]:
+    """Numbers of ranks whose shards can be one plane: some of a node's, or those of whole nodes. Ascending."""
     size, per_node = topology.size, topology.ranks_per_node
-    return (span for span in range(1, size + 1) if size % span == 0 and (per_node % span == 0 or span % per_node == 0))
+    return tuple(span for span in range(1, size + 1) if size % span == 0 and (per_node % span == 0 or span % per_node == 0))
 
 
 def choose(
     product: Product, tail: float, tile: GemmTile | None = None, span: int | None = None, shares: int | None = None
-) -> Candidate | None:
+) -> Covering | None:
     """The candidate with the least predicted time: a shard per plane, and no shares, unless that saves more than predictions are off.
 
     ``tile``, ``span``, ``shares``: where they are given. None: there is no such candidate.
     """
-    found = list(candidates(product, tail, tile, span, shares))
+    possible = list(_coverings(product, tail, tile, span, shares))
+    if len(possible) <= 1:
+        return possible[0] if possible else None
+    found = [_predicted(product, one) for one in possible]
     whole = [candidate for candidate in found if candidate.shares == 1] or found[:1]
-    if not whole:
-        return None
     best = min(whole, key=lambda candidate: candidate.seconds)
     best = best if best.seconds < _GAIN * whole[0].seconds else whole[0]
     shared = min(found, key=lambda candidate: candidate.seconds)
-    return shared if shared.seconds < _SHARING_GAIN * best.seconds or shares not in (None, 1) else best
+    best = shared if shared.seconds < _SHARING_GAIN * best.seconds or shares not in (None, 1) else best
+    return Covering(best.span, best.tile, best.shares)
 
 
 def candidates(
@@ -84,22 +96,35 @@ def candidates(
 
     ``tail``: of ``choose_tile``, with a shard per plane. K is shared inside one node only, and where all shares are worked on at once.
     """
-    topology, n, sm_count = product.topology, product.n, product.sm_count
-    steps = math.ceil(product.k / BLOCK_K)
-    for one in spans_of(topology) if span is None else {span}.intersection(spans_of(topology)):
+    return (_predicted(product, one) for one in _coverings(product, tail, tile, span, shares))
+
+
+def most_shares(rows: int, n: int, k: int, block_n: int, sm_count: int) -> int:
+    """In how many shares K of all tiles of a product can be worked on at once, none shorter than is worth it; 0 or 1: in no shares."""
+    tiles = math.ceil(rows / BLOCK_M) * math.ceil(n / block_n)
+    return min(sm_count // max(1, tiles), math.ceil(k / BLOCK_K) // _FEWEST_STEPS)
+
+
+def _predicted(product: Product, one: Covering) -> Candidate:
+    return Candidate(*one, _seconds(product, *one))
+
+
+def _coverings(product: Product, tail: float, tile: GemmTile | None, span: int | None, shares: int | None) -> Iterator[Covering]:
+    topology, n, k, sm_count = product.topology, product.n, product.k, product.sm_count
+    for one in spans_of(topology) if span is None else (span,) * (span in spans_of(topology)):
         # Tiles that span shards wait at their beginning for all that they read, and for nothing at their end.
         tile_rows = math.ceil(one * product.rows / BLOCK_M) * (topology.size // one)
-        chosen = tile or choose_tile(tile_rows, n, sm_count, tail if one == 1 else 0.0)
         if shares in (None, 1):
-            yield Candidate(one, chosen, 1, _seconds(product, one, chosen))
-        if topology.num_nodes > 1 or shares == 1 or (shares is None and tile is not None):
+            yield Covering(one, tile or choose_tile(tile_rows, n, sm_count, tail if one == 1 else 0.0), 1)
+        if topology.num_nodes > 1 or shares == 1 or (shares is None and tile is not None) or not product.rows:
             continue
         for shared in (GemmTile.deepest(64), GemmTile.deepest(128)) if tile is None else (tile,):
-            tiles = tile_rows * math.ceil(n / shared.block_n)
-            for number in range(2, _MOST_SHARES + 1) if shares is None else (shares,):
-                fits = tiles * number <= sm_count and steps >= number * FEWEST_STEPS if shares is None else number <= steps
-                if fits and tiles:
-                    yield Candidate(one, shared, number, _seconds(product, one, shared, number))
+            if shares is None:
+                numbers = range(2, min(_MOST_SHARES, most_shares(tile_rows * BLOCK_M, n, k, shared.block_n, sm_count)) + 1)
+            else:
+                numbers = range(shares, shares + (shares <= math.ceil(k / BLOCK_K)))
+            for number in numbers:
+                yield Covering(one, shared, number)
 
 
 def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> float:

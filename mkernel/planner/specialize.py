@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from mkernel import env
@@ -41,6 +42,11 @@ def parse(wanted: str | Iterable[str] | None, default: Specialized = ALL) -> Spe
     """
     if wanted is None:
         wanted = env.SPECIALIZE.get()
+    return _parsed(wanted if isinstance(wanted, str) else tuple(wanted), default)
+
+
+@functools.cache
+def _parsed(wanted: str | tuple[str, ...], default: Specialized) -> Specialized:
     if wanted == "default":
         return default
     if wanted == "all":

@@ -38,7 +38,6 @@ class Device(FakeBackend):
     def tensor_map(self, *arguments: Any, swizzled: bool = True) -> bytes:
         return hashlib.blake2b(repr((arguments, swizzled)).encode()).digest() * 2
 
-
     def launch(self, *arguments: Any) -> None: ...
 
 
@@ -63,12 +62,13 @@ class Site:
         self.world, self.op = world, op
         self.of_a, self.of_c = {OPS[0]: (1, world.size), OPS[1]: (world.size, 1)}.get(op, (1, 1))
         self.dtype = rng.choice(("bfloat16", "float16"))
-        self.n, self.k, self.pad = 8 * rng.randint(1, 40), rng.choice((64, 256, 4096, 8 * rng.randint(1, 40))), 8 * rng.randint(1, 3)
+        self.n, self.k = 8 * rng.randint(1, 40), rng.choice((64, 256, 4096, 8 * rng.randint(1, 40)))
+        self.pad = 8 * rng.randint(1, 3)
         self.b = aligned((self.n, self.k), self.dtype).T if rng.random() < 0.5 else aligned((self.k, self.n), self.dtype)
         mk.plan(op, *self.arrays(1)[:1], self.b, world=world, max_rows=MOST)
 
     def arrays(self, rows: int, spread: bool = False) -> tuple[Any, Any]:
-        """a and c; ``spread``: their rows lie apart where they may."""
+        """Of a and c; ``spread``: their rows lie apart where they may."""
         pad = self.pad if spread else 0
         a = aligned((self.of_a * rows, self.k + pad * (self.op != OPS[0])), self.dtype)[:, : self.k]
         return a, aligned((self.of_c * rows, self.n + pad), self.dtype)[:, : self.n]
@@ -86,7 +86,14 @@ class Site:
         self.call(a, c)
         bound = next(reversed(self.world.bound_calls.values()))
         made = bound.executable
-        return bytes(bound.parameters)[ctypes.sizeof(abi.World) :], bytes(made.header), made.grid, repr(made.plan), made.plan.grid, made.plan.describe()
+        return (
+            bytes(bound.parameters)[ctypes.sizeof(abi.World) :],
+            bytes(made.header),
+            made.grid,
+            repr(made.plan),
+            made.plan.grid,
+            made.plan.describe(),
+        )
 
 
 def in_worlds(use: Callable[[Any], None], size: int, per_node: int) -> None:

@@ -1,0 +1,74 @@
+"""What the cost model compares: each plan once, and all that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel.planner import allgather_gemm, choice, reduce
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.machine import H200
+from mkernel.planner.predict import predict
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.row_classes import class_of
+from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling
+from mkernel.planner.topology import Topology
+
+WIDTHS = (256, 192, 128, 64)
+WORLDS = [Topology(1, 1), Topology(2, 2), Topology(4, 4), Topology(4, 2)]
+
+
+def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
+    """All plans, as many times as there are ways to ask for them."""
+    topology = problem.topology
+    inside = topology.num_nodes == 1 < topology.size
+    if isinstance(problem, AllGatherGemmProblem):
+        yield allgather_gemm.make_plan(problem, rows, sms)
+        for split in [Split(intra_comm=ctas) for ctas in (0, 4, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
+            for width in WIDTHS:
+                yield allgather_gemm.make_plan(problem, rows, sms, split, GemmTile.deepest(width))
+        for width in WIDTHS if topology.size == 1 else ():
+            if rows > BLOCK_M and (problem.n % BLOCK_K or problem.k % BLOCK_K):
+                yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, 1, 2))
+            most = min(sms // (-(-rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
+            for shares in {most, max(2, most // 2), 2} if most >= 2 and not problem.canonical else ():
+                yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
+        return
+    yield reduce.make_plan(problem, rows, sms)
+    pulls = inside and problem.op == ALLREDUCE
+    for split in (Split(), *(Split(intra_comm=ctas) for ctas in (4, 8, 14) if pulls and ctas <= max(1, sms // 4))):
+        for width in WIDTHS if rows <= 2048 else WIDTHS[:-1]:
+            tile = GemmTile.deepest(width, sent=True)
+            try:
+                plan = reduce.make_plan(problem, rows, sms, split, tile)
+            except SplitError:
+                break
+            if plan.tile.block_n == width:
+                yield plan
+            if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
+                yield reduce.make_plan(problem, rows, sms, split, tile, plan.tiles)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: np.random.Generator) -> None:
+    """So the least predicted time is what it is with all ways to ask."""
+    for _ in range(6):
+        n, k = 8 * int(2 ** rng.uniform(3, 11)), 8 * int(2 ** rng.uniform(3, 11))
+        rows, sms, canonical = class_of(int(2 ** rng.uniform(0, 14))), int(rng.choice((132, 132, 78, 16))), bool(rng.random() < 0.3)
+        for problem in (
+            AllGatherGemmProblem(world, n, k, "bfloat16", True, canonical),
+            ReduceProblem(REDUCE_SCATTER, world, n, k, "bfloat16", True, canonical=canonical),
+            ReduceProblem(ALLREDUCE, world, n, k, "bfloat16", True, canonical=canonical),
+        ):
+            found, all_of_them = list(choice.candidates(problem, rows, sms)), list(every(problem, rows, sms))
+            assert found[0] == all_of_them[0]
+            assert {plan.digest for plan in found} == {plan.digest for plan in all_of_them}, problem
+            if world.size == 1 or isinstance(problem, AllGatherGemmProblem):
+                assert len({plan.digest for plan in found}) == len(found), problem
+            seconds = [[predict(plan, H200).seconds for plan in plans] for plans in (found, all_of_them)]  # type: ignore[union-attr]
+            assert found[int(np.argmin(seconds[0]))] == all_of_them[int(np.argmin(seconds[1]))], "of equals the first"
