@@ -45,9 +45,9 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/ops": _OPS,
     "mkernel/ops/call.py": (
         *(*_OPS, *_SIZES),
-        *("tests/ops/test_tuning.py", "tests/ops/test_remember.py", "tests/runtime/test_array_libraries.py"),
+        *("tests/ops/test_tuning.py", "tests/ops/test_remember.py", "tests/ops/test_forms.py", "tests/runtime/test_array_libraries.py"),
     ),
-    "mkernel/ops/gemm.py": (*_OPS, "tests/ops/test_libraries.py"),
+    "mkernel/ops/gemm.py": (*_OPS, "tests/ops/test_libraries.py", "tests/ops/test_forms.py"),
     "mkernel/ops/prepared_plan.py": (*_OPS, *_SIZES),
     "mkernel/ops/prepared_layer.py": ("tests/ops/test_moe_layer.py",),
     "mkernel/ops/schedule.py": (*_OPS, *_SIZES, "tests/ops/test_tuning.py"),

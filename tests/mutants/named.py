@@ -19,7 +19,7 @@ _SAID_ONCE = f"{_SURFACED}                raise"
 _BEFORE_READING = "            world.wait_for_kernels()\n            self._record_to(None)"
 _STAGED = "        area.offset, area.bytes = offset, size"
 _RESERVED = "world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)"
-_REPORTED = "self.header.problem, self.header.rows, self.header.schedule = problem, rows, schedule"
+_REPORTED = "_NUMBERS.pack_into(header, _NUMBERS_AT, problem, rows, schedule)"
 
 NAMED = (
     _named("bound calls without end", "ops/call.py", "if len(bound) >= _MAX_BOUND:", "if False:"),
@@ -52,13 +52,18 @@ NAMED = (
     _named("schedule left out of the check", "runtime/prepared.py", " + third * schedule", ""),
     _named("the workspace is not reserved", "runtime/prepared.py", _RESERVED, "pass"),
     _named("an old staging area is freed", "runtime/prepared.py", _STAGED, f"        area.bytes and heap.free(area.offset)\n{_STAGED}"),
-    _named(
-        "reports without problem and rows", "runtime/prepared.py", _REPORTED, _REPORTED.replace("= problem, rows, schedule", "= 0, 0, 0")
-    ),
+    _named("reports without problem and rows", "runtime/prepared.py", _REPORTED, _REPORTED.replace("problem, rows, schedule", "0, 0, 0")),
     _named("splits that reports do not know", "ops/schedule.py", "world.schedules[known.schedule] = choice.split, choice.tiling", "pass"),
     _named("tuned for one number of rows", "ops/schedule.py", "numbers = span(rows)", "numbers = range(rows, rows + 1)"),
     _named("a class is ready without its memory", "ops/schedule.py", "            problems.reserve(table.plans[of_class])\n", ""),
     _named("the memory of one size is the class's", "ops/schedule.py", "problems.reserve(table.plans[of_class])", "problems.reserve(plan)"),
+    _named("a new size at any address", "ops/gemm.py", " or (a_address | c_address) % 16:", ":"),
+    _named("a new size over its a", "ops/gemm.py", "(c_address < a_end and a_address < c_end) or ", ""),
+    _named("a new size over b", "ops/gemm.py", " or (c_address < b_end and b_begin < c_end)", ""),
+    _named("rows that do not fit", "ops/gemm.py", "rows * a_factor != a_rows or ", ""),
+    _named("a form of one row", "ops/gemm.py", "if instance.rows > 1 else None", ""),
+    _named("matrices without end", "ops/gemm.py", "if a_rows >= MOST_EXTENT or c_rows >= MOST_EXTENT:", "if False:"),
+    _named("forms of other splits", "runtime/world.py", "            self.forms.clear()\n", ""),
     _named("libraries on other streams", "ops/call.py", "(not others or _all_on(queue, others))", "True"),
     _named("a plan of any rows", "ops/prepared_plan.py", "if self.max_rows is not None and rows > self.max_rows:", "if False:"),
     _named("a kernel for exact rows", "planner/reduce.py", "_plan_of_class(problem, class_of(rows),", "_plan_of_class(problem, rows,"),
