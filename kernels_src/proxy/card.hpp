@@ -74,7 +74,8 @@ class CardTransport {
     return fail(report_, trouble);
   }
 
-  // The next completions of a queue; -1 if it failed, or one of them did.
+  // The next completions of a queue; negative if it failed, or one of them did. The code of a queue that fails is errno, as most providers
+  // set it; what they answer then differs.
   int take(uint64_t arrivals, Completion* found) {
     errno = 0;
     const int count = poll_(reinterpret_cast<void*>(arrivals ? setup_.arrivals : setup_.sends), kPolled, found);
@@ -82,7 +83,7 @@ class CardTransport {
     if (count < 0) {
       report_.code = static_cast<uint64_t>(errno);
       fail(report_, kPoll);
-      return -1;
+      return count;
     }
     report_.num_failed = 0;
     for (int i = 0; i < count; ++i) {

@@ -87,10 +87,10 @@ class SrdTransport final : public CardTransport {
 
   bool poll(bool& moved) {
     Completion found[kPolled];
-    int count = take(1, found);
+    int count = look(1, found);
     if (count < 0 || !receive(found, count)) return false;
     moved |= count != 0;
-    count = take(0, found);
+    count = look(0, found);
     if (count < 0) return false;
     for (int i = 0; i < count; ++i) {
       if (!retire(found[i].id, moved)) return false;
@@ -206,6 +206,13 @@ class SrdTransport final : public CardTransport {
     std::memcpy(reinterpret_cast<void*>(setup_.scratch + offset), &message, sizeof message);
     pair->send(pair);
     end(peer, setup_.scratch_registered + offset, sizeof message, setup_.scratch_key);
+  }
+
+  // As `take`, for a provider that answers with a negative errno and leaves errno alone, as EFA's does.
+  int look(uint64_t arrivals, Completion* found) {
+    const int count = take(arrivals, found);
+    if (count < 0 && report_.trouble == kPoll && report_.code == 0) report_.code = static_cast<uint64_t>(-count);
+    return count;
   }
 
   // Notes that a work request has completed.

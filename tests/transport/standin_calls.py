@@ -157,6 +157,9 @@ class Calls:
             return 0
 
         code = self._guarded(take)()
+        if self.fabric.queues[number - 1].nic.limits.srd:  # as EFA's provider answers
+            ctypes.set_errno(0)
+            return -code if code else count[0]
         ctypes.set_errno(code)
         return -1 if code else count[0]
 
