@@ -90,7 +90,7 @@ def as_parameter(bug: Bug) -> Any:
 
 
 @pytest.mark.parametrize("bug", [as_parameter(bug) for bug in BUGS])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_planted_bug_fails_the_contract(bug: Bug, tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some bugs show at some orders of events only: a dozen are tried."""
     monkeypatch.setattr(contract, "TURNS", 200_000)  # three times what any check takes: what is stuck need not be so for a minute

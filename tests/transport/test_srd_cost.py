@@ -264,7 +264,8 @@ def test_cost_per_put(kind: str, tmp_path: Path) -> None:
     print(f"srd {kind}, over an idle card, 256 KiB puts in batches: {total / 1e3 / PUTS:.3f} us of CPU time per put")
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CARDS)
 def test_cost_per_arrival(kind: str, tmp_path: Path) -> None:
     card, total = CARDS[kind](tmp_path), 0  # type: ignore[call-arg]
     last = card.signals
