@@ -20,6 +20,10 @@ class Producer {
     ok_ = !is_skipped(call_);
 #pragma unroll 1
     while (ok_) {
+      if (op_.repeats()) {
+        settle();
+        if (!ok_) break;
+      }
       const uint32_t number = op_.take(storage_.items_taken);
       ptx::sync_warp();  // all lanes have read how many
       if (number == kNoItem) break;

@@ -48,9 +48,6 @@ struct Sequence {
 };
 
 // ---- items
-MK_DEVICE uint32_t item_of(const RingArguments& r, uint32_t wave, uint32_t cta) {  // every other wave backwards. There may be no such item
-  return wave * r.ctas + (wave % 2 == 0 ? cta : r.ctas - 1 - cta);
-}
 MK_DEVICE uint32_t pair_of(const Sequence& s, uint32_t item) { return (item - s.first_item) / s.items_per_pair; }
 MK_DEVICE uint32_t shares_of(const RingArguments& r) { return kShares ? r.shares : 1; }
 MK_DEVICE uint32_t tile_of(const RingArguments& r, const Sequence& s, uint32_t item) {  // the last rows first, which see most keys
@@ -196,10 +193,6 @@ class Sequences {
   }
   MK_DEVICE SegmentTiles tiles_of_segment(const Sequence& s, uint32_t first, uint32_t end) const {
     return SegmentTiles{tile_of(r, s, first), kPacked ? tile_of(r, s, end - 1) : 0};
-  }
-  MK_DEVICE uint32_t
-  base_of(uint32_t item) const {  // of the chunks of its segment; where there is no such item, what comes after all chunks
-    return item < items() ? chunk_base(r, of_item(item), item) : total();
   }
 
   // ---- one packed sequence after the other

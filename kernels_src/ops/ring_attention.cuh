@@ -38,7 +38,7 @@ static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
 struct ItemKeys {
   Sequence sequence;         // that the item belongs to, if it is packed
   int32_t last;              // key that it sees
-  uint32_t base, next_base;  // numbers of its first chunk, and of the first one of this CTA's next item
+  uint32_t base, next_base;  // numbers of the first chunk of its segment, and of the first one behind it
 };
 // Where the producer warp is in the keys of its item. In shared memory: it has few registers.
 struct KeyPosition {
@@ -52,9 +52,14 @@ struct KeyPosition {
   uint32_t chunk, in_chunk;                  // of the part, and row in it
   uint32_t leg;                              // kCanonical: which part of which rank this is, by position
   uint32_t turn;                             // kShares: so many blocks are other CTAs' before this one's next
-  uint32_t first_base, has_first;            // and the first chunk of this CTA's first item that has keys, once there is one
+  uint32_t segment_end, open;                // of the newest item: its segment's end; whether items of that segment may be left to be taken
+  uint32_t words[kRings + 1];                // of each ring: this CTA's items so far read no chunk below it any more
 
-  MK_DEVICE void init() { count = has_keys = told = has_first = 0; }  // its one user, the first lane of the producer warp
+  MK_DEVICE void init() {  // its one user, the first lane of the producer warp
+    count = has_keys = told = open = 0;
+#pragma unroll 1
+    for (uint32_t ring = 0; ring < kRings; ++ring) words[ring] = 0;
+  }
   MK_DEVICE uint32_t place() const { return count % (Config::kValueStages + 1); }
   MK_DEVICE ItemKeys& item() { return items[place()]; }
   MK_DEVICE void begin_item() {
@@ -75,22 +80,6 @@ static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 // ---- compute: the keys of an item. This rank's first, then those of the rings in turn; or (kCanonical) all by position.
 constexpr uint32_t kOwnKeys = 0xfe, kAllKeys = 0xfd;  // in a credit, in place of a ring
 
-// The first chunk of the next item of the CTA that has this one. With kCanonical it is an item that has keys: nothing is told of others.
-MK_DEVICE uint32_t base_after(const Sequences& q, uint32_t rank, uint32_t number) {
-  const RingArguments& r = q.r;
-  uint32_t wave = number / r.ctas;
-  const uint32_t inside = number - wave * r.ctas, cta = wave % 2 == 0 ? inside : r.ctas - 1 - inside;
-  if constexpr (!kPacked || !kCanonical) return q.base_of(item_of(r, wave + 1, cta));
-#pragma unroll 1
-  while (true) {
-    const uint32_t item = item_of(r, ++wave, cta);
-    if (item >= q.items()) return q.total();
-    const Sequence s = q.of_item(item);
-    const uint32_t tile = tile_of(r, s, item);
-    if (row_in_part(s, tile) < valid_rows(s, rank, part_of(s, tile))) return chunk_base(r, s, item);
-  }
-}
-
 class Keys {  // functions of the producer warp
   MK_DEVICE decltype(auto) sequence() const {
     if constexpr (kPacked)
@@ -109,9 +98,14 @@ class Keys {  // functions of the producer warp
       if (kPacked && Config::kCausal == 0) keys.last = sequence().length - 1;
       if (kCanonical && Config::kCausal == 0) keys.last = last_key(sequence());
       if (kPacked && item.rows == 0) keys.last = -1;  // a tile of padding sees nothing
-      if constexpr (kRings > 0) keys.base = chunk_base(p.ring, sequence(), number), keys.next_base = base_after(q, p.world.rank, number);
+      if constexpr (kRings > 0) {
+        keys.base = chunk_base(p.ring, sequence(), number);
+        keys.next_base = keys.base + kParts * sequence().chunks_per_part;
+#pragma unroll 1
+        for (uint32_t ring = 0; ring < kRings; ++ring) at.words[ring] = smaller(at.words[ring], keys.base);
+        at.segment_end = q.end_of_segment(sequence(), number), at.open = 1;
+      }
       at.head = item.head / p.ring.group, at.batch = item.batch;
-      if (at.has_first == 0 && keys.last >= 0) at.has_first = 1, at.first_base = keys.base;
       at.turn = item.part;
       if constexpr (kCanonical) {
         begin_leg(0);
@@ -231,14 +225,20 @@ struct RingAttention {
   MK_DEVICE float scale_log2() const { return p.scale_log2; }
   MK_DEVICE uint32_t cta() const { return ptx::cta_index() - p.ring.intra_comm - p.ring.inter_send; }
 
-  // ---- items. By the producer warp. Where no rank waits for what this one reads, a CTA takes the next item when it has time for it.
-  MK_DEVICE uint32_t take(uint32_t wave) const {
-    uint32_t number = kRings == 0 ? cta() : item_of(p.ring, wave, cta());
-    if (kRings == 0 && wave > 0) {
+  // ---- items. By the producer warp. A CTA takes the next item when it has time for it.
+  MK_DEVICE uint32_t take(uint32_t taken) const {
+    uint32_t number = cta();
+    if (taken > 0) {
       if (ptx::lane_index() == 0) number = p.ring.ctas + ptx::atomic_add(&control_block(p.world)->tile_counter, 1);
       number = ptx::broadcast(number, 0);
     }
     return number < q.items() ? number : kNoItem;
+  }
+  // The next item may be of the same segment, whose chunks are then read once more. Their numbers must not be told as read any more: credits for them
+  // that come later would.
+  MK_DEVICE bool repeats() const {
+    if constexpr (kRings == 0) return false;
+    return ptx::any_of_warp(ptx::lane_index() == 0 && position.open != 0 && are_left());
   }
   MK_DEVICE AttentionItem item(uint32_t number) const {
     const RingArguments& r = p.ring;
@@ -274,60 +274,73 @@ struct RingAttention {
     ptx::sync_warp();  // a vote orders no memory
     return came;
   }
+  // Others may wait for what this CTA has read, and it for them: it says first where it is. What it has loaded has come.
   MK_DEVICE bool wait(const Entered& entered, const KeyBlock& block) const {
-    if constexpr (kCanonical) begin_rings(entered);
-    if (kShares && p.ring.shares > 1) pass_rings(entered, block.head / p.ring.depth, block.map - 1);
-    const uint32_t feeder = feeder_of(p.world, block.head / p.ring.depth);
+    const uint32_t until = block.head / p.ring.depth, base = position.item().base;
+#pragma unroll 1
+    for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) {
+      raise(ring, base);
+      // One of several shares may have no block of a chunk, or of a ring: it will not read what comes before. It is the CTA's only item.
+      if (kShares && p.ring.shares > 1 && ring <= until) raise(ring, ring < until ? q.total() : block.map - 1);
+    }
+    publish(entered);
+    const bool open = position.open != 0;
+    ptx::sync_warp();  // all lanes have read
+    if (open) {
+      if (ptx::lane_index() == 0) wait_taken(entered, block);
+      publish(entered);
+    }
+    const uint32_t feeder = feeder_of(p.world, until);
     const bool came = ptx::all_of_warp(ptx::lane_index() != 0 || wait_counted(entered, p.ring, block.head, block.map, feeder));
     ptx::sync_warp();
     return came;
   }
   MK_DEVICE void landed(const Entered& entered, uint32_t credit) const {
-    const uint32_t ring = credit >> kCountBits, number = credit & ((1u << kCountBits) - 1);
-    if (kCanonical || (kShares && p.ring.shares > 1)) begin_rings(entered);
-    if (ring == kOwnKeys) {
-      if constexpr (!kCanonical) begin_reading(entered, position.items[number]);
-    } else if (kCanonical && ring == kAllKeys) {  // of the next item, whichever rings this one has read
-      publish_all(entered, number);
-    } else if (ptx::lane_index() == 0) {
-      publish_progress(entered, p.ring, ring, cta(), number);
-    }
-  }
-  // The rings of which this item sees nothing are free for the next one. After the first item's own keys, all of this CTA's progress is valid.
-  MK_DEVICE void begin_reading(const Entered& entered, const ItemKeys& keys) const {
-    const RingArguments& r = p.ring;
-    const Sequence s = kPacked ? keys.sequence : q.of_item(0);
+    const uint32_t which = credit >> kCountBits, number = credit & ((1u << kCountBits) - 1);
 #pragma unroll 1
     for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) {
-      const bool reads = visible_chunks(r, s, source_of(p.world, ring), keys.last) != 0;
-      publish_progress(entered, r, ring, cta(), reads ? keys.base : keys.next_base);
+      if (!kCanonical && which == kOwnKeys) {  // a ring of which the item sees nothing is free for the next segment
+        const ItemKeys& keys = position.items[number];
+        const Sequence s = kPacked ? keys.sequence : q.of_item(0);
+        const bool reads = visible_chunks(p.ring, s, source_of(p.world, ring), keys.last) != 0;
+        raise(ring, reads ? keys.base : keys.next_base);
+      } else if ((kCanonical && which == kAllKeys) || which == ring) {  // the end of an item frees all rings
+        raise(ring, number);
+      }
+    }
+    publish(entered);
+  }
+
+  // ---- progress: of each ring, below which chunk this CTA reads nothing any more. Each lane has its rings
+  MK_DEVICE void raise(uint32_t ring, uint32_t number) const {
+    if (position.words[ring] < number) position.words[ring] = number;
+  }
+  // As long as items of its newest item's segment are left, this CTA may get one of them, and read that segment once more from its beginning.
+  MK_DEVICE bool are_left() const {
+    return p.ring.ctas + ptx::load_acquire_gpu(&control_block(p.world)->tile_counter) < position.segment_end;
+  }
+  MK_DEVICE void publish(const Entered& entered) const {
+    if (ptx::lane_index() == 0 && position.open != 0) position.open = are_left();
+    ptx::sync_warp();
+    const uint32_t most = position.open != 0 ? position.item().base : q.total();
+#pragma unroll 1
+    for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) {
+      publish_progress(entered, p.ring, ring, cta(), smaller(position.words[ring], most));
     }
     tell(entered);
   }
-  // One of several shares may have no block of a chunk, or of a ring: before it waits it says that it will not read what comes before. An item at most.
-  MK_DEVICE void pass_rings(const Entered& entered, uint32_t until, uint32_t number) const {
-    begin_rings(entered);
-    ptx::sync_warp();  // the first lane has published what it knew, which is less
+  // The block may need slots that are free only once all items of the segment are taken, which other CTAs do when they have ended their own. First lane.
+  MK_DEVICE void wait_taken(const Entered& entered, const KeyBlock& block) const {
+    const uint64_t* flag = counted_flag(p.world, p.ring, block.head);
+    const uint64_t number = counted(entered.call(), block.map);
+    Deadline deadline(entered.call(), p.world.timeout_ns);
 #pragma unroll 1
-    for (uint32_t ring = ptx::lane_index(); ring <= until; ring += 32) {
-      publish_progress(entered, p.ring, ring, cta(), ring < until ? q.total() : number);
-    }
-  }
-  // With kCanonical own keys may come last, and others wait for what this CTA reads: before it waits itself it says where it begins.
-  MK_DEVICE void begin_rings(const Entered& entered) const {
-    if (position.told != 0) return;
-    publish_all(entered, position.first_base);
-    tell(entered);
-    ptx::sync_warp();  // what the first lane says in tell() all lanes read the next time
-  }
-  MK_DEVICE void publish_all(const Entered& entered, uint32_t number) const {
-    ptx::sync_warp();  // the first lane has published what it knew of a ring, which is less
-#pragma unroll 1
-    for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), number);
+    while (ptx::load_acquire_sys(flag) < number && are_left() && deadline.pass(flag, number) == abi::kRunning) {}
   }
   MK_DEVICE void finish(const Entered& entered) const {
     if constexpr (kRings > 0) {
-      publish_all(entered, q.total());
+#pragma unroll 1
+      for (uint32_t ring = ptx::lane_index(); ring < kRings; ring += 32) publish_progress(entered, p.ring, ring, cta(), q.total());
       tell(entered);  // it may have had no item
     }
   }

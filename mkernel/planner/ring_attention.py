@@ -182,11 +182,6 @@ class RingAttentionPlan:
     def grid(self) -> int:
         return self.split.total
 
-    def item_of(self, wave: int, cta: int) -> int | None:
-        """The item of a CTA in a wave: every other wave is dealt backwards, so that no CTA always has the longest items."""
-        item = wave * self.ctas + (cta if wave % 2 == 0 else self.ctas - 1 - cta)
-        return item if item < self.items else None
-
     def tile_of(self, item: int) -> int:
         """The tile of an item, in its head: the last rows first, which see most keys."""
         return self.tiles - 1 - item % self.items_per_pair // (self.problem.group * self.shares)

@@ -181,10 +181,6 @@ class Packing:
     def sequence(self, item: int) -> PackedSequence:
         return next(s for s, after in itertools.pairwise(self.sequences) if s.first_item <= item < after.first_item)
 
-    def item_of(self, wave: int, cta: int) -> int | None:
-        item = wave * self.plan.ctas + (cta if wave % 2 == 0 else self.plan.ctas - 1 - cta)
-        return item if item < self.items else None
-
     def tile_of(self, item: int) -> int:
         s = self.sequence(item)
         return self.plan.problem.parts * s.tiles_per_part - 1 - (item - s.first_item) % s.items_per_pair // self.plan.problem.group

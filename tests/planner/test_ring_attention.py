@@ -17,6 +17,7 @@ from mkernel.planner import ring_attention as planner
 from mkernel.planner.attention_tile import AttentionTile
 from mkernel.planner.proofs.areas import HEAP, Access, Call
 from mkernel.planner.proofs.ring_attention import RingAttentionCall, call_of
+from mkernel.planner.proofs.ring_deal import WorkStep, run
 from mkernel.planner.proofs.ring_shares import chunks_read
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.ring_attention import RingAttentionPlan, Scale, Segment, make_plan
@@ -124,7 +125,7 @@ def unordered_in(call: Call) -> list[tuple[Access, Access]]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_proofs(rng: np.random.Generator, world: str, number: int) -> None:
     plan = draw_plan(rng, world)
-    call = call_of(plan)
+    call = call_of(plan, rng)
     proofs.check_call(call)
     assert unordered_in(call) == [], plan
 
@@ -163,6 +164,31 @@ def test_a_wait_that_is_missing_is_found(kind: str, lost: str) -> None:
     call = call_of(plan_of("2x2", 1, 600, causal=False, layout="contiguous"))
     assert unordered_in(call) == []
     assert unordered_in(changed(call, kind, lost))
+
+
+def test_a_cta_that_frees_a_segment_of_which_items_are_left_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a CTA says no more than where a segment begins while items of it are left: it may get another one, and read the keys again."""
+    scale = dataclasses.replace(TINY, fewest=4)
+    plan = plan_of("1x2", 1, 300, causal=False, layout="contiguous", heads=3, split=Split(3, 1), scale=scale)
+    assert (plan.items, plan.chunks, plan.depth) == (9, 3, 4)
+    deal = [[[0, 3, 5, 8], [1, 4, 7], [2, 6]]] * 2  # CTA 0 gets two items of the second segment, CTA 2 none
+    assert unordered_in(RingAttentionCall(plan, plan, deal).call()) == []
+
+    def says_all(self: RingAttentionCall, rank: int, ring: int, cta: int, number: int, step: Step, *_: Any, **__: Any) -> None:
+        self._publish(rank, ring, cta, number, step)
+
+    monkeypatch.setattr(RingAttentionCall, "_say", says_all)
+    assert unordered_in(RingAttentionCall(plan, plan, deal).call())
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_ctas_that_are_slow_take_fewer_items(rng: np.random.Generator, world: str) -> None:
+    """Runs under any schedule end, and in some of them a CTA takes several items of a segment."""
+    plan = plan_of(world, 1, 300, causal=False, layout="contiguous", heads=3, scale=dataclasses.replace(TINY, fewest=4))
+    deals = [run(RingAttentionCall(plan, plan), rng) for _ in range(5)]
+    for deal in deals:
+        assert all(sorted(item for items in of_rank for item in items) == list(range(plan.items)) for of_rank in deal)
+    assert len({str(deal) for deal in deals}) > 1
 
 
 def test_one_cta_for_two_flows_would_wait_for_itself() -> None:
@@ -232,13 +258,13 @@ def test_shares_that_do_not_pass_chunks_would_deadlock(monkeypatch: pytest.Monke
     assert (plan.shares, plan.chunks) == (3, 3)
     proofs.check_no_deadlock(call_of(plan).graph)
 
-    def read(self: RingAttentionCall, graph: WaitGraph, rank: int, cta: int, item: int, steps: list[Step]) -> None:
+    def read(self: RingAttentionCall, rank: int, cta: int, item: int, steps: list[WorkStep]) -> None:
         base = self.work.segment(item).base
         for source, chunks in chunks_read(self.plan, rank, item).items():
             for chunk in chunks if source != rank else ():
                 at = self.plan.ring_of(rank, source)
-                steps.append(graph.add(("read", rank, cta, at, base + chunk), [*self.entered(), self.filling(rank, at, base + chunk)]))
-                self._publish(rank, at, cta, base + chunk + 1, steps[-1])
+                waits = [*self.entered(), self.filling(rank, at, base + chunk)]
+                steps.append(WorkStep(("read", rank, cta, 0, at, base + chunk), waits, {at: base + chunk + 1}))
 
     with monkeypatch.context() as patch:
         patch.setattr(RingAttentionCall, "_read_share", read)
@@ -291,9 +317,6 @@ def test_every_item_once_and_every_key_that_it_sees(rng: np.random.Generator, wo
     plan = draw_plan(rng, world)
     problem, length = plan.problem, plan.sizes.length
     size, rows = problem.topology.size, plan.problem.tile.q_rows
-    waves = math.ceil(plan.items / plan.ctas)
-    items = [plan.item_of(wave, cta) for wave in range(waves + 1) for cta in range(plan.ctas)]
-    assert sorted(item for item in items if item is not None) == list(range(plan.items))
     segments = list(plan.segments())
     bases = [segment.base for segment in segments]
     assert bases == [plan.chunks * at for at in range(len(segments))], "numbered one after the other"

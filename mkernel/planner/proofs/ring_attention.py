@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mkernel.planner.proofs.areas import COUNTED, FLAGS, HEAP, Access, Area, Call
+from mkernel.planner.proofs.ring_deal import Deal, Random, WorkStep, deal_in_turn, run
 from mkernel.planner.proofs.ring_shares import chunks_read, tile_number
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.ring_attention import SEND_SLOTS, RingAttentionPlan, Segment
@@ -17,14 +18,18 @@ __all__ = ["RingAttentionCall", "call_of", "packed_call_of"]
 _WORD = 8
 
 
-def call_of(plan: RingAttentionPlan) -> Call:
-    """One call of ``mk.ring_attention``."""
-    return RingAttentionCall(plan, plan).call()
+def call_of(plan: RingAttentionPlan, rng: Random | None = None) -> Call:
+    """One call of ``mk.ring_attention``. ``rng``: draws which CTAs are slow, and take few items; else they take them in turn."""
+    return _call_of(plan, plan, rng)
 
 
-def packed_call_of(packing: Packing) -> Call:
-    """One call of ``mk.ring_attention_varlen``."""
-    return RingAttentionCall(packing.plan, packing).call()
+def packed_call_of(packing: Packing, rng: Random) -> Call:
+    """One call of ``mk.ring_attention_varlen``. CTAs cannot take items in turn there: those that get padding are ready at once."""
+    return _call_of(packing.plan, packing, rng)
+
+
+def _call_of(plan: RingAttentionPlan, work: RingAttentionPlan | Packing, rng: Random | None) -> Call:
+    return RingAttentionCall(plan, work, run(RingAttentionCall(plan, work), rng) if rng is not None else None).call()
 
 
 class Moved(NamedTuple):
@@ -37,17 +42,18 @@ class Moved(NamedTuple):
 class RingAttentionCall:
     """The steps of a call, and what they access.
 
-    Steps: ``("enter", rank)``; ``("begin", rank, cta, wave)``: an item's own keys have been read, or it begins where keys are read by
-    position; ``("read", rank, cta, ring, number)``: a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder
+    Steps: ``("enter", rank)``; ``("take", rank, item)``: a CTA takes an item that is not its first; ``("begin", rank, cta, at)``: the own
+    keys of a CTA's item have been read, or it begins where keys are read by position; ``("read", rank, cta, at, ring, number)``: a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder
     of a ring is told how many chunks have been read; ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first;
     ``("push", rank, cta, distance, number)``; ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``;
     ``("leave", rank, cta, item)`` and ``("merge", rank, cta, item)``: of sums of shares.
     """
 
-    def __init__(self, plan: RingAttentionPlan, work: RingAttentionPlan | Packing) -> None:
+    def __init__(self, plan: RingAttentionPlan, work: RingAttentionPlan | Packing, deal: Deal | None = None) -> None:
         self.plan, self.problem, self.work = plan, plan.problem, work
         self.topology = self.problem.topology
         self.ranks = range(self.topology.size)
+        self.deal = deal or deal_in_turn(self.topology.size, plan.ctas, work.items)
         self.segments = list(work.segments())
         rings, others = self.problem.rings, self.topology.num_nodes > 1
         sent = frozenset({"put"}) if others else frozenset[str]()
@@ -71,10 +77,11 @@ class RingAttentionCall:
             pushed | sent | {"credit"},
             frozenset({"read"}) | pushed | sent,
         )
-        # After which step of a reader of a ring its next chunk is at least so: by rank and ring, for each reader, pairs in order.
-        self.steps_of: dict[tuple[int, int], dict[int, list[tuple[int, Step]]]] = {}
+        # After which steps the next chunk of a reader of a ring is at least so: by rank and ring, for each reader, pairs in order.
+        self.steps_of: dict[tuple[int, int], dict[int, list[tuple[int, list[Step]]]]] = {}
 
-    def call(self) -> Call:
+    def wait_graph(self) -> WaitGraph:
+        """Who waits for whom."""
         graph = WaitGraph()
         for rank in self.ranks:
             graph.add(("enter", rank))
@@ -83,6 +90,10 @@ class RingAttentionCall:
             self._sending_steps(graph, rank)
         for rank in self.ranks:
             self._credits(graph, rank)
+        return graph
+
+    def call(self) -> Call:
+        graph = self.wait_graph()
         accesses = tuple(access for step in graph for access in self.accesses(step))
         shared = (self.left, self.is_left) if self.plan.shares > 1 else ()
         return Call(graph, (self.window, self.sending, self.progress, self.begun, self.counted, *shared), accesses)
@@ -90,52 +101,69 @@ class RingAttentionCall:
     def entered(self) -> list[Step]:
         return [("enter", rank) for rank in self.ranks]
 
-    def _publish(self, rank: int, ring: int, reader: int, number: int, step: Step) -> None:
-        self.steps_of.setdefault((rank, ring), {}).setdefault(reader, []).append((number, step))
+    def _publish(self, rank: int, ring: int, reader: int, number: int, *steps: Step) -> None:
+        self.steps_of.setdefault((rank, ring), {}).setdefault(reader, []).append((number, list(steps)))
 
     # ---- compute
     def _computing_steps(self, graph: WaitGraph, rank: int) -> None:
-        plan, work = self.plan, self.work
-        for cta in range(plan.ctas):
+        work, ctas = self.work, self.plan.ctas
+        for cta, items in enumerate(self.deal[rank]):
             steps: list[Step] = []
-            shared: list[int] = []
-            for wave in itertools.count():
-                item = work.item_of(wave, cta)
-                if item is None:
-                    break
-                if not work.holds(rank, item):
-                    continue
-                base, after = work.segment(item).base, self.base_after(rank, cta, wave)
-                steps.append(graph.add(("begin", rank, cta, wave), self.entered()))
-                seen = [work.reads(plan.source_of(rank, ring), rank, item) for ring in range(self.problem.rings)]
-                for ring, chunks in enumerate(seen):
-                    self._publish(rank, ring, cta, base if chunks or self.problem.canonical else after, steps[-1])
-                if plan.shares > 1:
-                    shared.append(item)
-                    self._read_share(graph, rank, cta, item, steps)
-                    continue
-                for ring, chunk in self.reading_order(rank, item, seen):
-                    number = base + chunk
-                    steps.append(graph.add(("read", rank, cta, ring, number), [*self.entered(), self.filling(rank, ring, number)]))
-                    self._publish(rank, ring, cta, after if chunk + 1 == seen[ring] else number + 1, steps[-1])
+            newest = {work.segment(item).base: item for item in items}
+            for at, item in enumerate(items):
+                segment = work.segment(item)
+                if item >= ctas:
+                    steps.append(graph.add(("take", rank, item), [("take", rank, item - 1)] if item > ctas else []))
+                for one in self.item_steps(rank, cta, at, item):
+                    steps.append(graph.add(one.step, one.waits_for))
+                    for ring, number in one.words.items():
+                        self._say(rank, ring, cta, number, one.step, segment, is_newest=newest[segment.base] == item)
             steps.append(graph.add(("finish", rank, cta), self.entered()))
             for ring in range(self.problem.rings):
                 self._publish(rank, ring, cta, work.total, steps[-1])
-            steps += [self._end_share(graph, rank, cta, item) for item in shared]
+            if self.plan.shares > 1:
+                steps += [self._end_share(graph, rank, cta, item) for item in items]
             graph.chain(steps)
 
-    def _read_share(self, graph: WaitGraph, rank: int, cta: int, item: int, steps: list[Step]) -> None:
+    def _say(self, rank: int, ring: int, cta: int, number: int, step: Step, segment: Segment, *, is_newest: bool) -> None:
+        """While items of a segment are left a CTA says no more than where that begins; nor before the last one of them that it gets."""
+        self._publish(rank, ring, cta, min(number, segment.base), step)
+        if number > segment.base and is_newest:
+            taken = [("take", rank, segment.end - 1)] if segment.end > self.plan.ctas else []
+            self._publish(rank, ring, cta, number, step, *taken)
+
+    def item_steps(self, rank: int, cta: int, at: int, item: int) -> list[WorkStep]:
+        """What a CTA does for its item number ``at``: nothing, where all rows are padding."""
+        plan, work = self.plan, self.work
+        if not work.holds(rank, item):
+            return []
+        base = work.segment(item).base
+        after = base + self.problem.parts * work.chunks_of_part(item)
+        seen = [work.reads(plan.source_of(rank, ring), rank, item) for ring in range(self.problem.rings)]
+        words = {ring: base if chunks or self.problem.canonical else after for ring, chunks in enumerate(seen)}
+        steps = [WorkStep(("begin", rank, cta, at), self.entered(), words)]
+        if plan.shares > 1:
+            self._read_share(rank, cta, item, steps)
+            return steps
+        for ring, chunk in self.reading_order(rank, item, seen):
+            number = base + chunk
+            words = {ring: after if chunk + 1 == seen[ring] else number + 1}
+            steps.append(WorkStep(("read", rank, cta, at, ring, number), [*self.entered(), self.filling(rank, ring, number)], words))
+        if self.problem.canonical:  # the end of the item frees all rings
+            steps[-1].words.update(dict.fromkeys(range(self.problem.rings), after))
+        return steps
+
+    def _read_share(self, rank: int, cta: int, item: int, steps: list[WorkStep]) -> None:
         """The chunks of which a share has blocks. Before it waits for one it passes those before it; it is the CTA's only item."""
         base = self.work.segment(item).base
         for source, chunks in chunks_read(self.plan, rank, item).items():
             if source == rank:
                 continue
-            at = self.plan.ring_of(rank, source)
-            for chunk in chunks:
-                for ring in range(at + 1):
-                    self._publish(rank, ring, cta, base + chunk if ring == at else self.work.total, steps[-1])
-                steps.append(graph.add(("read", rank, cta, at, base + chunk), [*self.entered(), self.filling(rank, at, base + chunk)]))
-                self._publish(rank, at, cta, base + chunk + 1, steps[-1])
+            ring = self.plan.ring_of(rank, source)
+            for number in (base + chunk for chunk in chunks):
+                steps[-1].words.update(dict.fromkeys(range(ring), self.work.total) | {ring: number})
+                waits = [*self.entered(), self.filling(rank, ring, number)]
+                steps.append(WorkStep(("read", rank, cta, 0, ring, number), waits, {ring: number + 1}))
 
     def _end_share(self, graph: WaitGraph, rank: int, cta: int, item: int) -> Step:
         """The last share of a tile adds up the others, once they are left; its CTA has said before that it reads no more."""
@@ -145,13 +173,6 @@ class RingAttentionCall:
         # All items are of the first wave, in which CTAs have those of their own numbers.
         left = [("leave", rank, other, other) for other in range(item - share, item)]
         return graph.add(("merge", rank, cta, item), [*self.entered(), *left])
-
-    def base_after(self, rank: int, cta: int, wave: int) -> int:
-        """The first chunk of a CTA's next item; in canonical order of the next one that has keys."""
-        while (following := self.work.item_of(wave := wave + 1, cta)) is not None:
-            if not self.problem.canonical or self.work.holds(rank, following):
-                return self.work.segment(following).base
-        return self.work.total
 
     def reading_order(self, rank: int, item: int, seen: list[int]) -> Iterator[tuple[int, int]]:
         """Rings and chunks that an item of ``rank`` reads, in order. ``seen``: how many of each ring."""
@@ -249,30 +270,38 @@ class RingAttentionCall:
 
     # ---- credits
     def _credits(self, graph: WaitGraph, rank: int) -> None:
-        plan = self.plan
         for ring in range(self.problem.rings):
-            is_rail = self.topology.node(plan.feeder_of(rank, ring)) != self.topology.node(rank)
-            readers = range(plan.readers if is_rail else plan.ctas)
             steps: list[Step] = []
-            number = 0
-            while number < self.work.total - plan.depth:
-                number = min(number + plan.credit_step, self.work.total - plan.depth)
-                told = [next(step for at, step in self.steps_of[rank, ring][reader] if at >= number) for reader in readers]
-                begun = [self.begins(rank, reader) for reader in readers]
-                steps.append(graph.add(("credit", rank, ring, number), [*self.entered(), *begun, *told]))
+            for number, step, forwarded in self.credits_of(rank, ring):
+                told = [*forwarded]
+                for reader in range(self.plan.ctas):
+                    told += [self.begins(rank, reader), *self.told(rank, ring, reader, number)]
+                steps.append(graph.add(step, [*self.entered(), *told]))
             graph.chain(steps)
+
+    def credits_of(self, rank: int, ring: int) -> Iterator[tuple[int, Step, list[Step]]]:
+        """Credits of a ring, in order: what they say, their steps, and what they wait for of CTAs that forward."""
+        plan = self.plan
+        is_rail = self.topology.node(plan.feeder_of(rank, ring)) != self.topology.node(rank)
+        number = 0
+        while number < self.work.total - plan.depth:
+            number = min(number + plan.credit_step, self.work.total - plan.depth)
+            forwarded: list[Step] = []
+            for reader in range(plan.ctas, plan.readers) if is_rail else ():
+                forwarded += [self.begins(rank, reader), *self.told(rank, ring, reader, number)]
+            yield number, ("credit", rank, ring, number), forwarded
+
+    def told(self, rank: int, ring: int, reader: int, number: int) -> list[Step]:
+        """The steps after which a reader has said that it reads nothing below a chunk."""
+        return next(steps for at, steps in self.steps_of[rank, ring][reader] if at >= number)
 
     def begins(self, rank: int, reader: int) -> Step:
         """The step after which the progress of a reader is valid."""
         if reader >= self.plan.ctas:
             return ("forward", rank, reader - self.plan.ctas)
-        for wave in itertools.count():
-            item = self.work.item_of(wave, reader)
-            if item is None:
-                return ("finish", rank, reader)
-            if self.work.holds(rank, item):
-                return ("begin", rank, reader, wave)
-        raise AssertionError
+        held = (at for at, item in enumerate(self.deal[rank][reader]) if self.work.holds(rank, item))
+        first = next(held, None)
+        return ("finish", rank, reader) if first is None else ("begin", rank, reader, first)
 
     # ---- who accesses what
     def slot(self, step: Step, rank: int, ring: int, number: int, *, writes: bool) -> Iterator[Access]:
@@ -299,7 +328,7 @@ class RingAttentionCall:
         match kind, rest:
             case (("begin" | "finish" | "forward"), [int(cta), *_]):
                 yield from self._beginning_accesses(step, rank, cta)
-            case "read", [int(cta), int(ring), int(number)]:
+            case "read", [int(cta), int(), int(ring), int(number)]:
                 yield from self.slot(step, rank, ring, number, writes=False)
                 yield self.progress_word(step, rank, ring, cta, writes=True)
             case "push", [int(cta), int(distance), int(number)]:

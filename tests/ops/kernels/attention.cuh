@@ -53,6 +53,7 @@ struct LocalAttention {
   static constexpr bool kMoves = true, kSplits = Config::kSplits != 0;
   const Parameters& p;
   MK_DEVICE float scale_log2() const { return p.scale_log2; }
+  MK_DEVICE bool repeats() const { return false; }
   MK_DEVICE uint32_t tiles() const { return (p.rows + p.tile_rows - 1) / p.tile_rows; }
   MK_DEVICE uint32_t take(uint32_t i) const {  // CTAs that have short tiles take more
     uint32_t number = ptx::cta_index();
