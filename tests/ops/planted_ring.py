@@ -171,10 +171,11 @@ RING = [
         slow=True,
     ),
     # ---- items that CTAs take when they have time for them
-    _Bug(
+    _ByPosition(
         "a CTA that waits does not look whether all items of its segment are taken",
         _OP,
         "      if (ptx::lane_index() == 0) wait_taken(entered, block);\n      publish(entered);\n",
+        sms=8,
     ),
     _Bug(
         "a CTA frees a segment of which items are left",
