@@ -21,7 +21,7 @@ concept AttentionOp = requires(const Op op, const Call& call, const Entered& ent
 
   // ---- items
   { op.take(number) } -> Same<uint32_t>;  // the number of this CTA's `number`-th item; kNoItem: there are no more. Producer
-  { op.repeats() } -> Same<bool>;  // whether all credits must be given before the next item is taken. Producer
+  { op.repeats() } -> Same<bool>;         // whether all credits must be given before the next item is taken. Producer
   { op.item(number) } -> Same<AttentionItem>;
   requires KeyStream<decltype(op.keys(number, item))>;
 

@@ -1,8 +1,8 @@
-// How the work of ring attention is dealt: numbers that all ranks work out alike. mkernel/planner/ring_attention.py says the same in Python, and
+// How the work of ring attention is divided: numbers that all ranks work out alike. mkernel/planner/ring_attention.py says the same in Python, and
 // ring_varlen.py what differs where sequences are packed. Included after `struct Config`.
 //
-// An item is a tile of query rows of one head, or (kShares) a share of its keys: every so many blocks of them. A pair is a sequence and a KV head, whose items follow each other. The items that the compute CTAs of a
-// rank work on at the same time are a wave, and the part of a wave that belongs to one pair is a segment. In each segment a rank streams the pair's keys
+// An item is a tile of query rows of one head, or (kShares) a share of its keys: every so many blocks of them. A pair is a sequence and a KV head, whose items follow each other. CTAs take them in their
+// order. As many as there are compute CTAs of a rank are a wave, and the part of a wave that belongs to one pair is a segment. In each segment a rank streams the pair's keys
 // of all others, chunk by chunk, through a ring of slots per source. Chunks of a ring are numbered through all segments.
 //
 // The sequences of a batch are alike, and all of this has closed forms. Packed sequences (kPacked) have lengths of their own, which only the device

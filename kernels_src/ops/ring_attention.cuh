@@ -335,7 +335,8 @@ struct RingAttention {
     const uint64_t number = counted(entered.call(), block.map);
     Deadline deadline(entered.call(), p.world.timeout_ns);
 #pragma unroll 1
-    while (ptx::load_acquire_sys(flag) < number && are_left() && deadline.pass(flag, number) == abi::kRunning) {}
+    while (ptx::load_acquire_sys(flag) < number && are_left() && deadline.pass(flag, number) == abi::kRunning) {
+    }
   }
   MK_DEVICE void finish(const Entered& entered) const {
     if constexpr (kRings > 0) {

@@ -1,7 +1,7 @@
 """Ring attention: problem and plan. Pure Python; the device side is ``kernels_src/ops/ring_attention.cuh``.
 
-An *item* is a tile of query rows of one head; a *pair* is a batch and a KV head. Items are dealt statically, if there are other ranks.
-The items that the compute CTAs of a rank work on at the same time are a *wave*; the part of a wave that belongs to one pair is a *segment*.
+An *item* is a tile of query rows of one head; a *pair* is a batch and a KV head. A CTA takes the next item when it has time for it.
+As many items as CTAs compute on a rank are a *wave*; the part of a wave that belongs to one pair is a *segment*.
 In each segment every rank streams the pair's keys and values of all other ranks, chunk by chunk, through a *ring* of slots per source rank.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -43,10 +42,11 @@ class RingAttentionCall:
     """The steps of a call, and what they access.
 
     Steps: ``("enter", rank)``; ``("take", rank, item)``: a CTA takes an item that is not its first; ``("begin", rank, cta, at)``: the own
-    keys of a CTA's item have been read, or it begins where keys are read by position; ``("read", rank, cta, at, ring, number)``: a chunk has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder
-    of a ring is told how many chunks have been read; ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first;
-    ``("push", rank, cta, distance, number)``; ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``;
-    ``("leave", rank, cta, item)`` and ``("merge", rank, cta, item)``: of sums of shares.
+    keys of a CTA's item have been read, or it begins where keys are read by position; ``("read", rank, cta, at, ring, number)``: a chunk
+    has; ``("finish", rank, cta)``; ``("credit", rank, ring, number)``: the feeder of a ring is told how many chunks have been read;
+    ``("forward", rank, cta)``: a CTA that pushes has said what it forwards first; ``("push", rank, cta, distance, number)``;
+    ``("stage", rank, cta, number)`` and ``("put", rank, cta, number)``; ``("leave", rank, cta, item)`` and ``("merge", rank, cta, item)``:
+    of sums of shares.
     """
 
     def __init__(self, plan: RingAttentionPlan, work: RingAttentionPlan | Packing, deal: Deal | None = None) -> None:
