@@ -224,7 +224,7 @@ H200 = Machine(
     flag=2.1e-6,  # fitted: few rows; a flag's round trip takes 1.4 us
     add=60e9,
     beside=0.12,  # fitted: gemm_reduce_scatter of 8192 on four GPUs
-    attention_flops=5.5e12,  # fitted: a world of one (docs/speed_log.md)
+    attention_flops=5.8e12,  # fitted: a world of one (docs/speed_log.md)
     attention_item=3.0e-6,
     network=EMULATED,
 )

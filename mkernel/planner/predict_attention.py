@@ -12,7 +12,7 @@ from mkernel.planner.ring_attention import RingAttentionPlan
 
 __all__ = ["predict_ring_attention"]
 
-_NARROW = 0.66  # of the speed of D 128, that D 64 reaches: the exponentials take as long as the products (docs/speed_log.md)
+_NARROW = 0.7  # of the speed of D 128, that D 64 reaches: the exponentials take as long as the products (docs/speed_log.md)
 
 
 def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:

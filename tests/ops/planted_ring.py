@@ -177,23 +177,6 @@ RING = [
         "      if (ptx::lane_index() == 0) wait_taken(entered, block);\n      publish(entered);\n",
         sms=8,
     ),
-    _Bug(
-        "a CTA frees a segment of which items are left",
-        _OP,
-        "position.open != 0 ? position.item().base : q.total()",
-        "q.total()",
-        workload="ring deep",
-        seeds=40,
-        slow=True,
-    ),
-    _Bug(
-        "a CTA takes the next item of a segment before it has said what it has read",
-        "attention/load.cuh",
-        "        settle();\n        if (!ok_) break;\n",
-        workload="ring deep",
-        seeds=40,
-        slow=True,
-    ),
     # ---- shares of keys
     _Shared("a share has every block from its first one on", _OP, "at_.turn = shares_of(r) - 1;", "at_.turn = 0;"),
     _Shared(
