@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from mkernel.planner.proofs.wait_graph import Step
+from mkernel.planner.proofs.wait_graph import Step, WaitGraph
+from mkernel.planner.ring_attention import RingAttentionPlan
+from mkernel.planner.ring_varlen import Packing
 
-if TYPE_CHECKING:
-    from mkernel.planner.proofs.ring_attention import RingAttentionCall
-
-__all__ = ["Deal", "DeadlockError", "OverwrittenError", "Random", "WorkStep", "deal_in_turn", "run"]
+__all__ = ["Deal", "DeadlockError", "OverwrittenError", "Random", "Work", "WorkStep", "deal_in_turn", "run"]
 
 Deal = list[list[list[int]]]  # by rank and CTA, the items in the order in which it takes them
 
@@ -37,6 +36,19 @@ class WorkStep(NamedTuple):
     words: dict[int, int]
 
 
+class Work(Protocol):
+    """What a run needs to know of a call: ``RingAttentionCall``."""
+
+    plan: RingAttentionPlan
+    work: RingAttentionPlan | Packing
+    ranks: range
+
+    def wait_graph(self) -> WaitGraph: ...
+    def item_steps(self, rank: int, cta: int, at: int, item: int) -> list[WorkStep]: ...
+    def credits_of(self, rank: int, ring: int) -> Iterator[tuple[int, Step, list[Step]]]: ...
+    def filling(self, rank: int, ring: int, number: int) -> Step: ...
+
+
 def deal_in_turn(ranks: int, ctas: int, items: int) -> Deal:
     """Where all items take equally long."""
     return [[list(range(cta, items, ctas)) for cta in range(ctas)] for _ in range(ranks)]
@@ -45,7 +57,7 @@ def deal_in_turn(ranks: int, ctas: int, items: int) -> Deal:
 class _Run:
     """A call that is under way."""
 
-    def __init__(self, call: RingAttentionCall) -> None:
+    def __init__(self, call: Work) -> None:
         self.call, self.plan, self.work = call, call.plan, call.work
         self.ctas, self.items = self.plan.ctas, self.work.items
         ranks = call.ranks
@@ -119,7 +131,7 @@ class _Run:
             self.done.add(step)
 
 
-def run(call: RingAttentionCall, rng: Random) -> Deal:
+def run(call: Work, rng: Random) -> Deal:
     """The items of each CTA in one run of a call, in which any of them may be slow. Raises DeadlockError, OverwrittenError."""
     state = _Run(call)
     moving: dict[tuple[object, ...], list[tuple[Step, list[Step]]]] = {}
@@ -129,7 +141,7 @@ def run(call: RingAttentionCall, rng: Random) -> Deal:
             moving.setdefault((step[0] in ("push", "forward"), *step[1:3]), []).append((step, graph.before(step)))
     agents = [state.computing(rank, cta) for rank in call.ranks for cta in range(state.ctas)]
     agents += [state.moving(steps) for steps in moving.values()]
-    keepers = [state.keeping(rank, ring) for rank in call.ranks for ring in range(call.problem.rings)]
+    keepers = [state.keeping(rank, ring) for rank in call.ranks for ring in range(call.plan.problem.rings)]
     waits: dict[int, list[Step] | None] = {i: [] for i in range(len(agents))}
     slowness = [1] * len(agents)
     while waits:
