@@ -259,12 +259,12 @@ class _Binder:
         self._k, self._size, self._far = problem.k, world.size, world.num_nodes > 1
         self._c_maps: dict[int, MatrixMaps] = {}  # by their planes
 
-    def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> Parameters:
+    def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, k, plan = self._world, self._known, self._k, executable.made_of
         sizes = executable.sizes or plan.sizes
         parts, planes, columns, sliced, cluster, shared = plan.of_maps
         load_rows, extent, plane_rows = sizes.load_rows, rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
-        a, c = (a_address, c_address) if rows else (known.address, known.address)  # without rows there are no tiles
+        a, c = (a_address, c_address) if rows else (b_address, b_address)  # without rows there are no tiles
         offset = world.heap_offset(a_address, plan.shard_bytes_of(rows)) if self._far and rows else None
         values = _VALUES.pack(
             *plan.fields,
@@ -297,7 +297,8 @@ class _Binder:
         c_maps = self._c_maps.get(planes)
         if c_maps is None:
             c_maps = self._c_maps[planes] = known.matrices(world, self._problem.n, self._c_stride, planes, 64)
-        b_map, slice_map = known.map(world, columns, cluster), known.map(world, sliced) if sliced else NO_MAP
+        b_map = known.map(world, b_address, columns, cluster)
+        slice_map = known.map(world, b_address, sliced) if sliced else NO_MAP
         maps = a_map, part_map, gather_map, b_map, slice_map, c_maps(c, plane_rows)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Binder", "Form", "GemmOp", "Held", "checked", "held"]
 
+_MAX_MAPS = 1024  # of operands b of one layout, such as the weights of many layers
+
 Problem = TypeVar("Problem", bound=GemmProblem)
 
 
@@ -61,11 +63,11 @@ class GemmOp(Op[Problem]):
     ) -> ctypes.Structure:
         (a, b), (c,) = operands, results
         binder = self.binder(world, instance.problem, held(world, a, b), row_stride("a", a), row_stride("out", c))
-        return binder.parameters(executable, instance.rows, a.address, c.address)
+        return binder.parameters(executable, instance.rows, a.address, b.address, c.address)
 
     def form_of(self, keys: Sequence[Any]) -> Hashable:
         _, options, a, b, split, c = keys
-        return self.name, options, split, a[1][1:], a[2:], b, c[1][1:], c[2:]
+        return self.name, options, split, a[1][1:], a[2:], b[1:], c[1][1:], c[2:]
 
     def form(
         self, world: World, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView], split: Any
@@ -96,18 +98,18 @@ class GemmOp(Op[Problem]):
 class Binder(Protocol):
     """Makes the parameters of calls whose arrays differ in rows and addresses."""
 
-    def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> ctypes.Structure:
+    def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> ctypes.Structure:
         """Of a call of so many rows, as plans count them."""
 
 
 class Form:
     """Calls that are as one was that has been checked, in all but rows and addresses, with at least two rows.
 
-    Types, row lengths, strides and devices of their arrays are those of that call, and ``b`` is the same: all of that is in ``form_of``,
+    Types, row lengths, strides and devices of their arrays, and the shape of ``b``, are those of that call: all of that is in ``form_of``,
     and was checked. ``bind`` checks what depends on rows and addresses.
     """
 
-    __slots__ = ("_a", "_b", "_binder", "_c", "_choice", "_op", "_table", "_world")
+    __slots__ = ("_a", "_b_bytes", "_binder", "_c", "_choice", "_op", "_table", "_world")
 
     def __init__(
         self, op: GemmOp[Any], world: World, instance: Instance[Any], operands: Sequence[TensorView], c: TensorView, split: Any
@@ -120,22 +122,22 @@ class Form:
         # Of each: how many of its rows go with one of a plan's, bytes between rows, and those of them that the last row has not.
         self._a = a.shape[0] // rows, a_stride, a_stride - a.shape[1] * ITEM
         self._c = c.shape[0] // rows, c_stride, c_stride - c.shape[1] * ITEM
-        self._b = b.address, _end(b)
+        self._b_bytes = _end(b) - b.address
 
     def bind(self, keys: Sequence[Any]) -> BoundCall | None:
         """A call on arrays of this form, by what ``form_of`` takes.
 
         None: it must be checked, or its class of rows made ready, as any other call.
         """
-        a, c = keys[2], keys[5]
-        a_address, a_rows, c_address, c_rows = a[0], a[1][0], c[0], c[1][0]
-        (a_factor, a_stride, a_gap), (c_factor, c_stride, c_gap), (b_begin, b_end) = self._a, self._c, self._b
+        _, _, a, b, _, c = keys
+        a_address, a_rows, b_address, c_address, c_rows = a[0], a[1][0], b[0], c[0], c[1][0]
+        (a_factor, a_stride, a_gap), (c_factor, c_stride, c_gap) = self._a, self._c
         rows = c_rows // c_factor
-        if rows < 2 or rows * a_factor != a_rows or rows * c_factor != c_rows or (a_address | c_address) % 16:
+        if rows < 2 or rows * a_factor != a_rows or rows * c_factor != c_rows or (a_address | b_address | c_address) % 16:
             return None
         c_end = c_address + c_rows * c_stride - c_gap
         a_end = a_address + a_rows * a_stride - a_gap
-        if (c_address < a_end and a_address < c_end) or (c_address < b_end and b_begin < c_end):
+        if (c_address < a_end and a_address < c_end) or (c_address < b_address + self._b_bytes and b_address < c_end):
             return None  # there may still be no byte in common
         if a_rows >= MOST_EXTENT or c_rows >= MOST_EXTENT:
             return None
@@ -144,7 +146,7 @@ class Form:
         if largest is None:
             return None
         made = executable_of_class(self._world, table, largest, rows)
-        return bound_call((made, self._binder.parameters(made, rows, a_address, c_address)))
+        return bound_call((made, self._binder.parameters(made, rows, a_address, b_address, c_address)))
 
 
 def _end(view: TensorView) -> int:
@@ -154,39 +156,39 @@ def _end(view: TensorView) -> int:
 
 
 class Held:
-    """What is known of an operand ``b`` that fits rows of K values of a type: it stays while ``a`` grows and shrinks.
+    """What is known of operands ``b`` of one shape and layout that fit rows of K values of a type: it stays while ``a`` grows and shrinks.
 
     Attributes
     ----------
-    n, k, b_row_major
+    n, k, b_row_major, dtype
         Of a problem.
-    address
-        Of ``b``.
     problems
-        Those that ``b`` has been an operand of, by what they have beside: equal ones are the same object.
+        Those that such a ``b`` has been an operand of, by what they have beside: equal ones are the same object.
     """
 
-    __slots__ = ("_maps", "_matrices", "_stride", "address", "b_row_major", "dtype", "k", "n", "problems")
+    __slots__ = ("_maps", "_matrices", "_stride", "b_row_major", "dtype", "k", "n", "problems")
 
     def __init__(self, b: TensorView, n: int, k: int) -> None:
-        self.n, self.k, self.address, self.dtype = n, k, b.address, b.dtype
+        self.n, self.k, self.dtype = n, k, b.dtype
         self.b_row_major, self._stride = layout_of("b", b)
         self.problems: dict[Hashable, Any] = {}
-        self._maps: dict[tuple[int, int], bytes] = {}
+        self._maps: dict[tuple[int, int, int], bytes] = {}
         self._matrices: dict[tuple[int, int, int, int], MatrixMaps] = {}
 
-    def map(self, world: World, columns: int, cluster: int = 1) -> bytes:
-        """The tensor map of ``b``; ``columns``: of a tile, and of a load where b's are contiguous; ``cluster``: CTAs with a part each."""
-        made = self._maps.get((columns, cluster))
+    def map(self, world: World, b_address: int, columns: int, cluster: int = 1) -> bytes:
+        """The tensor map of a ``b``; ``columns``: of a tile, and of a load where b's are contiguous; ``cluster``: CTAs with a part each."""
+        key = b_address, columns, cluster
+        made = self._maps.get(key)
         if made is None:
-            n, k, stride = self.n, self.k, self._stride
+            n, k = self.n, self.k
             inner, outer, box = (n, k, BLOCK_K // cluster) if self.b_row_major else (k, n, columns // cluster)
-            shape, strides = (inner, outer, 1), (stride, stride * outer)
-            made = self._maps[columns, cluster] = world.backend.tensor_map(self.address, self.dtype, shape, strides, (64, box, 1))
+            if len(self._maps) >= _MAX_MAPS:
+                del self._maps[next(iter(self._maps))]  # the oldest
+            made = self._maps[key] = self.matrices(world, inner, self._stride, 1, box)(b_address, outer)
         return made
 
     def matrices(self, world: World, columns: int, row_bytes: int, planes: int, box_rows: int) -> MatrixMaps:
-        """What makes tensor maps of matrices that are multiplied by ``b``, or are the product; ``box_rows``: of a load or store."""
+        """What makes tensor maps of matrices of the product; ``box_rows``: of a load or store."""
         key = columns, row_bytes, planes, box_rows
         made = self._matrices.get(key)
         if made is None:
@@ -195,11 +197,11 @@ class Held:
 
 
 def checked(world: World, a: TensorView, b: TensorView, k: str, what: str) -> tuple[Held, int]:
-    """What is known of ``b``, and bytes between rows of ``a``. Both fit each other; ``b`` is checked only once. Raises ArgumentError.
+    """What is known of ``b``, and bytes between rows of ``a``. Both fit each other; its layout is checked only once. Raises ArgumentError.
 
     ``k``: the name of K; ``what``: what ``b`` holds of the whole B.
     """
-    key = "b", a.shape[1:], a.dtype, b
+    key = "b", a.shape[1:], a.dtype, b[1:]
     found = world.held.get(key)
     if found is None:
         _, n, inner, _ = check_operands(a, b, k, what)
@@ -207,10 +209,11 @@ def checked(world: World, a: TensorView, b: TensorView, k: str, what: str) -> tu
     stride = row_stride("a", a)
     if a.address % 16 and a.shape[0]:
         check_aligned("a", a)
+    check_aligned("b", b)
     return found, stride
 
 
 def held(world: World, a: TensorView, b: TensorView) -> Held:
     """What is known of ``b``, an operand of a call that has been checked."""
-    found: Held = world.held["b", a.shape[1:], a.dtype, b]
+    found: Held = world.held["b", a.shape[1:], a.dtype, b[1:]]
     return found

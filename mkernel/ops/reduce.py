@@ -107,7 +107,7 @@ class _Binder:
         self._a_maps: dict[int, MatrixMaps] = {}  # by rows of a load
         self._c_maps = known.matrices(world, problem.n, c_stride, 1, 64)
 
-    def parameters(self, executable: Executable, rows: int, a_address: int, c_address: int) -> Parameters:
+    def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
         columns, load_rows, packets = plan.of_maps
@@ -126,6 +126,6 @@ class _Binder:
         if a_maps is None:
             a_maps = self._a_maps[load_rows] = known.matrices(world, *self._of_a, load_rows)
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
-        a, c = (a_address, c_address) if rows else (known.address, known.address)
-        maps = a_maps(a, extent), known.map(world, columns), self._c_maps(c, extent)
+        a, c = (a_address, c_address) if rows else (b_address, b_address)
+        maps = a_maps(a, extent), known.map(world, b_address, columns), self._c_maps(c, extent)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

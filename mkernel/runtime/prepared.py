@@ -95,6 +95,8 @@ class Executable:
     made_of, sizes
         The plan itself; or that of the most rows of its class, and what follows from this call's rows: then ``plan`` is made when somebody
         asks for it, which launches do not.
+    header, image
+        What ``launch`` writes into the parameters, and its bytes.
     workspace_map
         A tensor map of the workspace, kept here by ops whose calls of this size all have the same.
     scratch_offset, staging_offset
@@ -103,7 +105,17 @@ class Executable:
         Bytes from the start of the signal segment to the flags and the packets.
     """
 
-    __slots__ = ("grid", "header", "kernel", "made_of", "sizes", "staging_offset", "tracing", "workspace_map")  # one is made for every size
+    __slots__ = (
+        "grid",
+        "header",
+        "image",
+        "kernel",
+        "made_of",
+        "sizes",
+        "staging_offset",
+        "tracing",
+        "workspace_map",
+    )  # one is made for every size
     scratch_offset = 0
     flag_offset = abi.SIGNAL_FLAGS
     packet_offset = abi.FLAG_BYTES
@@ -126,6 +138,7 @@ class Executable:
         self.header = header = abi.World.from_buffer_copy(world.header)
         header.check = check_of(problem, rows, schedule)
         _NUMBERS.pack_into(header, _NUMBERS_AT, problem, rows, schedule)
+        self.image = bytes(header)
 
     @property
     def plan(self) -> Any:
@@ -135,6 +148,7 @@ class Executable:
         """Take over from the world where calls record their trace, if they do."""
         self.tracing = world.tracing
         self.header.trace, self.header.trace_capacity = world.header.trace, world.header.trace_capacity
+        self.image = bytes(self.header)
 
     def world_header(self) -> abi.World:
         """A copy of what ``launch`` writes into the parameters."""

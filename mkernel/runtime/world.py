@@ -8,12 +8,14 @@ import itertools
 import json
 import logging
 import os
+import struct
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from mkernel import abi
 from mkernel.errors import CallError, Error
 from mkernel.jit.headers import sources_digest
 from mkernel.proxy.ring import LaunchCount, destination
@@ -41,6 +43,7 @@ __all__ = ["World", "named"]
 
 _log = logging.getLogger("mkernel")
 
+_HEADER = struct.Struct(f"{ctypes.sizeof(abi.World)}s")  # assigning a struct to a field takes three times as long
 _HISTORY = 64  # recent calls whose plans a report can name; a power of two
 _numbers = itertools.count()
 _by_name: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()  # all worlds of this process that are in use
@@ -312,7 +315,7 @@ class World:
                 self._attend(call)
             if executable.tracing != self.tracing:
                 executable.trace_as(self)
-            parameters.world = executable.header  # a copy of its bytes
+            _HEADER.pack_into(parameters, 0, executable.image)
             if self._launches is not None:
                 self._tell_engine(turn, parameters)
             try:

@@ -88,8 +88,8 @@ def of_driver(world: Any, stream: int) -> Iterator[Program]:
     kernel = bound.executable.kernel
     kernel.argument_list[0] = ctypes.addressof(bound.parameters)
     kernel.config.grid[0], kernel.config.stream = bound.executable.grid, stream
-    launch, function, arguments = backend._launch_kernel, kernel.function, kernel.argument_list
-    yield "cuLaunchKernelEx", lambda: launch(kernel.config, function, arguments, None)
+    launch, arguments = backend._launch_kernel, kernel.launch_arguments[1]
+    yield "cuLaunchKernelEx", lambda: launch(*arguments)
     yield "cuEventRecord", lambda: queue._record(queue._tail, stream)
     yield "cuCtxGetCurrent", lambda: queue._get_context(queue._context_at)
     yield "cuStreamGetCaptureInfo", lambda: queue._get_capture(stream, queue._status_at, queue._capture_at, None, None, None)

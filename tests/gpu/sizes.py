@@ -146,14 +146,16 @@ def stage_new(site: Site) -> Iterator[tuple[Line, Any]]:
 def _pieces(site: Site, calls: Sequence[Gemm]) -> dict[str, list[float]]:
     """Microseconds of each piece of the first call of a size. The pieces' clocks are in it."""
     from mkernel.ops import schedule
+    from mkernel.ops.gemm import Form
     from mkernel.runtime.arrays.libraries import Crossing
 
     world, pieces = site.world, Pieces()
     found: dict[str, list[float]] = {}
     parts = {
         "plan": (schedule, "plan_for"),
+        "form": (Form, "bind"),
         "executable": (world.problems, "executable"),
-        "tensor maps": (world.backend, "tensor_map"),
+        "encoding tensor maps": (world.backend._maps, "_encode") if world.target == "cuda" else (world.backend, "tensor_map"),
         "launch": (world, "launch"),
         "streams": (Crossing, "enter"),
     }

@@ -64,7 +64,8 @@ class Site:
         self.dtype = rng.choice(("bfloat16", "float16"))
         self.n, self.k = 8 * rng.randint(1, 40), rng.choice((64, 256, 4096, 8 * rng.randint(1, 40)))
         self.pad = 8 * rng.randint(1, 3)
-        self.b = aligned((self.n, self.k), self.dtype).T if rng.random() < 0.5 else aligned((self.k, self.n), self.dtype)
+        self.transposed = rng.random() < 0.5
+        self.b = self.weights()
         mk.plan(op, *self.arrays(1)[:1], self.b, world=world, max_rows=MOST)
 
     def arrays(self, rows: int, spread: bool = False) -> tuple[Any, Any]:
@@ -73,17 +74,22 @@ class Site:
         a = aligned((self.of_a * rows, self.k + pad * (self.op != OPS[0])), self.dtype)[:, : self.k]
         return a, aligned((self.of_c * rows, self.n + pad), self.dtype)[:, : self.n]
 
-    def call(self, a: Any, c: Any) -> None:
-        getattr(mk, self.op)(a, self.b, out=c, world=self.world)
+    def weights(self, shift: int = 0) -> Any:
+        """A new b; ``shift``: elements from where it should begin."""
+        memory = aligned((self.n * self.k + shift,), self.dtype)[shift:]
+        return memory.reshape(self.n, self.k).T if self.transposed else memory.reshape(self.k, self.n)
+
+    def call(self, a: Any, c: Any, b: Any = None) -> None:
+        getattr(mk, self.op)(a, self.b if b is None else b, out=c, world=self.world)
 
     def forget(self, forms: bool) -> None:
         for known in (self.world.bound_calls, self.world.executables, *([self.world.forms] if forms else [])):
             known.clear()
 
-    def bound(self, a: Any, c: Any) -> tuple[Any, ...]:
+    def bound(self, a: Any, c: Any, b: Any = None) -> tuple[Any, ...]:
         """Everything that a launch is told, but for its number."""
         self.forget(forms=False)  # also what was bound to arrays that lay at the same addresses
-        self.call(a, c)
+        self.call(a, c, b)
         bound = next(reversed(self.world.bound_calls.values()))
         made = bound.executable
         return (
@@ -120,7 +126,8 @@ def test_parameters_are_those_of_a_call_that_was_checked(
         world.barrier()
         before = len(checked)
         world.barrier()
-        calls = [site.arrays(drawn.randint(2, MOST // size), drawn.random() < 0.5) for _ in range(20)]
+        spread = [site.arrays(drawn.randint(2, MOST // size), drawn.random() < 0.5) for _ in range(20)]
+        calls = [(a, c, drawn.choice((site.b, site.weights()))) for a, c in spread]
         found = [site.bound(*arrays) for arrays in calls]
         world.barrier()
         assert len(checked) == before
@@ -134,23 +141,25 @@ def test_parameters_are_those_of_a_call_that_was_checked(
     in_worlds(use, size, per_node)
 
 
-def wrong(site: Site, rng: random.Random) -> Iterator[tuple[str, Any, Any]]:
-    """What is wrong, a and c: of the form of a good call where that does not say it."""
-    rows = rng.randint(2, MOST)
+def wrong(site: Site, rng: random.Random) -> Iterator[tuple[str, Any, Any, Any]]:
+    """What is wrong, a, c and b: of the form of a good call where that does not say it."""
+    rows, b = rng.randint(2, MOST), site.b
     a, c = site.arrays(rows)
     memory = aligned((rows * max(site.n, site.k) + 8 * site.n,), site.dtype)
     shifted = rng.randint(1, 7)
-    yield "a", memory[shifted : rows * site.k + shifted].reshape(a.shape), c
-    yield "out", a, memory[shifted : rows * site.n + shifted].reshape(c.shape)
-    yield "out.shape", a, site.arrays(rows + rng.choice((-1, 1)))[1]
+    yield "a", memory[shifted : rows * site.k + shifted].reshape(a.shape), c, b
+    yield "b", a, c, site.weights(shifted)
+    yield "out", a, memory[shifted : rows * site.n + shifted].reshape(c.shape), b
+    yield "out.shape", a, site.arrays(rows + rng.choice((-1, 1)))[1], b
     start = 8 * rng.randint(0, min(rows * site.k // 8 - 1, site.n))
-    yield "out", memory[: rows * site.k].reshape(a.shape), memory[start : start + rows * site.n].reshape(c.shape)
-    words = (site.b if site.b.flags.c_contiguous else site.b.T).reshape(-1)
-    if words.size >= 2 * site.n:
-        yield "out", site.arrays(2)[0], words[: 2 * site.n].reshape(2, site.n)
+    yield "out", memory[: rows * site.k].reshape(a.shape), memory[start : start + rows * site.n].reshape(c.shape), b
+    for other in (b, site.weights()):
+        words = (other.T if site.transposed else other).reshape(-1)
+        first = 8 * rng.randint(0, (site.k - 2) * site.n // 8)  # the first, or the last, bytes of b, or some in between
+        yield "out", site.arrays(2)[0], words[first : first + 2 * site.n].reshape(2, site.n), other
     fixed = c[:]
     fixed.flags.writeable = False
-    yield "out", a, fixed
+    yield "out", a, fixed, b
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -160,12 +169,12 @@ def test_what_depends_on_rows_and_addresses_is_checked(op: str, rng: np.random.G
     def use(site: Site) -> None:
         site.call(*site.arrays(drawn.randint(2, MOST)))
         assert site.world.forms
-        for name, a, c in wrong(site, drawn):
+        for name, a, c, b in wrong(site, drawn):
             texts = []
             for forms in (False, True):  # with what is known, then without
                 site.forget(forms)
                 with pytest.raises(ArgumentError) as caught:
-                    site.call(a, c)
+                    site.call(a, c, b)
                 texts.append(str(caught.value))
                 assert caught.value.argument == name
                 if not forms:
