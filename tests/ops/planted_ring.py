@@ -147,13 +147,6 @@ RING = [
         sms=8,
     ),
     _ByPosition(
-        "an item ends and says nothing of rings that it has not read",
-        _OP,
-        "(kCanonical && which == kAllKeys) || which == ring",
-        "(kCanonical && which == kAllKeys && position.words[ring] > number) || which == ring",
-        slow=True,
-    ),
-    _ByPosition(
         "chunks are forwarded in another order than they are read",
         _EXCHANGE,
         "kCanonical ? (there_and_back(leg, kNodes) + kNodes - world.node) % kNodes : leg",
