@@ -162,7 +162,7 @@ COMMON = [
         world="2x2",
         workload="all-reduce, then gather from ordinary memory",
         seeds=40,
-        first=5,
+        first=21,
     ),
     Bug(
         "entries have the deadline of other waits",
