@@ -157,8 +157,9 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
     steps = 1 if plan.one_shot else 2
     sent = result * (size - 1) / (1 if plan.one_shot else size)
     link = steps * sent / most
-    overlapped = link * max(0.0, 1 - 1 / max(1.0, waves(work.tiles, plan.split.compute or 1)))  # all but the last wave's
-    seconds = start + max(work.seconds, overlapped) + (link - overlapped) + steps * machine.flag
+    turns = max(1.0, waves(work.tiles, plan.split.compute or 1))
+    # Nothing is sent before the first wave has ended, and what the last one has made when it has.
+    seconds = start + max(work.seconds / turns + link, work.seconds + link / turns) + steps * machine.flag
     return Prediction(seconds, work.tensor, work.load, work.memory, link, 0.0, start)
 
 
