@@ -103,7 +103,12 @@ def test_programs(ranks_per_node: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.slow])]
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.slow]),
+    ],
 )
 def test_specialize(ranks: int | str, tmp_path: Path) -> None:
     """Every op and variant once; the times mean nothing."""

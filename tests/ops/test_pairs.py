@@ -50,7 +50,7 @@ def _valid(world: str, tiling: Tiling, split: str, **_: Any) -> bool:
 @pytest.mark.cases(
     world=WORLDS,
     tiling=tuple(Tiling(block_n, span, None, 2) for block_n, span in ((64, 1), (128, 2), (192, 1), (256, 1), (256, 2))),
-    shape=((64, 256), (136, 264), (520, 136), (4096, 8)),
+    shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
     split=("default", "pairs", "few pairs", "warps"),
     dtype=_DTYPES,
     row_major=(True, False),

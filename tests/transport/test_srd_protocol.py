@@ -163,7 +163,8 @@ def pair(request: pytest.FixtureRequest) -> dict[str, type]:
     return {"incoming": incoming, "outgoing": outgoing}
 
 
-@pytest.mark.parametrize("pair", ["python", pytest.param("compiled", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ["python", "compiled"], indirect=True)
 def test_a_million_puts(pair: dict[str, type]) -> None:
     """Half a million each way: every channel's sequences wrap."""
     world = World(500_000, seed=1, **pair)
