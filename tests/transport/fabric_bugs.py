@@ -35,6 +35,7 @@ BUGS: dict[str, list[Bug]] = {
         Bug("puts of a batch leave at once", _FILE, "      if ((lane & lanes) != 0) until += others;\n"),
         Bug("an idle link saves up bandwidth", _FILE, "begin = free_ < now ? now : free_;", "begin = free_ == 0 ? now : free_;"),
     ],
+    "not_much_later": [Bug("the latency is waited for twice", _FILE, "begin + until + p.latency_ns;", "begin + until + 2 * p.latency_ns;")],
     "end": [
         Bug(
             "it ends before all commands are taken",
