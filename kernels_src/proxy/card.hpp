@@ -19,10 +19,10 @@ constexpr uint64_t kWord = 8;
 
 class CardTransport {
  public:
-  CardTransport(const Setup& setup, Report& report, Ring& ring)
+  CardTransport(const Setup& setup, Report& report, Credits& credits)
       : setup_(setup),
         report_(report),
-        ring_(ring),
+        credits_(credits),
         targets_(reinterpret_cast<const Target*>(setup.targets)),
         post_receive_(reinterpret_cast<PostReceive>(setup.post_receive)),
         poll_(reinterpret_cast<Poll>(setup.poll)),
@@ -37,6 +37,12 @@ class CardTransport {
   uint64_t num_peers() const { return setup_.num_peers; }
   int64_t peer_of(uint32_t rank) const { return rank < by_rank_.size() ? by_rank_[rank] : -1; }
 
+  // Whether all that a put reads and writes lies inside the segments.
+  bool inside(const abi::Command& put) const {
+    const uint64_t offset = std::max(put.src_offset, put.dst_offset);
+    return put.bytes <= setup_.heap_bytes && offset <= setup_.heap_bytes - put.bytes && is_flag(put.signal_offset);
+  }
+
  protected:
   Post failed(Trouble trouble, const abi::Command& put) {
     fail(report_, trouble, put.ticket);
@@ -45,11 +51,6 @@ class CardTransport {
 
   bool is_flag(uint64_t offset) const {
     return offset % kWord == 0 && offset < setup_.signal_bytes && setup_.signal_bytes - offset >= kWord;
-  }
-
-  bool inside(const abi::Command& put) const {
-    const uint64_t offset = std::max(put.src_offset, put.dst_offset);
-    return put.bytes <= setup_.heap_bytes && offset <= setup_.heap_bytes - put.bytes && is_flag(put.signal_offset);
   }
 
   // Raises a flag of this rank. What the card has written before is visible to who sees it.
@@ -97,7 +98,7 @@ class CardTransport {
 
   const Setup setup_;
   Report& report_;
-  Ring& ring_;
+  Credits& credits_;
   const Target* const targets_;
 
  private:

@@ -15,6 +15,7 @@
 #include "transport.hpp"
 #include "rc.hpp"
 #include "srd.hpp"
+#include "striped.hpp"
 
 namespace mkproxy {
 
@@ -30,6 +31,7 @@ class Engine {
   virtual ~Engine() = default;
   virtual Result step() = 0;
   virtual bool under_way(uint64_t pair) const = 0;
+  virtual bool lose(uint64_t link) = 0;
   Ring& ring() { return ring_; }
   Report& report() { return report_; }
 
@@ -48,6 +50,11 @@ class EngineOf final : public Engine {
         held_(transport_.num_peers()) {}
 
   bool under_way(uint64_t pair) const override { return transport_.under_way(pair); }
+
+  bool lose(uint64_t link) override {
+    if constexpr (requires { transport_.lose(link); }) return transport_.lose(link);
+    return false;
+  }
 
   // Takes commands, posts, flushes, polls and returns credits, once. Never blocks.
   Result step() override {
@@ -144,6 +151,7 @@ void* mkp_create(const mkproxy::Setup* setup, mkproxy::Report* report) {
   try {
     if (setup->kind == mkproxy::kNull) return make<mkproxy::NullTransport>(*setup, *report);
     if (setup->kind == mkproxy::kRc) return make<mkproxy::RcTransport>(*setup, *report);
+    if (setup->kind == mkproxy::kStriped) return make<mkproxy::StripedTransport>(*setup, *report);
     const int64_t unfit = mkproxy::SrdTransport::unfit(*setup);
     if (unfit < 0) return make<mkproxy::SrdTransport>(*setup, *report);
     report->pair = static_cast<uint64_t>(unfit);
@@ -173,6 +181,13 @@ int mkp_spin(void* engine, mkproxy::Pace* pace, int moved, uint64_t limit_ns) {
     any = false;
     sched_yield();
   }
+}
+
+int mkp_lose(void* engine, uint64_t link) {
+  mkproxy::Report& report = as_engine(engine).report();
+  report.trouble = mkproxy::kNone;
+  report.nap_ns = 0;
+  return as_engine(engine).lose(link) ? mkproxy::kMoved : mkproxy::kTrouble;
 }
 
 int mkp_waiting(void* engine) { return as_engine(engine).ring().waiting(); }

@@ -7,7 +7,7 @@
 
 namespace mkproxy {
 
-enum Kind : uint64_t { kNull = 0, kRc = 1, kSrd = 2 };
+enum Kind : uint64_t { kNull = 0, kRc = 1, kSrd = 2, kStriped = 3 };
 enum Signal : uint64_t { kAtomic = 0, kPlain = 1, kImm = 2 };  // how flags are raised: MKERNEL_RC_SIGNAL
 enum Result : int { kIdle = 0, kMoved = 1, kTrouble = 2 };
 
@@ -87,6 +87,14 @@ struct Setup {
   uint64_t credits;
   uint64_t backlog;
   uint64_t window;
+  // striped: the cards of a rank, and how puts are spread over them.
+  uint64_t links;  // Setup[]: of kind rc, all to the same peers
+  uint64_t num_links;
+  uint64_t smallest;  // bytes of a part
+  uint64_t unit;      // parts begin at multiples of this
+  // A link's own.
+  uint64_t rate;    // in any unit that is the same for all
+  uint64_t report;  // Report
 };
 
 // When an engine naps (mkernel/proxy/pace.py). Nanoseconds.
@@ -110,6 +118,7 @@ constexpr uint64_t kPolled = 64;  // completions a poll takes at most
 // How the engine stands after a call.
 struct Report {
   uint64_t trouble;  // Trouble
+  uint64_t link;     // striped: that of the trouble; what is not in this Report is in the link's
   uint64_t ticket;
   uint64_t pair;      // position of a queue pair among `Setup::pairs`
   uint64_t code;      // an errno
@@ -138,6 +147,7 @@ MKP_API void mkp_destroy(void* engine);
 MKP_API int mkp_step(void* engine);
 // Steps until it may nap, something fails, or `limit_ns` are over. `moved`: something has happened that it cannot see.
 MKP_API int mkp_spin(void* engine, mkproxy::Pace* pace, int moved, uint64_t limit_ns);
+MKP_API int mkp_lose(void* engine, uint64_t link);                     // striped: goes on without a link, which moves nothing any more
 MKP_API int mkp_waiting(void* engine);                                 // whether there is a command to take
 MKP_API int mkp_under_way(void* engine, uint64_t pair);                // whether a queue pair has work that has not completed
 MKP_API int mkp_put(void* engine, uint64_t ticket, uint64_t* fields);  // channel .. signal_value of a command in flight

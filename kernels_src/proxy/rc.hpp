@@ -44,8 +44,8 @@ struct Connection {
 
 class RcTransport final : public CardTransport {
  public:
-  RcTransport(const Setup& setup, Report& report, Ring& ring)
-      : CardTransport(setup, report, ring),
+  RcTransport(const Setup& setup, Report& report, Credits& credits)
+      : CardTransport(setup, report, credits),
         post_send_(reinterpret_cast<PostSend>(setup.post_send)),
         scratch_(reinterpret_cast<uint64_t*>(setup.scratch)),
         extra_(setup.signal == kAtomic ? 2 : 1),
@@ -258,7 +258,7 @@ class RcTransport final : public CardTransport {
       --report_.outstanding;
       ++connection.retired;
       moved = true;
-      if (!ring_.complete(pending.put->ticket)) return fail(report_, kMiscounted, pending.put->ticket);
+      if (!credits_.complete(pending.put->ticket)) return fail(report_, kMiscounted, pending.put->ticket);
     }
     return true;
   }

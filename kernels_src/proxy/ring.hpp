@@ -7,7 +7,16 @@
 
 namespace mkproxy {
 
-class Ring {
+// Where a transport says that a put is complete.
+class Credits {
+ public:
+  virtual bool complete(uint64_t ticket) = 0;  // false: no such put is under way
+
+ protected:
+  ~Credits() = default;
+};
+
+class Ring final : public Credits {
  public:
   explicit Ring(abi::Ring* ring) : ring_(ring) {}
 
@@ -31,7 +40,7 @@ class Ring {
   const abi::Command& at(uint64_t ticket) const { return commands_[ticket & kMask]; }
 
   // Notes that a command is complete; false if it is not in flight. `publish` tells the device.
-  bool complete(uint64_t ticket) {
+  bool complete(uint64_t ticket) override {
     if (ticket < done_ || ticket >= taken_ || ended_[ticket & kMask]) return false;
     ended_[ticket & kMask] = true;
     while (done_ < taken_ && ended_[done_ & kMask]) ended_[done_++ & kMask] = false;

@@ -32,7 +32,7 @@ constexpr uint64_t kMessageSlot = 64;  // bytes of memory for a message
 
 class SrdTransport final : public CardTransport {
  public:
-  SrdTransport(const Setup& setup, Report& report, Ring& ring) : CardTransport(setup, report, ring) {
+  SrdTransport(const Setup& setup, Report& report, Credits& credits) : CardTransport(setup, report, credits) {
     for (uint64_t position = 0; position < setup.num_peers; ++position) {
       auto* pair = static_cast<ExtendedPair*>(this->pair(position));
       peers_.push_back({pair, position, Outgoing(targets_[position].credits, setup.window), Incoming(setup.credits, setup.window)});
@@ -233,7 +233,7 @@ class SrdTransport final : public CardTransport {
     if (--job->pending != 0) return true;
     --report_.outstanding;
     moved = true;
-    return ring_.complete(job->put->ticket) || fail(report_, kMiscounted, job->put->ticket);
+    return credits_.complete(job->put->ticket) || fail(report_, kMiscounted, job->put->ticket);
   }
 
   // ---- the receiver's part

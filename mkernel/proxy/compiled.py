@@ -58,6 +58,7 @@ def load(opened: ctypes.CDLL) -> ctypes.CDLL:
         ("mkp_destroy", None, (pointer,)),
         ("mkp_step", number, (pointer,)),
         ("mkp_spin", number, (pointer, pointer, number, word)),
+        ("mkp_lose", number, (pointer, word)),
         ("mkp_waiting", number, (pointer,)),
         ("mkp_under_way", number, (pointer, word)),
         ("mkp_put", number, (pointer, word, pointer)),
@@ -132,12 +133,18 @@ class CompiledEngine(Engine):
         try:
             if result == _TROUBLE:
                 put = self._put(self.report.ticket)
-                self._side.explain(self.report, put)
+                self._lose(self._side.explain(self.report, put))
             if look:
-                self._side.look(self.report, self._under_way() if self.report.outstanding else [])
+                for link in self._side.look(self.report, self._under_way() if self.report.outstanding else []):
+                    self._lose(link)
         except Exception as error:
             self._fail(error, put if self.report.trouble == Trouble.bad_put else None)
         return result != 0
+
+    def _lose(self, link: int) -> None:
+        """Let the loop go on without a link."""
+        if self._loop.mkp_lose(self._handle, link) == _TROUBLE:  # at a put that no link can carry out: this raises
+            self._side.explain(self.report, self._put(self.report.ticket))
 
     def _put(self, ticket: int) -> Put:
         fields = (ctypes.c_uint64 * _PUT_FIELDS)()

@@ -32,7 +32,7 @@ class Entry:
     host_signals
         Tells whether an engine, on the CPU, raises the flags; else the card or the GPU's copy engine does.
     compiled
-        ``"module:class"`` of its side of the compiled engine; empty: only the engine in Python serves it.
+        ``"module:name"`` of what makes its side of the compiled engine; empty: only the engine in Python serves it.
     """
 
     factory: str
@@ -50,7 +50,7 @@ TRANSPORTS: dict[str, Entry] = {
         own_process=True,
         rdma=True,
         host_signals=lambda: env.RC_SIGNAL.get() == "imm",
-        compiled="mkernel.transport.rc_compiled:RcSide",
+        compiled="mkernel.transport.rc_compiled:side",
     ),
     "srd": Entry(
         "mkernel.transport.srd:create",

@@ -51,6 +51,12 @@ class Transport(abc.ABC):
     def next_event_ns(self) -> int | None:
         """When ``poll`` may next return something, on the engine's clock. 0: unknown, poll again. None: nothing is in flight."""
 
+    def abandon(self) -> None:  # noqa: B027
+        """Stop what is under way: when this returns, none of it changes a peer's memory any more. For a transport that has failed.
+
+        One whose failure stops everything by itself has nothing to do.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close everything that the transport holds. Puts in flight are abandoned."""

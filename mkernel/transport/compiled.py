@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import ctypes
 import enum
-from typing import NoReturn
+from collections.abc import Sequence
 
 from mkernel.errors import TransportError
 from mkernel.transport.base import Put
@@ -27,6 +27,7 @@ class Kind(enum.IntEnum):
     null = 0
     rc = 1
     srd = 2
+    striped = 3
 
 
 class Signal(enum.IntEnum):
@@ -72,7 +73,7 @@ class Setup(ctypes.Structure):
     _fields_ = _words(
         "kind ring batch post_send post_receive poll stored sends arrivals pairs targets num_peers queue_pairs signal heap heap_bytes"
         " heap_key signals signal_bytes scratch scratch_registered scratch_key max_message depth receives completions credits"
-        " backlog window"
+        " backlog window links num_links smallest unit rate report"
     )
 
 
@@ -83,8 +84,8 @@ class Failed(ctypes.Structure):
 class Report(ctypes.Structure):
     _fields_ = (
         *_words(
-            "trouble ticket pair code arrivals bytes imm rule channel sequence number limit num_failed outstanding arrived taken completed"
-            " moved_ns nap_ns"
+            "trouble link ticket pair code arrivals bytes imm rule channel sequence number limit num_failed outstanding arrived taken"
+            " completed moved_ns nap_ns"
         ),
         ("failed", Failed * POLLED),
     )
@@ -97,10 +98,21 @@ class Side(abc.ABC):
     def fill(self, setup: Setup) -> None:
         """Fill in everything but ``ring`` and ``batch``."""
 
-    def explain(self, report: Report, put: Put) -> NoReturn:
-        """Raise the error that the engine has met. ``put``: that of ``report.ticket``, if the trouble is one of a put."""
-        raise TransportError(f"ticket {report.ticket} completed, but is not in flight", op="poll", status="miscounted")
+    def explain(self, report: Report, put: Put) -> int:
+        """Raise the error that the engine has met, or return the number of the link without which it goes on.
+
+        ``put``: that of ``report.ticket``, if the trouble is one of a put.
+        """
+        raise self.miscounted(report)
+
+    @staticmethod
+    def miscounted(report: Report) -> TransportError:
+        """The error for a put that completed and should not have."""
+        return TransportError(f"ticket {report.ticket} completed, but is not in flight", op="poll", status="miscounted")
 
     @abc.abstractmethod
-    def look(self, report: Report, under_way: list[int]) -> None:
-        """Do what is due now and then. ``under_way``: positions of the queue pairs with work. Raises TransportError."""
+    def look(self, report: Report, under_way: list[int]) -> Sequence[int]:
+        """Do what is due now and then; returns the numbers of links without which the engine goes on. Raises TransportError.
+
+        ``under_way``: positions of the queue pairs with work.
+        """

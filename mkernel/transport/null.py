@@ -41,7 +41,8 @@ class NullSide(Side):
     def fill(self, setup: Setup) -> None:
         setup.kind = Kind.null
 
-    def look(self, report: Report, under_way: list[int]) -> None: ...
+    def look(self, report: Report, under_way: list[int]) -> tuple[()]:
+        return ()
 
 
 def create(wiring: Wiring) -> NullTransport:

@@ -7,29 +7,24 @@ import time
 from typing import NoReturn
 
 from mkernel.transport.base import Put, Transport
-from mkernel.transport.compiled import Kind, Report, Setup, Signal, Target, Trouble, UnfitError
+from mkernel.transport.compiled import Kind, Report, Setup, Side, Signal, Target, Trouble
 from mkernel.transport.rc import RcTransport
 from mkernel.transport.rdma_compiled import RdmaSide
+from mkernel.transport.striped import StripedTransport
+from mkernel.transport.striped_compiled import StripedSide
 
-__all__ = ["RcSide"]
+__all__ = ["RcSide", "side"]
 
 _NO_IMM = 1 << 32
 
 
 class RcSide(RdmaSide):
-    """As in ``RdmaSide``.
-
-    Raises
-    ------
-    UnfitError
-        There are several cards; or the card's queue pairs do not tell what they are to libibverbs.
-    """
+    """As in ``RdmaSide``."""
 
     kind = Kind.rc
 
     def __init__(self, transport: Transport) -> None:
-        if not isinstance(transport, RcTransport):
-            raise UnfitError("it does not spread puts over several cards")
+        assert isinstance(transport, RcTransport)
         self._transport = transport
         super().__init__(transport, [connection.pair for connection in transport._connections])
         targets = [(peer, transport._targets[peer]) for peer in transport._by_peer]
@@ -60,10 +55,18 @@ class RcSide(RdmaSide):
             raise transport._bad_message(transport._connections[report.pair], report.bytes, imm)
         super().explain(report, put)
 
-    def look(self, report: Report, under_way: list[int]) -> None:
+    def look(self, report: Report, under_way: list[int]) -> tuple[()]:
         """Look for asynchronous events, and ring doorbells again where nothing completes (``RcTransport._nudge``)."""
         super().look(report, under_way)
         transport = self._transport
         if under_way and transport.signal == "atomic":
             transport._moved_ns = max(transport._moved_ns, report.moved_ns)
             transport._nudge([transport._connections[position] for position in under_way], time.monotonic_ns())
+        return ()
+
+
+def side(transport: Transport) -> Side:
+    """The side of a rank's card, or of its cards. Raises UnfitError as ``RdmaSide`` and ``StripedSide`` do."""
+    if not isinstance(transport, StripedTransport):
+        return RcSide(transport)
+    return StripedSide(transport, [RcSide(way.link.transport) for way in transport.ways])

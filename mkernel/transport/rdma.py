@@ -24,6 +24,7 @@ EVENT_POLLS = 64  # polls from one look for asynchronous events to the next
 PORT_SECONDS = 1.0  # how long a port may be down; less than a card tries again, if the transport says how long that is
 EXPLAIN_SECONDS = 1.0  # how long to look for the cause of a queue pair's error
 _EXPLAIN_PAUSE = 0.002  # seconds between two looks
+_PACKET_SECONDS = 0.05  # longer than a packet lives
 _POLL = 64  # completions a poll takes at most
 _WORD = 8
 
@@ -54,6 +55,7 @@ class RdmaTransport(Transport):
         self._ranks = peers
         self._reachable: set[int] = set()
         self._peer_of: dict[int, int] = {}  # number of a queue pair -> rank at its other end
+        self._all_pairs: list[verbs.QueuePair] = []
         self._max_message = nic.limits.max_message
         self._outstanding = 0  # puts accepted and not completed
         self._polls = 0
@@ -94,6 +96,7 @@ class RdmaTransport(Transport):
     def _own(self, pair: verbs.QueuePair, peer: int) -> None:
         """Close a queue pair with the transport."""
         self._peer_of[pair.number] = peer
+        self._all_pairs.append(pair)
         self._undo.callback(pair.close)
         self._undo.callback(self._fail, pair)
 
@@ -102,6 +105,12 @@ class RdmaTransport(Transport):
         """Move a queue pair to the error state, so that the card leaves memory alone before any is freed."""
         with contextlib.suppress(verbs.VerbsError):  # e.g. the device is gone
             pair.fail()
+
+    def abandon(self) -> None:
+        """Move all queue pairs to the error state, and wait until no packet of theirs can be in the network."""
+        for pair in self._all_pairs:
+            self._fail(pair)
+        time.sleep(_PACKET_SECONDS)
 
     def close(self) -> None:
         if not self._closed:

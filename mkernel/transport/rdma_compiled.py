@@ -75,9 +75,10 @@ class RdmaSide(Side):
             op, text = ("post", "posting to a queue pair") if trouble == Trouble.post else ("receive", "posting a receive")
             error = verbs.VerbsError(text, report.code)
             raise transport._refused(op, error, self._pairs[report.pair]) from error
-        super().explain(report, put)
+        raise self.miscounted(report)
 
-    def look(self, report: Report, under_way: list[int]) -> None:
+    def look(self, report: Report, under_way: list[int]) -> tuple[()]:
         """Look for asynchronous events."""
         self._rdma._look_at_events()
         self._rdma.arrived = report.arrived
+        return ()

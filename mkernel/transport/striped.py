@@ -13,8 +13,9 @@ Hence:
 
 When a link fails, what it has not completed goes by the others. Its puts may have arrived in part: they are written again, with the same
 bytes, for their sources are still held. A flag may have been raised although its completion never came, so of the flags that were under
-way only the newest value of each word is written again, when the bytes of all of them are there: a flag never goes back. A link counts as
-failed after its card's last try, long after the last packet was sent, so that none of them comes later still.
+way only the newest value of each word is written again, when the bytes of all of them are there: a flag never goes back. One thing must
+not happen: that the link carries on with the rest, to another peer or once its port is up again. An old value would follow a newer one, and
+bytes of a source that is not held any more would be read. So the link is told to stop first (``Transport.abandon``).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from mkernel import abi
 from mkernel.errors import TransportError
 from mkernel.transport.base import Put, Transport
 
-__all__ = ["LINK_FAULTS", "SMALLEST", "Link", "StripedTransport", "shares"]
+__all__ = ["LINK_FAULTS", "SMALLEST", "Link", "StripedTransport", "Way", "shares"]
 
 _log = logging.getLogger("mkernel")
 
 SMALLEST = 512 << 10  # bytes of a part: less than twice as much is not spread, for parts cost the engine time
-_UNIT = 256  # parts begin at multiples of this
+UNIT = 256  # parts begin at multiples of this
 _SCRATCH: int = abi.SignalHeader.scratch.offset
 _CHANNELS = abi.SCRATCH_WORDS  # of a link: channels that are equal modulo this share one, which orders more than is asked for
 # Errors that say that a way to the peer is gone. All others are bugs, or the peer's, and would come back on every link.
@@ -57,7 +58,7 @@ class Link:
 class _Job:
     """A put that is not complete."""
 
-    __slots__ = ("bytes_left", "flagged", "merged", "parts", "put")
+    __slots__ = ("bytes_left", "ended", "flagged", "merged", "parts", "put")
 
     def __init__(self, put: Put) -> None:
         self.put = put
@@ -65,6 +66,7 @@ class _Job:
         self.bytes_left = put.bytes  # that travel with the flag
         self.flagged = False  # the flag is complete
         self.merged = False  # a newer value of the same word takes the flag's place
+        self.ended = False  # its completion has been reported
 
 
 class _Part:
@@ -72,7 +74,7 @@ class _Part:
 
     __slots__ = ("bytes", "flag", "flow", "job", "offset", "way")
 
-    def __init__(self, flow: _Flow, job: _Job, way: _Way, offset: int, size: int, *, flag: bool = False) -> None:
+    def __init__(self, flow: _Flow, job: _Job, way: Way, offset: int, size: int, *, flag: bool = False) -> None:
         self.flow, self.job, self.way, self.offset, self.bytes, self.flag = flow, job, way, offset, size, flag
 
 
@@ -81,13 +83,13 @@ class _Flow:
 
     __slots__ = ("channel", "home", "rank", "sent", "waiting")
 
-    def __init__(self, rank: int, channel: int, home: _Way) -> None:
+    def __init__(self, rank: int, channel: int, home: Way) -> None:
         self.rank, self.channel, self.home = rank, channel, home
         self.waiting: deque[_Job] = deque()  # their flags are not posted
         self.sent: dict[_Job, None] = {}  # their flags are posted and not complete
 
 
-class _Way:
+class Way:
     """A link, and what is on it."""
 
     __slots__ = ("backlog", "dirty", "flows", "flying", "link", "lost", "queues", "refused", "ticket")
@@ -116,7 +118,7 @@ def shares(size: int, rates: Sequence[float], backlogs: Sequence[float]) -> list
         use.remove(least)
     found, left = [0] * len(rates), size
     for i in use[1:]:
-        found[i] = min(left, int(parts[i]) // _UNIT * _UNIT)
+        found[i] = min(left, int(parts[i]) // UNIT * UNIT)
         left -= found[i]
     found[use[0]] = left
     return found
@@ -144,11 +146,16 @@ class StripedTransport(Transport):
             raise ValueError("there must be links, with positive rates")
         self._rank = rank
         self._all = [link.transport for link in links]  # receivers take no part in a put: ``arrived`` stays 0
-        self._ways = [_Way(link) for link in links]  # those that work
+        self._ways = [Way(link) for link in links]  # those that work
         self._flows: dict[tuple[int, int], _Flow] = {}
         self._done: list[int] = []
         self._number = 0  # value of the last scratch flag
         self._closed = False
+
+    @property
+    def ways(self) -> list[Way]:
+        """The links that work, for what posts in place of this transport."""
+        return list(self._ways)
 
     @property
     def links(self) -> list[str]:
@@ -222,7 +229,7 @@ class StripedTransport(Transport):
                 transport.close()
 
     # ---- parts and flags
-    def _choose_home(self) -> _Way:
+    def _choose_home(self) -> Way:
         """The link that has fewest flows for its rate."""
         way = min(self._ways, key=lambda way: (way.flows + 1) / way.link.rate)
         way.flows += 1
@@ -243,7 +250,7 @@ class StripedTransport(Transport):
         if rank not in way.refused:
             self._pump(way, rank)
 
-    def _pump(self, way: _Way, rank: int) -> None:
+    def _pump(self, way: Way, rank: int) -> None:
         """Post what is queued to a rank, as far as the link accepts it."""
         queue = way.queues.get(rank)
         while queue:
@@ -260,7 +267,7 @@ class StripedTransport(Transport):
             way.dirty = True
         way.refused.discard(rank)
 
-    def _put(self, way: _Way, part: _Part) -> Put:
+    def _put(self, way: Way, part: _Part) -> Put:
         put, channel = part.job.put, part.flow.channel % _CHANNELS
         offset, value = put.signal_offset, put.signal_value
         if not part.flag:
@@ -299,18 +306,14 @@ class StripedTransport(Transport):
         self._finish(job)
 
     def _finish(self, job: _Job) -> None:
-        if job.flagged and not job.parts:
+        if job.flagged and not job.parts and not job.ended:
+            job.ended = True
             self._done.append(job.put.ticket)
 
     # ---- a link that fails
-    def _lose(self, way: _Way, error: TransportError) -> None:
+    def _lose(self, way: Way, error: TransportError) -> None:
         """Go on without a link. Raises its error where that is no help."""
-        if error.status not in LINK_FAULTS or len(self._ways) == 1:
-            raise error
-        self._ways.remove(way)
-        way.lost = True
-        left = " and ".join(self.links)
-        _log.warning("rank %d: %s has failed, and its puts go by %s from now on: %s", self._rank, way.link.name, left, error)
+        self.give_up(way, error)
         parts = [*way.flying.values(), *(part for queue in way.queues.values() for part in queue)]
         way.flying, way.queues, way.refused, way.dirty = {}, {}, set(), False
         for part in parts:
@@ -323,7 +326,17 @@ class StripedTransport(Transport):
         for flow in self._flows.values():
             self._release(flow)
 
-    def _emptiest(self, size: int) -> _Way:
+    def give_up(self, way: Way, error: TransportError) -> None:
+        """Stop a link that has failed, and say so. Raises its error where the others are no help."""
+        if error.status not in LINK_FAULTS or len(self._ways) == 1:
+            raise error
+        way.link.transport.abandon()
+        self._ways.remove(way)
+        way.lost = True
+        left = " and ".join(self.links)
+        _log.warning("rank %d: %s has failed, and its puts go by %s from now on: %s", self._rank, way.link.name, left, error)
+
+    def _emptiest(self, size: int) -> Way:
         """The link by which so many bytes more are there first."""
         return min(self._ways, key=lambda way: (way.backlog + size) / way.link.rate)
 

@@ -24,8 +24,11 @@ from mkernel.proxy.ring import RingReader
 from mkernel.transport import compiled as structs
 from mkernel.transport import compiled_side
 from mkernel.transport.null import NullSide, NullTransport
+from mkernel.transport.striped_compiled import MOST_LINKS
 from mkernel.transport.verbs import Handles, handles
 from tests.transport.harness import Producer
+from tests.transport.standin import Mood
+from tests.transport.standin_calls import Calls
 from tests.transport.striped_networks import Cards
 
 INTERFACE = Path(__file__).parents[2] / "kernels_src" / "proxy" / "interface.hpp"
@@ -133,9 +136,14 @@ def test_a_transport_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
         kind_of("emulated")
 
 
-def test_several_cards_are_left_to_python() -> None:
-    with Cards(ranks=2) as network, pytest.raises(structs.UnfitError, match="several cards"):
-        compiled_side("rc", network.transports[0])
+def test_several_cards() -> None:
+    with Cards(ranks=2, compiled=True) as network, open_engine("rc", RingReader(Producer().buffer), network.transports[0]) as engine:
+        assert type(engine) is CompiledEngine
+    with Cards(ranks=2, moods=(Mood(),) * (MOST_LINKS + 1)) as network:
+        for fabric in network.fabrics:
+            fabric.calls = Calls(fabric)
+        with pytest.raises(structs.UnfitError, match="16 cards at most"):
+            compiled_side("rc", network.transports[0])
 
 
 # ---- queue pairs of pyverbs

@@ -12,7 +12,7 @@ from mkernel.jit.cpu import find_compiler
 from mkernel.proxy.compiled import load
 from tests.transport.standin import Mood
 
-__all__ = ["BUGS", "NARROW", "Bug", "build", "planted"]
+__all__ = ["BUGS", "NARROW", "STRIPED_BUGS", "Bug", "build", "planted"]
 
 KERNELS = Path(__file__).parents[2] / "kernels_src"
 _EARLY = "visible before the bytes|never sent|went back|signals arrived"
@@ -94,8 +94,8 @@ BUGS = (
     Bug(
         "lost_completion",
         "rc.hpp",
-        "      if (!ring_.complete(pending.put->ticket))",
-        "      if (pending.put->ticket != 20 && !ring_.complete(pending.put->ticket))",
+        "      if (!credits_.complete(pending.put->ticket))",
+        "      if (pending.put->ticket != 20 && !credits_.complete(pending.put->ticket))",
         _LOST,
     ),
     Bug("what_is_held_is_overtaken", "engine.cpp", "held_[peer].any ? Post::kRefused :", "", _EARLY + "|in flight", mood="narrow"),
@@ -149,6 +149,87 @@ BUGS = (
         "static constexpr uint64_t kMask = abi::kRingSlots / 2 - 1;",
         ".",
         check="wrap",
+    ),
+)
+
+
+STRIPED_BUGS = (  # ``check``: whether a link is lost
+    Bug("flags_do_not_wait", "striped.hpp", "      if (job.parts != job.on[flow.home]) return true;\n", "", mood="slow"),
+    Bug(
+        "flags_wait_for_their_own_bytes_only",
+        "striped.hpp",
+        "      Job& job = *flow.waiting.first();\n      if (job.parts != job.on[flow.home]) return true;\n      flow.waiting.remove(job);",
+        "      Job* found = flow.waiting.first();\n      while (found != nullptr && found->parts != found->on[flow.home]) {\n"
+        "        found = found->after;\n      }\n"
+        "      if (found == nullptr) return true;\n      Job& job = *found;\n      flow.waiting.remove(job);",
+        mood="slow",
+    ),
+    Bug(
+        "flags_take_links_in_turn",
+        "striped.hpp",
+        "      Job& job = *flow.waiting.first();\n",
+        "      Job& job = *flow.waiting.first();\n      flow.home = ++number_ % ways_.size();\n",
+        mood="slow",
+    ),
+    Bug(
+        "credit_with_the_flag",
+        "striped.hpp",
+        "      flow.sent.push(job);\n",
+        "      flow.sent.push(job);\n      job.flagged = true;\n      if (!finish(job)) return false;\n",
+        _EARLY + "|not in flight",
+        mood="slow",
+    ),
+    Bug(
+        "a_byte_between_two_parts",
+        "striped.hpp",
+        "if (!send(part_of(job, number, offset, sizes_[number], false)))",
+        "if (!send(part_of(job, number, offset, sizes_[number] - (offset == 0), false)))",
+    ),
+    Bug(
+        "no_order_where_a_link_refuses",
+        "striped.hpp",
+        "    if (!first) return true;\n    ++way.num_refusing;\n",
+        "    if (!first) {\n      way.queues[peer].remove(part);\n      List<Part> front;\n      front.push(part);\n"
+        "      way.queues[peer].prepend(front);\n      return true;\n    }\n    ++way.num_refusing;\n",
+        mood="narrow",
+    ),
+    Bug("nothing_is_flushed_after_completions", "striped.hpp", "    return flush();  // of", "    return true;  // of", _LOST),
+    Bug("refused_parts_stay", "striped.hpp", "way.num_refusing > 0 && peer", "false && peer", _LOST, mood="narrow"),
+    Bug(
+        "nothing_is_sent_again",
+        "striped.hpp",
+        "      part.way = emptiest(part.command.bytes);\n      if (!send(part)) return false;\n",
+        "      if (!release(*job.flow) || !finish(job)) return false;\n",
+        _EARLY + "|" + _LOST,
+        mood="slow",
+        check="lost",
+    ),
+    Bug(
+        "old_flags_are_sent_again",
+        "striped.hpp",
+        "if (!job->merged && !newer.insert(job->put->signal_offset).second) job->merged = true;",
+        "",
+        "went back",
+        mood="slow",
+        check="lost",
+    ),
+    Bug(
+        "bytes_of_merged_flags_are_not_sent_again",
+        "striped.hpp",
+        "      if (!job->merged || size == 0) continue;\n",
+        "      continue;\n",
+        mood="slow",
+        check="lost",
+    ),
+    Bug("completed_twice", "striped.hpp", "job.parts != 0 || job.ended)", "job.parts != 0)", "is not in flight", mood="slow", check="lost"),
+    Bug(
+        "homes_stay",
+        "striped.hpp",
+        "      if (flow.home == number && !move(flow)) return false;\n",
+        "",
+        _LOST + "|IBV_WC|" + _EARLY,
+        mood="slow",
+        check="lost",
     ),
 )
 

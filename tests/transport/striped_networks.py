@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from mkernel.transport import Wiring
+from mkernel.errors import TransportError
+from mkernel.proxy.compiled import CompiledEngine
+from mkernel.proxy.ring import RingReader
+from mkernel.transport import Wiring, compiled_side
 from mkernel.transport.base import Put, Transport
 from mkernel.transport.emulated import EmulatedTransport, Faults
 from mkernel.transport.rc import RcTransport, open_transport
-from mkernel.transport.striped import Link, StripedTransport, _Flow, _Job, _Part, _Way
+from mkernel.transport.striped import Link, StripedTransport, Way, _Flow, _Job, _Part
 from tests.transport.harness import LateCopier, LocalNetwork
 from tests.transport.standin import Fabric, Mood
+from tests.transport.standin_calls import Calls
 
-__all__ = ["BUGS", "FAILING_BUGS", "RATES", "Cards", "EmulatedLinks"]
+__all__ = ["BUGS", "FAILING_BUGS", "LOST_CARD_BUGS", "RATES", "Cards", "EmulatedLinks", "ItCarriesOn"]
 
 RATES = (50.0, 12.5)  # GB/s
 
@@ -62,7 +67,10 @@ class EmulatedLinks(LocalNetwork):
 
 
 class Cards(LocalNetwork):
-    """Each rank has a card on every network. ``then``: what happens after so many turns, e.g. a card is lost."""
+    """Each rank has a card on every network.
+
+    ``then``: what happens after so many turns, e.g. a card is lost; ``compiled``: the engines are, from ``loop`` or as users get them.
+    """
 
     def __init__(
         self,
@@ -71,26 +79,44 @@ class Cards(LocalNetwork):
         moods: Sequence[Mood] = (Mood(), Mood()),
         kind: type[StripedTransport] = StripedTransport,
         then: tuple[int, Callable[[Cards], object]] | None = None,
+        compiled: bool = False,
+        loop: ctypes.CDLL | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(ranks, 1 << 20, seed)
+        self._compiled, self._loop = compiled, loop
         self.fabrics = [Fabric(mood, seed + number) for number, mood in enumerate(moods)]
-        self.turns, self._then = 0, then
-        members: list[list[RcTransport]] = []
+        self.turns, self.then = 0, then
+        self.links: list[list[RcTransport]] = []  # by network, then by rank
         for number, fabric in enumerate(self.fabrics):
             fabric.watcher = lambda: self.watcher()
+            fabric.calls = Calls(fabric) if compiled else None
             opened = [
                 open_transport(self._nic(fabric, number, rank), self._wiring(rank), signal="atomic", queue_pairs=2) for rank in self.ranks
             ]
             addresses = [transport.address for transport in opened]
             for transport in opened:
                 transport.connect(addresses)
-            members.append(opened)
+            self.links.append(opened)
         self.transports: list[StripedTransport] = []
         for rank in self.ranks:
-            links = [Link(opened[rank], opened[rank].name, 1.0 + number) for number, opened in enumerate(members)]
+            links = [Link(opened[rank], opened[rank].name, 1.0 + number) for number, opened in enumerate(self.links)]
             self.transports.append(kind(rank, links))
             self.start(rank, self.transports[-1])
+
+    def start(self, rank: int, transport: Transport) -> None:
+        if not self._compiled:
+            super().start(rank, transport)
+            return
+        ring = RingReader(self.producers[rank].buffer)
+        self.engines.append(CompiledEngine(ring, transport, compiled_side("rc", transport), self.clock, loop=self._loop))
+
+    def step_engines(self) -> bool:
+        moved = super().step_engines()
+        for fabric in self.fabrics:
+            if fabric.calls is not None and fabric.calls.failure is not None:
+                raise fabric.calls.failure
+        return moved
 
     @staticmethod
     def _nic(fabric: Fabric, number: int, rank: int) -> object:
@@ -113,8 +139,8 @@ class Cards(LocalNetwork):
     def turn(self) -> bool:
         self.clock.now += 1_000
         self.turns += 1
-        if self._then is not None and self.turns == self._then[0]:
-            self._then[1](self)
+        if self.then is not None and self.turns == self.then[0]:
+            self.then[1](self)
         moved = self.step_engines()
         busy = [fabric.step() for fabric in self.fabrics]
         return moved or any(busy) or any(engine.next_event_ns() is not None for engine in self.engines)
@@ -171,7 +197,7 @@ class CreditWithTheFlag(StripedTransport):
 class LostByte(StripedTransport):
     """Between two parts."""
 
-    def _put(self, way: _Way, part: _Part) -> Put:
+    def _put(self, way: Way, part: _Part) -> Put:
         put = super()._put(way, part)
         return put if part.flag or part.offset else put._replace(bytes=put.bytes - 1)
 
@@ -192,6 +218,20 @@ class OldFlagsAreSentAgain(StripedTransport):
         flow.sent.clear()
 
 
+class ItCarriesOn(StripedTransport):
+    """A link that has failed is not told to stop."""
+
+    def give_up(self, way: Way, error: TransportError) -> None:
+        way.link.transport.abandon = lambda: None  # type: ignore[method-assign]
+        super().give_up(way, error)
+
+
+class CompletedTwice(StripedTransport):
+    def _finish(self, job: _Job) -> None:
+        job.ended = False
+        super()._finish(job)
+
+
 BUGS: dict[type[StripedTransport], str] = {
     FlagsDoNotWait: "visible before the bytes",
     FlagsWaitForTheirOwnBytesOnly: "visible before the bytes|went back",
@@ -203,3 +243,4 @@ FAILING_BUGS: dict[type[StripedTransport], str] = {
     NothingIsSentAgain: "visible before the bytes",
     OldFlagsAreSentAgain: "went back",
 }
+LOST_CARD_BUGS = (ItCarriesOn, CompletedTwice)

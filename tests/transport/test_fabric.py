@@ -245,7 +245,7 @@ def _in_mood(mood: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("check", "bug"), [pytest.param(check, bug, id=bug.name) for check, bugs in BUGS.items() for bug in bugs])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_planted_bug_shows(tmp_path: Path, check: str, bug: Bug) -> None:
     with bug.in_force(tmp_path / "kernels_src"):
         for seed in range(30):

@@ -24,7 +24,7 @@ from tests.transport.standin import MOODS, Fabric, Mood, StandinNetwork
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("mood", MOODS)
 @pytest.mark.parametrize("signal", ["atomic", "imm"])
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 def test_contract(signal: str, mood: str, check: str, pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--seed")
     with StandinNetwork(opener(signal), mood=MOODS[mood], seed=seed) as network:

@@ -34,7 +34,7 @@ ALL_CHECKS = {**CHECKS, "values_of_a_flag": check_values_of_a_flag}
 @pytest.mark.parametrize("check", ALL_CHECKS)
 @pytest.mark.parametrize("mood", ALL_MOODS)
 @pytest.mark.parametrize("signal", ["atomic", "imm"])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_contract(signal: str, mood: str, check: str, pytestconfig: pytest.Config) -> None:
     if (signal, check) == ("imm", "values_of_a_flag"):
         signal = "atomic"  # this check is of one rank's queue pairs
@@ -57,7 +57,7 @@ def test_plain_writes() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_planted_bug_fails_the_contract(bug: Bug, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Some bugs show at some orders of events only: a dozen are tried."""
     loop = build(bug, tmp_path)

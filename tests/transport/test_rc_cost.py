@@ -17,9 +17,9 @@ from mkernel.jit.cpu import find_compiler
 from mkernel.proxy.compiled import CompiledEngine
 from mkernel.proxy.pace import Pace
 from mkernel.proxy.ring import RingReader
-from mkernel.transport import verbs
+from mkernel.transport import compiled_side, verbs
 from mkernel.transport.rc import open_transport
-from mkernel.transport.rc_compiled import RcSide
+from mkernel.transport.striped import Link, StripedTransport
 from tests.transport.compiled_bugs import KERNELS
 from tests.transport.harness import Producer
 from tests.transport.rc_standin import wiring
@@ -33,9 +33,12 @@ _CARD = """
 
 #include "abi.h"
 #include "verbs.hpp"
-// What asks for a completion has one at the next poll.
-static uint64_t ended[1 << 16];
-static unsigned head, tail;
+// What asks for a completion has one at the next poll. Queue pairs and queues are told by the number of their card.
+struct Queue {
+  uint64_t ended[1 << 16];
+  unsigned head, tail;
+};
+static Queue queues[9];
 static std::atomic<uint64_t> posted_ns;
 
 static uint64_t now_ns() {
@@ -44,19 +47,21 @@ static uint64_t now_ns() {
   return time.tv_sec * 1000000000ull + time.tv_nsec;
 }
 
-extern "C" int post_send(void*, mkproxy::SendRequest* first, mkproxy::SendRequest**) {
+extern "C" int post_send(void* card, mkproxy::SendRequest* first, mkproxy::SendRequest**) {
   posted_ns.store(now_ns());
+  Queue& queue = queues[reinterpret_cast<uint64_t>(card)];
   for (; first; first = first->next) {
-    if (first->flags & mkproxy::kSignaled) ended[head++ & 0xFFFF] = first->id;
+    if (first->flags & mkproxy::kSignaled) queue.ended[queue.head++ & 0xFFFF] = first->id;
   }
   return 0;
 }
 
 extern "C" int post_receive(void*, mkproxy::ReceiveRequest*, mkproxy::ReceiveRequest**) { return 0; }
 
-extern "C" int poll(void*, int limit, mkproxy::Completion* found) {
+extern "C" int poll(void* card, int limit, mkproxy::Completion* found) {
+  Queue& queue = queues[reinterpret_cast<uint64_t>(card)];
   int count = 0;
-  for (; tail != head && count < limit; ++count) found[count] = {.id = ended[tail++ & 0xFFFF]};
+  for (; queue.tail != queue.head && count < limit; ++count) found[count] = {.id = queue.ended[queue.tail++ & 0xFFFF]};
   return count;
 }
 
@@ -78,36 +83,45 @@ extern "C" void issue(abi::Ring* ring, uint64_t count, uint64_t pause_ns, uint64
 
 
 @contextlib.contextmanager
-def idle(folder: Path) -> Iterator[tuple[CompiledEngine, Producer, ctypes.CDLL]]:
-    """An engine over that card, its ring, and the card."""
+def idle(folder: Path, cards: int = 0) -> Iterator[tuple[CompiledEngine, Producer, ctypes.CDLL]]:
+    """An engine over that card, its ring, and the card. ``cards``: so many of them, over which puts are spread; 0: no spreading."""
     (folder / "card.cpp").write_text(_CARD)
     command = [*find_compiler(), "-std=c++20", "-O2", "-fPIC", "-shared", f"-I{KERNELS / 'proxy'}", f"-I{KERNELS}"]
     subprocess.run([*command, str(folder / "card.cpp"), "-o", str(folder / "card.so")], check=True)
     card = ctypes.CDLL(str(folder / "card.so"))
     functions = [ctypes.cast(getattr(card, name), ctypes.c_void_p).value or 0 for name in ("post_send", "post_receive", "poll")]
-    transport = open_transport(Fabric().nic(0), wiring(heap_bytes=1 << 30), signal="atomic", queue_pairs=4)
-    transport.connect([b"", transport.address.replace(b'"1": [[', b'"0": [[')])
-    for connection in transport._connections:
-        connection.pair.handles = lambda: verbs.Handles(1, 1, 1, *functions)  # type: ignore[method-assign]
+    opened = []
+    for number in range(1, max(cards, 1) + 1):
+        transport = open_transport(Fabric().nic(0), wiring(heap_bytes=1 << 30, signal_bytes=1 << 16), signal="atomic", queue_pairs=4)
+        transport.connect([b"", transport.address.replace(b'"1": [[', b'"0": [[')])
+        for connection in transport._connections:
+            connection.pair.handles = lambda number=number: verbs.Handles(number, number, number, *functions)  # type: ignore[misc]
+        opened.append(transport)
+    whole = StripedTransport(0, [Link(link, link.name, 1.0) for link in opened]) if cards else opened[0]
     producer = Producer()
-    with CompiledEngine(RingReader(producer.buffer), transport, RcSide(transport)) as engine:
+    with CompiledEngine(RingReader(producer.buffer), whole, compiled_side("rc", whole)) as engine:
         yield engine, producer, card
 
 
-def test_cost_per_put(tmp_path: Path) -> None:
-    spent, puts = 0, 20 * RING_SLOTS
-    with idle(tmp_path) as (engine, producer, _):
+@pytest.mark.parametrize(
+    ("cards", "kilobytes"), [(0, 256), (2, 512), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 256), (4, 1024)))]
+)
+def test_cost_per_put(cards: int, kilobytes: int, tmp_path: Path) -> None:
+    """Puts of 512 KiB and more are spread."""
+    spent, puts, size = 0, 20 * RING_SLOTS, kilobytes << 10
+    with idle(tmp_path, cards) as (engine, producer, _):
         pace = Pace(spin_ns=0)
         while producer.head < puts:
             for _ in range(RING_SLOTS):
                 channel = producer.head % 4
-                assert producer.issue(channel, 1, 0, 0, 1 << 18, 8 * channel, producer.head + 1) is not None
+                assert producer.issue(channel, 1, 0, 0, size, 8 * channel, producer.head + 1) is not None
             begin = time.process_time_ns()
             while producer.completed < producer.head:
                 engine.spin(pace, False, 4_000_000)
             spent += time.process_time_ns() - begin
         assert producer.completed == puts
-    print(f"rc compiled, over an idle card, 256 KiB puts in batches: {spent / 1e3 / puts:.3f} us of CPU time per put")
+    what = f"{cards} idle cards, {'spread' if kilobytes >= 512 else 'whole'}" if cards else "an idle card"
+    print(f"rc compiled, over {what}, {kilobytes} KiB puts in batches: {spent / 1e3 / puts:.3f} us of CPU time per put")
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def network(mood: Mood | None = None, *, kind: type[SrdTransport] = SrdTransport
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("mood", SRD_MOODS)
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 def test_contract(mood: str, check: str, pytestconfig: pytest.Config) -> None:
     with network(SRD_MOODS[mood], seed=pytestconfig.getoption("--seed")) as ranks:
         CHECKS[check](ranks)

@@ -61,7 +61,7 @@ def network(kind: type[StandinNetwork] = CompiledNetwork, mood: Mood | None = No
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("mood", ALL_MOODS)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_contract(mood: str, check: str, pytestconfig: pytest.Config) -> None:
     with network(mood=ALL_MOODS[mood], seed=pytestconfig.getoption("--seed")) as ranks:
         CHECKS[check](ranks)
@@ -191,7 +191,7 @@ FAILURES: dict[Callable[[StandinNetwork], None], str] = {
 
 
 @pytest.mark.parametrize("scenario", FAILURES, ids=lambda scenario: scenario.__name__)
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(7)
 def test_failures_are_the_same(scenario: Callable[[StandinNetwork], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mkernel.transport.rdma.EXPLAIN_SECONDS", 0.05)
     errors = []

@@ -176,7 +176,7 @@ def test_a_million_puts(pair: dict[str, type]) -> None:
 @pytest.mark.parametrize("credits", [4, 16, 300])
 @pytest.mark.parametrize("both", [False, True], ids=["one_way", "both_ways"])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 def test_few_credits_and_small_windows(credits: int, both: bool, seed: int, pair: dict[str, type]) -> None:
     World(3000, seed=seed, credits=credits, window=8, both=both, **pair).run()
     World(3000, seed=seed, credits=credits, both=both, fair=0.0, **pair).run()

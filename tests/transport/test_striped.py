@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from mkernel.transport.striped import Link, StripedTransport, shares
 from tests.transport.contract import CHECKS, check_signal_never_before_data
 from tests.transport.harness import Producer
 from tests.transport.standin import MOODS, Mood
-from tests.transport.striped_networks import BUGS, FAILING_BUGS, RATES, Cards, EmulatedLinks
+from tests.transport.striped_networks import BUGS, FAILING_BUGS, LOST_CARD_BUGS, RATES, Cards, EmulatedLinks, ItCarriesOn
 
+ENGINES = ("python", "compiled")
 _FAULTS = {
     "plain": (Faults(), Faults()),
     "unlike": (Faults(delay_us=100, reorder_us=20), Faults(queue_depth=3)),
@@ -35,12 +37,12 @@ _FAULTS = {
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contract's puts have at most 1500 bytes: they are spread, too."""
     monkeypatch.setattr(striped, "SMALLEST", 48)
-    monkeypatch.setattr(striped, "_UNIT", 16)
+    monkeypatch.setattr(striped, "UNIT", 16)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("faults", _FAULTS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_contract_over_emulated_links(faults: str, check: str, pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--seed")
     with EmulatedLinks(faults=_FAULTS[faults], seed=seed) as network:
@@ -50,10 +52,11 @@ def test_contract_over_emulated_links(faults: str, check: str, pytestconfig: pyt
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.drawn(3)
-def test_contract_over_cards(mood: str, check: str, pytestconfig: pytest.Config) -> None:
+def test_contract_over_cards(engine: str, mood: str, check: str, pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--seed")
-    with Cards(moods=(MOODS[mood], Mood()), seed=seed) as network:
+    with Cards(moods=(MOODS[mood], Mood()), compiled=engine == "compiled", seed=seed) as network:
         CHECKS[check](network)
         assert all(len(transport.links) == 2 for transport in network.transports), "none has failed"
 
@@ -80,15 +83,73 @@ def lose(network: Cards) -> None:
 
 @pytest.mark.parametrize("turns", [1, 15, 30, 60])
 @pytest.mark.parametrize("mood", ["late", "slow", "short_queues"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.drawn(2)
-def test_a_lost_network_costs_bandwidth_only(turns: int, mood: str, caplog: pytest.LogCaptureFixture, pytestconfig: pytest.Config) -> None:
-    seed = pytestconfig.getoption("--seed")
-    with Cards(moods=(Mood(), MOODS[mood]), then=(turns, lose), seed=seed) as network, caplog.at_level(logging.WARNING):
+def test_a_lost_network_costs_bandwidth_only(
+    engine: str, turns: int, mood: str, caplog: pytest.LogCaptureFixture, pytestconfig: pytest.Config
+) -> None:
+    seed, compiled = pytestconfig.getoption("--seed"), engine == "compiled"
+    with (
+        Cards(moods=(Mood(), MOODS[mood]), then=(turns, lose), compiled=compiled, seed=seed) as network,
+        caplog.at_level(logging.WARNING),
+    ):
         check_signal_never_before_data(network, seed)
         for rank, transport in enumerate(network.transports):
             assert transport.links == [f"net0card{rank}:1"]
             assert f"net1card{rank}:1 has failed, and its puts go by net0card{rank}:1 from now on" in caplog.text
             assert "IBV_WC_RETRY_EXC_ERR" in caplog.text
+
+
+def lose_card(network: Cards) -> None:
+    """The last network is gone for rank 1 only: what others have under way on it to each other could still arrive."""
+    network.fabrics[-1].cut.add(1)
+
+
+def lose_last(network: Cards) -> None:
+    network.fabrics[-1].cut |= set(network.ranks)
+
+
+@pytest.mark.parametrize("turns", [15, 40])
+@pytest.mark.parametrize("loss", [lose_card, lose_last])
+@pytest.mark.parametrize("links", [2, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.drawn(3)
+def test_a_lost_card(engine: str, turns: int, loss: Callable[[Cards], None], links: int, pytestconfig: pytest.Config) -> None:
+    """The link that fails is slow, so that much of what it has to carry is under way, also to peers that it still reaches."""
+    seed, moods = pytestconfig.getoption("--seed"), (*(Mood(),) * (links - 1), MOODS["slow"])
+    with Cards(moods=moods, then=(turns, loss), compiled=engine == "compiled", seed=seed) as network:
+        check_signal_never_before_data(network, seed)
+        assert all(len(transport.links) == links - 1 for transport in network.transports)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_cards_but_one_are_lost(engine: str, pytestconfig: pytest.Config) -> None:
+    """One after the other, the first of them the home of most flags: what the second had taken over is moved once more."""
+    seed = pytestconfig.getoption("--seed")
+
+    def lose_second(network: Cards) -> None:
+        network.fabrics[1].cut.add(0)
+
+    def lose_first(network: Cards) -> None:
+        network.fabrics[2].cut.add(0)
+        network.then = (network.turns + 1 + seed % 40, lose_second)
+
+    with Cards(
+        moods=(Mood(), MOODS["slow"], Mood()), then=(10 + seed % 30, lose_first), compiled=engine == "compiled", seed=seed
+    ) as network:
+        check_signal_never_before_data(network, seed)
+        assert network.transports[0].links == ["net0card0:1"]
+
+
+@pytest.mark.parametrize(("engine", "bug"), [*(("python", bug) for bug in LOST_CARD_BUGS), ("compiled", ItCarriesOn)])
+def test_planted_bug_shows_where_a_card_is_lost(engine: str, bug: type[StripedTransport]) -> None:
+    compiled = engine == "compiled"
+    loss, links, message = (lose_card, 2, "went back|visible before") if bug is ItCarriesOn else (lose_last, 3, "only .* are in flight")
+    with pytest.raises((AssertionError, TransportError), match=message):
+        for seed in range(12):
+            moods = (*(Mood(),) * (links - 1), MOODS["slow"])
+            with Cards(kind=bug, moods=moods, then=(15, loss), compiled=compiled, seed=seed) as network:
+                check_signal_never_before_data(network, seed)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -114,8 +175,9 @@ def test_planted_bug_shows_where_a_link_fails(bug: type[StripedTransport]) -> No
     raise AssertionError(f"{bug.__name__} was not noticed")
 
 
-def test_the_last_link_ends_the_world_and_names_the_peer() -> None:
-    with Cards() as network:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_last_link_ends_the_world_and_names_the_peer(engine: str) -> None:
+    with Cards(compiled=engine == "compiled") as network:
         for fabric in network.fabrics:
             fabric.cut.add(1)
         network.producers[0].issue(1, 1, 0, 0, 1000, network.flag_offset(0), 1)
@@ -161,9 +223,10 @@ def test_unlike_links_carry_the_sum_of_their_rates() -> None:
     assert ideal < virtual < 1.05 * ideal + 15e-6
 
 
-def test_small_puts_are_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_small_puts_are_not_spread(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(striped, "SMALLEST", 32 << 10)
-    with Cards(ranks=2) as network:
+    with Cards(ranks=2, compiled=engine == "compiled") as network:
         network.producers[0].issue(1, 1, 0, 0, (64 << 10) - 1, network.flag_offset(0), 1)
         network.settle()
         assert sorted(len(fabric.posted) for fabric in network.fabrics) == [0, 3], "a write, an atomic, a flag"

@@ -1,7 +1,5 @@
-// Two compiled engines under ThreadSanitizer: per rank a thread that is the
-// device's producer, one that is its consumer, and one for the engine; and one
-// thread that is both cards. What one of them may use of another's memory, the
-// engine alone must order.
+// Transport srd below two compiled engines (engine_threads.hpp): one thread is
+// both cards, and carries requests in any order.
 #include <arpa/inet.h>
 #include <sched.h>
 
@@ -14,16 +12,13 @@
 #include <thread>
 #include <vector>
 
-#include "engine.cpp"
+#include "engine_threads.hpp"
 
 using namespace mkproxy;
 
 namespace {
 
-constexpr uint64_t kPuts = 1500, kStreams = 2, kBytes = 96,
-                   kSlots = 8;  // slots: of the source, per channel
 constexpr uint64_t kDepth = 32, kReceives = 41, kSpare = 9;
-constexpr uint64_t kTargets = kPuts * kBytes * kStreams;
 
 struct Work {
   uint64_t id, address, bytes, remote;
@@ -33,7 +28,7 @@ struct Work {
 
 // One rank: its memory, its queue pair and queues. The mutex stands for what
 // the card's hardware orders.
-struct Rank {
+struct Rank : Memory {
   ExtendedPair pair{};
   Rank* peer = nullptr;
   std::vector<Work> batch;
@@ -42,19 +37,13 @@ struct Rank {
   std::deque<ReceiveRequest> receives;
   std::deque<Entry> entries;
   std::deque<Completion> sends, arrivals;
-  // Registered memory: sources first, then where the peer's puts go.
-  std::vector<unsigned char> heap = std::vector<unsigned char>(kStreams * kSlots * kBytes + kTargets);
-  std::vector<uint64_t> signals = std::vector<uint64_t>(kStreams);
   std::vector<unsigned char> messages = std::vector<unsigned char>(kMessageSlot * (kDepth + kReceives));
-  abi::Ring ring{};
-  Report report{};
   Target target{};
-  Setup setup{};
   uint64_t pairs[1];
-  bool engine_ends = false, card_ends = false;
 };
 
 Rank ranks[2];
+bool cards_end = false;
 
 Rank& of(void* pair) { return ranks[static_cast<ExtendedPair*>(pair) == &ranks[0].pair ? 0 : 1]; }
 
@@ -138,69 +127,9 @@ bool carry(Rank& rank, std::mt19937& random) {
   return true;
 }
 
-void die(const char* what) {
-  std::fprintf(stderr, "%s\n", what);
-  std::_Exit(3);
-}
-
-unsigned char byte_of(uint64_t rank, uint64_t channel, uint64_t number) {
-  return static_cast<unsigned char>(rank + 2 * channel + 5 * number + 1);
-}
-uint64_t target_of(uint64_t channel, uint64_t number) { return kStreams * kSlots * kBytes + (number * kStreams + channel) * kBytes; }
-
-// The device's producer: writes a source, then the command; a source again when
-// the put that used it has completed.
-void produce(uint64_t me) {
-  Rank& rank = ranks[me];
-  for (uint64_t ticket = 0; ticket < kPuts * kStreams; ++ticket) {
-    const uint64_t channel = ticket % kStreams, number = ticket / kStreams, source = (channel * kSlots + number % kSlots) * kBytes;
-    if (number >= kSlots) {
-      const uint64_t before = ticket - kSlots * kStreams + 1;
-      while (__atomic_load_n(&rank.ring.completed, __ATOMIC_ACQUIRE) < before) sched_yield();
-    }
-    std::memset(rank.heap.data() + source, byte_of(me, channel, number), kBytes);
-    abi::Command& put = rank.ring.slots[ticket % abi::kRingSlots];
-    put.channel = static_cast<uint32_t>(channel);
-    put.dst_rank = static_cast<uint32_t>(1 - me);
-    put.src_offset = source;
-    put.dst_offset = target_of(channel, number);
-    put.bytes = kBytes;
-    put.signal_offset = 8 * channel;
-    put.signal_value = number + 1;
-    __atomic_store_n(&put.ticket, ticket + 1, __ATOMIC_RELEASE);
-  }
-}
-
-// The device's consumer of a channel: reads what a flag says has come.
-void consume(uint64_t me, uint64_t channel) {
-  Rank& rank = ranks[me];
-  for (uint64_t seen = 0; seen < kPuts;) {
-    const uint64_t flag = __atomic_load_n(&rank.signals[channel], __ATOMIC_ACQUIRE);
-    if (flag == seen) sched_yield();
-    for (; seen < flag; ++seen) {
-      const unsigned char* bytes = rank.heap.data() + target_of(channel, seen);
-      for (uint64_t i = 0; i < kBytes; ++i) {
-        if (bytes[i] != byte_of(1 - me, channel, seen)) die("visible before the bytes");
-      }
-    }
-  }
-}
-
-void run_engine(uint64_t me) {
-  Rank& rank = ranks[me];
-  void* engine = mkp_create(&rank.setup, &rank.report);
-  if (engine == nullptr) die("no engine");
-  while (!__atomic_load_n(&rank.engine_ends, __ATOMIC_RELAXED)) {
-    const int result = mkp_step(engine);
-    if (result == kTrouble) die("trouble");
-    if (result == kIdle) sched_yield();
-  }
-  mkp_destroy(engine);
-}
-
 void run_cards(unsigned seed) {
   std::mt19937 random(seed);
-  while (!__atomic_load_n(&ranks[0].card_ends, __ATOMIC_RELAXED)) {
+  while (!__atomic_load_n(&cards_end, __ATOMIC_RELAXED)) {
     bool moved = false;
     for (Rank& rank : ranks) moved |= carry(rank, random);
     if (!moved) sched_yield();
@@ -232,7 +161,7 @@ void open(uint64_t me) {
   setup.heap = reinterpret_cast<uint64_t>(rank.heap.data());
   setup.heap_bytes = rank.heap.size();
   setup.signals = reinterpret_cast<uint64_t>(rank.signals.data());
-  setup.signal_bytes = 8 * kStreams;
+  setup.signal_bytes = kSignalBytes;
   setup.scratch = setup.scratch_registered = reinterpret_cast<uint64_t>(rank.messages.data());
   setup.max_message = 40;  // three writes for a put
   setup.depth = kDepth;
@@ -252,17 +181,9 @@ void open(uint64_t me) {
 
 int main(int, char** arguments) {
   open(0), open(1);
-  std::vector<std::thread> devices, engines;
-  for (uint64_t me = 0; me < 2; ++me) {
-    engines.emplace_back(run_engine, me);
-    devices.emplace_back(produce, me);
-    for (uint64_t channel = 0; channel < kStreams; ++channel) devices.emplace_back(consume, me, channel);
-  }
   std::thread cards(run_cards, static_cast<unsigned>(std::atoi(arguments[1])));
-  for (std::thread& thread : devices) thread.join();
-  for (Rank& rank : ranks) __atomic_store_n(&rank.engine_ends, true, __ATOMIC_RELAXED);
-  for (std::thread& thread : engines) thread.join();
-  __atomic_store_n(&ranks[0].card_ends, true, __ATOMIC_RELAXED);
+  run_ranks(ranks[0], ranks[1]);
+  __atomic_store_n(&cards_end, true, __ATOMIC_RELAXED);
   cards.join();
   std::puts("all puts came");
   return 0;

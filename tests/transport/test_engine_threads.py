@@ -1,4 +1,4 @@
-"""The compiled engine of srd under ThreadSanitizer: producers, consumers and cards meet only through it (engine_threads.cpp)."""
+"""The compiled engine under ThreadSanitizer: producers, consumers and cards meet only through it (engine_threads.hpp)."""
 
 from __future__ import annotations
 
@@ -30,19 +30,37 @@ BUGS = (
 )
 
 
+STRIPED = (
+    Bug(
+        "flags_do_not_wait",
+        "striped.hpp",
+        "if (job.parts != job.on[flow.home]) return true;",
+        "",
+        f"{RACE}|trouble|visible before",
+    ),
+    Bug(
+        "credit_at_post",
+        "striped.hpp",
+        "    job.bytes_left = put.bytes;\n",
+        "    job.bytes_left = put.bytes;\n    job.ended = credits_.complete(put.ticket);\n",
+        f"{RACE}|trouble|visible before",
+    ),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     code: int
     said: str
 
 
-def run(bug: Bug | None, folder: Path, seed: int) -> Outcome:
+def run(program: str, bug: Bug | None, folder: Path, seed: int) -> Outcome:
     """A few thousand puts each way; the program ends at the first race."""
     libtsan()
     shutil.copytree(KERNELS / "proxy", folder / "proxy")
     if bug is not None:
         (folder / "proxy" / bug.file).write_text(planted(bug))
-    source = Path(__file__).with_name("engine_threads.cpp")
+    source = Path(__file__).with_name(f"{program}_threads.cpp")
     flags = ("-std=c++20", "-O1", "-g", "-w", "-pthread", "-fsanitize=thread", f"-I{folder / 'proxy'}", f"-I{KERNELS}")
     subprocess.run([*find_compiler(), *flags, str(source), "-o", str(folder / "threads")], check=True)
     # Some versions of the library cannot place their shadow memory under strong address-space randomization.
@@ -54,15 +72,17 @@ def run(bug: Bug | None, folder: Path, seed: int) -> Outcome:
 
 
 @pytest.mark.tsan
-def test_no_races(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    outcome = run(None, tmp_path, pytestconfig.getoption("--seed") % 2**31)
+@pytest.mark.parametrize("program", ["srd", "striped"])
+@pytest.mark.drawn(1)
+def test_no_races(program: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    outcome = run(program, None, tmp_path, pytestconfig.getoption("--seed") % 2**31)
     assert outcome == Outcome(0, "all puts came\n"), outcome.said[:5000]
 
 
 @pytest.mark.slow
 @pytest.mark.tsan
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", (*BUGS, *STRIPED), ids=lambda bug: bug.name)
 def test_what_the_engine_must_order(bug: Bug, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    outcome = run(bug, tmp_path, pytestconfig.getoption("--seed") % 2**31)
+    outcome = run("striped" if bug in STRIPED else "srd", bug, tmp_path, pytestconfig.getoption("--seed") % 2**31)
     assert outcome.code != 0, "no race"
     assert any(word in outcome.said for word in bug.message.split("|")), outcome.said[:3000]
