@@ -116,6 +116,10 @@ class Machines:
             self._switch_off(0)
         return outcomes
 
+    def restart(self) -> None:
+        """Whatever a job has changed in the machines, the next jobs have new ones."""
+        self._switch_off(0)
+
     def _machine(self, number: int) -> _Machine:
         machine = self._machines.get(number)
         if machine is None or not machine.on:
@@ -289,11 +293,18 @@ def _script(machine: _Machine, jobs: Sequence[Job], machines: int, sysroot: Sysr
     return "\n".join(lines) + "\n"
 
 
-# What jobs import. Compiling Python takes an emulated processor seconds per process, so the machines find it compiled.
+# What jobs import of others. Compiling Python takes an emulated processor seconds per process, so the machines find it compiled.
 _IMPORTS = """
-numpy ml_dtypes mkernel mkernel.bench mkernel.tools.check mkernel.ops.allgather_gemm mkernel.proxy.process mkernel.runtime.init
-mkernel.runtime.cpu.backend mkernel.transport.rc mkernel.transport.rc_compiled mkernel.transport.devices mkernel.cli.doctor tests.ops.body
-tests.transport.contract tests.transport.harness
+numpy ml_dtypes mkernel.bench mkernel.proxy.process mkernel.runtime.init mkernel.runtime.cpu.backend mkernel.transport.rc
+mkernel.transport.devices mkernel.cli.doctor tests.ops.body tests.ops.sequence_body tests.transport.contract tests.transport.harness
+"""
+_OWN = ("mkernel", "tests/ops", "tests/shared", "tests/transport", "tests/vm")
+_COMPILE = f"""
+import compileall, importlib, json, runpy, subprocess
+for name in {_IMPORTS.split()}:
+    importlib.import_module(name)
+for folder in {_OWN}:
+    compileall.compile_dir(folder, quiet=1)
 """
 
 
@@ -303,6 +314,5 @@ def _compiled_python() -> Path:
     folder = cache_folder() / "bytecode"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONPATH": str(REPOSITORY)}
-    code = "import importlib, json, runpy, subprocess, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    subprocess.run([sys.executable, "-c", code, *_IMPORTS.split()], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _COMPILE], cwd=REPOSITORY, env=environment, check=True, timeout=240)
     return folder

@@ -1,10 +1,8 @@
-"""Worlds whose nodes are machines: fused operations over rc on target cpu, and what everybody hears when something breaks."""
+"""Worlds whose nodes are machines: GEMM ops over rc on target cpu, and what everybody hears when something breaks."""
 
 from __future__ import annotations
 
 import functools
-import secrets
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,10 @@ import mkernel as mk
 from mkernel.proxy.compiled import library
 from tests.ops.body import USES, Case, Rank, topology
 from tests.vm.jobs import worker
-from tests.vm.machines import Job, Machines, Outcome, Round
+from tests.vm.machines import Machines, Outcome, Round
+from tests.vm.worlds import JOBS, jobs, texts, wait_until_calls_go_well
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]  # the machines end sooner by themselves
-JOBS = Path(__file__).parent / "jobs"
-SECRET = secrets.token_hex(32)
 
 
 @functools.cache
@@ -35,25 +32,13 @@ def compile(world: str, *cases: Case) -> None:
     mk.launch(fill, shape.size, ranks_per_node=shape.ranks_per_node, target="cpu", heap_bytes=worker.HEAP)
 
 
-def jobs(scenario: str, world: str, **environment: str) -> list[list[Job]]:
-    shape = topology(world)
-    common = {"MKERNEL_RENDEZVOUS": "10.77.0.1:5555", "MKERNEL_SIZE": str(shape.size), "MKERNEL_NO_COMPILE": "1"}
-    common |= {"MKERNEL_SECRET": SECRET, "MKERNEL_ENGINE": "compiled", **environment}
-    ranks = [Job(JOBS / "worker.py", (scenario,), {**common, "MKERNEL_RANK": str(rank)}) for rank in range(shape.size)]
-    return [ranks[node * shape.ranks_per_node : (node + 1) * shape.ranks_per_node] for node in range(shape.num_nodes)]
-
-
-def texts(outcomes: list[Outcome]) -> str:
-    return "\n".join(map(str, outcomes))
-
-
-@pytest.mark.parametrize("world", ["2x2", pytest.param("4x1", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_sequences.py has fewer calls of every op
+@pytest.mark.parametrize("world", ["2x2", "4x1"])
 def test_fused_operations(machines: Machines, world: str, pytestconfig: pytest.Config) -> None:
-    """20 calls of each operation, without --full 2."""
-    cases, calls = worker.cases(), 20 if pytestconfig.getoption("--full") else 2
+    cases, calls = worker.cases(), 20
     compile(world, *(case for some in cases.values() for case in some))
     environment = {"TEST_SEED": str(pytestconfig.getoption("--seed")), "TEST_CALLS": str(calls)}
-    outcomes = machines.run(jobs("calls", world, **environment), timeout=540)
+    outcomes = machines.run(jobs("worker.py", "calls", world, **environment), timeout=540)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0 and not outcome.left, texts(outcomes)
         (line,) = outcome.lines
@@ -64,7 +49,7 @@ def test_fused_operations(machines: Machines, world: str, pytestconfig: pytest.C
 def fails(machines: Machines, scenario: str, world: str, meanwhile: Any = None, **environment: str) -> list[Outcome]:
     """Outcomes of a scenario in which something breaks. Every rank whose machine stays: an error, in time, after calls that went well."""
     compile(world, worker.SMALL)
-    outcomes = machines.run(jobs(scenario, world, **environment), timeout=280, meanwhile=meanwhile)
+    outcomes = machines.run(jobs("worker.py", scenario, world, **environment), timeout=280, meanwhile=meanwhile)
     for outcome in outcomes:
         if outcome.code is None:
             continue
@@ -74,13 +59,6 @@ def fails(machines: Machines, scenario: str, world: str, meanwhile: Any = None, 
         assert line["seconds"] <= worker.TIMEOUT + 5, texts(outcomes)
         assert line.get("closing", 0) <= 10, texts(outcomes)
     return outcomes
-
-
-def wait_until_calls_go_well(running: Round, world: str) -> None:
-    """On all ranks: what happens next may not be seen before."""
-    shape = topology(world)
-    for rank in range(shape.size):
-        running.wait_for(rank // shape.ranks_per_node, f"going{rank}")
 
 
 @pytest.mark.parametrize("world", ["2x1", pytest.param("2x2", marks=pytest.mark.slow)])

@@ -31,7 +31,7 @@ JOB = Path(os.environ.get("TEST_JOB", ""))  # what the host sees
 
 
 def cases() -> dict[str, list[Case]]:
-    """Calls of every fused operation that there is."""
+    """Calls of every GEMM op."""
     found = {"allgather_gemm": [Case(*shape) for shape in SHAPES]}
     if hasattr(mk, "gemm_reduce_scatter"):
         found["gemm_reduce_scatter"] = [Case(*shape, op="gemm_reduce_scatter") for shape in SHAPES]
@@ -42,10 +42,11 @@ def cases() -> dict[str, list[Case]]:
 
 
 def calls() -> None:
-    """Every fused operation, back to back and with plans that alternate, then all of them in turn; the results are checked afterwards."""
+    """Every GEMM op, back to back and with plans that alternate, then all of them in turn; the results are checked afterwards."""
     seed, times = int(os.environ["TEST_SEED"]), int(os.environ["TEST_CALLS"])
     count: dict[str, int] = {}
     results: list[Result] = []
+    before = _packets()  # machines stay on from test to test
     with mk.init(target="cpu", heap_bytes=HEAP, timeout=120.0) as world:
         ranks = {op: [Rank(world, case, seed + i, ROWS) for i, case in enumerate(some)] for op, some in cases().items()}
         for op, some in ranks.items():
@@ -55,7 +56,7 @@ def calls() -> None:
         everybody = [rank for some in ranks.values() for rank in some]
         results += _calls(everybody, range(times, times + len(everybody)), seed)
         shape = f"{world.num_nodes}x{world.ranks_per_node}"
-        tell(rank=world.rank, shape=shape, packets=_packets(), calls=count, problems=problems(results))
+        tell(rank=world.rank, shape=shape, packets=_packets() - before, calls=count, problems=problems(results))
 
 
 def _calls(ranks: list[Rank], numbers: range, seed: int) -> list[Result]:

@@ -1,7 +1,8 @@
 """Python imports this at its start where this folder is on the path: breaks the transport inside a rank's engine process, after a while.
 
 ``TEST_FAULT`` is ``kind:rank``. ``rkey``: writes have a wrong key; ``qp``: a queue pair is forced to error; ``deaf``: no receives are
-posted any more.
+posted any more; ``empty``: of each put only the signal travels (in the engine in Python, from the beginning).
+``TEST_SMALLEST``: the fewest bytes of a part, where a rank has several cards.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def _plant(kind: str, rank: int) -> None:
 
         def post(self, put: Put) -> bool:
             self.posted += 1
+            if kind == "empty" and self._rank == rank:
+                return super().post(put._replace(bytes=0))
             if kind != "deaf" and self._rank == rank and self.posted > _LATER:
                 if kind == "rkey":
                     target = self._targets[put.dst_rank]
@@ -65,15 +68,15 @@ def _plant_compiled(kind: str, rank: int) -> None:
             if kind == "deaf" and self._transport._rank == rank:
                 setup.post_receive = ctypes.cast(no_receive, ctypes.c_void_p).value or 0
 
-        def look(self, report: Report, under_way: list[int]) -> None:
-            if not self.broken and kind != "deaf" and self._transport._rank == rank and report.taken > _LATER:
+        def look(self, report: Report, under_way: list[int]) -> tuple[()]:
+            if not self.broken and kind in ("rkey", "qp") and self._transport._rank == rank and report.taken > _LATER:
                 self.broken = True
                 if kind == "rkey":
                     for target in self._targets:
                         target.heap_key = target.signal_key = 0x7FFFFF
                 else:
                     self._transport._connections[0].pair.fail()
-            super().look(report, under_way)
+            return super().look(report, under_way)
 
     rc_compiled.RcSide = Broken  # type: ignore[misc]
 
@@ -81,3 +84,8 @@ def _plant_compiled(kind: str, rank: int) -> None:
 if "TEST_FAULT" in os.environ and "mkernel.proxy" in sys.orig_argv:
     _kind, _, _rank = os.environ["TEST_FAULT"].partition(":")
     _plant(_kind, int(_rank))
+
+if "TEST_SMALLEST" in os.environ and "mkernel.proxy" in sys.orig_argv:
+    from mkernel.transport import striped
+
+    striped.SMALLEST = int(os.environ["TEST_SMALLEST"])
