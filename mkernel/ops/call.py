@@ -8,13 +8,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mkernel.ops.op import Instance, Op
-from mkernel.ops.schedule import choice_of, executable
+from mkernel.ops.schedule import choice_of, executable, keep
 from mkernel.runtime import current
 from mkernel.runtime.arrays.libraries import Crossing
 
 if TYPE_CHECKING:
-    from collections import OrderedDict
-
     from mkernel.runtime.arrays.libraries import Libraries, Library
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
@@ -40,23 +38,12 @@ bound_call: Callable[[tuple[Executable, ctypes.Structure]], BoundCall] = functoo
 
 def remember(world: World, key: tuple[Any, ...], value: T) -> T:
     """Keep what was worked out for ``key``, for the next call."""
-    bound = world.bound_calls
-    if len(bound) >= _MAX_BOUND:
-        bound.popitem(last=False)  # the oldest; a program that makes more different calls in turn prepares each again
-    bound[key] = value
-    return value
+    return keep(world.bound_calls, key, value, _MAX_BOUND)  # a program that makes more different calls in turn prepares each again
 
 
 def hold(world: World, key: Hashable, value: T) -> T:
     """Keep in ``world.held`` what calls of other sizes need again."""
-    _keep(world.held, key, value)
-    return value
-
-
-def _keep(known: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
-    if len(known) >= _MAX_HELD:
-        known.popitem(last=False)
-    known[key] = value
+    return keep(world.held, key, value, _MAX_HELD)
 
 
 def call(
@@ -165,7 +152,7 @@ def _made(
     if form is None and form_of is not None:
         form = op.form(world, instance, views, made, split)
         if form is not None:
-            _keep(world.forms, form_of, form)
+            keep(world.forms, form_of, form, _MAX_HELD)
     return bound
 
 

@@ -28,7 +28,9 @@ __all__ = [
     "check_ids",
     "check_rows",
     "check_weights",
+    "is_refused",
     "layout_of_experts",
+    "note_refused",
 ]
 
 _MOST_BYTES = 8 << 30  # that rows of any routing may take where the caller does not say how many there are
@@ -159,6 +161,19 @@ def agreed_tokens(world: World, key: Hashable, tokens: int, given: Any) -> int:
         most = max(world.exchange(f"most tokens of {key}", tokens))
         known = world.agreed[key] = max(1, math.ceil(most / _TOKENS)) * _TOKENS
     return known
+
+
+def note_refused(world: World, topk_ids: TensorView) -> None:
+    """Remember the ``topk_ids`` of a routing whose dispatch the device refuses, because this rank has more than ``max_tokens`` tokens.
+
+    The host knows this before the error is there. What it launches with that routing until the error is raised is skipped on the device.
+    """
+    world.unchecked.add((topk_ids.address, topk_ids.shape))
+
+
+def is_refused(world: World, topk_ids: TensorView) -> bool:
+    """Whether a routing with these ids is that of a dispatch with too many tokens, whose error has not been raised yet."""
+    return (topk_ids.address, topk_ids.shape) in world.unchecked
 
 
 def check_columns(topology: Topology, topk: int) -> None:

@@ -10,7 +10,7 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_aligned, check_apart, check_extents, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
-from mkernel.ops.moe import Routing
+from mkernel.ops.moe import Routing, is_refused
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.gemm import shift_of
@@ -211,7 +211,7 @@ def _check_routing(world: World, views: RoutingViews) -> tuple[int, int, int, in
         raise ArgumentError("routing.rows.shape", views.rows.shape, f"max_tokens must be positive, and k 1 to {_MOST_TOPK}")
     tokens = views.topk_ids.shape[0] if views.topk_ids.shape else 0
     if tokens > max_tokens:
-        raise ArgumentError("routing.topk_ids.shape", views.topk_ids.shape, f"T must be at most max_tokens = {max_tokens}")
+        _check_refused(world, views.topk_ids, max_tokens)
     experts = max(1, sum(views.expert_offsets.shape[:1]) - 1)
     of_tokens, of_choices = (nodes, max_tokens), (nodes, max_tokens, topk)
     shapes = (tokens, topk), of_choices, of_choices, of_tokens, of_tokens, (nodes, 2), (experts + 1,)
@@ -221,6 +221,18 @@ def _check_routing(world: World, views: RoutingViews) -> tuple[int, int, int, in
             raise ArgumentError(f"routing.{name}", f"{view.shape} {view.dtype}", rule, "pass routing as the dispatch has made it")
         _check_contiguous(f"routing.{name}", view, 4)
     return tokens, experts, max_tokens, topk
+
+
+def _check_refused(world: World, ids: TensorView, max_tokens: int) -> None:
+    """Raise the error of a routing with too many tokens, unless its dispatch is already refused for them.
+
+    The dispatch reports the same fault on every rank. An error of this rank alone would end the world, so the call is launched, and the
+    device skips it.
+    """
+    if is_refused(world, ids):
+        return
+    world.synchronize()  # these ids may be a copy of what a refused dispatch was to write: then its error is the one to raise
+    raise ArgumentError("routing.topk_ids.shape", ids.shape, f"T must be at most max_tokens = {max_tokens}")
 
 
 def check_combined(problem: MoeCombineProblem, tokens: int, name: str, view: TensorView) -> None:
@@ -255,7 +267,7 @@ def bind_combining(
 ) -> tuple[int, ...]:
     """The values of ``Combining``, in its order."""
     views, problem, scratch = RoutingViews(*routing), layout.problem, executable.scratch_offset
-    tokens = views.topk_ids.shape[0]
+    tokens = min(views.topk_ids.shape[0], problem.max_tokens)  # with more of them the call is skipped, and nothing must lie beyond arrays
     at = {name: scratch + offset for name, offset in layout.offsets.items()}
     travel = weights is not None and tokens > 0 and world.num_nodes > 1
     on_heap = world.heap_offset(weights.address, tokens * problem.topk * 4) if weights is not None and travel else None

@@ -22,6 +22,7 @@ from mkernel.ops.moe import (
     check_rows,
     check_weights,
     layout_of_experts,
+    note_refused,
 )
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
@@ -308,6 +309,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         y, offsets, source, *more = results
         row_weight = more.pop(0) if problem.weighted else None
         areas, start, tokens = plan.areas, executable.scratch_offset, x.shape[0]
+        if tokens > problem.max_tokens:
+            note_refused(world, more[0])
         offset = world.heap_offset(x.address, tokens * problem.row_bytes) if tokens else 0
         key = OP_NAME, executable, w, y
         parameters = Parameters.from_buffer_copy(world.held.get(key) or hold(world, key, self._of_experts(world, executable, w, y)))

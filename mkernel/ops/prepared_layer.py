@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
+from mkernel.ops.moe import note_refused
 from mkernel.ops.moe_layer import NAME, OPTIONS, Between, check, moe_layer
 from mkernel.ops.op import find
 from mkernel.ops.prepared_plan import PreparedPlan, plan_kernel
@@ -75,7 +76,9 @@ def plan_layer(
             made = dispatch.returned([home.empty(*spec, queue) for spec in specs])
             between = w.kept[*shape, *given.values()] = Between(made)
         between.of(home, first._instance.problem.max_tokens, queue)  # so that later calls need none
-        rows = between.of(home, views[0].shape[0], queue)
+        rows, most = between.of(home, views[0].shape[0], queue), first._instance.problem.max_tokens
+        if views[0].shape[0] > most:  # calls will be refused on the device, not here
+            note_refused(w, home.view(rows.routing.topk_ids))
         second = plan_kernel("moe_gemm_combine", [rows.y, down, *rows.routing, weights, add], {}, world=w, **how)
     workspace = max(first.workspace_bytes, second.workspace_bytes)
     return PreparedLayer(op, w, None, workspace, first._instance, first._choice, tuple(given.values()), first, second)

@@ -116,9 +116,8 @@ class World:
         self.executables: OrderedDict[Hashable, Executable] = OrderedDict()  # executables of ops, by what was asked
         self.table: dict[Hashable, Any] = {}  # of ops: plans of classes of rows, by problem and what the caller chose
         self.agreed: dict[Hashable, int] = {}  # of ops: bounds that the ranks have agreed on at a first call
-        self.held: OrderedDict[Hashable, Any] = (
-            OrderedDict()
-        )  # of ops: what is known of operands that calls of any size have, such as weights
+        self.unchecked: set[Hashable] = set()  # of ops: operands with which calls are bound although the device refuses them
+        self.held: OrderedDict[Hashable, Any] = OrderedDict()  # of ops: what is known of operands of calls of any size, such as weights
         self.forms: OrderedDict[Hashable, Any] = OrderedDict()  # of ops: what is known of calls that differ in rows and addresses only
         self.kept: dict[Hashable, Any] = {}  # of ops: arrays that calls of one shape use one after the other
         # Splits and tilings that callers have asked for, by the numbers that kernels report.
@@ -193,6 +192,9 @@ class World:
         refused = self._refused.take() if self._state[0] else None
         self.failures.check()
         if refused is not None:
+            if self.unchecked:  # all that was launched has ended: from here on operands are checked again
+                self.unchecked.clear()
+                self.bound_calls.clear()
             raise refused
 
     def abort(self, reason: str) -> None:

@@ -86,7 +86,8 @@ class Drawn:
 
     @property
     def topology(self) -> Topology:
-        return Topology(*WORLDS[self.world])
+        nodes, per_node = map(int, self.world.split("x"))
+        return Topology(nodes * per_node, per_node)
 
     @property
     def max_rows(self) -> int:

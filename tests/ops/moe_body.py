@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -62,12 +62,12 @@ def draw_model(rng: np.random.Generator, size: int) -> Model:
     )
 
 
-def draw_ids(rng: np.random.Generator, model: Model, size: int, kind: str) -> list[Any]:
-    """(T, k) of every rank."""
+def draw_ids(rng: np.random.Generator, model: Model, size: int, kind: str, given: Sequence[int] | None = None) -> list[Any]:
+    """(T, k) of every rank. ``given``: T of each, else drawn."""
     everything = model.experts * size
     found = []
-    for _ in range(size):
-        tokens = int(rng.integers(0, model.max_tokens + 1)) * int(rng.integers(4) > 0)
+    for rank in range(size):
+        tokens = int(rng.integers(0, model.max_tokens + 1)) * int(rng.integers(4) > 0) if given is None else given[rank]
         ids = np.empty((tokens, model.topk), rng.choice([np.int32, np.int64]))
         for token in range(tokens):
             chosen = rng.permutation(everything)[: model.topk]

@@ -51,7 +51,7 @@ def _valid(block_n: int, gated: bool, **_: object) -> bool:
     enters=(True, False),
     valid=_valid,
 )
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_every_element(
     rng: np.random.Generator, block_n: int, row_major: bool, gated: bool, dtype: str, aligned: bool, enters: bool
 ) -> None:
@@ -153,7 +153,7 @@ def _parameter(bug: Bug) -> ParameterSet:
 
 
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_found(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     reports = []

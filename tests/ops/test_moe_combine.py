@@ -262,7 +262,7 @@ def copy(place: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] * bug.slow, id=bug.name) for bug in BUGS])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_planted(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     with env.override(MKERNEL_CPU_SMS=bug.sms):

@@ -61,7 +61,7 @@ def _windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("world", "window_rows"), [*((world, 1 << 30) for world in WORLDS), ("1x4", 0), ("2x2", 0)])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_every_element(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, world: str, window_rows: int) -> None:
     monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=window_rows))
     drawn = draw(rng, world)
