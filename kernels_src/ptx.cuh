@@ -142,6 +142,12 @@ MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) {
 // Starts to fetch a tensor map, which the first copy by it would wait for.
 MK_DEVICE void prefetch_map(const abi::TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
+// ---- grids. A kernel may be launched so that it begins while the one before it on its stream still runs (KernelSpec.early).
+// Until those that this one follows have ended, and all that they wrote can be seen.
+MK_DEVICE void wait_for_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next kernel begin, if it was launched so, once all CTAs have come here or ended.
+MK_DEVICE void launch_grids() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 MK_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -24,6 +24,13 @@ MK_DEVICE Call begin_call(const abi::World& world, uint32_t role) { return Call{
 MK_DEVICE Call begin_call_ahead(const abi::World& world, uint32_t role) {
   return Call{world, ptx::load_for_thread(&control_block(world)->epoch), role, world.check};
 }
+// Of a kernel that may be launched early (KernelSpec.early): a call that has not begun, of which nothing but the role is known. Each thread begins it
+// before it touches memory. Only in a world of one: a CTA that waits for the kernel before it takes the place of what another rank may wait for.
+MK_DEVICE Call coming_call(const abi::World& world, uint32_t role) { return Call{world, 0, role, world.check}; }
+MK_DEVICE void begin_call_late(Call& call) {
+  ptx::wait_for_grids();
+  call.before = ptx::load_for_thread(&control_block(call.world)->epoch);
+}
 
 // Whether this call is to be skipped: an earlier one has reported an error that this rank's host has not raised yet (comm/status.cuh). A skipped call
 // is entered by nobody, so that ranks may differ in how many they have launched.
@@ -251,7 +258,7 @@ struct EntryGate {
 };
 
 // The last CTA out ends the call: it zeroes the counters and advances the epoch. One thread per CTA, when the CTA takes no more tiles (its threads
-// read the epoch at their start); the next call begins when this kernel has ended.
+// read the epoch at their start); the next call touches memory when this kernel has ended.
 MK_DEVICE void leave_call(const Call& call) {
   abi::ControlBlock* control = control_block(call.world);
   if (ptx::atomic_add_acq_rel(&control->exit_counter, 1) + 1 == ptx::cta_count()) {

@@ -194,6 +194,7 @@ namespace {
 constexpr uint32_t kTensorAlignment = 128;
 
 std::unique_ptr<AsyncCopy> new_copy(Copy kind, const void* shared, uint32_t bytes) {
+  check_begun(self());
   auto copy = std::make_unique<AsyncCopy>();
   copy->kind = kind;
   copy->issuer = &self();

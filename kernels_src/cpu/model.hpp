@@ -73,6 +73,7 @@ struct Fiber {
   uint32_t thread = 0;
   bool finished = false;
   uint32_t calls = 0;     // into the scheduler, nested
+  bool begun = true;      // false: an early kernel, which has not waited for the ones before it
   uint32_t shuffles = 0;  // where warp_index() has been called so far, as one number: alike for all lanes of a warp
   Waiting waiting;
   ProxyClock clock;
@@ -169,6 +170,7 @@ struct Launch {
   uint64_t id = 0;
   uint64_t begin = 0;  // turn
   uint32_t rank = 0, grid = 0, threads = 0, cluster = 1;
+  bool early = false;  // may begin before the kernel before it on its stream has ended
   void (*entry)(const void*) = nullptr;
   void* parameters = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
@@ -215,7 +217,7 @@ struct Scheduler {
   // ---- the run
   int32_t run(uint64_t max_turns, uint64_t until_ns);
   uint64_t launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
-                  uint32_t cluster, uint32_t rank);
+                  uint32_t cluster, bool early, uint32_t rank);
   void remove(Launch& launch);  // stops it wherever it stands
   void finish_launch(Launch& launch, int32_t state);
   Launch* find(uint64_t id);
@@ -353,6 +355,7 @@ void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& b
 void finish_thread(Scheduler& s, Fiber& fiber);                                       // checks at a thread's end
 void finish_cta(Scheduler& s, Cta& cta);                                              // checks at a CTA's end
 void check_clean(const Cta& cta, uint32_t offset, uint32_t bytes, const char* what);  // no unfenced generic writes there
+void check_begun(const Fiber& fiber);  // that it may touch memory: others may still write what it reads before wait_for_grids()
 Cta& cluster_cta(uint32_t rank, const char* what);  // of the calling thread's cluster; it must not have ended
 NamedBarrier& cluster_barrier(const Cta& cta);
 uint32_t live_of_cluster(const Cta& cta);       // threads

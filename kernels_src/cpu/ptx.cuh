@@ -80,6 +80,10 @@ MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(
 
 MK_DEVICE void prefetch_map(const abi::TensorMap*) {}
 
+// ---- grids
+MK_DEVICE void wait_for_grids() { mkc_wait_for_grids(); }
+MK_DEVICE void launch_grids() {}
+
 // ---- proxies
 MK_DEVICE void fence_proxy_async() { mkc_fence_proxy_async(false); }
 MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
@@ -148,7 +152,10 @@ MK_DEVICE WordPair load_acquire_sys_pair(const uint64_t* p) {
 MK_DEVICE void store_release_sys(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_sys(uint32_t* p, uint32_t v) { detail::store_release(p, v); }
 MK_DEVICE void store_release_gpu(uint64_t* p, uint64_t v) { detail::store_release(p, v); }
-MK_DEVICE uint64_t load_for_thread(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+MK_DEVICE uint64_t load_for_thread(const uint64_t* p) {
+  mkc_check_word(p, sizeof(uint64_t));
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
 MK_DEVICE uint32_t load_acquire_gpu(const uint32_t* p) { return detail::load_acquire(p); }
 MK_DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_RELAXED); }
 MK_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) { return detail::atomic_add(p, v, __ATOMIC_ACQ_REL); }

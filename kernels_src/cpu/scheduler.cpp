@@ -106,11 +106,11 @@ uint64_t Scheduler::now() const { return virtual_time ? clock : monotonic_ns(); 
 // ---- launches
 
 uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
-                           uint32_t shared_bytes, uint32_t cluster, uint32_t rank) {
+                           uint32_t shared_bytes, uint32_t cluster, bool early, uint32_t rank) {
   const uint64_t id = next_launch++;
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
   l.id = id, l.begin = ++turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
-  l.cluster = cluster, l.clusters.resize(grid / cluster);
+  l.early = early, l.cluster = cluster, l.clusters.resize(grid / cluster);
   ++running;
   try {
     l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
@@ -141,7 +141,7 @@ void Scheduler::create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes
   cta.fibers = std::make_unique<Fiber[]>(threads);
   for (uint32_t t = 0; t < threads; ++t) {
     Fiber& fiber = cta.fibers[t];
-    fiber.cta = &cta, fiber.thread = t;
+    fiber.cta = &cta, fiber.thread = t, fiber.begun = !launch.early;
     fiber.stack = stacks.take();
     fiber.tsan = tsan::create_fiber();
     prepare(fiber.context, fiber.stack, stacks.block_bytes(), fiber_main);

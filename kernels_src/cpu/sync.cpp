@@ -125,6 +125,12 @@ Mbarrier& mbarrier_in(Cta& cta, uint32_t offset, const char* what) {
   return it->second;
 }
 
+// ---- grids
+
+void check_begun(const Fiber& fiber) {
+  if (!fiber.begun) scheduler().fail_fiber("memory is touched before wait_for_grids(): kernels before this one may still run");
+}
+
 // ---- clusters
 
 Cta& cluster_cta(uint32_t rank, const char* what) {
@@ -197,6 +203,7 @@ uint32_t mkc_warp_index(uint32_t line) {
   fiber.shuffles = fiber.shuffles * 0x9e3779b1 + line;
   return fiber.thread / kLanes;
 }
+void mkc_wait_for_grids() { self().begun = true; }
 uint32_t mkc_cta_index() { return self().cta->index; }
 uint32_t mkc_cta_count() { return self().cta->launch->grid; }
 char* mkc_shared_memory() { return self().cta->shared; }
@@ -285,6 +292,7 @@ void mkc_pause(const uint64_t* flag, uint64_t value, uint64_t deadline, bool tim
 }
 
 void mkc_check_word(const void* p, uint32_t bytes) {
+  check_begun(self());
   const auto address = reinterpret_cast<uintptr_t>(p);
   if (address % bytes != 0 || address < 4096) scheduler().fail_fiber("an atomic access of %u bytes at %p", bytes, p);
 }

@@ -448,7 +448,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = shared_storage<Storage>();
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
-  const Call call = begin_call_ahead(p.world, role);
+  const Call call = kEarly ? coming_call(p.world, role) : begin_call_ahead(p.world, role);
   if (role == abi::kInterSend && ptx::thread_index() < 32 && ptx::elected()) inter_send_role(call, p, storage, cta - first_inter_send(p));
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);

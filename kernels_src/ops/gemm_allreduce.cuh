@@ -201,7 +201,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = shared_storage<Storage>();
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
-  const Call call = begin_call_ahead(p.world, role);
+  const Call call = kEarly ? coming_call(p.world, role) : begin_call_ahead(p.world, role);
   if constexpr (Config::kIntraComm > 0) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }

@@ -219,7 +219,7 @@ struct Tiles : BasicOp<Config, Parameters> {
 
 // ---- the role switch
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
-  const Call call = begin_call_ahead(p.world, abi::kCompute);
+  const Call call = kEarly ? coming_call(p.world, abi::kCompute) : begin_call_ahead(p.world, abi::kCompute);
   compute_role(call, Tiles(p), shared_storage<GemmStorage<Config>>());
 }
 

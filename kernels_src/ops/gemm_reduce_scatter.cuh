@@ -35,7 +35,7 @@ MK_DEVICE void inter_send_role(const Call& call, const Parameters& p, uint32_t i
 MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
-  const Call call = begin_call_ahead(p.world, role);
+  const Call call = kEarly ? coming_call(p.world, role) : begin_call_ahead(p.world, role);
   if (ptx::warp_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - first_inter_send(p));
   compute_role(call, Tiles(p, cta - first_inter_reduce(p), role == abi::kInterReduce ? num_inter_reduce(p) : 0),
                shared_storage<GemmStorage<Config>>());

@@ -19,10 +19,14 @@
 
 namespace mkernel {
 
+// Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
+constexpr bool kEarly = kWorldSize == 1;
+
 // All threads of the CTA; whatever one did before is done when it comes here. Computes until the tile counter runs out, then leaves the call.
-// Nothing may follow: each warpgroup ends with its own number of registers.
+// Nothing may follow: each warpgroup ends with its own number of registers. Of an early kernel the call has not begun.
 template <class Config, TileOp<Config> Op>
-MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>& storage) {
+MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config>& storage) {
+  Call call = coming;
   static_assert(!GemmShape<Config>::kPaired || (!Op::kAdds && !Op::kShortTiles), "stages of a pair have A and B only");
   // What takes long at the beginning stands side by side: one warp works out the first tile, one fetches maps, two initialize barriers. Roles are told
   // apart by halves, since of a switch ptxas makes a jump by a table, which first has to come from memory.
@@ -43,12 +47,16 @@ MK_DEVICE void compute_role(const Call& call, const Op& op, GemmStorage<Config>&
       init_results(storage);
     }
   }
+  if constexpr (kEarly) begin_call_late(call);  // all have read the epoch before the CTA leaves the call
   Pair<Config>::begin();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
     if (warp < 2) {
       if (warp == 0) {
-        if (ptx::elected()) load_tiles(op, storage, first);
+        if (ptx::elected()) {
+          load_tiles(op, storage, first);
+          if constexpr (kEarly) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
+        }
       } else {
         schedule_tiles(call, op, storage);
       }

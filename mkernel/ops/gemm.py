@@ -99,7 +99,7 @@ class Binder(Protocol):
     """Makes the parameters of calls whose arrays differ in rows and addresses."""
 
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> ctypes.Structure:
-        """Of a call of so many rows, as plans count them."""
+        """The parameters of a call; ``rows``: as plans count them."""
 
 
 class Form:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_split
@@ -17,6 +17,8 @@ from mkernel.runtime.options import checked_fields
 from mkernel.runtime.plan import title_of
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
+
     from mkernel.runtime.plan import Plan
     from mkernel.runtime.prepared import Executable, Prepared
     from mkernel.runtime.world import World
@@ -27,6 +29,7 @@ __all__ = [
     "choice_of",
     "executable",
     "executable_of_class",
+    "keep",
     "plan_for",
     "prepare",
     "reserve",
@@ -36,6 +39,8 @@ __all__ = [
 ]
 
 _COMPUTE_FACTOR = 0x010193  # odd
+T = TypeVar("T")
+
 _MAX_EXECUTABLES = 512  # remembered per world
 
 
@@ -187,7 +192,8 @@ def executable(world: World, op: Op[Any], instance: Instance[Any], split: Split 
     largest = table.ready.get(op.class_of(rows, choice.split))
     plan = _made_ready(world, op, instance, choice, table, stream) if largest is None else largest.of_rows(rows)
     assert table.prepared is not None, "what is ready was agreed on"
-    return _remember(world, key, world.problems.executable(table.prepared, plan, rows, table.schedule))
+    made = world.problems.executable(table.prepared, plan, rows, table.schedule)
+    return keep(world.executables, key, made, _MAX_EXECUTABLES)
 
 
 def executable_of_class(world: World, table: Table, largest: Any, rows: int) -> Executable:
@@ -197,14 +203,15 @@ def executable_of_class(world: World, table: Table, largest: Any, rows: int) -> 
         return known
     assert table.prepared is not None, "what is ready was agreed on"
     made = world.problems.executable(table.prepared, largest, rows, table.schedule, largest.sizes_of(rows))
-    return _remember(world, (table, rows), made)
+    return keep(world.executables, (table, rows), made, _MAX_EXECUTABLES)
 
 
-def _remember(world: World, key: Hashable, made: Executable) -> Executable:
-    if len(world.executables) >= _MAX_EXECUTABLES:
-        world.executables.popitem(last=False)
-    world.executables[key] = made
-    return made
+def keep(known: OrderedDict[Any, Any], key: Hashable, value: T, most: int) -> T:
+    """Keep what was worked out for ``key``; of more than ``most`` the oldest goes."""
+    if len(known) >= most:
+        known.popitem(last=False)
+    known[key] = value
+    return value
 
 
 def _made_ready(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, table: Table, stream: Any) -> Plan:

@@ -46,6 +46,9 @@ _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
     *("load_rows", "span", "shares"),
 )
+# What the 16 to 18 SMs of a GPC read at the same time is read from L2 once, and CTAs that follow each other are of one GPC: so where
+# all tiles are worked on at once, or in two waves, blocks of 4 x 4 of them read least (docs/speed_log.md).
+_GPC_GROUP_M, _GPC_WAVES = 4, 2
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -105,7 +108,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def spec(self) -> KernelSpec:
         plain = self.shares == self.cluster == 1
         slices, parts = (most_slices(self.tile), int(most_parts(self.problem) > 1)) if plain else (1, 0)
-        return self.spec_with(OP, PARAMETER_BYTES, self.cluster, kSlices=slices, kHasParts=parts, kShares=int(self.shares > 1))
+        more = {"kSlices": slices, "kHasParts": parts, "kShares": int(self.shares > 1)}
+        return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -450,7 +454,8 @@ def _plan_of_class(
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
     slices = choose_slices(tiles, tile, chosen) if few_waves and plain else 1
     if parts == 1:
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, GROUP_M, 1, 1, slices, span, shares, cluster, specialize)
+        group_m = _GPC_GROUP_M if topology.size == 1 and tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
+        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, specialize)
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
         return AllGatherGemmPlan(

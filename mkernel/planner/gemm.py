@@ -154,12 +154,15 @@ class GemmPlan(Generic[Problem]):
     def digest(self) -> int:
         return digest_of(self)
 
-    def spec_with(self, name: str, parameter_bytes: int, cluster: int = 1, **more: int) -> KernelSpec:
-        """The kernel of this plan, in clusters of so many CTAs; ``more``: constants beside those of every op."""
+    def spec_with(self, name: str, parameter_bytes: int, cluster: int = 1, alone: int = 0, **more: int) -> KernelSpec:
+        """The kernel of this plan, in clusters of so many CTAs; ``more``: constants beside those of every op.
+
+        ``alone``: 1 if its CTAs, in a world of one, wait for none of another cluster, and it touches no memory before ``compute_role``.
+        """
         ctas = tuple(self.fields[2:])
         if "split" not in self.specialize:
             ctas = tuple(min(number, 1) for number in ctas)  # which roles there are
-        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, cluster, tuple(more.items()))
+        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, cluster, alone, tuple(more.items()))
 
     @derived
     def fields(self) -> tuple[int, int, int, int, int]:
@@ -195,6 +198,7 @@ def _spec(
     name: str,
     parameter_bytes: int,
     cluster: int,
+    alone: int,
     more: tuple[tuple[str, int], ...],
 ) -> KernelSpec:
     """Calls of many sizes have the same kernel. But for what is specialized, it depends on the world, the operands and the tile."""
@@ -208,7 +212,8 @@ def _spec(
         "kNumNodes": problem.topology.num_nodes,
         "kRanksPerNode": problem.topology.ranks_per_node,
     }
-    return KernelSpec(name, (*constants.items(), *more), THREADS, tile.shared_bytes, parameter_bytes, cluster=cluster)
+    early = alone != 0 and problem.topology.size == 1  # of several ranks a kernel that waits would take SMs from what others wait for
+    return KernelSpec(name, (*constants.items(), *more), THREADS, tile.shared_bytes, parameter_bytes, cluster=cluster, early=early)
 
 
 def digest_of(plan: object) -> int:

@@ -133,8 +133,9 @@ class Machine:
         Device memory, read.
     l2_bytes
         Of L2 that a matrix may fill and stay.
-    start, start_hot
-        What a call takes beside its work, alone and behind another call: launch, prologue, first loads, end.
+    start, start_hot, start_early
+        What a call takes beside its work: launch, prologue, first loads, end. Alone; behind another call; and behind another call that lets
+        it begin early (``KernelSpec.early``).
     tile
         Per tile of 128 x 256: its result leaves the registers, and the next tile's first loads arrive. In proportion to its size.
     link
@@ -176,6 +177,7 @@ class Machine:
     l2_bytes: int
     start: float
     start_hot: float
+    start_early: float
     tile: float
     link: float
     link_pair: float
@@ -215,6 +217,7 @@ H200 = Machine(
     l2_bytes=50 << 20,
     start=7.0e-6,  # fitted: "fused alone" of 2048
     start_hot=4.2e-6,
+    start_early=2.6e-6,  # 1.6 us less, in the median of 26 shapes back to back (docs/speed_log.md)
     tile=2.2e-6,  # fitted: the same
     link=320e9,  # four GPUs all to all
     link_pair=363e9,

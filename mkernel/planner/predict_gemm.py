@@ -35,6 +35,13 @@ class _Work(NamedTuple):
     memory: float
 
 
+def start_of(machine: Machine, conditions: Conditions, early: bool) -> float:
+    """What a call takes beside its work; ``early``: of a kernel that begins before the one before it has ended."""
+    if not conditions.hot:
+        return machine.start
+    return machine.start_early if early else machine.start_hot
+
+
 def waves(tiles: float, ctas: float) -> float:
     """Tiles one after the other that the busiest CTA takes."""
     return math.ceil(tiles / ctas - 1e-9) if tiles > 0 else 0.0
@@ -63,7 +70,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     size, mates, nodes = topology.size, topology.ranks_per_node - 1, topology.num_nodes
     rows, n, k = plan.rows, problem.n, problem.k
     compute, intra = plan.split.compute or 1, plan.split.intra_comm or 0
-    start = machine.start_hot if conditions.hot else machine.start
+    start = start_of(machine, conditions, plan.spec.early)
     if rows == 0 or n == 0:
         return Prediction(start, start=start)
     block_n = plan.tile.block_n
@@ -130,7 +137,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     """The time of a call of gemm_reduce_scatter or gemm_allreduce."""
     problem, topology = plan.problem, plan.problem.topology
     size = topology.size
-    start = machine.start_hot if conditions.hot else machine.start
+    start = start_of(machine, conditions, plan.spec.early)
     if plan.rows == 0 or problem.n == 0:
         return Prediction(start, start=start)
     scatters = plan.op == REDUCE_SCATTER

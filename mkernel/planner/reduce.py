@@ -145,7 +145,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         float32 = int(self.problem.partials == "float32")
         canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
-        return self.spec_with(name, PARAMETER_BYTES, **more)
+        return self.spec_with(name, PARAMETER_BYTES, alone=1, **more)
 
     @property
     def arguments(self) -> dict[str, int]:

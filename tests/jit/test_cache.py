@@ -255,7 +255,7 @@ BAD: dict[str, Bad] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(13)
 def test_the_right_kernel_runs(target: Any, bad: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     file = target.prepare()
     assert target.name == _target_of(file)

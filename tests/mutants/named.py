@@ -22,7 +22,8 @@ _RESERVED = "world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more
 _REPORTED = "_NUMBERS.pack_into(header, _NUMBERS_AT, problem, rows, schedule)"
 
 NAMED = (
-    _named("bound calls without end", "ops/call.py", "if len(bound) >= _MAX_BOUND:", "if False:"),
+    _named("what was refused stays bound", "runtime/world.py", "                self.bound_calls.clear()\n", "                pass\n"),
+    _named("what is remembered without end", "ops/schedule.py", "if len(known) >= most:", "if False:"),
     _named("the best of the ranks", "bench/worker.py", "return max(float(text)", "return min(float(text)"),
     _named("the first check without poison", "bench/worker.py", _IN_CHECK, _IN_CHECK.replace(_POISON, "pass")),
     _named("measurements without poison", "bench/worker.py", _IN_TIMED, _IN_TIMED.replace(_POISON, "pass")),

@@ -34,7 +34,7 @@ def plan_of(head_dim: int, dtype: str, causal: bool, parts: int = 1, tile: Atten
 
 
 @pytest.mark.cases(head_dim=(64, 128), dtype=("bfloat16", "float16"), causal=(False, True), parts=(1, 2), usual=(True, False))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_kernel(caplog: pytest.LogCaptureFixture, head_dim: int, dtype: str, causal: bool, parts: int, usual: bool) -> None:
     tile = AttentionTile.of(head_dim, causal) if usual else _OTHER_TILES[head_dim]
     sass = cuda.disassemble(fits(caplog, plan_of(head_dim, dtype, causal, parts, tile).spec))

@@ -40,7 +40,7 @@ def _valid(block_n: int, gated: bool, **_: object) -> bool:
     specialized=(True, False),
     valid=_valid,
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_kernel(caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, dtype: str, gated: bool, specialized: bool) -> None:
     instructions = compiled(caplog, plan_of(block_n, row_major, dtype, gated, specialized).spec)
     operations = {name.split(".")[0] for name in instructions}

@@ -114,7 +114,7 @@ def test_tma_of_a_thread_that_is_not_elected_is_seen(tmp_path: Path, chosen: str
     assert bool(looped_tma(sass)) == ("elected" not in chosen)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256),
     world=("1x1", "1x4", "2x2", "4x1", "4x8"),
@@ -136,7 +136,7 @@ def test_allgather_gemm(caplog: pytest.LogCaptureFixture, world: str, block_n: i
 
 
 @pytest.mark.cases(block_n=(64, 128, 192, 256), row_major=(True, False), specialize=MODES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_allgather_gemm_without_communication_ctas(
     caplog: pytest.LogCaptureFixture, block_n: int, row_major: bool, specialize: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_kernel_that_tells_the_time(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x2", "1x8"), cluster=(1, 2), row_major=(True, False), specialize=MODES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_allgather_gemm_whose_ctas_share_k(
     caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: int, row_major: bool, specialize: str
 ) -> None:
@@ -227,7 +227,7 @@ def loops(sass: str, holds: str) -> list[list[str]]:
     return [body for body in bodies if any(re.search(rf"\b{holds}\b", line) for line in body)]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x4", "2x2"), row_major=(True, False))
 def test_the_main_loop_has_hardly_more_to_do_where_less_is_compiled_in(block_n: int, world: str, row_major: bool) -> None:
     """It multiplies, waits and reports; what comes with the call is worked out before it. Measured: 92 to 98 instructions, 3 more."""

@@ -57,7 +57,7 @@ def packets_of(
     return plan
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.cases(
     how=HOWS,
     block_n=(64, 128, 192, 256),
@@ -93,7 +93,7 @@ def test_kernel(
 
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])
 @pytest.mark.cases(how=HOWS, block_n=(64, 128, 192, 256), world=("1x2", "1x4", "2x2"), canonical=(False, True))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_wgmma_is_not_serialized(
     caplog: pytest.LogCaptureFixture, specialize: str, how: str, block_n: int, world: str, canonical: bool
 ) -> None:
@@ -101,7 +101,7 @@ def test_wgmma_is_not_serialized(
     fits(caplog, plan_of(how, world, block_n, "bfloat16", True, "output", specialize=specialize, canonical=canonical).spec)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.cases(
     algorithm=ALGORITHMS,
     size=tuple(range(2, 9)),

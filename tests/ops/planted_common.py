@@ -9,6 +9,21 @@ __all__ = ["COMMON"]
 _ENTERS = " && wait_all(call, EntryFlags{}, call.world.size - 1));"
 
 COMMON = [
+    Bug(
+        "the epoch is read when other CTAs may have ended the call",
+        "tile/gemm.cuh",
+        "  if constexpr (kEarly) begin_call_late(call);  // all have read the epoch before the CTA leaves the call\n",
+        world="1x1",
+        tsan=True,
+        also=(("  Pair<Config>::begin();\n", "  Pair<Config>::begin();\n  if constexpr (kEarly) begin_call_late(call);\n"),),
+    ),
+    Bug(
+        "memory is touched while kernels before this one may still run",
+        "comm/sync.cuh",
+        "  ptx::wait_for_grids();\n",
+        found_as="memory is touched before wait_for_grids()",
+        world="1x1",
+    ),
     # The chunk flag is raised for data that is not there yet, or seen too early.
     Bug("flag before the last data", "comm/copy.cuh", "    ptx::store_wait<0>();\n    while (behind", "    while (behind"),
     Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),

@@ -59,7 +59,7 @@ def test_the_cases_reach_all_of_the_kernel() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[int, int], split: str, dtype: str, row_major: bool) -> None:
     case = Case(dtype, *shape, row_major, split)
     for seed in seeds(request):
@@ -68,7 +68,7 @@ def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[
 
 
 @pytest.mark.cases(world=("1x2", "1x4"), shape=SHAPES, dtype=_DTYPES, row_major=(True, False))
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_every_element_without_communication_ctas(
     request: pytest.FixtureRequest, world: str, shape: tuple[int, int], dtype: str, row_major: bool
 ) -> None:
@@ -94,7 +94,7 @@ def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_
     return tiling.span in spans_of(at) and shared and enough and even and (split != "warps" or inside)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.cases(
     world=(*WORLDS, "3x2"),
     tiling=(*_SPANS, *_SHARES),
@@ -138,7 +138,7 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[bytes
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str) -> None:
     seed, case = request.config.getoption("--seed"), Case("bfloat16", 136, 72)
     first = ranks(_traced, world, case, seed, 0.0, seed=seed)
@@ -150,7 +150,7 @@ def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world:
 
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world != "1x1"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str) -> None:
     """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
     monkeypatch.setattr("mkernel.runtime.cpu.thread_ranks._IMPATIENT_SECONDS", 0.005)  # else the scheduler lets nobody go ahead
@@ -162,7 +162,7 @@ def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest
 
 @pytest.mark.parametrize("world", ["2x2", "4x1"])
 @pytest.mark.parametrize("window_us", [5.0, 100.0, 2000.0])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_network_that_delays_and_reorders(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, window_us: float
 ) -> None:
@@ -199,7 +199,7 @@ def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_plans_alternate(request: pytest.FixtureRequest, world: str) -> None:
     """One workspace and one set of flags for all plans: what one call leaves there must not disturb the next."""
     seed = request.config.getoption("--seed")

@@ -187,7 +187,7 @@ def _all_bad(world: Any, how: str) -> list[str]:
 
 @pytest.mark.parametrize("world", ["1x1", "1x2", "2x2"])
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_bad_arguments(world: str, how: str) -> None:
     assert ranks(_all_bad, world, how) == [[]] * topology(world).size
 
@@ -230,7 +230,7 @@ def _heap_too_small(world: Any, how: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("world", ["1x2", "2x2"])
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_a_heap_too_small_says_how_large_it_must_be(world: str, how: str) -> None:
     enough = {needed for _, needed in ranks(_heap_too_small, world, how, heap_bytes=1 << 20)}
     (needed,) = enough
@@ -330,7 +330,7 @@ def _disagreements() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize("plan_first", [False, True], ids=["new", "cached"])
 @pytest.mark.parametrize(("what", "how"), list(_disagreements()))
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(7)
 def test_ranks_that_disagree_all_hear_of_it(what: str, how: str, plan_first: bool) -> None:
     # Four roles on four SMs: there is one split only.
     for world in ("1x2",) if (what, how) == ("split", "two_shot") else ("1x2", "2x2"):

@@ -115,7 +115,7 @@ def _case(rng: np.random.Generator, op: str, **options: Any) -> Case:
         (partials == "output" or how not in ("allgather_gemm", "moe_layer")) and (how != "one_shot" or world not in ("2x2", "3x2"))
     ),
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_bits_of_a_row_are_its_own(rng: np.random.Generator, world: str, how: str, partials: str) -> None:
     op = "gemm_allreduce" if how in ("one_shot", "two_shot") else how
     options = {"algorithm": how} if how in ("one_shot", "two_shot") else {}
@@ -205,6 +205,7 @@ PLANTED = [
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 @pytest.mark.drawn(1)
 def test_planted(rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
+    """The rows of a few batches may happen to have the same owners: others are drawn then."""
     case = dataclasses.replace(_case(rng, "gemm_allreduce" if "packets" in bug.name else "gemm_reduce_scatter"), n=128, k=128)
     with bug.in_force(tmp_path / "kernels_src"):
-        assert found_different(case, bug.world, draw_batches(rng)[-2:], batch_invariant=True) is not None
+        assert any(found_different(case, bug.world, draw_batches(rng)[-2:], batch_invariant=True) is not None for _ in range(4))

@@ -49,7 +49,7 @@ def _chain(world: Any, op: str, k: int, rows: int, dtype: str, seed: int) -> lis
 
 
 @pytest.mark.cases(world=(*WORLDS, "2x1"), op=("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"))
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_a_chain_of_calls(rng: np.random.Generator, world: str, op: str) -> None:
     of, k = topology(world), 8 * int(rng.integers(1, 20))
     sizes = tuple(int(rng.integers(1, most)) for most in (40, 110, 150, 150))

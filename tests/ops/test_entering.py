@@ -70,7 +70,7 @@ def _late(world: Any, how: str, seed: int, who: int, seconds: float) -> list[str
 
 @pytest.mark.parametrize("how", CASES)
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_a_rank_may_be_late_by_up_to_entry_timeout(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed = _seed(request)
     draw = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def _raises(world: Any, seed: int, who: int, chunks: int) -> str:
 
 
 @pytest.mark.parametrize("who", range(4))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_rank_that_raises_while_chunks_are_under_way(request: pytest.FixtureRequest, who: int) -> None:
     """More of them per CTA than its queues have room for: the kernels of the other ranks leave all the same."""
     heard: list[str] = []

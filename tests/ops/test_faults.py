@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_inside_a_kernel(tmp_path: Path, world: str, how: str)
 
 
 @some(("1x2", "2x2"), ("1x2", "one_shot"), ("2x2", "gemm_reduce_scatter"))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_rank_that_raises(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "raises", world, how)
     assert "ValueError: the input file is gone" in results[1].errors

@@ -69,7 +69,7 @@ class Site:
         mk.plan(op, *self.arrays(1)[:1], self.b, world=world, max_rows=MOST)
 
     def arrays(self, rows: int, spread: bool = False) -> tuple[Any, Any]:
-        """Of a and c; ``spread``: their rows lie apart where they may."""
+        """New a and c; ``spread``: their rows lie apart where they may."""
         pad = self.pad if spread else 0
         a = aligned((self.of_a * rows, self.k + pad * (self.op != OPS[0])), self.dtype)[:, : self.k]
         return a, aligned((self.of_c * rows, self.n + pad), self.dtype)[:, : self.n]

@@ -50,7 +50,7 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
         (4, 8, 264, 4096, 128, 16, Split(4, 4, 2, 0)),
     ],
 )
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_kernel_and_plan_agree(
     nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str, cluster: int
 ) -> None:

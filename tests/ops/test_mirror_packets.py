@@ -16,7 +16,7 @@ from tests.ops.test_mirror_reduce import Mirror, check_order, check_roles
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("specialize", ["all", "none"])
 @pytest.mark.parametrize(("size", "n", "block_n"), [(2, 264, 64), (3, 1000, 128), (5, 72, 128), (8, 264, 64)])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_tiles_and_room(specialize: str, algorithm: str, size: int, n: int, block_n: int) -> None:
     for rows in (0, 1, 16, 17, 128, 129, 300):
         problem = ReduceProblem(ALLREDUCE, Topology(size, size), n, 64, "bfloat16", False, "output", algorithm)

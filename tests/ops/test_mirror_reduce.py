@@ -129,7 +129,7 @@ def check_order(mirror: Mirror, rank: int) -> None:
 
 
 @pytest.mark.cases(name=tuple(_BY_NAME), op=(REDUCE_SCATTER, ALLREDUCE), partials=("output", "float32"), specialize=("all", "none"))
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_tiles_with_owners(name: str, op: str, partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300, 1000):
         plan = plan_of(_BY_NAME[name], op, "two_shot", rows, partials, specialize)
@@ -241,7 +241,7 @@ def check_added(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
 
 
 @pytest.mark.cases(name=tuple(_BY_NAME), partials=("output", "float32"), specialize=("all", "none"))
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 def test_one_shot(name: str, partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300):
         plan = plan_of(_BY_NAME[name], ALLREDUCE, "one_shot", rows, partials, specialize)

@@ -55,7 +55,7 @@ def _fresh(copy: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("world", "workload", "sms"), sorted({(bug.world, bug.workload, bug.sms) for bug in BUGS if not bug.tsan}))
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_nothing_is_found_in_the_device_code_as_it_is(
     request: pytest.FixtureRequest, copy: Path, world: str, workload: str, sms: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_each_can_be_planted() -> None:
 
 
 @pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS if not bug.tsan])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(7)
 def test_found(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
     reports = []

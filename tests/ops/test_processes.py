@@ -38,7 +38,7 @@ def kinds(op_in: dict[str, str]) -> pytest.MarkDecorator:
 
 
 @kinds({"1x2": "gemm_allreduce", "2x2": "allgather_gemm", "4x1": "gemm_reduce_scatter"})
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_plain_processes(request: pytest.FixtureRequest, world: str, how: str) -> None:
     shape = topology(world)
     results = start("calls", shape.size, _SECONDS, _WORKER, **_environment(request, world, how))

@@ -29,7 +29,7 @@ class _Noting(EmulatedTransport):
 
 @pytest.mark.parametrize("world", ["2x2", *(pytest.param(world, marks=pytest.mark.slow) for world in _LATER)])
 @pytest.mark.parametrize("op", [*(name for name in BUILT_IN if find(name).bench), "moe_layer"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_every_op_puts_on_its_rail(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, op: str, world: str) -> None:
     """All of the rail is put to, and nobody else: the emulated network refuses to, which would be an error of the call."""
     shape, seed = topology(world), int(rng.integers(1 << 30))

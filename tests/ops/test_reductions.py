@@ -123,7 +123,7 @@ def test_the_cases_reach_all_of_the_kernels() -> None:
 
 @pytest.mark.cases(**_AXES)
 @pytest.mark.usefixtures("compiled_ahead")
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_every_element(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +143,7 @@ def test_every_element(
 
 @pytest.mark.parametrize(("link_peak", "many"), [(1.0, False), (math.inf, True)])
 @pytest.mark.parametrize("world", ["1x2", "1x3", "1x4"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_an_allreduce_inside_a_node_by_groups_or_not(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, link_peak: float, many: bool
 ) -> None:
@@ -164,7 +164,7 @@ def test_an_allreduce_inside_a_node_by_groups_or_not(
     dtype=("bfloat16", "float16"),
     row_major=(True, False),
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_packets(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -212,7 +212,7 @@ def test_numbers_that_are_none_travel_in_packets(how: str, dtype: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("partials", ["output", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_a_partial_lost_or_added_twice_is_seen(world: str, how: str, partials: str, dtype: str) -> None:
     """Also in the smallest result there is, one row of eight."""
     shape, case = topology(world), case_of(how, dtype, 8, 8, partials=partials)
@@ -255,7 +255,7 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[Resul
     ("2x2", "two_shot"),
     ("4x1", REDUCE_SCATTER),
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_same_seed_gives_the_same_run(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed, case = request.config.getoption("--seed"), case_of(how, "bfloat16", 136, 72)
     first, again, other = (
@@ -333,7 +333,7 @@ def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pyte
 @each(
     ("1x2", "1x4", "2x2", "4x1"), ("1x2", "one_shot"), ("1x4", REDUCE_SCATTER), ("1x4", "packets"), ("2x2", "two_shot"), ("4x1", "one_shot")
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
     """Kernels wait for the entry of ranks that are busy elsewhere (their threads sleep), each time another one."""
     monkeypatch.setattr("mkernel.runtime.cpu.thread_ranks._IMPATIENT_SECONDS", 0.005)
@@ -343,7 +343,7 @@ def test_ranks_that_are_late(request: pytest.FixtureRequest, monkeypatch: pytest
 
 @each(("2x2", "4x1"), ("2x2", REDUCE_SCATTER), ("2x2", "one_shot"), ("4x1", "two_shot"))
 @pytest.mark.parametrize("window_us", [pytest.param(5.0, marks=pytest.mark.slow), 2000.0])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_network_that_delays_and_reorders(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str, window_us: float
 ) -> None:
@@ -367,7 +367,7 @@ def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[list[Re
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_plans_of_different_ops_alternate(request: pytest.FixtureRequest, world: str) -> None:
     """One workspace and one set of flags for all: what one call leaves there must not disturb the next."""
     seed = request.config.getoption("--seed")
@@ -408,7 +408,7 @@ def _planned(world: Any, how: str) -> tuple[list[str], bytes]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_planned_first_and_called_in_other_ways(world: str, how: str) -> None:
     found = ranks(_planned, world, how, seed=1)
     described, _ = found[0]

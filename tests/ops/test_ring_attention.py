@@ -28,7 +28,7 @@ MANY = [case for case in itertools.product(WORLDS, (FULL, CAUSAL, ZIGZAG, DEALT)
 
 @pytest.mark.parametrize("scale", [pytest.param(TINY, id="tiny"), pytest.param(SHARED, id="shared")])
 @pytest.mark.parametrize(("world", "mask", "d", "dtype"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_every_element(rng: np.random.Generator, world: str, mask: tuple[str, str], d: int, dtype: str, scale: planner.Scale) -> None:
     ranks = ring_body.topology(world).size
     model = draw_model(rng, d, mask[0] == "causal", mask[1], dtype)

@@ -80,7 +80,7 @@ def _after_a_call(world: Any, case: Case, seed: int, most: int) -> dict[str, int
 
 @of_all_ops
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_the_first_call_prepares_all_sizes(rng: np.random.Generator, world: str, op: str, algorithm: str | None) -> None:
     """Where kernels are compiled ahead. The first call may be of any size, also of none."""
     for _ in range(3):
@@ -121,7 +121,7 @@ def _chosen(world: Any, case: Case, seed: int, most: int, max_rows: int | None, 
 
 @of_all_ops
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_a_call_is_the_same_whatever_was_prepared(rng: np.random.Generator, world: str, op: str, algorithm: str | None) -> None:
     """Kernel, grid, order, chunks, areas and flags under two ``max_rows``, and without a plan."""
     case, seed, most = draw_case(rng, op, algorithm), int(rng.integers(1 << 31)), int(rng.integers(200, 1500))

@@ -202,7 +202,7 @@ _SCHEDULES = [(1, 64, 1, 1, 16), (300, 520, 3, 3, 2), (700, 264, 5, 2, 4)]
 
 @each_world
 @each_how
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(13)
 def test_nobody_waits_for_ever(topology: Topology, how: str) -> None:
     for rows, n, group, chunk, group_m in _SCHEDULES:
         tile = GemmTile.deepest(64 if topology.size <= 8 else 256)
@@ -217,7 +217,7 @@ def test_nobody_waits_for_ever(topology: Topology, how: str) -> None:
 @each_world
 @each_how
 @pytest.mark.parametrize("sms", [4, 132])
-@pytest.mark.drawn(25)
+@pytest.mark.drawn(17)
 def test_nobody_waits_for_ever_in_what_the_planner_chooses(topology: Topology, how: str, sms: int) -> None:
     for rows, n in ((300, 2056), (1000, 520)):
         if topology.size > 8 and how == REDUCE_SCATTER:

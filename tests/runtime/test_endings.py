@@ -61,7 +61,7 @@ def _valid(way: str, block: str, who: str, how: str, hook: str, peer: str) -> bo
     peer=["calls", "in MPI"],
     valid=_valid,
 )
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 def test_endings(way: str, block: str, who: str, how: str, hook: str, peer: str) -> None:
     # Does rank 0 go on, which cannot end well when rank 1 leaves? Else both come to their ends.
     going_on = who == "one" and block != "closed"

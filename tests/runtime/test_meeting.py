@@ -56,7 +56,7 @@ def start(variables: list[dict[str, object]]) -> list[subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("launcher", [torchrun, slurm, by_hand, over_the_network])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_ranks_meet(launcher: object) -> None:
     port = free_port()
     for done in start([launcher(rank, port) for rank in range(SIZE)]):  # type: ignore[operator]

@@ -118,7 +118,7 @@ def test_model_and_tune_know_it() -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_every_element_is_right_under_any_schedule(rng: np.random.Generator, world: str) -> None:
     sizes = tuple(f"{rng.integers(1, 900)}x{8 * rng.integers(1, 40)}" for _ in range(3))
     seed = int(rng.integers(1 << 30))

@@ -34,7 +34,8 @@ class Config(ctypes.Structure):
     ]
 
 
-_COOPERATIVE, _CLUSTER = 2, 4  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE, _CLUSTER, _EARLY = 2, 4, 6
 
 
 class CudaKernel(Kernel):
@@ -66,9 +67,10 @@ class CudaKernel(Kernel):
             raise CompileError(f"{spec.name}: {spec.threads} threads with {spec.shared_bytes} bytes of shared memory do not fit an SM")
         self.function = int(function)
         self.argument_list = (_pointer * 1)()  # the struct travels by value: the driver copies it during the launch
-        cooperative = _Attribute(_COOPERATIVE, value=(1,))  # all CTAs are resident at once, or the launch fails
+        # All CTAs are resident at once, or the launch fails; or the kernel begins before the one before it has ended.
+        residence = _Attribute(_EARLY if spec.early else _COOPERATIVE, value=(1,))
         clusters = [_Attribute(_CLUSTER, value=(spec.cluster, 1, 1))] if spec.cluster > 1 else []
-        self._attributes = (_Attribute * (1 + len(clusters)))(cooperative, *clusters)
+        self._attributes = (_Attribute * (1 + len(clusters)))(residence, *clusters)
         self.config = Config((1, 1, 1), (spec.threads, 1, 1), spec.shared_bytes, None, self._attributes, len(self._attributes))
         self._max_ctas = int(per_sm) * sm_count
         if clusters:  # the SMs of one must be neighbours: some may be left over

@@ -125,6 +125,8 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   char* smem = ptx::shared_memory();
   ptx::cluster_sync();
   ptx::prefetch_map(&p.map);
+  ptx::launch_grids();
+  ptx::wait_for_grids();
   collective(smem);
   if (ptx::thread_index() == 0) {
     asynchronous(smem, reinterpret_cast<uint64_t*>(smem + 65536), reinterpret_cast<char*>(p.memory), &p.map);
