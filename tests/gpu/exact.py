@@ -1,12 +1,34 @@
-"""Calls of every fused GEMM whose results are exact, so that a rank can know them without the others' inputs."""
+"""Small calls of every op. Those of the GEMMs have exact results, so that a rank can know them without the others' inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mkernel as mk
+from tests.gpu import drawn
 
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "one_shot", "two_shot")  # ops, and algorithms of gemm_allreduce
+EVERY_OP = (*OPS, *drawn.FAMILIES)
+
+
+def started(world: Any, op: str, rows: int, n: int, k: int, transposed: bool = False) -> Callable[[], bool]:
+    """A call that has been made. What is returned says whether its result is right, once the device is idle; it keeps the operands.
+
+    Of attention and MoE ops ``k`` is the seed of the call.
+    """
+    if op in OPS:
+        c, expected, operands = fused(world, op, rows, n, k, transposed)
+        return lambda: bool((c == expected).all()) and bool(operands)
+    family = drawn.draw(world, op, k, "sanitizer")
+    arrays = family.arrays(0)
+    results = family.call(arrays)
+
+    def right() -> bool:
+        print(*(found := family.found(0, results)), sep="\n", end="\n" if found else "", flush=True)
+        return not found and bool(arrays)
+
+    return right
 
 
 def fused(world: Any, op: str, rows: int, n: int, k: int, transposed: bool = False) -> tuple[Any, Any, tuple[Any, Any]]:

@@ -9,11 +9,13 @@ notebook   1x2 1x4 2x2: the cells of a notebook one after the other, in processe
 host       one GPU: what a call of a cached plan costs the host, with CuPy's and torch's arrays; how long ``import mkernel`` takes
 bench      ``python -m mkernel bench allgather_gemm`` (options after --)
 
-Stages world, signals, faults and sanitizer go through all ops: allgather_gemm, gemm_reduce_scatter, and gemm_allreduce as one_shot and
-two_shot (``--ops`` chooses among them).
+Stages world, signals, faults and sanitizer go through all ops: allgather_gemm, gemm_reduce_scatter, gemm_allreduce as one_shot and
+two_shot, the MoE ops and attention; world and signals also ``mixed``, calls of all ops in drawn order (``--ops`` chooses). ``--together``:
+one start of the ranks for all ops of a world. ``--late``: kernels in which every CTA sleeps now and then (late.py); ``--plant``: that have
+a bug, so that a job must fail.
 
-On fewer GPUs than ranks, MKERNEL_SHARE_GPUS=1 lets the ranks of a world take turns (two GPUs at least for 2x2: a put within one GPU waits
-for time slices). Right results count there; times do not.
+On fewer GPUs than ranks, MKERNEL_SHARE_GPUS=1 lets the ranks of a world take turns (a put within one GPU waits for time slices). Right
+results count there; times do not. ``--target cpu`` goes through the motions of stages world, faults and sanitizer.
 
 Logs and JSON go to $OUT, else ./out.
 """
@@ -25,6 +27,7 @@ import itertools
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,16 +40,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 from mkernel.planner.topology import Topology  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
 from mkernel.tools.table import format_table  # noqa: E402
-from tests.gpu import checks, host_checks  # noqa: E402
+from tests.gpu import checks, drawn, host_checks, late  # noqa: E402
+from tests.gpu.exact import EVERY_OP  # noqa: E402
 from tests.gpu.under_test import Bench  # noqa: E402
+from tests.ops.planted_moe import MOE  # noqa: E402
+from tests.ops.planted_ring import RING  # noqa: E402
 
-OPS = ("allgather_gemm", "gemm_reduce_scatter", "one_shot", "two_shot")  # ops, and algorithms of gemm_allreduce
 STAGES = ("gemm", "world", "signals", "faults", "sanitizer", "notebook", "host", "bench")
 FAULTS = ("1x4", "2x2", "mpirun")
 SANITIZED = ("1x1", "1x2")
 NOTEBOOKS = ("1x2", "1x4", "2x2")
 WORLDS = ("1x1", "1x2", "1x4", "2x2")
 SIGNALS = ("2x2",)
+PLANTED = (*RING, *MOE)
 CHECKS: dict[str, dict[str, Callable[[Bench], str]]] = {
     "gemm": {"shapes": checks.shapes},
     "world": {
@@ -55,6 +61,7 @@ CHECKS: dict[str, dict[str, Callable[[Bench], str]]] = {
         "graph": checks.graph,
         "late": checks.late,
         "reproducible": checks.reproducible,
+        "refused": checks.refused,
         "tuned": checks.tuned,
         "beside": checks.beside,
     },
@@ -73,6 +80,11 @@ def main() -> int:
     out = Path(os.environ.get("OUT") or "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
+    folder = tempfile.TemporaryDirectory(prefix="late-kernels-")
+    if options.late or options.plant:
+        os.environ["MKERNEL_KERNELS_SRC"] = str(late.kernels(Path(folder.name), sleeps=options.late))
+    for bug in (bug for bug in PLANTED if bug.name == options.plant):
+        bug.plant(Path(folder.name))
     for name, ranks, arguments, limit in _jobs(options, rest, out):
         log = out / f"{name.replace(' ', '-')}.log"
         begin = time.monotonic()
@@ -90,6 +102,7 @@ def main() -> int:
             print(text, flush=True)
         elif outcome != "ok":
             print(f"--- end of {log.name}", *text.splitlines()[-options.tail :], sep="\n", flush=True)
+    folder.cleanup()
     print(format_table(("job", "outcome", "detail"), results), flush=True)
     return 0 if all(outcome == "ok" for _, outcome, _ in results) else 1
 
@@ -107,9 +120,23 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
         "sanitizer and notebook",
     )
     parser.add_argument("--only", nargs="+", default=[], help="checks of stages world and signals to run, e.g. covering graph")
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), help="of stages world, signals, faults and sanitizer")
+    parser.add_argument(
+        "--ops",
+        nargs="+",
+        choices=(*EVERY_OP, "mixed"),
+        default=[*EVERY_OP, "mixed"],
+        help="of stages world, signals, faults and sanitizer",
+    )
+    parser.add_argument("--together", action="store_true", help="stages world and signals: one start of the ranks for all ops of a world")
+    parser.add_argument("--late", action="store_true", help="kernels in which every CTA sleeps now and then")
+    parser.add_argument("--plant", choices=[bug.name for bug in PLANTED], metavar="NAME", help="a bug of tests/ops/planted_*.py")
+    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--partials", choices=("output", "float32"), default="output", help="of the reductions in stages world and signals")
     parser.add_argument("--cases", type=int, default=60, help="random shapes of stage gemm")
+    parser.add_argument("--families", type=int, default=5, help="kernels of check covering")
+    parser.add_argument("--calls", type=int, default=200, help="of check back-to-back")
+    parser.add_argument("--runs", type=int, default=50, help="of checks late and reproducible")
+    parser.add_argument("--replays", type=int, default=1000, help="of check graph")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds per job")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--tail", type=int, default=40, help="lines shown of the log of a job that failed")
@@ -117,7 +144,6 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rank", choices=("gemm", "world", "host"), help=argparse.SUPPRESS)
     parser.add_argument("--world", default="1x1", help=argparse.SUPPRESS)
     parser.add_argument("--host-signals", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--op", choices=OPS, default="allgather_gemm", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     options.stages = options.stages or list(STAGES)
     if unknown := set(options.stages) - set(STAGES):
@@ -127,25 +153,21 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
 
 def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple[str, int, list[str], float]]:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**31)
-    common = ["--seed", str(seed), "--cases", str(options.cases)]
+    common = ["--seed", str(seed), "--target", options.target]
+    for name in ("cases", "families", "calls", "runs", "replays"):
+        common += [f"--{name}", str(getattr(options, name))]
     jobs: list[tuple[str, int, list[str], float]] = []
     if "gemm" in options.stages:
         jobs.append(("gemm", 1, [__file__, "--rank", "gemm", *common], options.limit))
         speed = ["-m", "mkernel", "bench", "gemm", "--worker", "--out", str(out / "gemm.json")]
         jobs.append(("bench gemm", 1, speed, options.limit))
-    only = ["--only", *options.only] if options.only else []
-    for stage, worlds, more in (("world", WORLDS, []), ("signals", SIGNALS, ["--host-signals"])):
-        if stage in options.stages:
-            for world, op in itertools.product(options.worlds or worlds, options.ops):
-                what = ["--world", world, "--op", op, "--partials", options.partials, *more]
-                arguments = [__file__, "--rank", "world", *what, *common, *only]
-                jobs.append((f"{stage} {world} {op}", _topology(world).size, arguments, options.limit))
+    jobs += _jobs_of_worlds(options, common)
     # These start their own ranks: from here they are one plain process each.
     here = Path(__file__).parent
     for stage, script, worlds in (("faults", "faults.py", FAULTS), ("sanitizer", "sanitize.py", SANITIZED)):
         if stage in options.stages:
-            for world, op in itertools.product(options.worlds or worlds, options.ops):
-                arguments = [str(here / script), world, "--op", op, "--limit", str(options.limit - 10)]
+            for world, op in itertools.product(options.worlds or worlds, [op for op in options.ops if op != "mixed"]):
+                arguments = [str(here / script), world, "--op", op, "--limit", str(options.limit - 10), "--target", options.target]
                 jobs.append((f"{stage} {world} {op}", 1, arguments, options.limit))
     if "notebook" in options.stages:
         for world in options.worlds or NOTEBOOKS:
@@ -158,6 +180,19 @@ def _jobs(options: argparse.Namespace, rest: list[str], out: Path) -> list[tuple
         arguments = ["-m", "mkernel", "bench", *(rest or ["allgather_gemm"]), "--out", str(out / "bench.json")]
         arguments += ["--timeout", str(options.limit - 10), "--launcher", options.launcher]
         jobs.append(("bench", 1, arguments, options.limit))
+    return jobs
+
+
+def _jobs_of_worlds(options: argparse.Namespace, common: list[str]) -> list[tuple[str, int, list[str], float]]:
+    jobs: list[tuple[str, int, list[str], float]] = []
+    only = ["--only", *options.only] if options.only else []
+    for stage, worlds, more in (("world", WORLDS, []), ("signals", SIGNALS, ["--host-signals"])):
+        if stage in options.stages:
+            jobs_of_ops = [options.ops] if options.together else [[op] for op in options.ops]
+            for world, ops in itertools.product(options.worlds or worlds, jobs_of_ops):
+                what = ["--world", world, "--ops", *ops, "--partials", options.partials, *more]
+                arguments = [__file__, "--rank", "world", *what, *common, *only]
+                jobs.append((f"{stage} {world}" + (f" {ops[0]}" if len(ops) == 1 else ""), _topology(world).size, arguments, options.limit))
     return jobs
 
 
@@ -174,20 +209,26 @@ def _rank(options: argparse.Namespace) -> int:
 
     topology = _topology(options.world)
     os.environ["MKERNEL_EMULATED_HOST_SIGNALS"] = str(int(options.host_signals))
-    with mk.init(ranks_per_node=topology.ranks_per_node, heap_bytes=512 << 20) as world:
-        if (world.size, world.target) != (topology.size, "cuda"):
-            raise SystemExit(f"expected {topology.size} ranks on cuda, got {world.size} on {world.target}")
-        if world._signals.mappable != options.host_signals:
+    heap = 512 << 20 if options.target == "cuda" else 64 << 20
+    with (
+        mk.init(target=options.target, ranks_per_node=topology.ranks_per_node, heap_bytes=heap) as world,
+        drawn.in_pieces(options.target),
+    ):
+        if (world.size, world.target) != (topology.size, options.target):
+            raise SystemExit(f"expected {topology.size} ranks on {options.target}, got {world.size} on {world.target}")
+        if options.target == "cuda" and world._signals.mappable != options.host_signals:
             raise SystemExit(f"flags lie in {'host' if world._signals.mappable else 'GPU'} memory")
         bench = Bench(world, options)
-        for name, check in CHECKS[options.rank].items():
-            if options.only and name not in options.only:
-                continue
-            begin = time.monotonic()
-            detail = check(bench)
-            world.barrier()
-            if world.rank == 0:
-                print(f"RESULT {name}\tok\t{detail}, {time.monotonic() - begin:.1f} s", flush=True)
+        for bench.op in options.ops if options.rank == "world" else EVERY_OP[:1]:
+            for name, check in CHECKS[options.rank].items():
+                if options.only and name not in options.only:
+                    continue
+                begin = time.monotonic()
+                detail = check(bench)
+                world.barrier()
+                if world.rank == 0:
+                    of = f"{bench.op} " if len(options.ops) > 1 and options.rank == "world" else ""
+                    print(f"RESULT {of}{name}\tok\t{detail}, {time.monotonic() - begin:.1f} s", flush=True)
         bench.close()
     return 0
 

@@ -8,25 +8,18 @@ import numpy as np
 import pytest
 
 import mkernel as mk
-from mkernel.runtime.cuda.gpus import available
+from tests.gpu.worlds import WORLDS, gpus_of
 from tests.ops.moe_body import ROUTINGS, Model, found_wrong
+from tests.ops.refused_body import MODEL, WAYS, Program, rank
 
 pytestmark = pytest.mark.gpu
 
-WORLDS = ["1x1", "1x2", "2x1", "1x4", "2x2"]
 MODELS = [
     Model(512, 264, 4, 3, "float16", True, False, True, 1, 700),
     Model(7168, 256, 8, 8, "float16", False, True, True, 1, 300),
     Model(1032, 2048, 2, 2, "float16", True, True, False, 24, 2000),
 ]
 REPLAYS = 20
-
-
-def gpus_of(world: str) -> tuple[int, int]:
-    nodes, per_node = map(int, world.split("x"))
-    if nodes * per_node > len(available()):
-        pytest.skip(f"{nodes * per_node} GPUs needed")
-    return nodes * per_node, per_node
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.h}-{model.f}")
@@ -83,3 +76,42 @@ def test_routing_changes_between_replays(world: str) -> None:
     ranks, per_node = gpus_of(world)
     options = {"heap_bytes": 1 << 30, "timeout": 5.0}
     assert mk.launch(replayed, ranks, per_node, "cuda", (100,), **options) == [[]] * ranks
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_rank_is_told_of_bad_routing_and_the_world_goes_on(rng: np.random.Generator, world: str) -> None:
+    ranks, per_node = gpus_of(world)
+    seed, ways = int(rng.integers(1 << 30)), ("first", *rng.permutation([way for way in WAYS if way != "first"]))
+    options = {"heap_bytes": 64 << 20, "timeout": 20.0, "entry_timeout": 60.0}
+    mk.launch(rank, ranks, per_node, "cuda", (seed, tuple(map(str, ways))), **options)
+
+
+def refused_replays(world: Any, seed: int) -> None:
+    """A layer that one rank captures with too many tokens: every replay is refused on every rank, whatever else the graph launches."""
+    calls, xp = Program(world, seed), world.xp
+    calls.check("layer")
+    for fault in ("tokens", "none such"):
+        call = calls.wrong(fault)
+        arrays = calls.arrays(call)
+        plan = mk.plan("moe_layer", *arrays, activation="swiglu", max_tokens=MODEL.max_tokens, max_rows=calls.max_rows)
+        out, stream = xp.empty_like(arrays[0]), xp.cuda.Stream(non_blocking=True)
+        xp.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            plan.run(*arrays, out=out)
+            graph = stream.end_capture()
+        for _ in range(3):
+            graph.launch(stream)
+            with pytest.raises(mk.RoutingError) as caught:
+                world.synchronize()
+            assert (caught.value.rank, caught.value.value, caught.value.token) == call.told
+            assert caught.value.report.skipped == 1
+            calls.check("layer")
+    world.barrier()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_replay_of_bad_routing_is_refused(rng: np.random.Generator, world: str) -> None:
+    ranks, per_node = gpus_of(world)
+    options = {"heap_bytes": 64 << 20, "timeout": 20.0, "entry_timeout": 60.0}
+    mk.launch(refused_replays, ranks, per_node, "cuda", (int(rng.integers(1 << 30)),), **options)

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import sanitize
-from tests.gpu.exact import OPS
+from mkernel import env
+from mkernel.jit.headers import kernels_src
+from mkernel.planner.ring_attention import make_plan
+from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
+from mkernel.planner.topology import Topology
+from tests.gpu import late, sanitize
+from tests.gpu.exact import EVERY_OP
+from tests.ops.test_moe_dispatch_gemm import plan_of
 
 HERE = Path(__file__).parent
 
@@ -21,8 +27,8 @@ def _results(*command: str) -> tuple[int, dict[str, str], str]:
     return done.returncode, {name: outcome for name, outcome, _ in lines}, done.stdout + done.stderr
 
 
-_WORLDS = [("2x2", OPS[0])]
-_MORE = [(world, op) for world in ("1x4", "2x2") for op in OPS if (world, op) not in _WORLDS]
+_WORLDS = [("2x2", EVERY_OP[0])]
+_MORE = [(world, op) for world in ("1x4", "2x2") for op in EVERY_OP if (world, op) not in _WORLDS]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +36,7 @@ _MORE = [(world, op) for world in ("1x4", "2x2") for op in OPS if (world, op) no
     [
         *_WORLDS,
         *(pytest.param(*case, marks=pytest.mark.slow) for case in _MORE),
-        pytest.param("mpirun", OPS[0], marks=pytest.mark.mpi),
+        pytest.param("mpirun", EVERY_OP[0], marks=pytest.mark.mpi),
         pytest.param("mpirun", "two_shot", marks=pytest.mark.mpi),
     ],
 )
@@ -43,7 +49,8 @@ def test_faults(world: str, op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "status", "op"), [("2", 1, OPS[0]), ("0", 0, OPS[0]), *(pytest.param("0", 0, op, marks=pytest.mark.slow) for op in OPS[1:])]
+    ("errors", "status", "op"),
+    [("2", 1, EVERY_OP[0]), ("0", 0, EVERY_OP[0]), *(pytest.param("0", 0, op, marks=pytest.mark.slow) for op in EVERY_OP[1:])],
 )
 def test_sanitizer(errors: str, status: int, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in that reports what it is told to."""
@@ -54,6 +61,33 @@ def test_sanitizer(errors: str, status: int, op: str, tmp_path: Path, monkeypatc
     found, outcomes, text = _results(str(HERE / "sanitize.py"), "1x2", "--op", op, "--target", "cpu", "--limit", "200")
     assert found == status, text
     assert outcomes == {"memcheck 1x2": "FAILED" if status else "ok"}, text
+
+
+def test_late_kernels_sleep_where_they_hand_over(tmp_path: Path) -> None:
+    """Of each function one definition at least; nothing else of the device code is touched."""
+    folder, plain = late.kernels(tmp_path / "copy"), kernels_src()
+    changed = [
+        path.relative_to(plain)
+        for path in plain.rglob("*")
+        if path.is_file() and path.read_text() != (folder / path.relative_to(plain)).read_text()
+    ]
+    assert changed == [Path("ptx.cuh")]
+    before, after = ((root / "ptx.cuh").read_text().splitlines() for root in (plain, folder))
+    assert sum("be_late();" in line for line in after) >= len(late.BEFORE) + len(late.AFTER)
+    left = [line.replace(" be_late();", "") for line in after if line != "  be_late();"]
+    assert set(before) <= set(left)
+
+
+@pytest.mark.slow
+def test_late_kernels_compile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
+    from mkernel.jit import cuda
+
+    problem = RingAttentionProblem(Topology(4, 2), 8, 2, 128, "bfloat16", True, "zigzag", 1.0)
+    with env.override(MKERNEL_KERNELS_SRC=late.kernels(tmp_path / "copy")):
+        for plan in (make_plan(problem, Sizes(1, 1000).code, 132), plan_of("2x2")):
+            assert cuda.resources(cuda.compile(plan.spec)).local_bytes == 0
+    assert caplog.text == ""
 
 
 def test_attention() -> None:
@@ -71,11 +105,19 @@ def test_notebook(arguments: list[str]) -> None:
     assert len(outcomes) == 11, text
 
 
-def test_what_the_sanitizers_say() -> None:
-    clean = "CALLS RIGHT\n========= ERROR SUMMARY: 0 errors\n"
+@pytest.mark.parametrize(
+    ("none", "one"),
+    [
+        ("ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 1 error"),
+        ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"),
+    ],
+)
+def test_what_the_sanitizers_say(none: str, one: str) -> None:
+    clean = f"CALLS RIGHT\n========= {none}\n"
     assert sanitize.verdict(clean * 2, 2) == ""
     assert "1 summaries of 2" in sanitize.verdict(clean, 2)
-    assert "[0, 1]" in sanitize.verdict(clean + clean.replace("0 errors", "1 error"), 2)
+    assert "[0, 1]" in sanitize.verdict(clean + clean.replace(none, one), 2)
+    assert "[0, 12]" in sanitize.verdict(clean + clean.replace(": 0 ", ": 12 "), 2)
     assert "wrong" in sanitize.verdict(clean.replace("CALLS RIGHT", ""), 1)
 
 
@@ -102,14 +144,8 @@ def test_programs(ranks_per_node: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert "8 of 8" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2, marks=pytest.mark.slow),
-        pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param("mpirun", marks=pytest.mark.mpi)])
 def test_specialize(ranks: int | str, tmp_path: Path) -> None:
     """Every op and variant once; the times mean nothing."""
     shapes = ["allgather_gemm:130x144x128", "gemm_reduce_scatter:7x72x64", "gemm_allreduce:5x72x64"]
