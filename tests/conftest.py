@@ -80,13 +80,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(",".join(names), values if len(names) > 1 else [v[0] for v in values], ids=ids)
 
 
-_DRAWN_SHARE = 2 / 3  # of what tests ask for: so many keep `make test` within 15 minutes on two cores
-
-
 def _draw(config: pytest.Config, name: str, count: int, most: int) -> list[int]:
     """Which ``most`` of ``count`` cases of a test this run has: others with every seed, the same on all workers."""
     rng = np.random.default_rng([config.getoption("--seed"), zlib.crc32(name.encode())])
-    most = max(1, round(most * _DRAWN_SHARE))
     return sorted(int(at) for at in rng.permutation(count)[:most])
 
 

@@ -188,7 +188,7 @@ def _late(rng: random.Random, world: Topology, sms: int) -> tuple[tuple[int, int
     """
     if rng.random() < 0.05:
         return ()
-    ranks = rng.sample(range(world.size), rng.choice((1, 1, 1, 2, world.size)))
+    ranks = rng.sample(range(world.size), min(world.size, rng.choice((1, 1, 1, 2, world.size))))
     return tuple((rank, *_rest(rng, sms)) for rank in ranks)
 
 
@@ -206,8 +206,8 @@ def _rest(rng: random.Random, sms: int) -> tuple[int, int, int]:
 
 
 def _maybe_asleep(rng: random.Random, step: Step, world: Topology, sms: int) -> Step:
-    """Seldom with a rank that comes seconds late to a call in which it has something to do."""
-    if rng.random() >= 0.03 or step.call.workspace(world, sms) == 0:
+    """Seldom with a rank that comes seconds late to a call in which it and others have something to do: they let the time pass."""
+    if rng.random() >= 0.03 or world.size == 1 or step.call.workspace(world, sms) == 0:
         return step
     return dataclasses.replace(step, asleep=(rng.randrange(world.size), rng.uniform(*ASLEEP)))
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.programs.program import SHARED_BITS, draw
 from tests.programs.run import Failure, run, script, shorter
 
-WORLDS = ("1x4", "2x2", "3x2", "4x1")
+WORLDS = ("1x1", "1x4", "2x2", "3x2", "4x1")
 
 
 def fresh_seed() -> int:

@@ -31,9 +31,10 @@ def check(world: str, first: int, programs: int, kernels: int) -> None:
 
 
 def test_random_programs_of_some_worlds() -> None:
-    """One world of one node or without mates, one of several nodes with them: another pair in every run."""
+    """A world of one; one of one node or without mates, one of several nodes with them: another pair in every run."""
     first = fresh_seed()
     family = first >> SHARED_BITS
+    check("1x1", first, FEW, KERNELS)
     for worlds in (("1x4", "4x1"), ("2x2", "3x2")):
         check(worlds[family % 2], first, FEW, KERNELS)
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
         ("dist", "", "test"),
     ],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_extras(target: str, cuda: str, extras: str, tmp_path: Path) -> None:
     command = ["make", "-n", target, f"DRIVER_CUDA={cuda}", f"VENV={tmp_path / 'venv'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
