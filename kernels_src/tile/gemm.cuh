@@ -73,6 +73,7 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();
+    if constexpr (Op::kGathers) op.gather(call, storage.entries);
     multiply_tiles(call, op, storage);
     if constexpr (Op::kFinishes) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.finish(*entered);

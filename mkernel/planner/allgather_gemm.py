@@ -49,6 +49,8 @@ _ARGUMENTS = (  # of a launch
 # What the 16 to 18 SMs of a GPC read at the same time is read from L2 once, and CTAs that follow each other are of one GPC: so where
 # all tiles are worked on at once, or in two waves, blocks of 4 x 4 of them read least (docs/speed_log.md).
 _GPC_GROUP_M, _GPC_WAVES = 4, 2
+_PACKET_RANKS = 8  # of a node: more would need more registers
+_PACKET_SHARDS = 16 << 10  # bytes of all shards, for each SM, up to which they travel in packets
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -96,6 +98,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
     shares: int = 1  # CTAs, or pairs, that share K of a tile, as far as there is room for packets
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
+    packets: bool = False  # inside a node: shards travel in words that are their own flags, moved by the consumers of all CTAs
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
@@ -106,9 +109,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def spec(self) -> KernelSpec:
-        plain = self.shares == self.cluster == 1
+        plain = self.shares == self.cluster == 1 and not self.packets
         slices, parts = (most_slices(self.tile), int(most_parts(self.problem) > 1)) if plain else (1, 0)
-        more = {"kSlices": slices, "kHasParts": parts, "kShares": int(self.shares > 1)}
+        more = {"kSlices": slices, "kHasParts": parts, "kShares": int(self.shares > 1 or self.packets), "kPackets": int(self.packets)}
         return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
 
     @property
@@ -159,7 +162,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @derived
     def pushers(self) -> int:
         """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
-        return (self.split.compute or 0) if warps_push(self.problem.topology, self.split, self.span) else 0
+        return (self.split.compute or 0) if not self.packets and warps_push(self.problem.topology, self.split, self.span) else 0
 
     @derived
     def shifts(self) -> tuple[int, int]:
@@ -221,8 +224,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return self.taken * shares * self.cluster * BLOCK_M * self.tile.block_n * 4
 
     @property
+    def ahead_bytes(self) -> int:
+        """Bytes of packets of shards, a range for each source, that are sent before their rank has entered."""
+        return self.problem.topology.size * self.shard_bytes if self.packets else 0
+
+    @property
     def flag_words(self) -> int:
-        return self.problem.topology.size * self.chunks
+        return 0 if self.packets else self.problem.topology.size * self.chunks
 
     def describe(self) -> str:
         p = self.problem
@@ -235,7 +243,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
             f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
-            f"{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard\n"
+            f"{'packets' if self.packets else f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
@@ -243,6 +251,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def flag_name(self, rank: int, index: int) -> str:
         """What a flag tells ``rank``, for reports."""
+        if self.packets:
+            return "packets of the shards"
         source, chunk = divmod(index, self.chunks)
         block, part = next((b, p) for b in range(self.blocks) for p in range(self.parts) if self.chunk_index(b, p) == chunk)
         begin = block * self.chunk_rows
@@ -426,6 +436,8 @@ def _plan_of_class(
     asked: Tiling,
 ) -> AllGatherGemmPlan:
     topology = problem.topology
+    if _takes_packets(problem, rows, sm_count, split, asked):
+        return _plan_with_packets(problem, rows, sm_count, split, tile, specialize, asked)
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
     tail = _TAIL if topology.size > 1 else 0.0
     covering = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
@@ -455,7 +467,9 @@ def _plan_of_class(
     slices = choose_slices(tiles, tile, chosen) if few_waves and plain else 1
     if parts == 1:
         group_m = _GPC_GROUP_M if topology.size == 1 and tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
-        return AllGatherGemmPlan(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, specialize)
+        return AllGatherGemmPlan(
+            problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, specialize=specialize
+        )
     if span > 1:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
         return AllGatherGemmPlan(
@@ -476,6 +490,44 @@ def _plan_of_class(
         group_rows * (BLOCK_M // chunk_rows),
         slices,
         specialize=specialize,
+    )
+
+
+def _takes_packets(problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None, asked: Tiling) -> bool:
+    """Whether shards travel in packets: few rows inside a node, if neither CTAs that push nor narrower planes are asked for.
+
+    Raises TilingError where packets are asked for and the world has none. More bytes than there is room for travel in chunks all the same.
+    """
+    topology, shards = problem.topology, problem.topology.size * rows * problem.k * 2
+    inside = topology.num_nodes == 1 < topology.size <= _PACKET_RANKS
+    possible = inside and not (split and split.intra_comm) and asked.span in (None, topology.size)
+    if asked.packets and not possible:
+        raise TilingError(f"{asked}: shards travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, without intra_comm, in one plane")
+    if asked.packets is None:
+        return possible and asked.span is None and 0 < shards <= min(_PACKET_SHARDS * sm_count, abi.AHEAD_BYTES)
+    return bool(asked.packets) and 0 < shards <= abi.AHEAD_BYTES
+
+
+def _plan_with_packets(
+    problem: AllGatherGemmProblem,
+    rows: int,
+    sm_count: int,
+    split: Split | None,
+    tile: GemmTile | None,
+    specialize: Specialized,
+    asked: Tiling,
+) -> AllGatherGemmPlan:
+    """Tiles as of a rank that has all rows: none begins before all shards are there."""
+    size, wanted, cluster = problem.topology.size, dataclasses.replace(split or Split(), intra_comm=0), asked.cluster or 1
+    covering = choose(Product(Topology(1, 1), size * rows, problem.n, problem.k, sm_count), 0.0, tile, None, asked.shares)
+    if covering is None:
+        raise TilingError(f"{asked}: shares must be at most the k steps")
+    _, tile, shares = covering
+    chosen = complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster)
+    tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
+    group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
+    return AllGatherGemmPlan(
+        problem, rows, chosen, tile, BLOCK_M, group_m, 1, 1, 1, size, shares, cluster, packets=True, specialize=specialize
     )
 
 
