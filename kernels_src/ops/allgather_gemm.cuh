@@ -239,7 +239,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
 
   // ---- shares of K
-  static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
+  static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay, kStreams = KShares::kMay || kPackets;
   MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * tiles_n(), p.shares}; }
   MK_DEVICE char* packets(const Entered& entered) const {
     return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;

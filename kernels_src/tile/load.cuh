@@ -79,8 +79,12 @@ MK_DEVICE void prefetch_b(const abi::TensorMap* b, int32_t column, int32_t k, in
   }
 }
 
+// How many k steps of B are on their way to L2 before they are loaded (Op::kStreams). B of few rows is read once, from memory, whose latency the stages
+// alone do not cover where few CTAs load.
+template <class Config>
+constexpr uint32_t kStreamedSteps = 2 * GemmShape<Config>::kStages;
+
 // Loads B of the first stages of a tile that waits, and no A; some more of B comes to L2 meanwhile. Returns how many stages.
-constexpr uint32_t kPrefetchedBytes = 128 * 1024;  // of B beyond the stages: what memory gives an SM until A is there
 template <class Config, class Op>
 MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c) {
   using Shape = GemmShape<Config>;
@@ -93,9 +97,8 @@ MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const 
                    op.b_plane(c), tile_width<Config>(c));
   }
   if constexpr (!Shape::kPaired && !Shape::kGated) {
-    constexpr uint32_t kSteps = kPrefetchedBytes / Shape::kBytesB;
 #pragma unroll 1
-    for (uint32_t step = stages; step < steps && step < stages + kSteps; ++step) {
+    for (uint32_t step = stages; step < steps && step < kStreamedSteps<Config>; ++step) {
       prefetch_b<Config>(op.b_map(c), first_column<Config>(c), (op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c), tile_width<Config>(c));
     }
   }
@@ -151,6 +154,9 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
+      if constexpr (Op::kStreams && !Shape::kPaired && !Shape::kGated) {
+        if (step + kStreamedSteps<Config> < steps) prefetch_b<Config>(b, column, k + kStreamedSteps<Config> * Shape::kBlockK, b_plane, width);
+      }
       if (Op::kGathers && has_b != 0) {
         --has_b;
         ptx::tma_load_3d(storage.pipeline.a[stage.index], a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);

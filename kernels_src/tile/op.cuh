@@ -37,6 +37,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.a_k(c, part) } -> Same<int32_t>;
   { op.b_map(c) } -> Same<const abi::TensorMap*>;  // where its columns of B are; of a slice a map with boxes of its width
   { op.b_plane(c) } -> Same<int32_t>;
+  requires Same<decltype(Op::kStreams), const bool>;     // whether B comes to L2 ahead of its loads: it is read once
   requires Same<decltype(Op::kShortTiles), const bool>;  // whether c.is_short may be true; of results only, not of partial tiles
   requires !Op::kShortTiles || GemmShape<Config>::kHasHalves;
 
@@ -102,7 +103,7 @@ struct BasicOp {
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
   static constexpr bool kAnnouncesEntry = true, kGathers = false, kFinishes = false, kCanonical = false;
-  static constexpr bool kSums = false, kShares = false;
+  static constexpr bool kSums = false, kShares = false, kStreams = false;
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }

@@ -21,6 +21,7 @@ __all__ = ["predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
+AHEAD_BYTES = 200e3  # of B, that a CTA loads or prefetches before its first tile may begin (kernels_src/tile/load.cuh)
 _STEPS = 8  # groups of tiles that are followed one by one
 
 
@@ -92,6 +93,8 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     entry = entered(machine, conditions, topology)
+    if plan.packets:
+        return _gathered_in_packets(plan, machine, start, entry, work)
     begin, pushing, forwarding, one_chunk = start + entry, 0.0, 0.0, 0.0
     if mates:
         # What has no CTA is pushed by a warp of each computing one. A chunk goes through one CTA.
@@ -131,6 +134,15 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     return Prediction(
         all_done, work.tensor, work.load, work.memory, pushing + forwarding, network.paced, start, network.engine, entry=entry
     )  # fmt: skip
+
+
+def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float, entry: float, work: _Work) -> Prediction:
+    """Nothing is multiplied before all shards are there; B, of which memory brings its share meanwhile, is not waited for twice."""
+    mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM
+    link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
+    gathered = entry + link + machine.flag
+    ahead = min(gathered, work.memory, AHEAD_BYTES * machine.sms / machine.memory)
+    return Prediction(start + gathered + work.seconds - ahead, work.tensor, work.load, work.memory, link, 0.0, start, entry=entry)
 
 
 def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
