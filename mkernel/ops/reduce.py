@@ -16,6 +16,7 @@ from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, Re
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
+    from mkernel.planner.tiling import Tiling
     from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.backend import MatrixMaps
     from mkernel.runtime.prepared import Executable
@@ -56,6 +57,7 @@ _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "b_map", "c_
 class ReduceOp(GemmOp[ReduceProblem]):
     """A product whose K is spread over the ranks."""
 
+    tilings = frozenset({"block_n", "shares", "cluster"})
     parameters = Parameters
 
     def problem(self, world: World, a: TensorView, b: TensorView, partials: Any, algorithm: str | None = None) -> Instance[ReduceProblem]:
@@ -79,9 +81,16 @@ class ReduceOp(GemmOp[ReduceProblem]):
         return Instance(made, m)
 
     def make_plan(
-        self, problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+        self,
+        problem: ReduceProblem,
+        rows: int,
+        sm_count: int,
+        split: Split | None = None,
+        *,
+        specialize: str | None = None,
+        tiling: Tiling | None = None,
     ) -> ReducePlan:
-        return plan_reduce(problem, rows, sm_count, split, specialize=specialize)
+        return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
         return "partial tiles" if plan.op == REDUCE_SCATTER else f"{plan.algorithm}{' in packets' if plan.packets else ''}"

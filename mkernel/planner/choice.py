@@ -183,8 +183,14 @@ def plan_allgather_gemm(
 
 
 def plan_reduce(
-    problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+    problem: ReduceProblem,
+    rows: int,
+    sm_count: int,
+    split: Split | None = None,
+    *,
+    specialize: str | None = None,
+    tiling: Tiling | None = None,
 ) -> ReducePlan:
-    """The plan of a call, by the rules or by the model (``MKERNEL_PLANNER``). Raises SplitError."""
-    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize)
-    return chosen or reduce.make_plan(problem, rows, sm_count, split, specialize=specialize)
+    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) if no tiling is asked for. Raises SplitError, TilingError."""
+    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize) if tiling is None else None
+    return chosen or reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)

@@ -28,7 +28,7 @@ class Tiling:
     shares
         CTAs that share K of a tile.
     cluster
-        Of ``allgather_gemm``: CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
+        CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     """
 
     block_n: int | None = None
