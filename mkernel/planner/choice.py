@@ -96,8 +96,12 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     topology = problem.topology
     most = max(1, sm_count // 4)
     pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
+    widths = _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]
+    if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
+        for width in widths:
+            yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
-        for width in _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]:
+        for width in widths:
             tile = GemmTile.deepest(width, sent=True)
             try:
                 # Where everyone adds up everything, groups are those of the tile that was made narrower.

@@ -73,7 +73,8 @@ def make_plan(
 ) -> ReducePlan:
     """The plan for ``rows`` rows of a rank's result on a device with ``sm_count`` SMs. All choices are those for the most of their class.
 
-    ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what tiles cover, where it is asked for.
+    ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what tiles cover, where it is asked for. Of a reduce-scatter a
+    ``span`` of 1 asks for partial tiles that are copied in bulk, too, and one of all ranks for packets.
 
     Raises
     ------
@@ -89,7 +90,12 @@ def make_plan(
         raise TilingError(f"{asked}: reductions do not share K")
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
-    return _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked).of_rows(rows)
+    packets = (asked.block_n or 0) <= _FEW_BLOCK_N and not (problem.op == REDUCE_SCATTER and asked.span == 1)
+    plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, packets)
+    if asked.span not in (None, plan.span):
+        possible = f"1, and {problem.topology.size} in packets" if problem.op == REDUCE_SCATTER else "1"
+        raise TilingError(f"{asked}: span must be {possible}")
+    return plan.of_rows(rows)
 
 
 def _plan_of_class(
@@ -100,14 +106,14 @@ def _plan_of_class(
     tile: GemmTile | None,
     group_tiles: int | None,
     specialize: Specialized,
-    asked: Tiling,
+    packets: bool,
 ) -> ReducePlan:
     scatters, topology = problem.op == REDUCE_SCATTER, problem.topology
     algorithm = "two_shot" if scatters else problem.algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
-    wanted = split or Split()
+    wanted, tail, given = split or Split(), _TAIL if topology.size > 1 else 0.0, tile
     if tile is None:
         tile_rows, owners = math.ceil(rows / BLOCK_M), topology.size if scatters else 1
-        tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0, sent=True)
+        tile = choose_tile(tile_rows * owners, problem.n, sm_count, tail, sent=True)
         if algorithm == "one_shot":
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     load_rows = choose_load_rows(rows)
@@ -117,9 +123,11 @@ def _plan_of_class(
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
-    # A split with CTAs that pull, or wider tiles, ask for the other kernel.
-    if not wanted.intra_comm and (asked.block_n or 0) <= _FEW_BLOCK_N:
-        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True), packets=True)
+    if packets and not wanted.intra_comm:  # a split with CTAs that pull asks for the other kernel
+        all_rows = rows * (topology.size if scatters else 1)  # of a reduce-scatter a tile has those of several owners
+        few = given or (choose_tile(math.ceil(all_rows / BLOCK_M), problem.n, sm_count, tail, sent=True) if scatters else tile)
+        few = GemmTile.deepest(min(few.block_n, _FEW_BLOCK_N), sent=True)
+        packed = dataclasses.replace(plan, tile=few, load_rows=choose_load_rows(all_rows), packets=True)
         if fits_packets(packed):
             chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
             return dataclasses.replace(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
@@ -169,10 +177,10 @@ def saturates_link(plan: ReducePlan, sm_count: int) -> bool:
 
 
 def fits_packets(plan: ReducePlan) -> bool:
-    """An all-reduce of few values inside a node, in the output dtype."""
+    """A product of few values inside a node, in the output dtype."""
     problem = plan.problem
-    inside = problem.op == ALLREDUCE and problem.topology.num_nodes == 1 and 1 < problem.topology.size <= _PACKET_RANKS
-    few = plan.rows * problem.n * 2 <= _PACKET_VALUES and plan.packet_bytes <= abi.PACKET_BYTES
+    inside = problem.topology.num_nodes == 1 and 1 < problem.topology.size <= _PACKET_RANKS
+    few = plan.rows * plan.span * problem.n * 2 <= _PACKET_VALUES and plan.packet_bytes <= abi.PACKET_BYTES
     return inside and few and problem.partials == "output"
 
 

@@ -19,7 +19,7 @@ __all__ = ["PARAMETER_BYTES", "SPECIALIZED", "ReducePlan", "Tile"]
 # By default (docs/benchmarks.md): an all-reduce of few rows takes 1 us less with K compiled in, 4096 with N; a reduce-scatter nothing.
 SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])}
 PARAMETER_BYTES = 640  # sizeof(Parameters); ops/reduce.py mirrors the struct
-_ARGUMENTS = ("rows", "tiles", "group_tiles", "group_m", "chunk_shift", "load_rows")  # of a launch
+_ARGUMENTS = ("rows", "tiles", "group_tiles", "group_m", "chunk_shift", "load_rows", "shares")  # of a launch
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
@@ -49,14 +49,14 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     chunk_tiles: int  # of one put
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
-    packets: bool = False  # all-reduce inside a node: values travel in words that are their own flags
+    packets: bool = False  # inside a node: values travel in words that are their own flags
     algorithm: str = "two_shot"
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
         *GemmPlan.of_class,
-        *("op", "one_shot", "everywhere", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
+        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
         *("ends_of_tile", "of_arguments", "of_maps"),
     )
 
@@ -70,8 +70,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def everywhere(self) -> bool:
-        """Every rank computes and stores every tile; else a tile has an owner."""
+        """Every rank computes every tile, and stores it, or its own rows of it; else a tile has an owner."""
         return self.one_shot or self.packets
+
+    @derived
+    def span(self) -> int:
+        """Ranks whose rows a tile may have: of a reduce-scatter in packets all, else one."""
+        return self.problem.topology.size if self.packets and self.op == REDUCE_SCATTER else 1
 
     @derived
     def spec(self) -> KernelSpec:
@@ -79,6 +84,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         float32 = int(self.problem.partials == "float32")
         canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
+        more |= {"kShares": 0} if self.packets else {}
         return self.spec_with(name, PARAMETER_BYTES, alone=1, **more)
 
     @property
@@ -93,19 +99,20 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def of_arguments(self) -> tuple[int, ...]:
         """Those of them that all calls of a class have in common, from ``group_tiles`` on."""
-        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows
+        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, 1
 
     @derived
-    def of_maps(self) -> tuple[int, int, bool]:
-        """What tensor maps are made by: columns of a tile, rows of a load; and whether partial tiles travel in packets."""
-        return self.tile.block_n, self.load_rows, self.packets
+    def of_maps(self) -> tuple[int, int, int, bool]:
+        """What tensor maps are made by: columns of a tile, rows of a load, ranks of a tile's rows; and whether values travel in packets."""
+        return self.tile.block_n, self.load_rows, self.span, self.packets
 
     def describe(self) -> str:
         p, split = self.problem, self.split
         layout = "row-major" if p.b_row_major else "transposed"
         rows = self.rows * p.topology.size if self.op == REDUCE_SCATTER else self.rows
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
-        how = f"{self.algorithm}{' in packets' if self.packets else ''}, " if self.op == ALLREDUCE else ""
+        how = f"{self.algorithm}, " if self.op == ALLREDUCE else ""
+        how += "in packets, " if self.packets else ""
         how += "added by rank, " if p.canonical else ""
         travel = "packets of eight values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
         return (  # the first line stands for the plan in messages: it tells any two apart
@@ -124,13 +131,18 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return 1 if self.op == REDUCE_SCATTER or self.everywhere else self.problem.topology.size
 
     @derived
+    def tile_rows(self) -> int:
+        """Rows of tiles: of an owner's rows, or of all where a tile has several owners' rows."""
+        return -(-self.rows * self.span // BLOCK_M)
+
+    @derived
     def tiles(self) -> int:
-        """Per owner; all tiles where everyone adds up everything."""
-        return -(-(-(-self.rows // BLOCK_M) * self.tiles_n) // self.owners)
+        """Per owner; all tiles where everyone computes everything."""
+        return -(-self.tile_rows * self.tiles_n // self.owners)
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
-        return sizes_of((self.grid, -(-(-(-rows // BLOCK_M) * self.tiles_n) // self.owners)))
+        return sizes_of((self.grid, -(-(-(-rows * self.span // BLOCK_M) * self.tiles_n) // self.owners)))
 
     @derived
     def chunk_shift(self) -> int:
@@ -190,12 +202,18 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @property
     def packet_bytes(self) -> int:
-        """Bytes of the range of packets in the signal segment: 16 for eight values, for whole warps of 16 rows."""
+        """Bytes of the range of packets in the signal segment: 16 for eight values.
+
+        An all-reduce sends whole warps of 16 rows; of a reduce-scatter a rank has room for its own rows from each rank.
+        """
         if not self.packets:
             return 0
-        size, warps = self.problem.topology.size, self.tiles * math.ceil(min(self.rows, BLOCK_M) / 16)
+        size, row_bytes = self.problem.topology.size, self.tile.block_n * 2
+        if self.op == REDUCE_SCATTER:
+            return size * self.tiles_n * self.rows * row_bytes
+        warps = self.tiles * math.ceil(min(self.rows, BLOCK_M) / 16)
         blocks = size * warps if self.one_shot else size * math.ceil(warps / size) + warps
-        return blocks * 16 * self.tile.block_n * 2
+        return blocks * 16 * row_bytes
 
     @derived
     def flags_of_tile(self) -> tuple[int, int]:

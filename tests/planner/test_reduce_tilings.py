@@ -40,3 +40,18 @@ def test_ctas_alone_are_the_only_ones(op: str) -> None:
     assert plan_of(op, 16, 4096, 2048, Tiling(cluster=1)) == plan_of(op, 16, 4096, 2048)
     with pytest.raises(TilingError, match="reductions have no pairs"):
         plan_of(op, 16, 4096, 2048, Tiling(cluster=2))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_rows_of_all_ranks_or_of_one_are_in_a_tile(size: int) -> None:
+    """All of them where values travel in packets."""
+    world = f"1x{size}"
+    assert plan_of(REDUCE_SCATTER, 16, 4096, 2048, world=world) == plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(span=size), world)
+    together, apart = (plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(128, span), world) for span in (size, 1))
+    assert (together.packets, together.span, together.tiles) == (True, size, 32)
+    assert (apart.packets, apart.span, apart.tiles) == (False, 1, 32), "of each owner"
+    for rows, span in ((16, size + 1), (4096, size)):
+        with pytest.raises(TilingError, match=f"span must be 1, and {size} in packets"):
+            plan_of(REDUCE_SCATTER, rows, 4096, 2048, Tiling(span=span), world)
+    with pytest.raises(TilingError, match="span must be 1"):
+        plan_of(ALLREDUCE, 16, 4096, 2048, Tiling(span=size), world)
