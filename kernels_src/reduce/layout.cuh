@@ -6,7 +6,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend, kInterReduce (each may be kDynamic), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot; kSharedBytes, kParameterBytes
+// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot, kShares; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
@@ -26,7 +26,11 @@ struct alignas(64) Parameters {
   uint32_t group_m;         // tile rows that share columns of B
   uint32_t chunk_shift;     // a put has 1 << chunk_shift tiles
   uint32_t load_rows;       // of a tile of A
-  uint32_t reserved[8];     // the maps are 64-byte aligned
+  uint32_t shares;          // CTAs that share K of a tile (tile/shares.cuh)
+  uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
+  uint64_t share_offset;    // signal segment: packets of shares
+  uint64_t c;               // the result's first row; used with shares
+  uint32_t reserved[2];     // the maps are 64-byte aligned
   abi::TensorMap a_map;     // (owners or 1, rows, K)
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (1, rows, N)

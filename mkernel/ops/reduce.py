@@ -16,6 +16,7 @@ from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, Re
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
+    from mkernel.planner.tiling import Tiling
     from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.backend import MatrixMaps
     from mkernel.runtime.prepared import Executable
@@ -41,7 +42,11 @@ class Parameters(ctypes.Structure):
         ("group_m", ctypes.c_uint32),
         ("chunk_shift", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 8),
+        ("shares", ctypes.c_uint32),
+        ("c_row_bytes", ctypes.c_uint32),
+        ("share_offset", ctypes.c_uint64),
+        ("c", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint32 * 2),
         ("a_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -49,13 +54,14 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
-_AT, _VALUES = place_of(Parameters, "fields", "load_rows")
+_AT, _VALUES = place_of(Parameters, "fields", "c")
 _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "b_map", "c_map")
 
 
 class ReduceOp(GemmOp[ReduceProblem]):
     """A product whose K is spread over the ranks."""
 
+    tilings = frozenset({"block_n", "shares", "cluster"})
     parameters = Parameters
 
     def problem(self, world: World, a: TensorView, b: TensorView, partials: Any, algorithm: str | None = None) -> Instance[ReduceProblem]:
@@ -79,12 +85,21 @@ class ReduceOp(GemmOp[ReduceProblem]):
         return Instance(made, m)
 
     def make_plan(
-        self, problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+        self,
+        problem: ReduceProblem,
+        rows: int,
+        sm_count: int,
+        split: Split | None = None,
+        *,
+        specialize: str | None = None,
+        tiling: Tiling | None = None,
     ) -> ReducePlan:
-        return plan_reduce(problem, rows, sm_count, split, specialize=specialize)
+        return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
-        return "partial tiles" if plan.op == REDUCE_SCATTER else f"{plan.algorithm}{' in packets' if plan.packets else ''}"
+        if plan.op == REDUCE_SCATTER:
+            return "packets" if plan.packets else "partial tiles"
+        return f"{plan.algorithm}{' in packets' if plan.packets else ''}"
 
     def travels(self, plan: Any) -> str:
         if plan.packets:
@@ -99,18 +114,18 @@ class ReduceOp(GemmOp[ReduceProblem]):
 class _Binder:
     """As ``ops.gemm.Binder``."""
 
-    __slots__ = ("_a_maps", "_c_maps", "_known", "_of_a", "_world")
+    __slots__ = ("_a_maps", "_c_maps", "_known", "_of_a", "_owners", "_world")
 
     def __init__(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> None:
         self._world, self._known = world, known
-        self._of_a = problem.k, a_stride, world.size if problem.op == REDUCE_SCATTER else 1
-        self._a_maps: dict[int, MatrixMaps] = {}  # by rows of a load
+        self._of_a, self._owners = (problem.k, a_stride), world.size if problem.op == REDUCE_SCATTER else 1
+        self._a_maps: dict[tuple[int, int], MatrixMaps] = {}  # by rows of a load, and owners whose rows are one plane
         self._c_maps = known.matrices(world, problem.n, c_stride, 1, 64)
 
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, packets = plan.of_maps
+        columns, load_rows, span, packets = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -121,11 +136,15 @@ class _Binder:
             start + result * tiles,
             executable.flag_offset,
             *plan.arguments_of(rows, sizes),
+            0,
+            0,
+            0,
         )
-        a_maps = self._a_maps.get(load_rows)
+        a_maps = self._a_maps.get((load_rows, span))
         if a_maps is None:
-            a_maps = self._a_maps[load_rows] = known.matrices(world, *self._of_a, load_rows)
+            a_maps = known.matrices(world, *self._of_a, self._owners // span, load_rows)
+            self._a_maps[load_rows, span] = a_maps
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
-        maps = a_maps(a, extent), known.map(world, b_address, columns), self._c_maps(c, extent)
+        maps = a_maps(a, extent * span), known.map(world, b_address, columns), self._c_maps(c, extent)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

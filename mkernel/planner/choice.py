@@ -96,8 +96,12 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     topology = problem.topology
     most = max(1, sm_count // 4)
     pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
+    widths = _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]
+    if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
+        for width in widths:
+            yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
-        for width in _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]:
+        for width in widths:
             tile = GemmTile.deepest(width, sent=True)
             try:
                 # Where everyone adds up everything, groups are those of the tile that was made narrower.
@@ -183,8 +187,14 @@ def plan_allgather_gemm(
 
 
 def plan_reduce(
-    problem: ReduceProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+    problem: ReduceProblem,
+    rows: int,
+    sm_count: int,
+    split: Split | None = None,
+    *,
+    specialize: str | None = None,
+    tiling: Tiling | None = None,
 ) -> ReducePlan:
-    """The plan of a call, by the rules or by the model (``MKERNEL_PLANNER``). Raises SplitError."""
-    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize)
-    return chosen or reduce.make_plan(problem, rows, sm_count, split, specialize=specialize)
+    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) if no tiling is asked for. Raises SplitError, TilingError."""
+    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize) if tiling is None else None
+    return chosen or reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)

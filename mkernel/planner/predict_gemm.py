@@ -152,11 +152,11 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     start = start_of(machine, conditions, plan.spec.early)
     if plan.rows == 0 or problem.n == 0:
         return Prediction(start, start=start)
-    scatters = plan.op == REDUCE_SCATTER
-    m = plan.rows * size if scatters else plan.rows
-    shards, compute = (size if scatters else 1), plan.split.compute or 1
+    rows = plan.rows * plan.span  # that lie in tiles together,
+    shards = size // plan.span if plan.op == REDUCE_SCATTER else 1  # so many times
+    compute = plan.split.compute or 1
     work = _work(
-        *(machine, conditions, m, problem.n, problem.k, shards, plan.rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
+        *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
     )
     if size == 1:
@@ -171,9 +171,9 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
 def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> Prediction:
     """Partial values travel in packets, then, in two steps, finished ones; each step begins with the product of the slowest tile."""
     size = plan.problem.topology.size
-    result = plan.rows * plan.problem.n * ITEM
+    result = plan.rows * plan.span * plan.problem.n * ITEM
     most = machine.link if size > 2 else machine.link_pair
-    steps = 1 if plan.one_shot else 2
+    steps = 1 if plan.one_shot or plan.op == REDUCE_SCATTER else 2
     sent = result * (size - 1) / (1 if plan.one_shot else size)
     link = steps * sent / most
     turns = max(1.0, waves(work.tiles, plan.split.compute or 1))

@@ -24,11 +24,12 @@ class Tiling:
     block_n
         Columns of a tile: 64, 128, 192 or 256.
     span
-        Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
+        How many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard). Of ``gemm_reduce_scatter`` 1, or all
+        ranks: its values then travel in packets.
     shares
         CTAs that share K of a tile.
     cluster
-        Of ``allgather_gemm``: CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
+        CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     packets
         Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 0, in chunks.
     """

@@ -8,7 +8,7 @@ pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mk
 
 from mkernel.jit import cuda
 from mkernel.planner.gemm import GemmTile
-from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.topology import Topology
 from tests.nvrtc.test_kernels import (
     _SMS,
@@ -42,7 +42,7 @@ def plan_of(
 
 
 def packets_of(
-    algorithm: str,
+    how: str,
     size: int,
     block_n: int,
     dtype: str = "bfloat16",
@@ -51,8 +51,10 @@ def packets_of(
     specialize: str = "all",
     canonical: bool = False,
 ) -> ReducePlan:
-    problem = ReduceProblem(ALLREDUCE, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm, canonical)
-    plan = make_plan(problem, 1000, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm, canonical)
+    rows = 1000 // size if how == REDUCE_SCATTER else 1000
+    plan = make_plan(problem, rows, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
     assert plan.packets
     return plan
 
@@ -103,7 +105,7 @@ def test_wgmma_is_not_serialized(
 
 @pytest.mark.drawn(1)
 @pytest.mark.cases(
-    algorithm=ALGORITHMS,
+    how=HOWS,
     size=tuple(range(2, 9)),
     block_n=(64, 128),
     row_major=(True, False),
@@ -113,7 +115,7 @@ def test_wgmma_is_not_serialized(
 )
 def test_packets(
     caplog: pytest.LogCaptureFixture,
-    algorithm: str,
+    how: str,
     size: int,
     block_n: int,
     row_major: bool,
@@ -121,7 +123,7 @@ def test_packets(
     specialize: str,
     canonical: bool,
 ) -> None:
-    plan = packets_of(algorithm, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical)
+    plan = packets_of(how, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical)
     instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
@@ -137,8 +139,9 @@ def test_packets(
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in range(2, 8)] + [8])
-def test_all_packets_of_a_row_fit_into_registers(caplog: pytest.LogCaptureFixture, size: int) -> None:
-    fits(caplog, packets_of("one_shot", size, 128).spec)
+@pytest.mark.parametrize("how", ["one_shot", REDUCE_SCATTER])
+def test_all_packets_of_a_row_fit_into_registers(caplog: pytest.LogCaptureFixture, how: str, size: int) -> None:
+    fits(caplog, packets_of(how, size, 128).spec)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -158,7 +161,7 @@ def test_compiling_is_quick(how: str, most: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_compiling_packets_is_quick(algorithm: str) -> None:
+@pytest.mark.parametrize("how", HOWS)
+def test_compiling_packets_is_quick(how: str) -> None:
     """0.9 measured for one_shot."""
-    assert relative_cost(lambda k: packets_of(algorithm, 8, 128, k=k).spec) <= 1.2
+    assert relative_cost(lambda k: packets_of(how, 8, 128, k=k).spec) <= 1.2

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel.planner.tiling import Tiling
 from mkernel.transport import emulated
 from tests.ops import moe_body, ring_body, varlen_body
-from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
+from tests.ops.body import Case, Rank, Use, bits, problems, scatters_tiles, topology, use_of
 from tests.shared.findings import errors_are_findings
 from tests.virtual_time import sleep
 
@@ -58,6 +60,8 @@ WORKLOADS = {
     "packets in one step": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
     "packets short in one step": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 20.0),
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
+    "scattered packets": (Case("bfloat16", 64, 264, op=_SCATTER), 4, (43, 129, 7), 20.0),  # rows of several owners in a tile
+    "scattered packets short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (3, 65), 20.0),
     "late": (Case("bfloat16", 64, 8, op=_SCATTER), 2, (7,), 20.0),  # rank 1 comes between the two deadlines
 }
 # Two ops in turn, whose areas of the workspace overlap: cases with their rows, number of calls, whether operands lie on the heap.
@@ -117,7 +121,9 @@ def _check_gemms(world: str, workload: str, seed: int, most: int) -> str | None:
     # Bytes of a put travel at the latest legal time.
     faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us, ack_us=ack_us)
     options: dict[str, Any] = {"seed": seed, "heap_bytes": 16 << 20, "timeout": 5.0, "entry_timeout": 60.0}
-    with mock.patch.object(emulated, "Faults", lambda: faults):
+    with mock.patch.object(emulated, "Faults", lambda: faults), pytest.MonkeyPatch.context() as patch:
+        if not workload.startswith("scattered"):
+            scatters_tiles(patch)
         found = mk.launch(_calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), **options)
     if any(same != found[0][1] for _, same in found):
         return "wrong: ranks have different bits"

@@ -354,7 +354,7 @@ COMMON = [
     ),
     Bug(
         "ordinary stores of zeros",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "ptx::store_packet(at(i), ptx::Words{});",
         "ptx::store_global(at(i), ptx::Words{});",
         found_as="data race",

@@ -219,14 +219,14 @@ REDUCTIONS = [
     # Packets.
     Bug(
         "packets are not waited for",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "        if (!here) missing = i;\n",
         found_as="wrong",
         workload="packets",
     ),
     Bug(
         "only the first word of a packet is looked at",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "(word[0] != 0) & (word[1] != 0) & (word[2] != 0) & (word[3] != 0);",
         "word[0] != 0;",
         found_as="wrong",
@@ -234,7 +234,7 @@ REDUCTIONS = [
     ),
     Bug(
         "a word of a packet is not looked at",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         " & (word[2] != 0) & ",
         " & ",
         found_as="wrong",
@@ -242,7 +242,7 @@ REDUCTIONS = [
     ),
     Bug(
         "only one source's packets are waited for",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "        if (!here) missing = i;\n",
         "        if (!here && i < kPackets) missing = i;\n",
         found_as="wrong",
@@ -251,7 +251,7 @@ REDUCTIONS = [
     ),
     Bug(
         "words are not inverted",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "~ptx::pack<Shape::kElement>(d[e], d[e + 1]);\n    }\n    return v;\n  }\n"
         "  MK_DEVICE static void values_of(uint32_t word, float& low, float& high) { ptx::unpack<Shape::kElement>(~word, low, high); }",
         "ptx::pack<Shape::kElement>(d[e], d[e + 1]);\n    }\n    return v;\n  }\n"
@@ -261,7 +261,7 @@ REDUCTIONS = [
     ),
     Bug(
         "no zeros are left behind",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "ptx::store_packet(at(i), ptx::Words{});",
         ";",
         found_as="wrong",
@@ -269,7 +269,7 @@ REDUCTIONS = [
     ),
     Bug(
         "zeros are left before words are looked for",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "    Deadline deadline(entered.call(), p.world.timeout_ns);\n",
         "    for (uint32_t i = 0; i < Sources * kPackets; ++i) ptx::store_packet(at(i), ptx::Words{});\n"
         "    Deadline deadline(entered.call(), p.world.timeout_ns);\n",
@@ -278,9 +278,9 @@ REDUCTIONS = [
     ),
     Bug(
         "zeros are left where the next row is",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "ptx::store_packet(at(i), ptx::Words{});",
-        "ptx::store_packet(from + i * 32, ptx::Words{});",
+        "ptx::store_packet(from.first + i * from.next, ptx::Words{});",
         workload="packets in one step",
     ),
     Bug(
@@ -295,29 +295,29 @@ REDUCTIONS = [
     Bug(
         "the last row is not sent",
         "ops/gemm_allreduce_packets.cuh",
-        "      if (row + half * 8 >= p.rows) continue;\n",
-        "      if (row + half * 8 + 1 >= p.rows) continue;\n",
+        "      if (item.row + half * 8 >= p.rows) continue;\n",
+        "      if (item.row + half * 8 + 1 >= p.rows) continue;\n",
         found_as="deadlock",
         workload="packets",
     ),
     Bug(
         "a row that is not there is sent",
         "ops/gemm_allreduce_packets.cuh",
-        "      if (row + half * 8 >= p.rows) continue;\n",
+        "      if (item.row + half * 8 >= p.rows) continue;\n",
         found_as="wrong",
         workload="packets short",
     ),
     Bug(
         "a row that is not there is waited for",
         "ops/gemm_allreduce_packets.cuh",
-        "      if (row < p.rows) add_all<0>(entered, d, from, all);\n",
-        "      add_all<0>(entered, d, from, all);\n",
+        "      if (row < p.rows) add_all<0>(",
+        "      add_all<0>(",
         found_as="deadlock",
         workload="packets in one step",
     ),
     Bug(
         "own values are added unrounded",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "          values_of(v[s * kPackets + i].word[j], x, y);\n",
         "          values_of(v[s * kPackets + i].word[j], x, y);\n          if (s == p.world.rank) x = d[e], y = d[e + 1];\n",
         found_as="ranks have different bits",
@@ -330,5 +330,69 @@ REDUCTIONS = [
         "sums = 0;",
         world="1x3",
         workload="packets",
+    ),
+    # Packets of a reduce-scatter.
+    Bug(
+        "a packet goes to the wrong owner",
+        "ops/gemm_reduce_scatter_packets.cuh",
+        "      owner[half] = quotient(row, p.rows);\n",
+        "      owner[half] = quotient(item.row, p.rows);\n",
+        workload="scattered packets",
+    ),
+    Bug(
+        "own rows are sent, too",
+        "ops/gemm_reduce_scatter_packets.cuh",
+        " || owner[half] == rank) continue;\n",
+        ") continue;\n",
+        found_as="wrong",
+        workload="scattered packets short",
+    ),
+    Bug(
+        "what one of the others has sent is not added",
+        "reduce/packets.cuh",
+        "kCanonicalSum ? 0 : 1; ok && i < kWorldSize; ++i",
+        "kCanonicalSum ? 0 : 1; ok && i < kWorldSize - 1; ++i",
+        found_as="wrong",
+        world="1x3",
+        workload="scattered packets",
+    ),
+    Bug(
+        "what one of the others has sent is added twice",
+        "reduce/packets.cuh",
+        "d[e] = Adds ? d[e] + low : low,",
+        "d[e] = Adds ? d[e] + low + low : low,",
+        found_as="wrong",
+        workload="scattered packets",
+    ),
+    Bug(
+        "rows of several owners are stored as this rank's",
+        "ops/gemm_reduce_scatter_packets.cuh",
+        "block_row(c, warpgroup) - first_row();",
+        "block_row(c, warpgroup);",
+        found_as="wrong",
+        workload="scattered packets",
+    ),
+    Bug(
+        "packets of the sources overlap",
+        "ops/gemm_reduce_scatter_packets.cuh",
+        "(source * tiles_n() + item.column)",
+        "item.column",
+        world="1x3",
+        workload="scattered packets",
+    ),
+    Bug(
+        "packets of the columns of tiles overlap",
+        "ops/gemm_reduce_scatter_packets.cuh",
+        "(source * tiles_n() + item.column)",
+        "source * tiles_n()",
+        workload="scattered packets",
+    ),
+    Bug(
+        "an owner's row is looked for at its place among all",
+        "ops/gemm_reduce_scatter_packets.cuh",
+        "item.row + half * 8 - first_row()",
+        "item.row + half * 8",
+        found_as="deadlock",
+        workload="scattered packets",
     ),
 ]

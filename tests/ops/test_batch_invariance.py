@@ -12,7 +12,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
-from tests.ops.body import topology
+from tests.ops.body import scatters_tiles, topology
 from tests.ops.moe_body import DTYPES
 from tests.ops.planted_bug import Bug
 
@@ -194,18 +194,28 @@ PLANTED = [
     Bug("the own node first", "reduce/owned_tiles.cuh", ": Level{kNodes, p.world.node};", ": Level{kNodes, 0};", world="3x2"),
     Bug(
         "own packets first",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "kCanonicalSum ? i : (rank",
         "kCanonicalSum ? (rank + i) % kWorldSize : (rank",
         world="1x3",
+    ),
+    Bug(
+        "own scattered packets as they are",
+        "reduce/packets.cuh",
+        "kCanonicalSum = Config::kCanonical != 0;",
+        "kCanonicalSum = false;",
+        world="1x2",
     ),
 ]
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 @pytest.mark.drawn(1)
-def test_planted(rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
+def test_planted(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
     """The rows of a few batches may happen to have the same owners: others are drawn then."""
-    case = dataclasses.replace(_case(rng, "gemm_allreduce" if "packets" in bug.name else "gemm_reduce_scatter"), n=128, k=128)
+    if "packets" not in bug.name:
+        scatters_tiles(monkeypatch)
+    op = "gemm_allreduce" if "packets" in bug.name and "scattered" not in bug.name else "gemm_reduce_scatter"
+    case = dataclasses.replace(_case(rng, op), n=128, k=128)
     with bug.in_force(tmp_path / "kernels_src"):
         assert any(found_different(case, bug.world, draw_batches(rng)[-2:], batch_invariant=True) is not None for _ in range(4))

@@ -14,11 +14,13 @@ from mkernel.planner.proofs import allgather_gemm as areas_allgather_gemm
 from mkernel.planner.proofs import reduce as areas_reduce
 from mkernel.planner.proofs.areas import HEAP, STAGING, Area, Call, unordered
 from mkernel.planner.split import Split
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries, with_waits
 
 WORLDS = {"1x2": (2, 2), "1x4": (4, 4), "2x2": (4, 2), "3x2": (6, 2), "4x1": (4, 1)}
-OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", "packets")
+PACKETS = ("packets", "gemm_reduce_scatter, packets")
+OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", *PACKETS)
 SMS = 8
 
 
@@ -28,16 +30,16 @@ def call_of(how: str, world: str, rows: int, n: int, k: int) -> Call:
     if how == "allgather_gemm":
         problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
         return areas_allgather_gemm.call_of(allgather_gemm.make_plan(problem, rows, SMS))
-    op = "gemm_reduce_scatter" if how == "gemm_reduce_scatter" else "gemm_allreduce"
+    op = "gemm_reduce_scatter" if how.startswith("gemm_reduce_scatter") else "gemm_allreduce"
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
     sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
     pulls = Split(intra_comm=1) if how == "two_shot" else None  # asks for tiles instead of packets
-    plan = reduce.make_plan(sums, rows, SMS, pulls)
+    plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=Tiling(span=1) if how == "gemm_reduce_scatter" else None)
     return areas_reduce.call_of(plan)
 
 
 def ops_of(world: str) -> list[str]:
-    return [how for how in OPS if how != "packets" or world.startswith("1x")]
+    return [how for how in OPS if how not in PACKETS or world.startswith("1x")]
 
 
 def draw(rng: np.random.Generator, how: str, world: str) -> Call:
@@ -70,7 +72,7 @@ def test_waiting_for_the_owner_only_is_not_enough(world: str) -> None:
 @pytest.mark.parametrize("how", OPS)
 def test_steps_that_do_not_wait_for_entries_are_found(how: str) -> None:
     """Each kind of step that writes, one at a time."""
-    world = "1x4" if how == "packets" else "2x2"
+    world = "1x4" if how in PACKETS else "2x2"
     check_steps_wait_for_entries(call_of(how, world, 300, 256, 256), how)
 
 
@@ -100,7 +102,7 @@ def test_accesses_stay_inside_their_areas_and_are_those_that_the_areas_list(rng:
 def test_docs_list_the_areas() -> None:
     text = (Path(__file__).parents[2] / "docs" / "memory_model.md").read_text()
     for how in OPS:
-        for area in call_of(how, "1x4" if how == "packets" else "2x2", 300, 256, 256).areas:
+        for area in call_of(how, "1x4" if how in PACKETS else "2x2", 300, 256, 256).areas:
             if area.bytes:
                 assert row(how, area) in text
 
@@ -116,7 +118,7 @@ def row(how: str, area: Area) -> str:
 def test_what_is_waited_for_is_what_was_written(rng: np.random.Generator, world: str) -> None:
     """Within a call, who reads bytes has waited for who writes them: the model of the accesses fits the wait graph."""
     for how in ops_of(world):
-        if how == "packets":
+        if how in PACKETS:
             continue  # words that are their own flags
         call = draw(rng, how, world)
         check_flags(call)

@@ -45,7 +45,8 @@ class ReduceCase(Case):
         self.title = f"{problem.op}: b ({problem.k}, {problem.n}), {problem.dtype}, partials {problem.partials}, {world} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> ReducePlan:
-        return plan_reduce(self.problem, self.rows if rows is None else rows, sm_count, split, specialize=specialize)
+        rows = self.rows if rows is None else rows
+        return plan_reduce(self.problem, rows, sm_count, split, specialize=specialize, tiling=self.tiling)
 
     def setup(self, timing: Timing, seed: int) -> None:
         self._timing, self._seed = timing, seed

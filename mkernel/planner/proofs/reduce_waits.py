@@ -47,10 +47,11 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
 
 def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int, entered: list[Step]) -> None:
     """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other."""
+    gives_back = plan.op != REDUCE_SCATTER and not plan.one_shot
     for i in range(plan.tiles):
         sent: list[Step] = [("partials", source, i) for source in range(plan.problem.topology.size)]
         graph.add(("partials", rank, i), [*entered, *([("tile", rank, i - 1)] if i > 0 else [])])
-        graph.add(("packets", rank, i), [("partials", rank, i)] if plan.one_shot else sent)
+        graph.add(("packets", rank, i), sent if gives_back else [("partials", rank, i)])
 
 
 class _Steps:

@@ -9,5 +9,5 @@ MKC_API uint64_t mirror_packet_bytes(const void* shape) {
   const mkernel::Tiles tiles(p);
   const uint64_t groups = p.tiles * tiles.warps();
   const uint64_t blocks = Config::kTwoShot == 0 ? mkernel::kWorldSize * groups : mkernel::kWorldSize * tiles.owned() + groups;
-  return blocks * mkernel::kWarpPackets * sizeof(ptx::Words);
+  return blocks * tiles.warp_packets() * sizeof(ptx::Words);
 }

@@ -1,0 +1,313 @@
+"""The plan and schedule of GEMM+ReduceScatter and GEMM+AllReduce. Pure Python; ``kernels_src/reduce`` is the device side."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from mkernel.jit.spec import KernelSpec
+from mkernel.planner.derived import derived
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, shift_of
+from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.reduce_sizes import Sizes, sizes_of
+from mkernel.planner.specialize import Specialized, remark
+
+__all__ = ["PARAMETER_BYTES", "SPECIALIZED", "ReducePlan", "Tile"]
+
+# By default (docs/benchmarks.md): an all-reduce of few rows takes 1 us less with K compiled in, 4096 with N; a reduce-scatter nothing.
+SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])}
+PARAMETER_BYTES = 640  # sizeof(Parameters); ops/reduce.py mirrors the struct
+_ARGUMENTS = ("rows", "tiles", "group_tiles", "group_m", "chunk_shift", "load_rows", "shares")  # of a launch
+_PANEL = 64  # columns of a block of a result: 128 bytes
+_BLOCK_BYTES = 64 * 128  # of one warpgroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile ``index`` of those that ``owner`` reduces: at tile row ``m`` (of the owner's rows, or of all) and tile column ``n``.
+
+    ``is_sum``: not multiplied, but added up from partial tiles.
+    """
+
+    owner: int
+    index: int
+    m: int
+    n: int
+    is_sum: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducePlan(GemmPlan[ReduceProblem]):
+    """Tile, order, split and buffers for one problem and one number of rows, on one kind of device.
+
+    ``rows``: of a rank's result (M / W for the reduce-scatter, M for the all-reduce).
+    """
+
+    group_tiles: int  # of an owner, that are computed one after the other
+    chunk_tiles: int  # of one put
+    group_m: int = GROUP_M  # tile rows that share columns of B
+    load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
+    packets: bool = False  # inside a node: values travel in words that are their own flags
+    algorithm: str = "two_shot"
+    interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
+    specialize: frozenset[str] = Specialized()  # fields that are compiled in
+
+    of_class = (
+        *GemmPlan.of_class,
+        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
+        *("ends_of_tile", "of_arguments", "of_maps"),
+    )
+
+    @derived
+    def op(self) -> str:
+        return self.problem.op
+
+    @derived
+    def one_shot(self) -> bool:
+        return self.algorithm == "one_shot"
+
+    @derived
+    def everywhere(self) -> bool:
+        """Every rank computes every tile, and stores it, or its own rows of it; else a tile has an owner."""
+        return self.one_shot or self.packets
+
+    @derived
+    def span(self) -> int:
+        """Ranks whose rows a tile may have: of a reduce-scatter in packets all, else one."""
+        return self.problem.topology.size if self.packets and self.op == REDUCE_SCATTER else 1
+
+    @derived
+    def spec(self) -> KernelSpec:
+        name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if self.one_shot else self.op
+        float32 = int(self.problem.partials == "float32")
+        canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
+        more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
+        more |= {"kShares": 0} if self.packets else {}
+        return self.spec_with(name, PARAMETER_BYTES, alone=1, **more)
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """What the parameters of a launch say of the schedule, in their order."""
+        return dict(zip(_ARGUMENTS, self.arguments_of(self.rows, self.sizes_of(self.rows)), strict=True))
+
+    def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
+        """The values of ``arguments`` in a call of so many rows of the class."""
+        return rows, sizes.tiles, *self.of_arguments
+
+    @derived
+    def of_arguments(self) -> tuple[int, ...]:
+        """Those of them that all calls of a class have in common, from ``group_tiles`` on."""
+        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, 1
+
+    @derived
+    def of_maps(self) -> tuple[int, int, int, bool]:
+        """What tensor maps are made by: columns of a tile, rows of a load, ranks of a tile's rows; and whether values travel in packets."""
+        return self.tile.block_n, self.load_rows, self.span, self.packets
+
+    def describe(self) -> str:
+        p, split = self.problem, self.split
+        layout = "row-major" if p.b_row_major else "transposed"
+        rows = self.rows * p.topology.size if self.op == REDUCE_SCATTER else self.rows
+        sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
+        how = f"{self.algorithm}, " if self.op == ALLREDUCE else ""
+        how += "in packets, " if self.packets else ""
+        how += "added by rank, " if p.canonical else ""
+        travel = "packets of eight values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
+        return (  # the first line stands for the plan in messages: it tells any two apart
+            f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
+            f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs{remark(self.specialize, SPECIALIZED[self.op])}\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}"
+            f"{', the owners in turn' if self.interleaved and len(self.groups()) > 1 else ''}\n"
+            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
+            f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
+        )
+
+    # ---- sizes
+    @derived
+    def owners(self) -> int:
+        """Ranks among which the tiles are divided: one where a plan has one owner's tiles only, or everyone adds up everything."""
+        return 1 if self.op == REDUCE_SCATTER or self.everywhere else self.problem.topology.size
+
+    @derived
+    def tile_rows(self) -> int:
+        """Rows of tiles: of an owner's rows, or of all where a tile has several owners' rows."""
+        return -(-self.rows * self.span // BLOCK_M)
+
+    @derived
+    def tiles(self) -> int:
+        """Per owner; all tiles where everyone computes everything."""
+        return -(-self.tile_rows * self.tiles_n // self.owners)
+
+    def sizes_of(self, rows: int) -> Sizes:
+        """What follows from the rows of a call of the class."""
+        return sizes_of((self.grid, -(-(-(-rows * self.span // BLOCK_M) * self.tiles_n) // self.owners)))
+
+    @derived
+    def chunk_shift(self) -> int:
+        return shift_of(self.chunk_tiles)
+
+    @property
+    def put_bytes(self) -> int:
+        """Bytes of a chunk on its way to another node."""
+        return self.chunk_tiles * self.partial_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        return math.ceil(self.tiles / self.chunk_tiles)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of a finished tile on the heap: 16-bit elements, whole panels."""
+        return self.tile.block_n // _PANEL * 2 * _BLOCK_BYTES
+
+    @property
+    def partial_bytes(self) -> int:
+        return self.result_bytes * (2 if self.problem.partials == "float32" else 1)
+
+    # ---- the data heap and the flags: offsets from the start of the workspace, in the order of Parameters in the kernel
+    @derived
+    def area_of_tile(self) -> dict[str, int]:
+        """Bytes of each area of the workspace for one tile of an owner."""
+        size, others = self.problem.topology.size, self.problem.topology.num_nodes - 1
+        partials = size if self.one_shot else size - 1
+        finished = others + 1 if self.op == ALLREDUCE and size > 1 else 0
+        return {
+            "partial": 0 if self.packets else partials * self.partial_bytes,
+            "sum": 0 if self.everywhere else others * self.partial_bytes,
+            "arrived": 0 if self.everywhere else others * self.partial_bytes,
+            "result": 0 if self.everywhere else finished * self.result_bytes,
+        }
+
+    @property
+    def areas(self) -> dict[str, int]:
+        """Bytes of each area of the workspace."""
+        return {name: size * self.tiles for name, size in self.area_of_tile.items()}
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each area begins."""
+        return {name: end * self.tiles for name, end in zip(self.area_of_tile, self.ends_of_tile, strict=True)}
+
+    @derived
+    def ends_of_tile(self) -> tuple[int, ...]:
+        """Bytes of the areas before each, for one tile of an owner."""
+        return tuple(itertools.accumulate(self.area_of_tile.values(), initial=0))[:-1]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the data heap: partial tiles on their way, and finished tiles of an all-reduce."""
+        return sum(self.area_of_tile.values()) * self.tiles
+
+    @property
+    def packet_bytes(self) -> int:
+        """Bytes of the range of packets in the signal segment: 16 for eight values.
+
+        An all-reduce sends whole warps of 16 rows; of a reduce-scatter a rank has room for its own rows from each rank.
+        """
+        if not self.packets:
+            return 0
+        size, row_bytes = self.problem.topology.size, self.tile.block_n * 2
+        if self.op == REDUCE_SCATTER:
+            return size * self.tiles_n * self.rows * row_bytes
+        warps = self.tiles * math.ceil(min(self.rows, BLOCK_M) / 16)
+        blocks = size * warps if self.one_shot else size * math.ceil(warps / size) + warps
+        return blocks * 16 * row_bytes
+
+    @derived
+    def flags_of_tile(self) -> tuple[int, int]:
+        """Flags for one tile of an owner, and for one chunk of them."""
+        topology, others = self.problem.topology, self.problem.topology.num_nodes - 1
+        if self.packets:
+            return 0, 0
+        if self.one_shot:
+            return topology.size, 0
+        return topology.size - 1 + others + (topology.size if self.op == ALLREDUCE else 0), others
+
+    @property
+    def flag_words(self) -> int:
+        of_tile, of_chunk = self.flags_of_tile
+        return of_tile * self.tiles + (of_chunk and of_chunk * self.num_chunks)
+
+    def flag_name(self, rank: int, index: int) -> str:
+        """What a flag tells ``rank``, for reports."""
+        topology, tiles = self.problem.topology, self.tiles
+        if self.packets:
+            return "packets"
+        if self.one_shot:
+            source, tile = divmod(index, tiles)
+            return f"{self._tile_name(rank, tile)}, as rank {source} has it"
+        others, per_node = topology.num_nodes - 1, topology.ranks_per_node
+        node, local = topology.node(rank), topology.local_rank(rank)
+
+        def at(distance: int, of_rail: int) -> int:
+            return topology.rank((node + distance) % topology.num_nodes, of_rail)
+
+        block, tile = divmod(index, tiles)
+        if (
+            block < topology.size - 1
+        ):  # partial tiles: of own tiles by the node's others, then of those of each rail peer by all of the node
+            near = block < per_node - 1
+            distance, source = (0, block + 1) if near else (1 + (block - per_node + 1) // per_node, (block - per_node + 1) % per_node)
+            owner = at(distance, local)
+            return f"{self._tile_name(owner, tile)}, as rank {at(0, (local + source) % per_node)} has it"
+        if block < topology.size - 1 + others:
+            owner = at(block - topology.size + 2, local)
+            return f"{self._tile_name(owner, tile)}, summed over this node"
+        index -= (topology.size - 1 + others) * tiles
+        if index < others * self.num_chunks:
+            distance, chunk = index // self.num_chunks + 1, index % self.num_chunks
+            return f"chunk {chunk} of tiles of rank {rank}, summed over node {(node + distance) % topology.num_nodes}"
+        place, tile = divmod(index - others * self.num_chunks, tiles)
+        owner = at(place // per_node, place % per_node)
+        return f"{self._tile_name(owner, tile)}, finished"
+
+    def _tile_name(self, owner: int, index: int) -> str:
+        tile = self.at(owner, index)
+        return f"tile {index} of rank {owner} (row {tile.m}, column {tile.n})" if not self.everywhere else f"tile {index}"
+
+    # ---- the schedule (the mirror of OwnedTiles in the kernel; a test compares them)
+    def exists(self, owner: int, index: int) -> bool:
+        """The last owners of an all-reduce in two steps may have fewer tiles."""
+        return self.op == REDUCE_SCATTER or self.everywhere or owner * self.tiles + index < self.tile_rows * self.tiles_n
+
+    def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
+        if not self.exists(owner, index):
+            return Tile(owner, index, 0, 0, is_sum)
+        of_all = index if self.op == REDUCE_SCATTER or self.everywhere else owner * self.tiles + index
+        return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum)
+
+    def peers(self, rank: int) -> list[int]:
+        """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""
+        topology = self.problem.topology
+        node, local, per_node = topology.node(rank), topology.local_rank(rank), topology.ranks_per_node
+        remote = [(n, i) for i in range(1, per_node + 1) for n in range(1, topology.num_nodes)]
+        near = [(0, i) for i in range(1, per_node)]
+        return [topology.rank((node + n) % topology.num_nodes, (local + i) % per_node) for n, i in remote + near]
+
+    def groups(self) -> list[range]:
+        return [range(i, min(i + self.group_tiles, self.tiles)) for i in range(0, self.tiles, self.group_tiles)]
+
+    def tiles_of(self, rank: int) -> Iterator[Tile]:
+        """What ``rank`` computes, in the order in which its CTAs take it; tiles that do not exist included."""
+        if self.everywhere:
+            for is_sum in (False,) if self.packets else (False, True):
+                yield from (self.at(rank, index, is_sum) for index in range(self.tiles))
+            return
+        peers, before = self.peers(rank), range(0)
+        for group in [*self.groups(), range(0)]:
+            in_turn = len(group) if self.interleaved and before else 0
+            for i in range(in_turn):
+                yield from (self.at(owner, group[i]) for owner in peers)
+                yield self.at(rank, before[i])
+            yield from (self.at(owner, index) for owner in peers for index in group[in_turn:])
+            yield from (self.at(rank, index) for index in before[in_turn:])
+            before = group
+
+    def sums_of(self, rank: int) -> Iterator[Tile]:
+        """The sums of its node that ``rank`` makes for the owners on its rail, in order."""
+        if not self.everywhere:
+            for group in self.groups():
+                for owner in self.problem.topology.rail_peers(rank):
+                    yield from (self.at(owner, index, True) for index in group)
