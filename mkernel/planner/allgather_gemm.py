@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner import pairs
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
 from mkernel.planner.gemm import (
@@ -23,7 +24,7 @@ from mkernel.planner.gemm import (
     shift_of,
 )
 from mkernel.planner.k_parts import choose_piece
-from mkernel.planner.pairs import complete
+from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, class_of, classes, most_chosen
 from mkernel.planner.slices import choose_slices, most_slices
@@ -392,27 +393,32 @@ def make_plan(
         asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
+    if tile is not None:
+        asked = dataclasses.replace(asked, cluster=asked.cluster or 1)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
-    if asked.shares is None and plan.shares > 1 and not _room_for_shares(problem, sm_count, compiled_in):
-        asked = dataclasses.replace(asked, shares=1)
+    if (asked.shares is None and plan.shares > 1) or (asked.cluster is None and plan.cluster > 1):
+        room = _room(problem, sm_count, compiled_in)
+        asked = dataclasses.replace(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
         plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
-    if split is None and tile is None and asked.shares is None and "split" in compiled_in:
+    if split is None and tile is None and (asked.shares, asked.cluster) == (None, None) and "split" in compiled_in:
         kept = _kept_kernels(problem, sm_count, compiled_in)
         if all(plan.spec != other.spec for other in kept):
             near = min(kept, key=lambda other: (abs(other.rows - of_class), other.rows))
-            plan = _plan_of_class(
-                problem, of_class, sm_count, near.split, near.tile, compiled_in, dataclasses.replace(asked, shares=near.shares)
-            )
+            alike = dataclasses.replace(asked, shares=near.shares, cluster=near.cluster)
+            plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in, alike)
     return plan.of_rows(rows)
 
 
 @functools.lru_cache(maxsize=64)
-def _room_for_shares(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> bool:
-    """Whether all classes together have few enough kernels. Without shares they do: a kernel for each tile width, whoever pushes."""
+def _room(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> Tiling:
+    """What is left out, by the value 1, so that all classes together have few enough kernels: nothing, shares of K, pairs of CTAs, both."""
     if problem.topology.size != 2 or "split" in specialize:  # warps push between two ranks only; of splits, few are kept anyway
-        return True
-    plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS))
-    return len({plan.spec for plan in plans}) <= MOST_KERNELS
+        return Tiling()
+    for room in (Tiling(), Tiling(shares=1), Tiling(cluster=1)):
+        plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, room) for rows in classes(EXAMINED_ROWS))
+        if len({plan.spec for plan in plans}) <= MOST_KERNELS:
+            return room
+    return Tiling(shares=1, cluster=1)  # a kernel for each tile width, whoever pushes
 
 
 @functools.lru_cache(maxsize=64)
@@ -448,11 +454,16 @@ def _plan_of_class(
     span, tile, shares = covering
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
-    wanted = split or Split()
-    if wanted.compute is wanted.intra_comm is None and span == shares == 1 and warps_pay(problem, rows, tile, sm_count):
+    wanted, default = split or Split(), default_split(problem, rows, sm_count, tiles)
+    cluster, paired = asked.cluster or 1, None
+    if asked.cluster is None and span == shares == 1 < topology.size:  # in a world of one the model decides
+        product = Paired(topology.size, rows, problem.n, problem.k, problem.b_row_major)
+        paired = pairs.choose(product, tile, wanted, default, sm_count, spared)
+    if paired is not None:
+        cluster, (tile, wanted) = 2, paired
+    if wanted.compute is wanted.intra_comm is None and span == shares == cluster == 1 and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
-    cluster = asked.cluster or 1
-    chosen = complete(wanted, default_split(problem, rows, sm_count, tiles), sm_count, spared, cluster)
+    chosen = pairs.complete(wanted, default, sm_count, spared, cluster)
     few_waves = tiles <= FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for all chunks of a part, wherever they begin
     plain = shares == cluster == 1

@@ -27,6 +27,7 @@ from mkernel.planner.tiling import Tiling
 __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
 _WIDTHS = (256, 192, 128, 64)
+_PAIRED_WIDTHS = (256, 128)  # of several ranks: the narrowest tiles load nearly as much of A as alone
 _PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (4, 8, 14)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
@@ -70,6 +71,17 @@ def _gathers(
             plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
             if plan != rules:
                 yield plan
+            if width in _PAIRED_WIDTHS and _may_bind(problem, rows):
+                pairs = Tiling(width, 1, 1, 2)
+                with contextlib.suppress(SplitError):  # few SMs
+                    plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
+                    if plan != rules:
+                        yield plan
+
+
+def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
+    """Whether loads may bind, so that pairs of CTAs may pay: elsewhere one N and K would have too many kernels to choose from."""
+    return rows > BLOCK_M and (problem.n % BLOCK_K != 0 or problem.k % BLOCK_K != 0)
 
 
 def _products(
@@ -79,8 +91,7 @@ def _products(
     for width in _WIDTHS:
         if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster):
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
-        # Else loads do not bind, or, in other worlds, one N and K would have more than 8 kernels.
-        if rows > BLOCK_M and (problem.n % BLOCK_K or problem.k % BLOCK_K):
+        if _may_bind(problem, rows):
             pairs = Tiling(width, 1, 1, 2)
             with contextlib.suppress(SplitError):  # few SMs
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)

@@ -1,13 +1,74 @@
-"""Pairs of CTAs that load columns of B together (``kernels_src/tile/pair.cuh``): what goes with them."""
+"""Pairs of CTAs that load columns of B together (``kernels_src/tile/pair.cuh``): where they pay, and what goes with them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Container
 
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
-__all__ = ["complete"]
+__all__ = ["Paired", "choose", "complete", "loads_bind"]
+
+# Of the time of CTAs alone with the same tile, where rows of B are not aligned: in a world of one 0.73 to 0.87 was measured
+# (docs/speed_log.md). Of narrower tiles less of what is loaded is of B.
+_TIME = {256: 0.86, 128: 0.9}
+_GAIN = 0.97  # of the time of CTAs alone: a count of waves is no better than that
+_FEW_TURNS = 4  # from here on, CTAs that finish early have taken others' tiles
+_FEWEST_K = 1024  # of shorter products nobody has measured pairs, whose CTAs wait for each other at every tile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Paired:
+    """What a rank multiplies: ``shards`` times ``rows`` rows, none of whose tiles reaches over the end of a shard, by a ``k x n`` B."""
+
+    shards: int
+    rows: int
+    n: int
+    k: int
+    b_row_major: bool
+
+    def turns(self, tile: GemmTile, ctas: int, cluster: int = 1) -> float:
+        """Tiles that one CTA multiplies one after the other, of ``ctas`` in clusters of so many."""
+        taken = self.shards * math.ceil(self.rows / (cluster * BLOCK_M)) * math.ceil(self.n / tile.block_n)
+        turns = taken / max(1, ctas // cluster)
+        return math.ceil(turns) if cluster > 1 and turns <= _FEW_TURNS else turns  # CTAs alone may cut the last tiles into halves
+
+
+def loads_bind(product: Paired) -> bool:
+    """Whether rows of B begin at no multiple of 128 bytes: each 128 bytes of them that are loaded then lie in two lines of L2."""
+    return (product.n if product.b_row_major else product.k) % BLOCK_K != 0
+
+
+def choose(
+    product: Paired, alone: GemmTile, wanted: Split, default: Split, sm_count: int, spared: Container[str], *, sent: bool = False
+) -> tuple[GemmTile, Split] | None:
+    """Tile and split with which pairs of CTAs are faster than CTAs alone with the tile ``alone``, by the rules of thumb.
+
+    None: there are none, or the split that is wanted has a role that is no whole number of pairs. ``sent``: as in ``GemmTile.deepest``.
+    """
+    if wanted.intra_comm == 0 or product.rows <= BLOCK_M or product.k < _FEWEST_K or not loads_bind(product):
+        return None
+    try:
+        split = complete(wanted, default, sm_count, spared, 2)
+    except SplitError:  # few SMs, or an odd number
+        return None
+    tile = _tile_of_pairs(product, alone, split.compute or 1, sent)
+    return None if tile is None else (tile, split)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile_of_pairs(product: Paired, alone: GemmTile, ctas: int, sent: bool) -> GemmTile | None:
+    """The tile, where ``ctas`` CTAs multiply from the start."""
+
+    def seconds(tile: GemmTile, cluster: int) -> float:
+        of_tile = tile.block_n / tile.relative_speed
+        return product.turns(tile, ctas, cluster) * of_tile * (_TIME[tile.block_n] if cluster > 1 else 1.0)
+
+    best = min((GemmTile.deepest(block_n, sent=sent) for block_n in _TIME), key=lambda tile: seconds(tile, 2))
+    return best if product.turns(alone, ctas) >= 1 and seconds(best, 2) < _GAIN * seconds(alone, 1) else None
 
 
 def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str], cluster: int) -> Split:

@@ -18,6 +18,7 @@ from mkernel.planner.choice import candidates
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.machine import H200
 from mkernel.planner.predict_gemm import predict_allgather_gemm
+from mkernel.planner.row_classes import MOST_KERNELS, classes
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling
@@ -130,10 +131,37 @@ def test_what_does_not_go_with_pairs() -> None:
     assert "even number" in ranks(asked, "1x1", seed=1)[0]
 
 
-def test_nobody_gets_pairs_who_does_not_ask() -> None:
-    for world in ("1x1", "1x2", "2x2"):
-        for rows in (1, 100, 7020):
-            assert make_plan(AllGatherGemmProblem(topology(world), 3432, 4568, "bfloat16", True), rows, 132).cluster == 1
+def _chosen(world: str, rows: int, n: int, k: int, split: Split | None = None, *, row_major: bool = True) -> int:
+    return make_plan(AllGatherGemmProblem(topology(world), n, k, "bfloat16", row_major), rows, 132, split).cluster
+
+
+def test_the_rules_choose_pairs_where_rows_of_b_are_not_aligned() -> None:
+    """Of several ranks; in a world of one the model decides."""
+    for world in ("1x2", "1x4", "2x2", "4x1"):
+        assert _chosen(world, 1735, 2904, 6912) == 2
+        assert _chosen(world, 1735, 2904, 6912, Split(intra_comm=4 if world != "4x1" else 0)) == (1 if world == "4x1" else 2)
+        assert _chosen(world, 1735, 6912, 2904) == 1, "rows of A alone are not: pairs load no less of it"
+        assert _chosen(world, 1735, 6912, 2904, row_major=False) == 2
+        assert _chosen(world, 1735, 2904, 6912, row_major=False) == 1
+        assert _chosen(world, 1735, 2904, 520) == 1, "K is short"
+    assert _chosen("1x1", 7020, 3432, 4568) == 1
+    for rows in (1, 100, 128):
+        assert _chosen("1x2", rows, 3432, 4568) == 1, "there is one row of tiles"
+    assert _chosen("1x2", 256, 520, 4568) == 1, "fewer tiles than SMs"
+    assert _chosen("1x2", 1735, 2904, 6912, Split(intra_comm=3)) == 1, "an odd number of CTAs is asked for"
+    assert _chosen("1x2", 1735, 2904, 6912, Split(intra_comm=0)) == 1, "warps are asked for"
+
+
+def test_pairs_leave_few_kernels(rng: np.random.Generator) -> None:
+    """One N and K has at most 8 of them, however many classes of rows choose pairs."""
+    paired = 0
+    for world in ("1x2", "1x4"):
+        for n, k in (8 * rng.integers(128, 1024, (4, 2))).tolist():
+            problem = AllGatherGemmProblem(topology(world), n, k, "bfloat16", True)
+            specs = {make_plan(problem, rows, 132).spec for rows in classes(1 << 15)}
+            assert len(specs) <= MOST_KERNELS, (n, k)
+            paired += any(spec.cluster == 2 for spec in specs)
+    assert paired, "nobody chose pairs: nothing was shown"
 
 
 def test_the_model_offers_pairs_where_rows_are_not_aligned() -> None:
@@ -143,6 +171,6 @@ def test_the_model_offers_pairs_where_rows_are_not_aligned() -> None:
 
     assert predicted(3432, 4568, 2) < 0.95 * predicted(3432, 4568, 1)
     assert predicted(3584, 4608, 2) > predicted(3584, 4608, 1), "loads do not bind, and pairs wait for each other"
-    for n, k in ((3432, 4568), (3584, 4608)):
-        plans = candidates(AllGatherGemmProblem(topology("1x1"), n, k, "bfloat16", True), 7020, 132)
+    for world, n, k in itertools.product(("1x1", "1x2", "2x2"), (3432, 3584), (4568, 4608)):
+        plans = candidates(AllGatherGemmProblem(topology(world), n, k, "bfloat16", True), 7020, 132)
         assert {plan.cluster for plan in plans} == ({1} if n % 64 == k % 64 == 0 else {1, 2})
