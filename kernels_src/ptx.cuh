@@ -159,10 +159,6 @@ MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar,
                "l"(map), "r"(shared_address(bar)), "r"(c0), "r"(c1), "r"(c2)
                : "memory");
 }
-// Brings the same box to L2, if it is not there: a hint, which nobody waits for.
-MK_DEVICE void tma_prefetch_3d(const abi::TensorMap* map, int32_t c0, int32_t c1, int32_t c2) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2) : "memory");
-}
 // To the same place in the shared memory of several CTAs of the cluster (bit i: CTA i), and to the barrier at the same place in each.
 MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, uint32_t ctas, int32_t c0, int32_t c1,
                                      int32_t c2) {

@@ -42,37 +42,39 @@ struct ShardPackets {
     return shared_heap(entered, entered.world().local_rank) + gather + uint64_t(source) * bytes + at;
   }
 
-  // This lane's part of the own shard, to the others. Returns what it has read first, so that take() need not read that again.
+  // The first of this lane's part of the own shard: what its threads can do before they know which call it is.
   static constexpr uint32_t kRound = 4;  // units under way at once
   struct Round {
     ptx::Words words[kRound];
   };
-  MK_DEVICE Round send(const Call& call) const {
-    const Round found = send_round(call, first());
-#pragma unroll 1
-    for (uint32_t at = first() + kRound * stride(); at < bytes; at += kRound * stride()) send_round(call, at);
-    return found;
-  }
-  MK_DEVICE Round send_round(const Call& call, uint32_t begin) const {
+  MK_DEVICE Round read(uint32_t begin) const {
     Round found;
 #pragma unroll
     for (uint32_t i = 0; i < kRound; ++i) {
       if (begin + i * stride() < bytes) found.words[i] = ptx::load_input(shard + begin + i * stride());
     }
+    return found;
+  }
+  // This lane's part, to the others. `own`: the first of it.
+  MK_DEVICE void send(const Call& call, const Round& own) const {
+    send_round(call, first(), own);
+#pragma unroll 1
+    for (uint32_t at = first() + kRound * stride(); at < bytes; at += kRound * stride()) send_round(call, at, read(at));
+  }
+  MK_DEVICE void send_round(const Call& call, uint32_t begin, const Round& round) const {
 #pragma unroll
     for (uint32_t i = 0; i < kRound; ++i) {
       const uint32_t at = begin + i * stride();
       if (at >= bytes) continue;
       ptx::Words sent;
 #pragma unroll
-      for (uint32_t j = 0; j < kPacketWords; ++j) sent.word[j] = shard_word(found.words[i].word[j]);
+      for (uint32_t j = 0; j < kPacketWords; ++j) sent.word[j] = shard_word(round.words[i].word[j]);
 #pragma unroll
       for (uint32_t peer = 1; peer < kR; ++peer) ptx::store_packet(packet(call, local_peer(call.world, peer), call.world.local_rank, at), sent);
     }
-    return found;
   }
 
-  // The same part of all shards, into the gather buffer. The packets of several units and sources are looked at together. `own`: of send().
+  // The same part of all shards, into the gather buffer. The packets of several units and sources are looked at together. `own`: as above.
   MK_DEVICE void take(const Entered& entered, const Round& own) const {
     const abi::World& world = entered.world();
 #pragma unroll
@@ -105,12 +107,15 @@ struct ShardPackets {
   }
 };
 
-// All consumer threads of a CTA, before they multiply. Where packets do not come the call has failed, and what is counted does not matter any more.
-MK_DEVICE void gather_shards(const Call& call, EntryGate& entries, const ShardPackets& shards) {
+// All consumer threads of a CTA, before they multiply. `own`: shards.read(shards.first()). A CTA that does not enter counts nothing: a call that is skipped
+// is over for the CTA that leaves last, which zeroes the counter, while others still come here. Where packets do not come the world has failed, and what
+// is counted does not matter.
+MK_DEVICE void gather_shards(const Call& call, EntryGate& entries, const ShardPackets& shards, const ShardPackets::Round& own) {
   if (ptx::cta_index() >= shards.ctas()) return;
-  ShardPackets::Round own;
-  if (!is_skipped(call)) own = shards.send(call);
-  if (const MaybeEntered entered = entries.pass(call)) shards.take(*entered, own);
+  if (!is_skipped(call)) shards.send(call, own);
+  const MaybeEntered entered = entries.pass(call);  // the same for all threads
+  if (!entered) return;
+  shards.take(*entered, own);
   ptx::barrier_sync(kGatherBarrier, kGatherThreads);  // all have stored
   if (ptx::thread_index() == kGatherFirst) ptx::add_release(&control_block(call.world)->gathered, 1);
 }

@@ -92,7 +92,6 @@ MK_DEVICE void fence_proxy_async_shared() { mkc_fence_proxy_async(true); }
 MK_DEVICE void tma_load_3d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2) {
   mkc_tensor_load(smem, map, bar, 3, c0, c1, c2, 0);
 }
-MK_DEVICE void tma_prefetch_3d(const abi::TensorMap*, int32_t, int32_t, int32_t) {}
 MK_DEVICE void tma_load_3d_multicast(void* smem, const abi::TensorMap* map, uint64_t* bar, uint32_t ctas, int32_t c0, int32_t c1,
                                      int32_t c2) {
   mkc_tensor_load_multicast(smem, map, bar, ctas, c0, c1, c2);

@@ -239,7 +239,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
 
   // ---- shares of K
-  static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay, kStreams = KShares::kMay || kPackets;
+  static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
   MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * tiles_n(), p.shares}; }
   MK_DEVICE char* packets(const Entered& entered) const {
     return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;
@@ -287,7 +287,9 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE ShardPackets shards() const {
     return ShardPackets{reinterpret_cast<const char*>(p.a), p.rows * uint32_t(row_bytes(p)), p.ahead_offset, p.gather_offset};
   }
-  MK_DEVICE void gather(const Call& call, EntryGate& entries) const { gather_shards(call, entries, shards()); }
+  using Read = ShardPackets::Round;
+  MK_DEVICE Read read_ahead() const { return shards().read(shards().first()); }
+  MK_DEVICE void gather(const Call& call, EntryGate& entries, const Read& own) const { gather_shards(call, entries, shards(), own); }
 
   static constexpr bool kMoves = kWarpsPush;
   MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }

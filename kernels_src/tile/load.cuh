@@ -66,25 +66,7 @@ MK_DEVICE uint32_t bytes_of_stage(const Op& op, const TileCoordinate& c) {
   return (op.load_rows(c) + tile_width<Config>(c)) * GemmShape<Config>::kBlockK * 2;
 }
 
-// Brings one k step of B to L2.
-template <class Config>
-MK_DEVICE void prefetch_b(const abi::TensorMap* b, int32_t column, int32_t k, int32_t b_plane, uint32_t width) {
-  if constexpr (Config::kBRowMajor) {
-#pragma unroll
-    for (uint32_t p = 0; p < Config::kBlockN / kPanel; ++p) {
-      if (p * kPanel < width) ptx::tma_prefetch_3d(b, column + p * kPanel, k, b_plane);
-    }
-  } else {
-    ptx::tma_prefetch_3d(b, k, column, b_plane);
-  }
-}
-
-// How many k steps of B are on their way to L2 before they are loaded (Op::kStreams). B of few rows is read once, from memory, whose latency the stages
-// alone do not cover where few CTAs load.
-template <class Config>
-constexpr uint32_t kStreamedSteps = 2 * GemmShape<Config>::kStages;
-
-// Loads B of the first stages of a tile that waits, and no A; some more of B comes to L2 meanwhile. Returns how many stages.
+// Loads B of the first stages of a tile that waits, and no A. Returns how many stages.
 template <class Config, class Op>
 MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c) {
   using Shape = GemmShape<Config>;
@@ -95,12 +77,6 @@ MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const 
     uint64_t* filled = storage.stages.fill_by_tma(stage, bytes_of_stage<Config>(op, c));
     load_b<Config>(op, storage.pipeline.b[stage.index], op.b_map(c), filled, first_column<Config>(c), (op.first_step(c) + step) * Shape::kBlockK,
                    op.b_plane(c), tile_width<Config>(c));
-  }
-  if constexpr (!Shape::kPaired && !Shape::kGated) {
-#pragma unroll 1
-    for (uint32_t step = stages; step < steps && step < kStreamedSteps<Config>; ++step) {
-      prefetch_b<Config>(op.b_map(c), first_column<Config>(c), (op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c), tile_width<Config>(c));
-    }
   }
   return stages;
 }
@@ -154,9 +130,6 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
-      if constexpr (Op::kStreams && !Shape::kPaired && !Shape::kGated) {
-        if (step + kStreamedSteps<Config> < steps) prefetch_b<Config>(b, column, k + kStreamedSteps<Config> * Shape::kBlockK, b_plane, width);
-      }
       if (Op::kGathers && has_b != 0) {
         --has_b;
         ptx::tma_load_3d(storage.pipeline.a[stage.index], a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);

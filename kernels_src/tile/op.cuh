@@ -37,7 +37,6 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.a_k(c, part) } -> Same<int32_t>;
   { op.b_map(c) } -> Same<const abi::TensorMap*>;  // where its columns of B are; of a slice a map with boxes of its width
   { op.b_plane(c) } -> Same<int32_t>;
-  requires Same<decltype(Op::kStreams), const bool>;     // whether B comes to L2 ahead of its loads: it is read once
   requires Same<decltype(Op::kShortTiles), const bool>;  // whether c.is_short may be true; of results only, not of partial tiles
   requires !Op::kShortTiles || GemmShape<Config>::kHasHalves;
 
@@ -87,8 +86,12 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
   requires Same<decltype(Op::kGathers), const bool>;
-  // What consumer threads do before there are tiles, all of a CTA's. All tiles wait for it, so B of the first one is loaded meanwhile.
-  requires !Op::kGathers || requires(EntryGate& entries) { op.gather(call, entries); };
+  // What consumer threads do before there are tiles, all of a CTA's, and what they read for it while barriers are initialized. All tiles wait for it,
+  // so B of the first one is loaded meanwhile.
+  requires !Op::kGathers || requires(EntryGate& entries, const typename Op::Read& read) {
+    { op.read_ahead() } -> Same<typename Op::Read>;
+    op.gather(call, entries, read);
+  };
   requires Same<decltype(Op::kFinishes), const bool>;
   requires !Op::kFinishes || requires { op.finish(entered); };  // what consumer warps do when there are no more tiles. Warp function
 };
@@ -103,7 +106,9 @@ struct BasicOp {
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
   static constexpr bool kAnnouncesEntry = true, kGathers = false, kFinishes = false, kCanonical = false;
-  static constexpr bool kSums = false, kShares = false, kStreams = false;
+  static constexpr bool kSums = false, kShares = false;
+  struct Read {};
+  MK_DEVICE Read read_ahead() const { return {}; }
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }

@@ -534,7 +534,7 @@ def _plan_with_packets(
     if covering is None:
         raise TilingError(f"{asked}: shares must be at most the k steps")
     _, tile, shares = covering
-    chosen = complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster)
+    chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster)
     tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
     return AllGatherGemmPlan(

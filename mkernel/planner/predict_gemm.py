@@ -50,14 +50,14 @@ def waves(tiles: float, ctas: float) -> float:
 
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
-    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1,
+    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
     speed, steps = machine.speed(busy_of(conditions, machine, guess)), math.ceil(k / (shares * BLOCK_K))
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
-    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster)
+    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, stages if tiles <= ctas else 0)
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = tiles // ctas + _HALF_TILE if halved else waves(tiles, ctas)
@@ -85,6 +85,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         halved=plan.slices > 1,
         shares=plan.sizes.shares,
         cluster=plan.cluster,
+        stages=plan.tile.stages,
     )
     if plan.sizes.shares > 1:
         ctas = plan.taken * plan.sizes.shares * plan.cluster
@@ -158,6 +159,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     work = _work(
         *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
+        stages=plan.tile.stages,
     )
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)

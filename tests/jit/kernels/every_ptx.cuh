@@ -125,7 +125,6 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   char* smem = ptx::shared_memory();
   ptx::cluster_sync();
   ptx::prefetch_map(&p.map);
-  ptx::tma_prefetch_3d(&p.map, 0, 0, 0);
   ptx::launch_grids();
   ptx::wait_for_grids();
   collective(smem);
