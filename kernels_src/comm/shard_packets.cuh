@@ -70,7 +70,8 @@ struct ShardPackets {
 #pragma unroll
       for (uint32_t j = 0; j < kPacketWords; ++j) sent.word[j] = shard_word(round.words[i].word[j]);
 #pragma unroll
-      for (uint32_t peer = 1; peer < kR; ++peer) ptx::store_packet(packet(call, local_peer(call.world, peer), call.world.local_rank, at), sent);
+      for (uint32_t peer = 1; peer < kR; ++peer)
+        ptx::store_packet(packet(call, local_peer(call.world, peer), call.world.local_rank, at), sent);
     }
   }
 

@@ -75,8 +75,8 @@ MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const 
 #pragma unroll 1
   for (uint32_t step = 0; step < stages; ++step, stage.advance()) {
     uint64_t* filled = storage.stages.fill_by_tma(stage, bytes_of_stage<Config>(op, c));
-    load_b<Config>(op, storage.pipeline.b[stage.index], op.b_map(c), filled, first_column<Config>(c), (op.first_step(c) + step) * Shape::kBlockK,
-                   op.b_plane(c), tile_width<Config>(c));
+    load_b<Config>(op, storage.pipeline.b[stage.index], op.b_map(c), filled, first_column<Config>(c),
+                   (op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c), tile_width<Config>(c));
   }
   return stages;
 }
@@ -88,7 +88,8 @@ MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const Tile
   RingPosition<GemmShape<Config>::kStages> stage, filled;
 #pragma unroll 1
   for (uint32_t i = 0; i < stages; ++i, stage.advance()) {
-    ptx::tma_load_3d(storage.pipeline.a[stage.index], op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c), op.a_plane(c, 0));
+    ptx::tma_load_3d(storage.pipeline.a[stage.index], op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
+                     op.a_plane(c, 0));
   }
 #pragma unroll 1
   for (uint32_t i = 0; i < stages; ++i, filled.advance()) storage.stages.wait_filled(filled);

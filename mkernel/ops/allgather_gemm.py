@@ -241,7 +241,11 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""
         pairs = ", pairs" if plan.cluster > 1 else ""
-        return ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send") + shared + pairs
+        return (
+            ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
+            + shared
+            + pairs
+        )
 
     def travels(self, plan: Any) -> str:
         if plan.packets:

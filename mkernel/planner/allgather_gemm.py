@@ -513,7 +513,8 @@ def _takes_packets(problem: AllGatherGemmProblem, rows: int, sm_count: int, spli
     inside = topology.num_nodes == 1 < topology.size <= _PACKET_RANKS
     possible = inside and not (split and split.intra_comm) and asked.span in (None, topology.size)
     if asked.packets and not possible:
-        raise TilingError(f"{asked}: shards travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, without intra_comm, in one plane")
+        rule = f"shards travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, without intra_comm, in one plane"
+        raise TilingError(f"{asked}: {rule}")
     if asked.packets is None:
         return possible and asked.span is None and 0 < shards <= min(_PACKET_SHARDS * sm_count, abi.AHEAD_BYTES)
     return bool(asked.packets) and 0 < shards <= abi.AHEAD_BYTES

@@ -164,7 +164,13 @@ def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> R
 
 @functools.lru_cache(maxsize=4096)
 def _fastest(
-    problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool, kept: frozenset[Any] | None = None
+    problem: Any,
+    of_class: int,
+    sm_count: int,
+    machine: Machine,
+    specialize: str | None,
+    confirmed: bool,
+    kept: frozenset[Any] | None = None,
 ) -> Any:
     """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
     found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize, confirmed)]
@@ -189,10 +195,9 @@ def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, special
 
 def _model_decides(problem: Any, sm_count: int) -> bool:
     """Whether it may: where it was confirmed, on as many SMs as an H200 has (docs/model.md); ``candidates`` says among which plans."""
-    asked, one_node = env.PLANNER.get(), problem.topology.num_nodes == 1
-    return asked == "model" or (
-        asked == "auto" and sm_count == CONFIRMED_SMS and one_node and (problem.topology.size == 1 or isinstance(problem, AllGatherGemmProblem))
-    )
+    asked, topology = env.PLANNER.get(), problem.topology
+    confirmed = topology.size == 1 or (topology.num_nodes == 1 and isinstance(problem, AllGatherGemmProblem))
+    return asked == "model" or (asked == "auto" and confirmed and sm_count == CONFIRMED_SMS)
 
 
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:
