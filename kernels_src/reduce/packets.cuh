@@ -25,6 +25,8 @@ constexpr uint32_t kRowWords = Config::kBlockN / 8;  // pairs of values of one r
 constexpr uint32_t kItemWords = KShares::kMay ? (kRowWords + 1) / 2 : kRowWords;
 constexpr uint32_t kPackets = (kItemWords + kPacketWords - 1) / kPacketWords;
 constexpr uint32_t kValues = 2 * 2 * kPacketWords * kPackets;  // of a thread
+constexpr uint32_t kSharesTogether =
+    Config::kBlockN <= 64 ? 4 : 2;  // whose packets a thread looks at together: there are registers for no more
 static_assert(KShares::kMay || kRowWords % kPacketWords == 0, "whole packets");
 
 // What a thread exchanges: a whole tile's values, or those of a slice.
@@ -74,9 +76,10 @@ struct PacketTiles : BasicOp<Config, Parameters> {
     return 0;
   }
   MK_DEVICE uint32_t steps(const TileCoordinate& c, uint32_t) const {
-    if constexpr (kShares) return c.is_sum ? 0 : shares().first_step(steps_k(), c.share + 1) - first_step(c);
+    if constexpr (kShares) return c.is_sum ? 0 : shared_steps(c);
     return steps_k();
   }
+  MK_DEVICE uint32_t shared_steps(const TileCoordinate& c) const { return shares().first_step(steps_k(), c.share + 1) - first_step(c); }
 
   // ---- the exchange; each thread for itself
   MK_DEVICE uint32_t warps() const {  // of a tile that have rows
@@ -125,20 +128,25 @@ struct PacketTiles : BasicOp<Config, Parameters> {
 #pragma unroll
     for (uint32_t i = 0; i < kPackets; ++i) {
       float sum[kPacketWords][kPacketWords] = {};  // of columns that the slice does not have any numbers: they fill up a packet
-      if (begin + i * kPacketWords < end && !shared.template add_columns<4>(entered, from, begin + i * kPacketWords, end, sum)) return;
+      if (begin + i * kPacketWords < end &&
+          !shared.template add_columns<kSharesTogether>(entered, from, begin + i * kPacketWords, end, sum))
+        return;
 #pragma unroll
       for (uint32_t j = 0; j < kPacketWords * kPacketWords; ++j)
         d[i * kPacketWords * kPacketWords + j] = sum[j / kPacketWords][j % kPacketWords];
     }
     derived().exchange_values(entered, d, item);
-    const uint32_t column = first_column<Config>(c) + begin * 8 + ptx::lane_index() % 4 * 2, row = item.row - derived().first_row();
-    char* to = reinterpret_cast<char*>(p.c) + uint64_t(row) * p.c_row_bytes + column * 2;
+    const uint32_t column = first_column<Config>(c) + begin * 8 + ptx::lane_index() % 4 * 2;
 #pragma unroll
-    for (uint32_t i = 0; i < kPackets * kPacketWords; ++i) {
-      if (begin + i >= end || column + i * 8 >= extent_n(p)) continue;
-      if (row < p.rows) ptx::store_word(to + i * 16, ptx::pack<Shape::kElement>(d[i * 4], d[i * 4 + 1]));
-      if (row + 8 < p.rows)
-        ptx::store_word(to + i * 16 + uint64_t(8) * p.c_row_bytes, ptx::pack<Shape::kElement>(d[i * 4 + 2], d[i * 4 + 3]));
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t row = item.row + half * 8 - derived().first_row();  // of the result; of the others' rows beyond its last
+      if (row >= p.rows) continue;
+      char* to = reinterpret_cast<char*>(p.c) + uint64_t(row) * p.c_row_bytes + column * 2;
+#pragma unroll
+      for (uint32_t i = 0; i < kPackets * kPacketWords; ++i) {
+        const uint32_t e = i * 4 + half * 2;
+        if (begin + i < end && column + i * 8 < extent_n(p)) ptx::store_word(to + i * 16, ptx::pack<Shape::kElement>(d[e], d[e + 1]));
+      }
     }
   }
 
@@ -226,57 +234,65 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   // One row from all ranks, `blocks` of a warp's packets apart, added up in their order.
   template <uint32_t Half>
   MK_DEVICE void add_all(const Entered& entered, float (&d)[kValues], const Place& from, uint32_t blocks, uint32_t packets) const {
-    ptx::Words v[kWorldSize * kPackets];
-    // The distance, worked out here: outside it takes two registers, and of eight ranks' packets none are left.
-    if (!take<kWorldSize>(entered, v, from, uint64_t(blocks) * warp_packets(), packets, 0)) return;
+    constexpr uint32_t kAtOnce = kShares && kWorldSize * kPackets > 8 ? 1 : kPackets;  // the accumulators of a tile take registers, too
 #pragma unroll
-    for (uint32_t i = 0; i < kPackets; ++i) {
+    for (uint32_t first = 0; first < kPackets; first += kAtOnce) {
+      if (!has(packets, first)) return;
+      ptx::Words v[kWorldSize * kAtOnce];
+      // The distance, worked out here: outside it takes two registers, and of eight ranks' packets none are left.
+      const uint64_t stride = uint64_t(blocks) * warp_packets();
+      if (!take<kWorldSize>(entered, v, Place{from.first + first * from.next, from.next}, stride, packets - first, 0)) return;
 #pragma unroll
-      for (uint32_t j = 0; j < kPacketWords; ++j) {
-        const uint32_t e = element(Half, i, j);
-        float low = 0.0f, high = 0.0f;
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-        for (uint32_t s = 0; s < kWorldSize; ++s) {
-          float x, y;
-          values_of(v[s * kPackets + i].word[j], x, y);
-          low += x, high += y;
+        for (uint32_t j = 0; j < kPacketWords; ++j) {
+          const uint32_t e = element(Half, first + i, j);
+          float low = 0.0f, high = 0.0f;
+#pragma unroll
+          for (uint32_t s = 0; s < kWorldSize; ++s) {
+            float x, y;
+            values_of(v[s * kAtOnce + i].word[j], x, y);
+            low += x, high += y;
+          }
+          d[e] = low, d[e + 1] = high;
         }
-        d[e] = low, d[e + 1] = high;
       }
     }
   }
-  // Takes a row's packets from each of Sources ranks, `source` and up, `stride` packets apart, once all their words have come; leaves zeros there.
-  template <uint32_t Sources>
-  MK_DEVICE bool take(const Entered& entered, ptx::Words (&v)[Sources * kPackets], const Place& from, uint64_t stride, uint32_t packets,
+  // Takes as many of a row's packets as v has room for from each of Sources ranks, `source` and up, `stride` packets apart, once all their words
+  // have come; leaves zeros there.
+  template <uint32_t Sources, uint32_t Count>
+  MK_DEVICE bool take(const Entered& entered, ptx::Words (&v)[Count], const Place& from, uint64_t stride, uint32_t packets,
                       uint32_t source) const {
-    const auto at = [&](uint32_t i) { return from.first + i / kPackets * stride + i % kPackets * from.next; };
+    constexpr uint32_t kEach = Count / Sources;
+    const auto at = [&](uint32_t i) { return from.first + i / kEach * stride + i % kEach * from.next; };
     if constexpr (kShares) {
       uint32_t wanted = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < Sources * kPackets; ++i) wanted |= uint32_t{has(packets, i % kPackets)} << i;
-      return take_packets(entered, v, wanted, at, [&](uint32_t i) { return source + i / kPackets; });
+      for (uint32_t i = 0; i < Count; ++i) wanted |= uint32_t{has(packets, i % kEach)} << i;
+      return take_packets(entered, v, wanted, at, [&](uint32_t i) { return source + i / kEach; });
     }
     Deadline deadline(entered.call(), p.world.timeout_ns);
     while (true) {
-      uint32_t missing = Sources * kPackets;
+      uint32_t missing = Count;
 #pragma unroll
-      for (uint32_t i = 0; i < Sources * kPackets; ++i) {
+      for (uint32_t i = 0; i < Count; ++i) {
         v[i] = ptx::load_packet(at(i));
         const uint32_t* word = v[i].word;
         const bool here = (word[0] != 0) & (word[1] != 0) & (word[2] != 0) & (word[3] != 0);  // && would be branches
         if (!here) missing = i;
       }
-      if (missing == Sources * kPackets) break;
+      if (missing == Count) break;
       // Of the packet's halves that one which lacks a word: it is less now, as a number, than with that word.
       const uint32_t part = v[missing].word[0] != 0 && v[missing].word[1] != 0;
       const uint64_t now = v[missing].word[part * 2] | uint64_t(v[missing].word[part * 2 + 1]) << 32;
       const abi::State state = deadline.pass(reinterpret_cast<const uint64_t*>(at(missing)) + part, now + 1);
       if (state == abi::kRunning) continue;
-      fail(entered.call(), state, Awaited{abi::kFlagChunk, 0, source + missing / kPackets}, entered.call().epoch(), 0);
+      fail(entered.call(), state, Awaited{abi::kFlagChunk, 0, source + missing / kEach}, entered.call().epoch(), 0);
       return false;
     }
 #pragma unroll
-    for (uint32_t i = 0; i < Sources * kPackets; ++i) ptx::store_packet(at(i), ptx::Words{});
+    for (uint32_t i = 0; i < Count; ++i) ptx::store_packet(at(i), ptx::Words{});
     return true;
   }
 };

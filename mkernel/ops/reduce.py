@@ -97,9 +97,10 @@ class ReduceOp(GemmOp[ReduceProblem]):
         return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
+        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
         if plan.op == REDUCE_SCATTER:
-            return "packets" if plan.packets else "partial tiles"
-        return f"{plan.algorithm}{' in packets' if plan.packets else ''}"
+            return f"packets{shared}" if plan.packets else "partial tiles"
+        return f"{plan.algorithm}{' in packets' if plan.packets else ''}{shared}"
 
     def travels(self, plan: Any) -> str:
         if plan.packets:
@@ -114,10 +115,10 @@ class ReduceOp(GemmOp[ReduceProblem]):
 class _Binder:
     """As ``ops.gemm.Binder``."""
 
-    __slots__ = ("_a_maps", "_c_maps", "_known", "_of_a", "_owners", "_world")
+    __slots__ = ("_a_maps", "_c_maps", "_c_stride", "_known", "_of_a", "_owners", "_world")
 
     def __init__(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> None:
-        self._world, self._known = world, known
+        self._world, self._known, self._c_stride = world, known, c_stride
         self._of_a, self._owners = (problem.k, a_stride), world.size if problem.op == REDUCE_SCATTER else 1
         self._a_maps: dict[tuple[int, int], MatrixMaps] = {}  # by rows of a load, and owners whose rows are one plane
         self._c_maps = known.matrices(world, problem.n, c_stride, 1, 64)
@@ -125,7 +126,7 @@ class _Binder:
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, span, packets = plan.of_maps
+        columns, load_rows, span, packets, shared = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -136,9 +137,7 @@ class _Binder:
             start + result * tiles,
             executable.flag_offset,
             *plan.arguments_of(rows, sizes),
-            0,
-            0,
-            0,
+            *((self._c_stride, executable.packet_offset + sizes.exchanged, c_address) if shared else (0, 0, 0)),
         )
         a_maps = self._a_maps.get((load_rows, span))
         if a_maps is None:

@@ -133,6 +133,8 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
         for width in widths:
             yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
+    if rules.packets:
+        yield from _sharing(problem, rows, sm_count, specialize, rules)
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
         for width in widths:
             tile = GemmTile.deepest(width, sent=True)
@@ -146,6 +148,19 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
+
+
+def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
+    """Reductions in packets, with K shared and without."""
+    all_rows = rows * rules.span
+    for width in _WIDTHS[-2:]:
+        most = 1 if problem.canonical else max(1, most_shares(all_rows, problem.n, problem.k, width, sm_count))
+        for shares in sorted({1, most, max(1, most // 2), min(most, 2)}):
+            if (width, shares) == (rules.tile.block_n, rules.shares):
+                continue
+            plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
+            if plan.packets and plan.shares == shares:  # there is room
+                yield plan
 
 
 def ranked(

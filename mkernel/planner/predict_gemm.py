@@ -160,7 +160,10 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
         stages=plan.tile.stages,
+        shares=plan.shares,
     )
+    if plan.shares > 1:
+        work = work._replace(seconds=work.seconds + exchange_seconds(plan.tiles * plan.shares, rows, plan.tile.block_n))
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     if plan.packets:

@@ -28,7 +28,8 @@ _BLOCK_BYTES = 64 * 128  # of one warpgroup
 class Tile:
     """Tile ``index`` of those that ``owner`` reduces: at tile row ``m`` (of the owner's rows, or of all) and tile column ``n``.
 
-    ``is_sum``: not multiplied, but added up from partial tiles.
+    ``is_sum``: not multiplied, but added up from partial tiles, or, where CTAs share K, from what those have multiplied. ``share``: which
+    share of K, or slice of the sum.
     """
 
     owner: int
@@ -36,6 +37,7 @@ class Tile:
     m: int
     n: int
     is_sum: bool = False
+    share: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
     packets: bool = False  # inside a node: values travel in words that are their own flags
+    shares: int = 1  # CTAs that share K of a tile, in packets
     algorithm: str = "two_shot"
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
@@ -84,7 +87,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         float32 = int(self.problem.partials == "float32")
         canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
-        more |= {"kShares": 0} if self.packets else {}
+        more |= {"kShares": int(self.shares > 1)} if self.packets else {}
         return self.spec_with(name, PARAMETER_BYTES, alone=1, **more)
 
     @property
@@ -99,12 +102,12 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def of_arguments(self) -> tuple[int, ...]:
         """Those of them that all calls of a class have in common, from ``group_tiles`` on."""
-        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, 1
+        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, self.shares
 
     @derived
-    def of_maps(self) -> tuple[int, int, int, bool]:
-        """What tensor maps are made by: columns of a tile, rows of a load, ranks of a tile's rows; and whether values travel in packets."""
-        return self.tile.block_n, self.load_rows, self.span, self.packets
+    def of_maps(self) -> tuple[int, int, int, bool, bool]:
+        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows. Whether in packets; and K is shared."""
+        return self.tile.block_n, self.load_rows, self.span, self.packets, self.shares > 1
 
     def describe(self) -> str:
         p, split = self.problem, self.split
@@ -113,6 +116,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
         how = f"{self.algorithm}, " if self.op == ALLREDUCE else ""
         how += "in packets, " if self.packets else ""
+        how += f"K shared by {self.shares} CTAs, " if self.shares > 1 else ""
         how += "added by rank, " if p.canonical else ""
         travel = "packets of eight values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
         return (  # the first line stands for the plan in messages: it tells any two apart
@@ -142,7 +146,14 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
-        return sizes_of((self.grid, -(-(-(-rows * self.span // BLOCK_M) * self.tiles_n) // self.owners)))
+        tiles = -(-(-(-rows * self.span // BLOCK_M) * self.tiles_n) // self.owners)
+        return sizes_of((self.grid, tiles, self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0))
+
+    @derived
+    def grid(self) -> int:
+        """CTAs: where they share K no more than have something to do."""
+        total = self.split.total
+        return min(total, max(1, self.tiles * self.shares)) if self.shares > 1 else total
 
     @derived
     def chunk_shift(self) -> int:
@@ -202,16 +213,23 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @property
     def packet_bytes(self) -> int:
-        """Bytes of the range of packets in the signal segment: 16 for eight values.
-
-        An all-reduce sends whole warps of 16 rows; of a reduce-scatter a rank has room for its own rows from each rank.
-        """
+        """Bytes of the range of packets in the signal segment: those of the ranks, then those of shares of K, which are unrounded sums."""
         if not self.packets:
             return 0
-        size, row_bytes = self.problem.topology.size, self.tile.block_n * 2
+        shared = self.tiles * self.shares * BLOCK_M * self.tile.block_n * 4 if self.shares > 1 else 0
+        return self.exchanged_bytes(self.rows, self.tiles) + shared
+
+    def exchanged_bytes(self, rows: int, tiles: int) -> int:
+        """Bytes of the packets of the ranks, in a call of so many rows and tiles: 16 for eight values.
+
+        An all-reduce sends whole warps of 16 rows; of a reduce-scatter a rank has room for its own rows from each rank. Where K is shared,
+        each slice of a tile's columns has packets of its own.
+        """
+        size, words = self.problem.topology.size, math.ceil(self.tile.block_n // 8 / self.shares)  # of a thread's row of a slice
+        row_bytes = math.ceil(words / 4) * 64  # of a slice
         if self.op == REDUCE_SCATTER:
-            return size * self.tiles_n * self.rows * row_bytes
-        warps = self.tiles * math.ceil(min(self.rows, BLOCK_M) / 16)
+            return size * self.tiles_n * rows * self.shares * row_bytes
+        warps = tiles * self.shares * math.ceil(min(rows, BLOCK_M) / 16)
         blocks = size * warps if self.one_shot else size * math.ceil(warps / size) + warps
         return blocks * 16 * row_bytes
 
@@ -272,11 +290,11 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         """The last owners of an all-reduce in two steps may have fewer tiles."""
         return self.op == REDUCE_SCATTER or self.everywhere or owner * self.tiles + index < self.tile_rows * self.tiles_n
 
-    def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
+    def at(self, owner: int, index: int, is_sum: bool = False, share: int = 0) -> Tile:
         if not self.exists(owner, index):
             return Tile(owner, index, 0, 0, is_sum)
         of_all = index if self.op == REDUCE_SCATTER or self.everywhere else owner * self.tiles + index
-        return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum)
+        return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum, share)
 
     def peers(self, rank: int) -> list[int]:
         """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""
@@ -292,8 +310,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def tiles_of(self, rank: int) -> Iterator[Tile]:
         """What ``rank`` computes, in the order in which its CTAs take it; tiles that do not exist included."""
         if self.everywhere:
-            for is_sum in (False,) if self.packets else (False, True):
-                yield from (self.at(rank, index, is_sum) for index in range(self.tiles))
+            for is_sum in (False,) if self.packets and self.shares == 1 else (False, True):
+                yield from (self.at(rank, index, is_sum, share) for index in range(self.tiles) for share in range(self.shares))
             return
         peers, before = self.peers(rank), range(0)
         for group in [*self.groups(), range(0)]:

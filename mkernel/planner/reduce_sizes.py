@@ -18,11 +18,14 @@ class Sizes(NamedTuple):
         CTAs.
     tiles
         Per owner; all tiles where everyone adds up everything.
+    exchanged
+        Where CTAs share K: bytes of the packets of the ranks, behind which those of shares begin.
     """
 
     grid: int
     tiles: int
+    exchanged: int
 
 
 # Of all its fields, without a function of Python in between.
-sizes_of: Callable[[tuple[int, int]], Sizes] = functools.partial(tuple.__new__, Sizes)
+sizes_of: Callable[[tuple[int, int, int]], Sizes] = functools.partial(tuple.__new__, Sizes)

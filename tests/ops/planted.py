@@ -62,6 +62,10 @@ WORKLOADS = {
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
     "scattered packets": (Case("bfloat16", 64, 264, op=_SCATTER), 4, (43, 129, 7), 20.0),  # rows of several owners in a tile
     "scattered packets short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (3, 65), 20.0),
+    # K of a tile shared by three CTAs: slices of five columns of words, and six.
+    "shared packets": (Case("bfloat16", 360, 136, op=_ALL, algorithm="two_shot", tiling=Tiling(128, None, 3)), 4, (43, 129, 7), 20.0),
+    "shared packets in one step": (Case("bfloat16", 200, 72, op=_ALL, algorithm="one_shot", tiling=Tiling(64, None, 3)), 4, (43, 7), 20.0),
+    "scattered packets shared": (Case("bfloat16", 360, 136, op=_SCATTER, tiling=Tiling(128, None, 3)), 4, (43, 65, 7), 20.0),
     "late": (Case("bfloat16", 64, 8, op=_SCATTER), 2, (7,), 20.0),  # rank 1 comes between the two deadlines
 }
 # Two ops in turn, whose areas of the workspace overlap: cases with their rows, number of calls, whether operands lie on the heap.

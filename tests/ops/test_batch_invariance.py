@@ -156,21 +156,22 @@ def test_by_default_bits_depend_on_the_owner(rng: np.random.Generator, world: st
     assert found_different(case, world, draw_batches(rng)[-2:]) is not None
 
 
-def test_no_ctas_share_k() -> None:
+@pytest.mark.parametrize(("op", "ranks"), [("allgather_gemm", 1), ("gemm_reduce_scatter", 2), ("gemm_allreduce", 2)])
+def test_no_ctas_share_k(op: str, ranks: int) -> None:
     """By default they do where tiles are few, and then sums depend on the number of rows."""
 
     def shares(world: Any) -> int:
-        a, b = np.ones((8, 1024), DTYPES["bfloat16"]), np.ones((1024, 64), DTYPES["bfloat16"])
+        a, b = np.ones((8, 2048), DTYPES["bfloat16"]), np.ones((2048, 64), DTYPES["bfloat16"])
         if world.options.batch_invariant:
             with pytest.raises(ArgumentError, match="with batch_invariant one CTA adds up all of K"):
-                mk.plan("allgather_gemm", a, b, tiling={"shares": 2})
-        return int(mk.plan("allgather_gemm", a, b).plan().shares)
+                mk.plan(op, a, b, tiling={"shares": 2})
+        return int(mk.plan(op, a, b).plan().shares)
 
     by_option = {
-        option: mk.launch(shares, 1, target="cpu", heap_bytes=1 << 22, max_sms=4, batch_invariant=option) for option in (False, True)
+        option: mk.launch(shares, ranks, target="cpu", heap_bytes=1 << 22, max_sms=4, batch_invariant=option) for option in (False, True)
     }
     assert by_option[False][0] > 1
-    assert by_option[True] == [1]
+    assert by_option[True] == [1] * ranks
 
 
 def test_one_step_across_nodes_is_refused() -> None:

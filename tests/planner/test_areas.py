@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from mkernel.planner.topology import Topology
 from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries, with_waits
 
 WORLDS = {"1x2": (2, 2), "1x4": (4, 4), "2x2": (4, 2), "3x2": (6, 2), "4x1": (4, 1)}
-PACKETS = ("packets", "gemm_reduce_scatter, packets")
+PACKETS = ("packets", "gemm_reduce_scatter, packets", "packets, shares", "gemm_reduce_scatter, packets, shares")
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", *PACKETS)
 SMS = 8
 
@@ -34,7 +35,8 @@ def call_of(how: str, world: str, rows: int, n: int, k: int) -> Call:
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
     sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
     pulls = Split(intra_comm=1) if how == "two_shot" else None  # asks for tiles instead of packets
-    plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=Tiling(span=1) if how == "gemm_reduce_scatter" else None)
+    tiling = Tiling(span=1 if how == "gemm_reduce_scatter" else None, shares=min(3, math.ceil(k / 64)) if how.endswith("shares") else 1)
+    plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=tiling)
     return areas_reduce.call_of(plan)
 
 
@@ -44,7 +46,7 @@ def ops_of(world: str) -> list[str]:
 
 def draw(rng: np.random.Generator, how: str, world: str) -> Call:
     """A call of few tiles, whose areas begin and end anywhere."""
-    rows, n, k = int(rng.integers(1, 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
+    rows, n, k = int(rng.integers(1, 200 if how.endswith("shares") else 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
     return call_of(how, world, rows, n, k)
 
 
@@ -109,7 +111,8 @@ def test_docs_list_the_areas() -> None:
 
 def row(how: str, area: Area) -> str:
     """A line of the table in docs/memory_model.md."""
-    op = how if how.startswith(("allgather", "gemm", "moe")) else f"gemm_allreduce, {how.replace('_', '-')}"
+    known = how.removesuffix(", shares")  # with shares there is another area, too
+    op = known if known.startswith(("allgather", "gemm", "moe")) else f"gemm_allreduce, {known.replace('_', '-')}"
     steps = [", ".join(sorted(kinds)) for kinds in (area.writers, area.readers)]
     return f"| {op} | {area.name} | {area.segment} | {steps[0]} | {steps[1]} | {area.next_writer_waits_for} |"
 

@@ -46,6 +46,13 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
     yield reduce.make_plan(problem, rows, sms)
     inside = problem.topology.num_nodes == 1 < problem.topology.size
     pulls = inside and problem.op == ALLREDUCE
+    all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
+    for width in WIDTHS[-2:] if inside else ():
+        most = min(sms // (-(-all_rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
+        for shares in {1} if problem.canonical else {1, max(1, most), max(1, most // 2), min(max(1, most), 2)}:
+            plan = reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, shares=shares))
+            if plan.packets and plan.shares == shares:
+                yield plan
     widths = WIDTHS if rows <= 2048 else WIDTHS[:-1]
     for width in widths if inside and problem.op == REDUCE_SCATTER else ():
         yield reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1))

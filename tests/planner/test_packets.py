@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mkernel.planner.gemm import BLOCK_M, GemmTile
 from mkernel.planner.proofs.reduce import wait_graph
 from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 
 SIZES = [(0, 64), (1, 8), (7, 72), (16, 256), (17, 8192), (128, 256), (129, 264), (300, 520), (600, 1000)]  # rows, N
@@ -22,11 +24,13 @@ each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 each_how = pytest.mark.parametrize("how", [*ALGORITHMS, REDUCE_SCATTER])
 
 
-def plan_of(size: int, how: str, rows: int, n: int, sms: int = 12, split: Split | None = None, **changes: Any) -> ReducePlan:
+def plan_of(
+    size: int, how: str, rows: int, n: int, sms: int = 12, split: Split | None = None, shares: int | None = None, **changes: Any
+) -> ReducePlan:
     """``rows``: of a rank's result."""
     op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
-    problem = ReduceProblem(op, Topology(size, size), n, 64, "bfloat16", True, "output", algorithm)
-    return make_plan(dataclasses.replace(problem, **changes), rows, sms, split)
+    problem = ReduceProblem(op, Topology(size, size), n, 64 if shares is None else 64 * shares, "bfloat16", True, "output", algorithm)
+    return make_plan(dataclasses.replace(problem, **changes), rows, sms, split, tiling=Tiling(shares=shares))
 
 
 @each_size
@@ -134,6 +138,32 @@ def test_nobody_waits_for_ever(size: int, how: str) -> None:
             assert collections.Counter(step[0] for step in graph) == +collections.Counter(
                 enter=size, tile=each, partials=each, packets=each
             )
+
+
+@each_how
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_nobody_waits_for_ever_where_k_is_shared(size: int, how: str) -> None:
+    """A slice waits for all shares of its tile, and then for the same slice of all ranks."""
+    for (rows, n), shares in itertools.product(SIZES[:6], (2, 3, 5)):
+        plan = plan_of(size, how, min(rows, 20), min(n, 300), 4, shares=shares)
+        graph = wait_graph(plan)
+        assert graph.find_cycle() is None
+        assert graph.missing() == set()
+        items = size * plan.tiles * shares
+        assert collections.Counter(step[0] for step in graph) == +collections.Counter(
+            enter=size, tile=2 * items, partials=items, packets=items
+        )
+        for item in range(plan.tiles * shares):
+            multiplied = {("tile", 0, item // shares * shares + share) for share in range(shares)}
+            assert multiplied <= set(graph.before(("partials", 0, item)))
+
+
+@each_how
+def test_sums_before_shares_would_deadlock(how: str) -> None:
+    plan = plan_of(3, how, 16, 256, shares=2)
+    graph = wait_graph(plan)
+    graph.add(("tile", 0, 1), [("tile", 0, plan.tiles * 2)])
+    assert graph.find_cycle() is not None
 
 
 @each_how

@@ -11,11 +11,11 @@ struct Place {  // of a tile on its way: on which rank of the node, which flag t
 };
 inline uint64_t in_heap(const char* address) { return reinterpret_cast<uint64_t>(address) - kHeap; }
 
-// Six words per tile: owner, number among its tiles, row and column, whether it is a sum, whether it exists.
+// Seven words per tile: owner, number among its tiles, row and column, whether it is a sum, whether it exists, which share or slice.
 template <class Tiles>
 void write_tile(const Tiles& tiles, uint32_t tile, uint32_t* out) {
   const mkernel::TileCoordinate c = tiles.coordinate(tile);
-  *out++ = c.plane, *out++ = c.index, *out++ = c.m, *out++ = c.n, *out++ = c.is_sum, *out++ = tiles.parts(c) != 0;
+  *out++ = c.plane, *out++ = c.index, *out++ = c.m, *out++ = c.n, *out++ = c.is_sum, *out++ = tiles.parts(c) != 0, *out++ = c.share;
 }
 }  // namespace mirror
 
@@ -26,5 +26,5 @@ MKC_API uint32_t mirror_num_tiles(uint32_t rank, const void* shape) {
 MKC_API void mirror_tiles(uint32_t rank, const void* shape, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
-  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 6 * tile);
+  for (uint32_t tile = 0; tile < tiles.num_tiles(); ++tile) mirror::write_tile(tiles, tile, out + 7 * tile);
 }
