@@ -106,8 +106,9 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def of_maps(self) -> tuple[int, int, int, bool, bool]:
-        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows. Whether in packets; and K is shared."""
-        return self.tile.block_n, self.load_rows, self.span, self.packets, self.shares > 1
+        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows. Whether in packets; and threads store rows."""
+        stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER)
+        return self.tile.block_n, self.load_rows, self.span, self.packets, stores_rows
 
     def describe(self) -> str:
         p, split = self.problem, self.split
