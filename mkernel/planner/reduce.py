@@ -87,16 +87,16 @@ def make_plan(
     TilingError
         A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, and tiles travel.)
     """
-    fields, asked = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling()
+    fields, asked, of_class = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling(), class_of(rows)
     _check_tiling(problem, asked, split)
     if problem.canonical:
         asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
-    plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked)
+    plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
     if asked.shares is None and plan.shares > 1 and not _room_for_shares(problem, sm_count, fields):
         asked = dataclasses.replace(asked, shares=1)
-        plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked)
+        plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
     return plan.of_rows(rows)
 
 
