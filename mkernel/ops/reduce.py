@@ -38,11 +38,14 @@ class Parameters(ctypes.Structure):
         ("flag_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("tiles", ctypes.c_uint32),
-        ("group_tiles", ctypes.c_uint32),
+        ("taken", ctypes.c_uint32),
+        ("group_taken", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("chunk_shift", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 8),
+        ("whole_pairs", ctypes.c_uint32),
+        ("last_pairs", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 5),
         ("a_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -50,7 +53,7 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
-_AT, _VALUES = place_of(Parameters, "fields", "load_rows")
+_AT, _VALUES = place_of(Parameters, "fields", "last_pairs")
 _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "b_map", "c_map")
 
 
@@ -99,7 +102,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
         if plan.packets:
             return "packets"
         puts = f", puts of {plan.chunk_tiles}" if plan.problem.topology.num_nodes > 1 else ""
-        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}"
+        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}{', pairs' if plan.cluster > 1 else ''}"
 
     def binder(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
         return _Binder(world, problem, known, a_stride, c_stride)
@@ -119,7 +122,7 @@ class _Binder:
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, packets = plan.of_maps
+        columns, load_rows, packets, cluster = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -136,5 +139,5 @@ class _Binder:
             a_maps = self._a_maps[load_rows] = known.matrices(world, *self._of_a, load_rows)
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
-        maps = a_maps(a, extent), known.map(world, b_address, columns), self._c_maps(c, extent)
+        maps = a_maps(a, extent), known.map(world, b_address, columns, cluster), self._c_maps(c, extent)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

@@ -10,13 +10,14 @@ from collections.abc import Container
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
-__all__ = ["Paired", "choose", "complete", "loads_bind"]
+__all__ = ["Paired", "choose", "complete", "loads_bind", "lone_row", "upper_tile"]
 
 # Of the time of CTAs alone with the same tile, where rows of B are not aligned: in a world of one 0.73 to 0.87 was measured
 # (docs/speed_log.md). Of narrower tiles less of what is loaded is of B.
 _TIME = {256: 0.86, 128: 0.9}
 _GAIN = 0.97  # of the time of CTAs alone: a count of waves is no better than that
 _FEW_TURNS = 4  # from here on, CTAs that finish early have taken others' tiles
+_NO_PAIR = 0xFFFFFFFF  # more than there are
 _FEWEST_K = 1024  # of shorter products nobody has measured pairs, whose CTAs wait for each other at every tile
 
 
@@ -86,3 +87,20 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     if any((number or 0) % cluster for number in dataclasses.astuple(found)):
         raise SplitError(found, "each role needs an even number of SMs where CTAs are pairs", "make it even")
     return found
+
+
+def lone_row(tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """Pairs of tiles before the last group of ``group_m`` rows, an even number, and rows of pairs in it, if its last row is alone.
+
+    Pairs are numbered in the raster order of pairs of rows, in groups of half as many. Else there are no pairs from the first number on.
+    """
+    whole = tile_rows // group_m * group_m
+    return (whole // 2 * tiles_n, (tile_rows - whole + 1) // 2) if tile_rows % 2 else (_NO_PAIR, 1)
+
+
+def upper_tile(pair: int, whole_pairs: int, last_pairs: int) -> int:
+    """The number of a pair's upper tile in the raster order of single tiles; of ``lone_row``.
+
+    A last row may be alone: in its group each column has an odd number of tiles.
+    """
+    return 2 * pair - (0 if pair < whole_pairs else (pair - whole_pairs) // last_pairs)

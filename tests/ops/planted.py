@@ -58,6 +58,14 @@ WORKLOADS = {
     "packets in one step": (Case("bfloat16", 64, 264, op=_ALL, algorithm="one_shot"), 4, (129, 7), 20.0),
     "packets short in one step": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 20.0),
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
+    # And in pairs of CTAs, whose last row of tiles has no neighbour.
+    "reduce pairs": (Case("bfloat16", 136, 264, split="pairs", op=_SCATTER, tiling=Tiling(64, cluster=2)), 3, (300, 129), 20.0),
+    "two shot pairs": (
+        Case("bfloat16", 64, 264, split="pairs", op=_ALL, algorithm="two_shot", tiling=Tiling(64, cluster=2)),
+        3,
+        (300, 129),
+        20.0,
+    ),
     "late": (Case("bfloat16", 64, 8, op=_SCATTER), 2, (7,), 20.0),  # rank 1 comes between the two deadlines
 }
 # Two ops in turn, whose areas of the workspace overlap: cases with their rows, number of calls, whether operands lie on the heap.

@@ -14,6 +14,7 @@ from mkernel.planner.proofs import allgather_gemm as areas_allgather_gemm
 from mkernel.planner.proofs import reduce as areas_reduce
 from mkernel.planner.proofs.areas import HEAP, STAGING, Area, Call, unordered
 from mkernel.planner.split import Split
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries, with_waits
 
@@ -23,16 +24,16 @@ SMS = 8
 
 
 @functools.cache
-def call_of(how: str, world: str, rows: int, n: int, k: int) -> Call:
+def call_of(how: str, world: str, rows: int, n: int, k: int, cluster: int = 1) -> Call:
     topology = Topology(*WORLDS[world])
     if how == "allgather_gemm":
         problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
-        return areas_allgather_gemm.call_of(allgather_gemm.make_plan(problem, rows, SMS))
+        return areas_allgather_gemm.call_of(allgather_gemm.make_plan(problem, rows, SMS, tiling=Tiling(cluster=cluster)))
     op = "gemm_reduce_scatter" if how == "gemm_reduce_scatter" else "gemm_allreduce"
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
     sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
-    pulls = Split(intra_comm=1) if how == "two_shot" else None  # asks for tiles instead of packets
-    plan = reduce.make_plan(sums, rows, SMS, pulls)
+    pulls = Split(intra_comm=cluster) if how == "two_shot" else None  # asks for tiles instead of packets
+    plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=Tiling(cluster=cluster))
     return areas_reduce.call_of(plan)
 
 
@@ -43,7 +44,7 @@ def ops_of(world: str) -> list[str]:
 def draw(rng: np.random.Generator, how: str, world: str) -> Call:
     """A call of few tiles, whose areas begin and end anywhere."""
     rows, n, k = int(rng.integers(1, 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
-    return call_of(how, world, rows, n, k)
+    return call_of(how, world, rows, n, k, 1 if how in ("one_shot", "packets") else int(rng.integers(1, 3)))
 
 
 @pytest.mark.parametrize("world", WORLDS)
