@@ -14,8 +14,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import mkernel as mk
+from mkernel.ops.schedule import Choice
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.split import SplitError
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.tools.check import node_sums as node_sums_of
 from mkernel.tools.check import worst_product, worst_sum
@@ -25,6 +27,7 @@ __all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits
 
 DTYPES = ("bfloat16", "float16")
 _H200_SMS = 132  # what is rounded on the way does not depend on their number
+_PAIRED = 0.2  # of the calls
 _MACS_PER_ROW = 128  # a tile has so many rows, however few of them exist
 
 
@@ -136,6 +139,7 @@ class Gemm(Call):
     dtype: str
     transposed: bool
     split: mk.Split | None = None
+    cluster: int = 1  # 2: pairs of CTAs
 
     @classmethod
     def draw(cls, rng: random.Random, world: Topology, limits: Limits, mechanism: str) -> Self:
@@ -144,7 +148,8 @@ class Gemm(Call):
             more = cls._draw_options(rng, mechanism)
             call = cls(rows=1, n=n, k=k, dtype=rng.choice(DTYPES), transposed=rng.random() < 0.5, **more)
             if call._macs(world) <= limits.macs:
-                return dataclasses.replace(call, split=call._draw_split(rng, world)).resized(rng, world, limits)
+                call = dataclasses.replace(call, split=call._draw_split(rng, world))
+                return call._perhaps_paired(rng, world).resized(rng, world, limits)
 
     def resized(self, rng: random.Random, world: Topology, limits: Limits) -> Self:
         if rng.random() < 0.05:
@@ -174,6 +179,18 @@ class Gemm(Call):
             return mk.Split(intra_comm=0)
         compute = rng.choice((None, None, 1, 2))
         return mk.Split(compute=compute, **{role: rng.choice((1, 1, 1, 2)) for role in needed})
+
+    def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
+        """Some calls in pairs of CTAs, each role with one or more."""
+        if rng.random() >= _PAIRED or getattr(self, "algorithm", None) == "one_shot":
+            return self
+        needed = roles(world, self.op, "two_shot" if self.op == AllReduce.op else None)
+        split = rng.choice((None, mk.Split(**dict.fromkeys(needed, 2)), mk.Split(compute=2, **dict.fromkeys(needed, 2))))
+        return dataclasses.replace(self, split=split, cluster=2)
+
+    @property
+    def tiling(self) -> Tiling | None:
+        return Tiling(cluster=2) if self.cluster == 2 else None
 
     def _macs(self, world: Topology) -> float:
         tiles = -(-self._all_rows(world) // _MACS_PER_ROW)
@@ -208,6 +225,8 @@ class Gemm(Call):
 
     @property
     def options(self) -> dict[str, Any]:
+        if self.tiling is not None:
+            return {"split": Choice(self.split, None, self.tiling)}  # as a PreparedPlan passes it on
         return {} if self.split is None else {"split": self.split}
 
 
@@ -217,7 +236,7 @@ class AllGatherGemm(Gemm):
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)
-        return allgather_gemm.make_plan(problem, self.rows, sm_count, self.split)
+        return allgather_gemm.make_plan(problem, self.rows, sm_count, self.split, tiling=self.tiling)
 
     def _rows_of_a(self, world: Topology) -> int:
         return self.rows
@@ -247,14 +266,15 @@ class _Reduction(Gemm):
         return reduce.ReduceProblem(self.op, world, self.n, self.k, self.dtype, not self.transposed, self.partials)
 
     def _plan(self, world: Topology, sm_count: int) -> reduce.ReducePlan:
-        return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split)
+        return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split, tiling=self.tiling)
 
     def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
         def operands(source: int) -> tuple[Any, Any]:
             of = inputs(source)
             return of["a"], _contiguous(xp, of["b"])
 
-        return worst_sum(xp, result, node_sums_of(reduce.make_plan(self.problem(world), self.rows, _H200_SMS), rank, operands))
+        plan = reduce.make_plan(self.problem(world), self.rows, _H200_SMS, tiling=self.tiling)
+        return worst_sum(xp, result, node_sums_of(plan, rank, operands))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
