@@ -90,7 +90,8 @@ struct ControlBlock {
   uint32_t exit_counter;  // CTAs that have left; zeroed by the last CTA out
   uint32_t failed;        // State of the first failure of this rank (compare-and-swap)
   uint32_t sync_counter;  // CTAs that have come to a barrier of the grid (comm/grid.cuh); zeroed by the last one
-  uint64_t reserved1[12];
+  uint64_t gathered;      // CTAs whose part of the gather buffer is full (comm/shard_packets.cuh); zeroed by the last CTA out
+  uint64_t reserved1[11];
 };
 
 // First words of every rank's signal segment; op flags follow at kSignalFlags.
@@ -102,6 +103,7 @@ struct SignalHeader {
 };
 constexpr uint32_t kSignalFlags = sizeof(SignalHeader);  // byte offset of the first op flag
 constexpr uint32_t kCheckBits = 24;
+constexpr uint64_t kAheadBytes = 4 << 20;        // packets that are sent before their rank has entered, of one parity of the epoch
 constexpr uint64_t kHalted = uint64_t(1) << 63;  // in ControlBlock::epoch, until the host has raised what a call has reported
 
 // One interval of the trace. Lane l of CTA b owns records [(b * kTraceLanes + l) * capacity, ...); the first holds the count in `begin`.

@@ -6,6 +6,8 @@ import ctypes
 import enum
 
 __all__ = [
+    "AHEAD_BYTES",
+    "AHEAD_OFFSET",
     "CHECK_BITS",
     "COUNTED_OFFSET",
     "COUNTED_WORDS",
@@ -15,6 +17,7 @@ __all__ = [
     "PACKET_BYTES",
     "RING_SLOTS",
     "SCRATCH_WORDS",
+    "SIGNAL_BYTES",
     "SIGNAL_FLAGS",
     "TRACE_FLAG_KIND_SHIFT",
     "TRACE_FLAG_LANE",
@@ -153,7 +156,8 @@ class ControlBlock(ctypes.Structure):
         ("exit_counter", _u32),
         ("failed", _u32),
         ("sync_counter", _u32),
-        ("reserved1", _u64 * 12),
+        ("gathered", _u64),
+        ("reserved1", _u64 * 11),
     ]
 
 
@@ -166,6 +170,11 @@ FLAG_BYTES = 4 << 20  # of the signal segment: the header, the flags of the ops,
 COUNTED_WORDS = 8192  # flags that count: of no other use, because other flags hold epochs
 COUNTED_OFFSET = FLAG_BYTES - 8 * COUNTED_WORDS
 PACKET_BYTES = 18 << 20  # packets: words that are data and flag at once; results of 8 MiB in two steps, and tiles that are not full
+
+
+AHEAD_OFFSET = FLAG_BYTES + PACKET_BYTES  # last come packets that are sent before their rank has entered the call:
+AHEAD_BYTES = 4 << 20  # so many, of each parity of the epoch
+SIGNAL_BYTES = AHEAD_OFFSET + 2 * AHEAD_BYTES
 
 
 class TraceRecord(ctypes.Structure):

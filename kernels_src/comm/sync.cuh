@@ -76,6 +76,11 @@ MK_DEVICE char* signals(const abi::World& world, uint32_t local_rank) {
 }  // namespace detail
 MK_DEVICE const char* heap(const abi::World& world, uint32_t local_rank) { return detail::heap(world, local_rank); }
 MK_DEVICE char* shared_heap(const Entered& entered, uint32_t local_rank) { return detail::heap(entered.world(), local_rank); }
+// A half of the range of packets that may be sent before their rank has entered `call` (rule 19): in that half nobody reads or writes any more what an
+// earlier call has sent, because this rank has ended the call before this one, and saw all ranks enter it. Not of a call that is skipped.
+MK_DEVICE char* signals_ahead(const Call& call, uint32_t local_rank, uint64_t offset) {
+  return detail::signals(call.world, local_rank) + offset + (call.epoch() & 1) * abi::kAheadBytes;
+}
 // An area of this rank's heap that nobody reads but its own engine, whose puts are complete when a call ends (wait_put): no need to enter before.
 MK_DEVICE char* staging_area(const abi::World& world, uint64_t offset) { return detail::heap(world, world.local_rank) + offset; }
 MK_DEVICE const char* signals(const abi::World& world, uint32_t local_rank) { return detail::signals(world, local_rank); }
@@ -264,6 +269,7 @@ MK_DEVICE void leave_call(const Call& call) {
   if (ptx::atomic_add_acq_rel(&control->exit_counter, 1) + 1 == ptx::cta_count()) {
     control->tile_counter = 0;
     control->exit_counter = 0;
+    control->gathered = 0;
     control->epoch = call.epoch();
     // The engine may rest: this call issues no more commands, and those that it waits for are complete (rule 14).
     if (call.world.launch != 0) ptx::store_release_sys(&reinterpret_cast<abi::Ring*>(call.world.ring)->ended, call.world.launch);

@@ -7,19 +7,25 @@
 // Tiles cover planes: a plane is the rows of the shards of p.span ranks that follow each other. With one shard per plane (span 1) a tile of the own
 // shard reads the caller's array and waits for nobody. With more, a tile may reach over the end of a shard, so that few rows of each rank share a
 // tile and B is read once for all; the own shard then lies in this rank's gather buffer, too, and a tile waits for the chunks of all its rows.
+//
+// With few rows (kPackets) shards travel in packets, moved by the consumers themselves, and there is one plane (comm/shard_packets.cuh).
 #pragma once
 #include "comm/intra_comm.cuh"
 #include "comm/ring.cuh"
+#include "comm/shard_packets.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shares.cuh"
 
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices, kHasParts, kShares; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices, kHasParts, kShares, kPackets; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Storage = CopyingStorage<GemmStorage<Config>>;
-constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1;  // also with one rank per node: into the own gather buffer
+constexpr bool kPackets = Config::kPackets != 0;
+static_assert(!kPackets || (kNodes == 1 && kR > 1 && Config::kIntraComm == 0), "packets travel inside a node, without CTAs for it");
+// Also with one rank per node: into the own gather buffer.
+constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1 && !kPackets;
 static_assert(!kWarpsPush || kNodes == 1 || kR == 1, "what comes from other nodes is forwarded by intra_comm");
 constexpr uint32_t kUnitBytes = kSwizzleBytes;      // of a row of the part map's box
 constexpr bool kHasParts = Config::kHasParts != 0;  // K is such that it may travel in parts: all that copies has more to do
@@ -37,6 +43,7 @@ struct alignas(64) Parameters {
   uint64_t send_offset;    // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
   uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
   uint64_t packet_offset;  // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
+  uint64_t ahead_offset;   // signal segment, with kPackets: comm/shard_packets.cuh
   uint32_t rows;           // M / W
   uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are sliced
   uint32_t group_m;        // tile rows that share columns of B
@@ -52,7 +59,7 @@ struct alignas(64) Parameters {
   uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
   uint32_t reserved0;
   uint64_t c;                 // its first row
-  uint64_t reserved[7];       // the maps are 64-byte aligned
+  uint64_t reserved[6];       // the maps are 64-byte aligned
   abi::TensorMap a_map;       // (rows, K)
   abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
   abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
@@ -258,6 +265,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum); }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
+    if constexpr (kPackets) return wait_gathered(entered, shards());
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows();
     const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);
     return wait_all(entered, ChunkFlags{p, first, part}, last - first + 1);
@@ -275,6 +283,14 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     store_result(entered, c, panel, warpgroup, smem, c.plane);
   }
+  static constexpr bool kGathers = kPackets;
+  MK_DEVICE ShardPackets shards() const {
+    return ShardPackets{reinterpret_cast<const char*>(p.a), p.rows * uint32_t(row_bytes(p)), p.ahead_offset, p.gather_offset};
+  }
+  using Read = ShardPackets::Round;
+  MK_DEVICE Read read_ahead() const { return shards().read(shards().first()); }
+  MK_DEVICE void gather(const Call& call, EntryGate& entries, const Read& own) const { gather_shards(call, entries, shards(), own); }
+
   static constexpr bool kMoves = kWarpsPush;
   MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }
 };

@@ -32,6 +32,13 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
   // What takes long at the beginning stands side by side: one warp works out the first tile, one fetches maps, two initialize barriers. Roles are told
   // apart by halves, since of a switch ptxas makes a jump by a table, which first has to come from memory.
   const uint32_t warp = ptx::warp_index();
+  // The last CTA computes from the start. Where nobody can multiply before all ranks have entered, a consumer tells them as soon as it can.
+  const bool announces = Op::kAnnouncesEntry && ptx::cta_index() + 1 == ptx::cta_count();
+  [[maybe_unused]] typename Op::Read read;
+  if constexpr (Op::kGathers) {
+    if (warp >= 4) read = op.read_ahead();
+    if (announces && warp == kGemmThreads / 32 - 1) announce_entry(call);
+  }
   TilePart first{kStop, {}};
   if (warp < 2) {
     if (warp == 0) {
@@ -64,8 +71,7 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
     } else if (warp == 2) {
       if (ptx::elected()) store_tiles(call, op, storage);
     } else {
-      // The last CTA computes from the start.
-      if (Op::kAnnouncesEntry && ptx::cta_index() + 1 == ptx::cta_count()) announce_entry(call);
+      if (announces && !Op::kGathers) announce_entry(call);
       if constexpr (Op::kMoves) op.move(call);
       if constexpr (Op::kAnnounces) {
         const MaybeEntered entered = storage.entries.pass(call);
@@ -74,6 +80,7 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
     }
   } else {
     ptx::registers_increase<kConsumerRegisters>();
+    if constexpr (Op::kGathers) op.gather(call, storage.entries, read);
     multiply_tiles(call, op, storage);
     if constexpr (Op::kFinishes) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.finish(*entered);

@@ -29,13 +29,70 @@ MK_DEVICE void load_addend(GemmStorage<Config>& storage, const RingPosition<Conf
 }
 
 // The first item that the scheduler will offer, if that is of a tile that waits for nobody; else kStop. The loading thread begins with it, while the
-// scheduler is still on its way there.
+// scheduler is still on its way there. Where all tiles wait until A has been gathered (Op::kGathers), B at least may be loaded.
 template <class Config, class Op>
 MK_DEVICE TilePart first_item(const Call& call, const Op& op) {
   const uint32_t tile = given_tile<Config>(call, op);
   if (op.assigned(0) != kStop || tile == kStop || tile >= op.num_tiles()) return TilePart{kStop, {}};
   const TileCoordinate c = op.coordinate(tile);
-  return TilePart{op.parts(c) == 0 || op.waits(c, 0) ? kStop : tile * Op::kParts, c};
+  return TilePart{op.parts(c) == 0 || (op.waits(c, 0) && !Op::kGathers) ? kStop : tile * Op::kParts, c};
+}
+
+// Of one stage of a tile: its columns from `column` on, of k steps from k on.
+template <class Config, class Op>
+MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint64_t* filled, int32_t column, int32_t k, int32_t b_plane,
+                      uint32_t width) {
+  using Shape = GemmShape<Config>;
+  if constexpr (Shape::kPaired) {
+    Pair<Config>::load_b(smem_b, b, filled, column, k, b_plane);
+  } else if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
+#pragma unroll
+    for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+      const int32_t at = column + p / 2 * kPanel + (p % 2 != 0 ? extent_n(op.p) : 0);
+      ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, Config::kBRowMajor ? at : k, Config::kBRowMajor ? k : at, b_plane);
+    }
+  } else if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
+#pragma unroll
+    for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+      if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, column + p * kPanel, k, b_plane);
+    }
+  } else {
+    ptx::tma_load_3d(smem_b, b, filled, k, column, b_plane);
+  }
+}
+
+template <class Config, class Op>
+MK_DEVICE uint32_t bytes_of_stage(const Op& op, const TileCoordinate& c) {
+  return (op.load_rows(c) + tile_width<Config>(c)) * GemmShape<Config>::kBlockK * 2;
+}
+
+// Loads B of the first stages of a tile that waits, and no A. Returns how many stages.
+template <class Config, class Op>
+MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c) {
+  using Shape = GemmShape<Config>;
+  const uint32_t steps = op.steps(c, 0), stages = steps < Shape::kStages ? steps : Shape::kStages;
+  RingPosition<Shape::kStages> stage;
+#pragma unroll 1
+  for (uint32_t step = 0; step < stages; ++step, stage.advance()) {
+    uint64_t* filled = storage.stages.fill_by_tma(stage, bytes_of_stage<Config>(op, c));
+    load_b<Config>(op, storage.pipeline.b[stage.index], op.b_map(c), filled, first_column<Config>(c),
+                   (op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c), tile_width<Config>(c));
+  }
+  return stages;
+}
+
+// The same stages where the tile is not multiplied, because the call has failed: whatever A holds is loaded, so that the stages fill, and nothing is on
+// its way when the CTA ends.
+template <class Config, class Op>
+MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c, uint32_t stages) {
+  RingPosition<GemmShape<Config>::kStages> stage, filled;
+#pragma unroll 1
+  for (uint32_t i = 0; i < stages; ++i, stage.advance()) {
+    ptx::tma_load_3d(storage.pipeline.a[stage.index], op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
+                     op.a_plane(c, 0));
+  }
+#pragma unroll 1
+  for (uint32_t i = 0; i < stages; ++i, filled.advance()) storage.stages.wait_filled(filled);
 }
 
 // `first`: first_item().
@@ -46,16 +103,23 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
   RingPosition<Shape::kStages> stage;
   TilePart item = first;
   bool ahead = first.number != kStop;  // of the scheduler, by this item
+  uint32_t has_b = 0;                  // stages whose B is on its way
+  if constexpr (Op::kGathers) {
+    if (ahead && op.waits(first.c, 0)) has_b = load_ahead(op, storage, known_place<Config, Op>(first)), ahead = false;
+  }
 #pragma unroll 1
   while (true) {
     if (!ahead) item = take_item<Reader::kThread>(storage, queue);
-    if (item.number == kStop) return;
+    if (item.number == kStop) {
+      if (has_b != 0) fill_ahead(op, storage, known_place<Config, Op>(first), has_b);
+      return;
+    }
     const uint32_t part = item.number % Op::kParts;
     const TileCoordinate c = known_place<Config, Op>(item);
     if (op.waits(c, part)) ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
-    const uint32_t width = tile_width<Config>(c), bytes = (op.load_rows(c) + width) * Shape::kBlockK * 2;
+    const uint32_t width = tile_width<Config>(c), bytes = bytes_of_stage<Config>(op, c);
     const uint32_t steps = op.steps(c, part);
     // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
     constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
@@ -67,26 +131,15 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
+      if (Op::kGathers && has_b != 0) {
+        --has_b;
+        ptx::tma_load_3d(storage.pipeline.a[stage.index], a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
+        continue;
+      }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
       ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
-      char* smem_b = storage.pipeline.b[stage.index];
-      if constexpr (Shape::kPaired) {
-        Pair<Config>::load_b(smem_b, b, filled, column, k, b_plane);
-      } else if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
-#pragma unroll
-        for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
-          const int32_t at = column + p / 2 * kPanel + (p % 2 != 0 ? extent_n(op.p) : 0);
-          ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, Config::kBRowMajor ? at : k, Config::kBRowMajor ? k : at, b_plane);
-        }
-      } else if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
-#pragma unroll
-        for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
-          if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, column + p * kPanel, k, b_plane);
-        }
-      } else {
-        ptx::tma_load_3d(smem_b, b, filled, k, column, b_plane);
-      }
+      load_b<Config>(op, storage.pipeline.b[stage.index], b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part), rows = op.rows(c);

@@ -39,8 +39,9 @@ MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& 
                           uint32_t warpgroup) {
   storage.stages.wait_filled(stage);
   add_stage<Part>(d, storage, stage.index, warpgroup);
-  ptx::sync_warp();                            // all lanes have read
-  if constexpr (GemmShape<Config>::kPaired) {  // to both CTAs, as stages of A and B
+  ptx::sync_warp();  // all lanes have read
+  if constexpr (GemmShape<Config>::kPaired) {
+    // To both CTAs, as stages of A and B.
     const uint32_t lane = ptx::lane_index();
     if (lane < GemmShape<Config>::kCluster) ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);
   } else {

@@ -85,6 +85,13 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   requires Same<decltype(Op::kAnnouncesEntry), const bool>;  // false: the kernel has announced its entry before it came here
   requires Same<decltype(Op::kMoves), const bool>;
   requires !Op::kMoves || requires { op.move(call); };  // moves data while the CTA computes. Warp function
+  requires Same<decltype(Op::kGathers), const bool>;
+  // What consumer threads do before there are tiles, all of a CTA's, and what they read for it while barriers are initialized. All tiles wait for it,
+  // so B of the first one is loaded meanwhile.
+  requires !Op::kGathers || requires(EntryGate& entries, const typename Op::Read& read) {
+    { op.read_ahead() } -> Same<typename Op::Read>;
+    op.gather(call, entries, read);
+  };
   requires Same<decltype(Op::kFinishes), const bool>;
   requires !Op::kFinishes || requires { op.finish(entered); };  // what consumer warps do when there are no more tiles. Warp function
 };
@@ -98,8 +105,10 @@ struct BasicOp {
   MK_DEVICE explicit BasicOp(const Parameters& parameters) : p(parameters) {}
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
-  static constexpr bool kAnnouncesEntry = true, kFinishes = false, kCanonical = false;
+  static constexpr bool kAnnouncesEntry = true, kGathers = false, kFinishes = false, kCanonical = false;
   static constexpr bool kSums = false, kShares = false;
+  struct Read {};
+  MK_DEVICE Read read_ahead() const { return {}; }
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }
   MK_DEVICE uint32_t addends(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const char* addend(const TileCoordinate&, uint32_t) const { return nullptr; }

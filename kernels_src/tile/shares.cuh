@@ -73,6 +73,30 @@ struct Shares {
     }
   }
 
+  // Adds what all shares have of a thread's next few packets before `end`, in the order of K, to `sum`; looks at so many shares together. `from`: share
+  // 0's first packet. False: they did not come.
+  template <uint32_t Together, uint32_t Columns>
+  MK_DEVICE bool add_columns(const Entered& entered, ptx::Words* from, uint32_t packet, uint32_t end,
+                             float (&sum)[Columns][kPacketWords]) const {
+    constexpr uint32_t kBoth = Together * Columns;
+#pragma unroll 1
+    for (uint32_t first = 0; first < shares; first += Together) {
+      ptx::Words v[kBoth];
+      uint32_t wanted = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kBoth; ++i) wanted |= uint32_t{first + i % Together < shares && packet + i / Together < end} << i;
+      const auto at = [&](uint32_t i) { return from + (first + i % Together) * kNext + (packet + i / Together) * 32; };
+      if (!take_packets(entered, v, wanted, at, [&](uint32_t) { return entered.world().rank; })) return false;
+#pragma unroll
+      for (uint32_t i = 0; i < kBoth; ++i) {
+        if (first + i % Together >= shares) continue;
+#pragma unroll
+        for (uint32_t j = 0; j < kPacketWords; ++j) sum[i / Together][j] += ptx::from_bits(~v[i].word[j]);
+      }
+    }
+    return true;
+  }
+
   // The sums of slice c.share: store(packet, sum) for each of the thread's packets in it.
   template <class Store>
   MK_DEVICE void add_up(const Entered& entered, char* packets, const TileCoordinate& c, uint32_t rows, const Store& store) const {
@@ -83,21 +107,7 @@ struct Shares {
 #pragma unroll 1
     for (uint32_t packet = begin; packet < end; packet += kColumns) {
       float sum[kColumns][kPacketWords] = {};
-#pragma unroll 1
-      for (uint32_t first = 0; first < shares; first += kTogether) {
-        ptx::Words v[kLook];
-        uint32_t wanted = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < kLook; ++i) wanted |= uint32_t{first + i % kTogether < shares && packet + i / kTogether < end} << i;
-        const auto at = [&](uint32_t i) { return from + (first + i % kTogether) * kNext + (packet + i / kTogether) * 32; };
-        if (!take_packets(entered, v, wanted, at, [&](uint32_t) { return entered.world().rank; })) return;
-#pragma unroll
-        for (uint32_t i = 0; i < kLook; ++i) {
-          if (first + i % kTogether >= shares) continue;
-#pragma unroll
-          for (uint32_t j = 0; j < kPacketWords; ++j) sum[i / kTogether][j] += ptx::from_bits(~v[i].word[j]);
-        }
-      }
+      if (!add_columns<kTogether>(entered, from, packet, end, sum)) return;
 #pragma unroll
       for (uint32_t i = 0; i < kColumns; ++i) {
         if (packet + i < end) store(packet + i, sum[i]);

@@ -68,7 +68,7 @@ def measured(folder: Path) -> list[Measured]:
                 local = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
                 runs.append((SOLO, "gemm", Topology(1, 1), ops()["gemm"].case(local, Topology(1, 1), report.dtype)))
             for contestant, op, of, ran in runs:
-                ran.tiling = _tiling(report.settings.get("tilings", ()), op)
+                ran.tiling = _tiling(report.settings.get("tilings", ()), op, of)
                 for mode in MODES:
                     if (ms := row.time(contestant, mode)) is not None:
                         conditions = (ALONE if mode == MODES[0] else BATCH)._replace(rested=rested)
@@ -77,10 +77,10 @@ def measured(folder: Path) -> list[Measured]:
     return list(found.values())
 
 
-def _tiling(known: Sequence[str], op: str) -> Tiling | None:
+def _tiling(known: Sequence[str], op: str, topology: Topology) -> Tiling | None:
     """What tiles covered that were measured before the planner chose fields of ``Tiling`` beside those that are ``known`` in the report."""
-    since = tilings_of(op) - {"block_n", *known}
-    return Tiling(**dict.fromkeys(since, 1)) if since else None
+    since = tilings_of(op) - {"block_n", *known} - ({"packets"} if topology.size == 1 else set())
+    return Tiling(**{name: int(name != "packets") for name in since}) if since else None
 
 
 def held_out(row: Measured) -> bool:

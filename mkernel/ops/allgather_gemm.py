@@ -43,6 +43,7 @@ class Parameters(ctypes.Structure):
         ("send_offset", ctypes.c_uint64),
         ("flag_offset", ctypes.c_uint64),
         ("packet_offset", ctypes.c_uint64),
+        ("ahead_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("whole_tiles", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
@@ -58,7 +59,7 @@ class Parameters(ctypes.Structure):
         ("c_row_bytes", ctypes.c_uint32),
         ("reserved0", ctypes.c_uint32),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 7),
+        ("reserved", ctypes.c_uint64 * 6),
         ("a_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
@@ -209,7 +210,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
-    tilings = frozenset({"block_n", "span", "shares", "cluster"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets"})
     parameters = Parameters
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
@@ -240,9 +241,15 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""
         pairs = ", pairs" if plan.cluster > 1 else ""
-        return ("warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send") + shared + pairs
+        return (
+            ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
+            + shared
+            + pairs
+        )
 
     def travels(self, plan: Any) -> str:
+        if plan.packets:
+            return "packets"
         return f"{plan.chunk_rows} rows" + (f", 1/{plan.parts} of K" if plan.parts > 1 else "")
 
     def binder(self, world: World, problem: AllGatherGemmProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
@@ -273,6 +280,7 @@ class _Binder:
             executable.staging_offset if offset is None else offset,
             executable.flag_offset,
             executable.packet_offset,
+            abi.AHEAD_OFFSET,
             *plan.arguments_of(rows, sizes),
             self._far and offset is None,
             self._c_stride if shared else 0,

@@ -85,7 +85,8 @@ def gemm_reduce_scatter(
 
     The algorithm: a reduce-scatter by direct exchange, tile by tile. A rank computes the tiles of others first and stores each straight
     into its owner's heap; the owner adds them to its own product, a group of tiles later. Across nodes each node sends one sum
-    (kernels_src/reduce).
+    (kernels_src/reduce). Up to 8 MiB of products inside a node of at most 8 ranks travel in packets, each word its own flag
+    (gemm_reduce_scatter_packets.cuh).
     """
     result: Array = call(OP, (a, b), (partials,), world=world, out=out, split=split, stream=stream)
     return result
@@ -100,6 +101,7 @@ class GemmReduceScatter(ReduceOp):
     result_rule = "(M/W, N)"
     bench = "mkernel.bench.cases.gemm_reduce_scatter"
     options: ClassVar[Mapping[str, Any]] = {"partials": "output"}
+    tilings = ReduceOp.tilings | {"span"}
 
     def instance(self, world: World, *operands: TensorView, partials: Any = "output", **options: Any) -> Instance[ReduceProblem]:
         (a, b), size = operands, world.size

@@ -43,9 +43,14 @@ class Parameters(ctypes.Structure):
         ("group_m", ctypes.c_uint32),
         ("chunk_shift", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
+        ("shares", ctypes.c_uint32),
         ("whole_pairs", ctypes.c_uint32),
         ("last_pairs", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 5),
+        ("c_row_bytes", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("share_offset", ctypes.c_uint64),
+        ("c", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint32 * 14),
         ("a_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -53,7 +58,7 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
-_AT, _VALUES = place_of(Parameters, "fields", "last_pairs")
+_AT, _VALUES = place_of(Parameters, "fields", "c")
 _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "b_map", "c_map")
 
 
@@ -96,7 +101,10 @@ class ReduceOp(GemmOp[ReduceProblem]):
         return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
     def mechanism(self, plan: Any) -> str:
-        return "partial tiles" if plan.op == REDUCE_SCATTER else f"{plan.algorithm}{' in packets' if plan.packets else ''}"
+        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
+        if plan.op == REDUCE_SCATTER:
+            return f"packets{shared}" if plan.packets else "partial tiles"
+        return f"{plan.algorithm}{' in packets' if plan.packets else ''}{shared}"
 
     def travels(self, plan: Any) -> str:
         if plan.packets:
@@ -111,18 +119,18 @@ class ReduceOp(GemmOp[ReduceProblem]):
 class _Binder:
     """As ``ops.gemm.Binder``."""
 
-    __slots__ = ("_a_maps", "_c_maps", "_known", "_of_a", "_world")
+    __slots__ = ("_a_maps", "_c_maps", "_c_stride", "_known", "_of_a", "_owners", "_world")
 
     def __init__(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> None:
-        self._world, self._known = world, known
-        self._of_a = problem.k, a_stride, world.size if problem.op == REDUCE_SCATTER else 1
-        self._a_maps: dict[int, MatrixMaps] = {}  # by rows of a load
+        self._world, self._known, self._c_stride = world, known, c_stride
+        self._of_a, self._owners = (problem.k, a_stride), world.size if problem.op == REDUCE_SCATTER else 1
+        self._a_maps: dict[tuple[int, int], MatrixMaps] = {}  # by rows of a load, and owners whose rows are one plane
         self._c_maps = known.matrices(world, problem.n, c_stride, 1, 64)
 
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, packets, cluster = plan.of_maps
+        columns, load_rows, span, packets, shared, cluster = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -133,11 +141,13 @@ class _Binder:
             start + result * tiles,
             executable.flag_offset,
             *plan.arguments_of(rows, sizes),
+            *((self._c_stride, 0, executable.packet_offset + sizes.exchanged, c_address) if shared else (0, 0, 0, 0)),
         )
-        a_maps = self._a_maps.get(load_rows)
+        a_maps = self._a_maps.get((load_rows, span))
         if a_maps is None:
-            a_maps = self._a_maps[load_rows] = known.matrices(world, *self._of_a, load_rows)
+            a_maps = known.matrices(world, *self._of_a, self._owners // span, load_rows)
+            self._a_maps[load_rows, span] = a_maps
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
-        maps = a_maps(a, extent), known.map(world, b_address, columns, cluster), self._c_maps(c, extent)
+        maps = a_maps(a, extent * span), known.map(world, b_address, columns, cluster), self._c_maps(c, extent)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

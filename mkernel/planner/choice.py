@@ -48,10 +48,17 @@ def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> An
     return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
 
 
-def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
-    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
+def candidates(
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None, confirmed: bool = False
+) -> Iterator[Any]:
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles.
+
+    ``confirmed``: those only among which GPUs have confirmed the model.
+    """
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
+    if confirmed and problem.topology.size > 1 and not (isinstance(rules, AllGatherGemmPlan) and rules.packets):
+        return
     if isinstance(problem, AllGatherGemmProblem):
         yield from _gathers(problem, rows, sm_count, specialize, rules)
     else:
@@ -65,6 +72,9 @@ def _gathers(
     if topology.size == 1:
         yield from _products(problem, rows, sm_count, specialize, rules)
         return
+    if rules.packets:
+        yield from _in_packets(problem, rows, sm_count, specialize, rules)
+        return
     most = max(1, sm_count // 4)
     for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if topology.num_nodes == 1 else [Split()]:
         for width in _WIDTHS:
@@ -77,6 +87,18 @@ def _gathers(
                     plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
                     if plan != rules:
                         yield plan
+
+
+def _in_packets(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+) -> Iterator[AllGatherGemmPlan]:
+    """Where shards travel in packets: as in a world of one, without pairs."""
+    for width in _WIDTHS:
+        most = 1 if problem.canonical else most_shares(rows * problem.topology.size, problem.n, problem.k, width, sm_count)
+        for shares in sorted({1, *({most, max(2, most // 2), 2} if most >= 2 else ())}):
+            if (width, shares) != (rules.tile.block_n, rules.shares):
+                tiling = Tiling(width, None, shares, 1, 1)
+                yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -107,8 +129,14 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     topology = problem.topology
     most = max(1, sm_count // 4)
     pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
+    widths = _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]
+    if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
+        for width in widths:
+            yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
+    if rules.packets:
+        yield from _sharing(problem, rows, sm_count, specialize, rules)
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
-        for width in _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]:
+        for width in widths:
             tile = GemmTile.deepest(width, sent=True)
             try:
                 # Where everyone adds up everything, groups are those of the tile that was made narrower.
@@ -127,6 +155,19 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
                     yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
+def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
+    """Reductions in packets, with K shared and without."""
+    all_rows = rows * rules.span
+    for width in _WIDTHS[-2:]:
+        most = 1 if problem.canonical else max(1, most_shares(all_rows, problem.n, problem.k, width, sm_count))
+        for shares in sorted({1, most, max(1, most // 2), min(most, 2)}):
+            if (width, shares) == (rules.tile.block_n, rules.shares):
+                continue
+            plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
+            if plan.packets and plan.shares == shares:  # there is room
+                yield plan
+
+
 def ranked(
     problem: Any, rows: int, sm_count: int, machine: Machine, specialize: str | None = None, conditions: Conditions = ALONE
 ) -> list[Ranked]:
@@ -143,33 +184,40 @@ def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> R
 
 @functools.lru_cache(maxsize=4096)
 def _fastest(
-    problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, kept: frozenset[Any] | None = None
+    problem: Any,
+    of_class: int,
+    sm_count: int,
+    machine: Machine,
+    specialize: str | None,
+    confirmed: bool,
+    kept: frozenset[Any] | None = None,
 ) -> Any:
     """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
-    found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize)]
+    found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize, confirmed)]
     rules, allowed = found[0], [one for one in found if kept is None or one.plan.spec in kept] or found[:1]
     best = min(allowed, key=lambda one: one.seconds)
     return rules.plan if rules in allowed and best.seconds >= _WORTH * rules.seconds else best.plan
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None) -> frozenset[Any]:
+def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool) -> frozenset[Any]:
     """The kernels that the most classes of rows would choose: one N and K has no more of them."""
-    return most_chosen(_fastest(problem, rows, sm_count, machine, specialize).spec for rows in classes(EXAMINED_ROWS))
+    return most_chosen(_fastest(problem, rows, sm_count, machine, specialize, confirmed).spec for rows in classes(EXAMINED_ROWS))
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
+def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool = False) -> Any:
     """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have."""
-    plan = _fastest(problem, of_class, sm_count, machine, specialize)
-    kept = _kept(problem, sm_count, machine, specialize)
-    return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, kept)
+    plan = _fastest(problem, of_class, sm_count, machine, specialize, confirmed)
+    kept = _kept(problem, sm_count, machine, specialize, confirmed)
+    return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, confirmed, kept)
 
 
 def _model_decides(problem: Any, sm_count: int) -> bool:
-    """Whether it was confirmed: in a world of one, on as many SMs as an H200 has (docs/model.md)."""
-    asked = env.PLANNER.get()
-    return asked == "model" or (asked == "auto" and problem.topology.size == 1 and sm_count == CONFIRMED_SMS)
+    """Whether it may: where it was confirmed, on as many SMs as an H200 has (docs/model.md); ``candidates`` says among which plans."""
+    asked, topology = env.PLANNER.get(), problem.topology
+    confirmed = topology.size == 1 or (topology.num_nodes == 1 and isinstance(problem, AllGatherGemmProblem))
+    return asked == "model" or (asked == "auto" and confirmed and sm_count == CONFIRMED_SMS)
 
 
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:
@@ -181,7 +229,7 @@ def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, special
     if "split" in fields:
         return None
     machine = machine_named(env.MACHINE.get(), sm_count)
-    return choose(problem, class_of(rows), sm_count, machine, str(fields)).of_rows(rows)
+    return choose(problem, class_of(rows), sm_count, machine, str(fields), env.PLANNER.get() == "auto").of_rows(rows)
 
 
 def plan_allgather_gemm(

@@ -131,6 +131,8 @@ class Machine:
         How many times as long a k step takes where pairs of CTAs load B together, beside what that saves.
     memory
         Device memory, read.
+    memory_latency
+        Until a load from device memory has filled a stage, among those of many SMs.
     l2_bytes
         Of L2 that a matrix may fill and stay.
     start, start_hot, start_early
@@ -174,6 +176,7 @@ class Machine:
     misaligned_b: float
     paired: float
     memory: float
+    memory_latency: float
     l2_bytes: int
     start: float
     start_hot: float
@@ -214,6 +217,7 @@ H200 = Machine(
     misaligned_b=1.9,
     paired=1.15,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
+    memory_latency=1.45e-6,  # fitted: few rows by tiles of 64 and 128 columns, with 8 and 6 stages (docs/speed_log.md)
     l2_bytes=50 << 20,
     start=7.0e-6,  # fitted: "fused alone" of 2048
     start_hot=4.2e-6,

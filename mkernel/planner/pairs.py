@@ -10,7 +10,7 @@ from collections.abc import Container
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
-__all__ = ["Paired", "choose", "complete", "loads_bind", "lone_row", "upper_tile"]
+__all__ = ["Paired", "choose", "complete", "loads_bind", "lone_row", "may_pay", "upper_tile"]
 
 # Of the time of CTAs alone with the same tile, where rows of B are not aligned: in a world of one 0.73 to 0.87 was measured
 # (docs/speed_log.md). Of narrower tiles less of what is loaded is of B.
@@ -43,6 +43,11 @@ def loads_bind(product: Paired) -> bool:
     return (product.n if product.b_row_major else product.k) % BLOCK_K != 0
 
 
+def may_pay(product: Paired) -> bool:
+    """Whether pairs pay for some number of rows."""
+    return product.k >= _FEWEST_K and loads_bind(product)
+
+
 def choose(
     product: Paired, alone: GemmTile, wanted: Split, default: Split, sm_count: int, spared: Container[str], *, sent: bool = False
 ) -> tuple[GemmTile, Split] | None:
@@ -50,7 +55,7 @@ def choose(
 
     None: there are none, or the split that is wanted has a role that is no whole number of pairs. ``sent``: as in ``GemmTile.deepest``.
     """
-    if wanted.intra_comm == 0 or product.rows <= BLOCK_M or product.k < _FEWEST_K or not loads_bind(product):
+    if wanted.intra_comm == 0 or product.rows <= BLOCK_M or not may_pay(product):
         return None
     try:
         split = complete(wanted, default, sm_count, spared, 2)

@@ -21,6 +21,7 @@ __all__ = ["predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
+AHEAD_BYTES = 200e3  # of B, that a CTA loads or prefetches before its first tile may begin (kernels_src/tile/load.cuh)
 _STEPS = 8  # groups of tiles that are followed one by one
 
 
@@ -49,14 +50,14 @@ def waves(tiles: float, ctas: float) -> float:
 
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
-    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1,
+    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
     speed, steps = machine.speed(busy_of(conditions, machine, guess)), math.ceil(k / (shares * BLOCK_K))
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
-    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster)
+    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, stages if tiles <= ctas else 0)
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = tiles // ctas + _HALF_TILE if halved else waves(tiles, ctas)
@@ -84,6 +85,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         halved=plan.slices > 1,
         shares=plan.sizes.shares,
         cluster=plan.cluster,
+        stages=plan.tile.stages,
     )
     if plan.sizes.shares > 1:
         ctas = plan.taken * plan.sizes.shares * plan.cluster
@@ -92,6 +94,8 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     entry = entered(machine, conditions, topology)
+    if plan.packets:
+        return _gathered_in_packets(plan, machine, start, entry, work)
     begin, pushing, forwarding, one_chunk = start + entry, 0.0, 0.0, 0.0
     if mates:
         # What has no CTA is pushed by a warp of each computing one. A chunk goes through one CTA.
@@ -133,6 +137,15 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     )  # fmt: skip
 
 
+def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float, entry: float, work: _Work) -> Prediction:
+    """Nothing is multiplied before all shards are there; B, of which memory brings its share meanwhile, is not waited for twice."""
+    mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM
+    link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
+    gathered = entry + link + machine.flag
+    ahead = min(gathered, work.memory, AHEAD_BYTES * machine.sms / machine.memory)
+    return Prediction(start + gathered + work.seconds - ahead, work.tensor, work.load, work.memory, link, 0.0, start, entry=entry)
+
+
 def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
     """The time of a call of gemm_reduce_scatter or gemm_allreduce."""
     problem, topology = plan.problem, plan.problem.topology
@@ -140,14 +153,18 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     start = start_of(machine, conditions, plan.spec.early)
     if plan.rows == 0 or problem.n == 0:
         return Prediction(start, start=start)
-    scatters = plan.op == REDUCE_SCATTER
-    m = plan.rows * size if scatters else plan.rows
-    shards, compute = (size if scatters else 1), plan.split.compute or 1
+    rows = plan.rows * plan.span  # that lie in tiles together,
+    shards = size // plan.span if plan.op == REDUCE_SCATTER else 1  # so many times
+    compute = plan.split.compute or 1
     work = _work(
-        *(machine, conditions, m, problem.n, problem.k, shards, plan.rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
+        *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
         cluster=plan.cluster,
+        stages=plan.tile.stages,
+        shares=plan.shares,
     )
+    if plan.shares > 1:
+        work = work._replace(seconds=work.seconds + exchange_seconds(plan.tiles * plan.shares, rows, plan.tile.block_n))
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     if plan.packets:
@@ -160,9 +177,9 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
 def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> Prediction:
     """Partial values travel in packets, then, in two steps, finished ones; each step begins with the product of the slowest tile."""
     size = plan.problem.topology.size
-    result = plan.rows * plan.problem.n * ITEM
+    result = plan.rows * plan.span * plan.problem.n * ITEM
     most = machine.link if size > 2 else machine.link_pair
-    steps = 1 if plan.one_shot else 2
+    steps = 1 if plan.one_shot or plan.op == REDUCE_SCATTER else 2
     sent = result * (size - 1) / (1 if plan.one_shot else size)
     link = steps * sent / most
     turns = max(1.0, waves(work.tiles, plan.split.compute or 1))

@@ -88,12 +88,13 @@ def blend(*seconds: float) -> float:
 
 
 def tile_cost(
-    machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1
-) -> TileCost:
+    machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
+    stages: int = 0,
+) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
     ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
-    that load the columns of B together.
+    that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2.
     """
     steps = -(-k // BLOCK_K)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * speed)
@@ -102,6 +103,8 @@ def tile_cost(
     of_a = machine.misaligned_a if k * ITEM % _LINE else 1.0
     of_b = machine.misaligned_b if n * ITEM % _LINE else 1.0
     load = max(shared, (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load)
+    if stages:  # as many loads are under way at once
+        load = max(load, steps * machine.memory_latency / stages)
     fixed = machine.tile * block_m * block_n / (128 * 256)
     together = machine.paired if cluster > 1 else 1.0
     return TileCost(tensor, load, max(tensor, load) * together + fixed + sums * block_m * block_n * ITEM / machine.add)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mkernel import abi
 from mkernel.planner import pairs
 from mkernel.planner.gemm import (
+    BLOCK_K,
     BLOCK_M,
     GROUP_M,
     GemmTile,
@@ -28,10 +30,12 @@ from mkernel.planner.reduce_problem import (
     choose_algorithm,
     sums_by_node,
 )
-from mkernel.planner.row_classes import class_of
+from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, class_of, classes
+from mkernel.planner.spans import Product, choose_shares
 from mkernel.planner.specialize import Specialized, parse
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling, TilingError
+from mkernel.planner.topology import Topology
 
 __all__ = [
     "ALGORITHMS",
@@ -74,23 +78,49 @@ def make_plan(
 ) -> ReducePlan:
     """The plan for ``rows`` rows of a rank's result on a device with ``sm_count`` SMs. All choices are those for the most of their class.
 
-    ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what tiles cover, where it is asked for.
+    ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what tiles cover, where it is asked for. Of a reduce-scatter a
+    ``span`` of 1 asks for partial tiles that are copied in bulk, too, and one of all ranks for packets.
 
     Raises
     ------
     SplitError
         ``split`` does not fit.
     TilingError
-        A reduction cannot have such tiles.
+        A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, and tiles travel.)
     """
     fields, asked = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling()
-    if asked.cluster == 2 and problem.algorithm == "one_shot":
-        raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs")
-    if asked.shares not in (None, 1):
-        raise TilingError(f"{asked}: reductions do not share K")
+    _check_tiling(problem, asked, split)
+    if problem.canonical:
+        asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
-    return _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked).of_rows(rows)
+    plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked)
+    if asked.shares is None and plan.shares > 1 and not _room_for_shares(problem, sm_count, fields):
+        asked = dataclasses.replace(asked, shares=1)
+        plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked)
+    return plan.of_rows(rows)
+
+
+def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) -> None:
+    """Raises TilingError where no number of rows could have such tiles."""
+    size, steps = problem.topology.size, math.ceil(problem.k / BLOCK_K)
+    packets = may_be_packed(problem) and asked.cluster != 2 and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
+    if asked.cluster == 2 and problem.algorithm == "one_shot":
+        raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs")
+    if asked.span not in (None, 1) and not (problem.op == REDUCE_SCATTER and asked.span == size and packets):
+        raise TilingError(f"{asked}: span must be 1, or, of a reduce-scatter that may travel in packets, all {size} ranks")
+    if asked.shares not in (None, 1):
+        if problem.canonical:
+            raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
+        if not packets or (problem.op == REDUCE_SCATTER and asked.span == 1) or (asked.shares or 1) > steps:
+            raise TilingError(f"{asked}: K is shared in packets only, by at most {steps} CTAs, which is as many as it has steps")
+
+
+@functools.lru_cache(maxsize=64)
+def _room_for_shares(problem: ReduceProblem, sm_count: int, specialize: Specialized) -> bool:
+    """Whether all classes together have few enough kernels. Without shares they do."""
+    plans = (_plan_of_class(problem, rows, sm_count, None, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS))
+    return len({plan.spec for plan in plans}) <= MOST_KERNELS
 
 
 def _plan_of_class(
@@ -104,15 +134,12 @@ def _plan_of_class(
     asked: Tiling,
 ) -> ReducePlan:
     scatters, topology, cluster = problem.op == REDUCE_SCATTER, problem.topology, asked.cluster or 1
-    algorithm = (
-        "two_shot"
-        if scatters or cluster > 1
-        else problem.algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
-    )
-    wanted = split or Split()
+    algorithm = "two_shot" if scatters or cluster > 1 else problem.algorithm
+    algorithm = algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
+    wanted, tail, given = split or Split(), _TAIL if topology.size > 1 else 0.0, tile
     if tile is None:
         tile_rows, owners = math.ceil(rows / BLOCK_M), topology.size if scatters else 1
-        tile = choose_tile(tile_rows * owners, problem.n, sm_count, _TAIL if topology.size > 1 else 0.0, sent=True)
+        tile = choose_tile(tile_rows * owners, problem.n, sm_count, tail, sent=True)
         if algorithm == "one_shot":
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     load_rows = choose_load_rows(rows)
@@ -123,15 +150,36 @@ def _plan_of_class(
     # where each pair of a group has one tile.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
-    # A split with CTAs that pull, wider tiles, or pairs of CTAs ask for the other kernel.
-    if not wanted.intra_comm and cluster == 1 and (asked.block_n or 0) <= _FEW_BLOCK_N:
-        packed = dataclasses.replace(plan, tile=GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True), packets=True)
-        if fits_packets(packed):
-            chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
-            return dataclasses.replace(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
+    # A split with CTAs that pull, wider tiles, those of one owner, or pairs of CTAs ask for the other kernel.
+    few_columns = (asked.block_n or 0) <= _FEW_BLOCK_N
+    if not wanted.intra_comm and cluster == 1 and few_columns and not (scatters and asked.span == 1):
+        for packed in _packed(plan, sm_count, given, asked.shares):
+            if fits_packets(packed):
+                chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
+                return dataclasses.replace(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
     chosen = pairs.complete(wanted, default_split(plan, sm_count), sm_count, (), cluster)
     interleaved = saturates_link(plan, sm_count)
     return dataclasses.replace(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
+
+
+def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int | None) -> Iterator[ReducePlan]:
+    """The plan with packets, if they have room: K shared where that is asked for, or saves more than predictions are off, then without.
+
+    ``tile``: where it is given.
+    """
+    problem, scatters = plan.problem, plan.op == REDUCE_SCATTER
+    rows = plan.rows * (problem.topology.size if scatters else 1)  # of a reduce-scatter a tile has those of several owners
+    whole = tile or (choose_tile(math.ceil(rows / BLOCK_M), problem.n, sm_count, _TAIL, sent=True) if scatters else plan.tile)
+    whole = GemmTile.deepest(min(whole.block_n, _FEW_BLOCK_N), sent=True)
+    packed = dataclasses.replace(plan, tile=whole, load_rows=choose_load_rows(rows), packets=True)
+    product = Product(Topology(1, 1), rows, problem.n, problem.k, sm_count)
+    if shares != 1 and rows and problem.n:
+        # The threads that add up shares store the result: there are no buffers for more than two blocks of it.
+        widths = (64, _FEW_BLOCK_N) if tile is None else (whole.block_n,)
+        shared = choose_shares(product, whole, [GemmTile.deepest(width) for width in widths], shares)
+        if shared is not None:
+            yield dataclasses.replace(packed, tile=shared.tile, shares=shared.shares)
+    yield packed
 
 
 def choose_group(plan: ReducePlan, sm_count: int) -> int:
@@ -174,12 +222,16 @@ def saturates_link(plan: ReducePlan, sm_count: int) -> bool:
     return inside and sm_count * plan.partial_bytes > plan.tile.seconds(problem.k) * _LINK_BYTES
 
 
+def may_be_packed(problem: ReduceProblem) -> bool:
+    """Whether values travel in packets where they are few: inside a node, in the output dtype."""
+    topology = problem.topology
+    return topology.num_nodes == 1 and 1 < topology.size <= _PACKET_RANKS and problem.partials == "output"
+
+
 def fits_packets(plan: ReducePlan) -> bool:
-    """An all-reduce of few values inside a node, in the output dtype."""
-    problem = plan.problem
-    inside = problem.op == ALLREDUCE and problem.topology.num_nodes == 1 and 1 < problem.topology.size <= _PACKET_RANKS
-    few = plan.rows * problem.n * 2 <= _PACKET_VALUES and plan.packet_bytes <= abi.PACKET_BYTES
-    return inside and few and problem.partials == "output"
+    """Whether the values are few, and there is room for their packets."""
+    few = plan.rows * plan.span * plan.problem.n * 2 <= _PACKET_VALUES and plan.packet_bytes <= abi.PACKET_BYTES
+    return may_be_packed(plan.problem) and few
 
 
 def default_split(plan: ReducePlan, sm_count: int) -> Split:

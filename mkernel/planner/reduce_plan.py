@@ -19,8 +19,10 @@ __all__ = ["PARAMETER_BYTES", "SPECIALIZED", "ReducePlan", "Tile"]
 
 # By default (docs/benchmarks.md): an all-reduce of few rows takes 1 us less with K compiled in, 4096 with N; a reduce-scatter nothing.
 SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])}
-PARAMETER_BYTES = 640  # sizeof(Parameters); ops/reduce.py mirrors the struct
-_ARGUMENTS = ("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "whole_pairs", "last_pairs")  # of a launch
+PARAMETER_BYTES = 704  # sizeof(Parameters); ops/reduce.py mirrors the struct
+_ARGUMENTS = (  # of a launch
+    *("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "shares", "whole_pairs", "last_pairs"),
+)
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
@@ -29,7 +31,8 @@ _BLOCK_BYTES = 64 * 128  # of one warpgroup
 class Tile:
     """Tile ``index`` of those that ``owner`` reduces: at tile row ``m`` (of the owner's rows, or of all) and tile column ``n``.
 
-    ``is_sum``: not multiplied, but added up from partial tiles.
+    ``is_sum``: not multiplied, but added up from partial tiles, or, where CTAs share K, from what those have multiplied. ``share``: which
+    share of K, or slice of the sum.
     """
 
     owner: int
@@ -37,6 +40,7 @@ class Tile:
     m: int
     n: int
     is_sum: bool = False
+    share: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     chunk_tiles: int  # of one put
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
-    packets: bool = False  # all-reduce inside a node: values travel in words that are their own flags
+    packets: bool = False  # inside a node: values travel in words that are their own flags
+    shares: int = 1  # CTAs that share K of a tile, in packets
     algorithm: str = "two_shot"
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh); then group_m is even
@@ -58,7 +63,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     of_class = (
         *GemmPlan.of_class,
-        *("op", "one_shot", "everywhere", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
+        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
         *("ends_of_tile", "of_arguments", "of_maps"),
     )
 
@@ -72,8 +77,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def everywhere(self) -> bool:
-        """Every rank computes and stores every tile; else a tile has an owner."""
+        """Every rank computes every tile, and stores it, or its own rows of it; else a tile has an owner."""
         return self.one_shot or self.packets
+
+    @derived
+    def span(self) -> int:
+        """Ranks whose rows a tile may have: of a reduce-scatter in packets all, else one."""
+        return self.problem.topology.size if self.packets and self.op == REDUCE_SCATTER else 1
 
     @derived
     def spec(self) -> KernelSpec:
@@ -81,6 +91,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         float32 = int(self.problem.partials == "float32")
         canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
+        more |= {"kShares": int(self.shares > 1)} if self.packets else {}
         return self.spec_with(name, PARAMETER_BYTES, self.cluster, alone=1, **more)
 
     @property
@@ -95,19 +106,24 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def of_arguments(self) -> tuple[int, ...]:
         """Those of them that all calls of a class have in common, from ``group_tiles`` on."""
-        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows
+        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, self.shares
 
     @derived
-    def of_maps(self) -> tuple[int, int, bool, int]:
-        """What tensor maps are made by: columns of a tile, rows of a load; whether partial tiles travel in packets; CTAs of a cluster."""
-        return self.tile.block_n, self.load_rows, self.packets, self.cluster
+    def of_maps(self) -> tuple[int, int, int, bool, bool, int]:
+        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows.
+
+        Whether in packets; whether K is shared; and CTAs of a cluster.
+        """
+        return self.tile.block_n, self.load_rows, self.span, self.packets, self.shares > 1, self.cluster
 
     def describe(self) -> str:
         p, split = self.problem, self.split
         layout = "row-major" if p.b_row_major else "transposed"
         rows = self.rows * p.topology.size if self.op == REDUCE_SCATTER else self.rows
         sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}/{split.inter_reduce}"
-        how = f"{self.algorithm}{' in packets' if self.packets else ''}, " if self.op == ALLREDUCE else ""
+        how = f"{self.algorithm}, " if self.op == ALLREDUCE else ""
+        how += "in packets, " if self.packets else ""
+        how += f"K shared by {self.shares} CTAs, " if self.shares > 1 else ""
         how += "added by rank, " if p.canonical else ""
         travel = "packets of eight values" if self.packets else f"groups of {self.group_tiles}, puts of {self.chunk_tiles} tiles"
         return (  # the first line stands for the plan in messages: it tells any two apart
@@ -127,22 +143,37 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return 1 if self.op == REDUCE_SCATTER or self.everywhere else self.problem.topology.size
 
     @derived
+    def tile_rows(self) -> int:
+        """Rows of tiles: of an owner's rows, or of all where a tile has several owners' rows."""
+        return -(-self.rows * self.span // BLOCK_M)
+
+    @derived
     def tiles(self) -> int:
-        """Per owner, at most; all tiles where everyone adds up everything."""
-        return self.sizes_of(self.rows).tiles
+        """Per owner, at most; all tiles where everyone computes everything."""
+        return self._tiles_of(self.rows)[0]
 
     @derived
     def taken(self) -> int:
         """The same in what clusters take at a time."""
-        return self.sizes_of(self.rows).taken
+        return self._tiles_of(self.rows)[1]
+
+    def _tiles_of(self, rows: int) -> tuple[int, int]:
+        """Both, of so many rows."""
+        tile_rows, cluster = -(-rows * self.span // BLOCK_M), self.cluster
+        taken = -(-(-(-tile_rows // cluster) * self.tiles_n) // self.owners)
+        return tile_rows * self.tiles_n if self.owners == 1 else cluster * taken, taken
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
-        tile_rows, cluster = -(-rows // BLOCK_M), self.cluster
-        taken = -(-(-(-tile_rows // cluster) * self.tiles_n) // self.owners)
-        tiles = tile_rows * self.tiles_n if self.owners == 1 else cluster * taken
-        lone = lone_row(tile_rows, self.tiles_n, self.group_m) if cluster > 1 else (0, 0)
-        return sizes_of((self.grid, tiles, taken, *lone))
+        tiles, taken = self._tiles_of(rows)
+        lone = lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m) if self.cluster > 1 else (0, 0)
+        return sizes_of((self.grid, tiles, taken, *lone, self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0))
+
+    @derived
+    def grid(self) -> int:
+        """CTAs: where they share K no more than have something to do."""
+        total = self.split.total
+        return min(total, max(1, self.tiles * self.shares)) if self.shares > 1 else total
 
     @derived
     def chunk_shift(self) -> int:
@@ -202,12 +233,25 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @property
     def packet_bytes(self) -> int:
-        """Bytes of the range of packets in the signal segment: 16 for eight values, for whole warps of 16 rows."""
+        """Bytes of the range of packets in the signal segment: those of the ranks, then those of shares of K, which are unrounded sums."""
         if not self.packets:
             return 0
-        size, warps = self.problem.topology.size, self.tiles * math.ceil(min(self.rows, BLOCK_M) / 16)
+        shared = self.tiles * self.shares * BLOCK_M * self.tile.block_n * 4 if self.shares > 1 else 0
+        return self.exchanged_bytes(self.rows, self.tiles) + shared
+
+    def exchanged_bytes(self, rows: int, tiles: int) -> int:
+        """Bytes of the packets of the ranks, in a call of so many rows and tiles: 16 for eight values.
+
+        An all-reduce sends whole warps of 16 rows; of a reduce-scatter a rank has room for its own rows from each rank. Where K is shared,
+        each slice of a tile's columns has packets of its own.
+        """
+        size, words = self.problem.topology.size, math.ceil(self.tile.block_n // 8 / self.shares)  # of a thread's row of a slice
+        row_bytes = math.ceil(words / 4) * 64  # of a slice
+        if self.op == REDUCE_SCATTER:
+            return size * self.tiles_n * rows * self.shares * row_bytes
+        warps = tiles * self.shares * math.ceil(min(rows, BLOCK_M) / 16)
         blocks = size * warps if self.one_shot else size * math.ceil(warps / size) + warps
-        return blocks * 16 * self.tile.block_n * 2
+        return blocks * 16 * row_bytes
 
     @derived
     def flags_of_tile(self) -> tuple[int, int]:
@@ -277,10 +321,11 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         """The number of a pair's upper tile among all tiles in raster order."""
         return upper_tile(pair, *lone_row(self.tile_rows, self.tiles_n, self.group_m))
 
-    def at(self, owner: int, index: int, is_sum: bool = False) -> Tile:
+    def at(self, owner: int, index: int, is_sum: bool = False, share: int = 0) -> Tile:
         if not self.exists(owner, index):
             return Tile(owner, index, 0, 0, is_sum)
-        return Tile(owner, index, *raster(self.first_tile(owner) + index, self.tile_rows, self.tiles_n, self.group_m), is_sum)
+        of_all = self.first_tile(owner) + index
+        return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum, share)
 
     def taken_at(self, owner: int, number: int, is_sum: bool = False) -> list[Tile]:
         """What a cluster takes of an owner's tiles: one, or the tiles of a pair that exist; tiles of a pair keep their numbers."""
@@ -308,8 +353,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def taken_of(self, rank: int) -> Iterator[list[Tile]]:
         """What ``rank`` computes, in the order in which its clusters take it; CTAs alone also take tiles that do not exist."""
         if self.everywhere:
-            for is_sum in (False,) if self.packets else (False, True):
-                yield from ([self.at(rank, index, is_sum)] for index in range(self.tiles))
+            for is_sum in (False,) if self.packets and self.shares == 1 else (False, True):
+                yield from ([self.at(rank, index, is_sum, share)] for index in range(self.tiles) for share in range(self.shares))
             return
         peers, before = self.peers(rank), range(0)
         for group in [*self.groups(), range(0)]:

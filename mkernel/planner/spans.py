@@ -1,17 +1,17 @@
-"""What tiles of an AllGather+GEMM cover, by predicted time: how many ranks' shards, and how many CTAs share their K."""
+"""What tiles of a fused GEMM cover, by predicted time: how many ranks' shards, and how many CTAs share their K."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["Candidate", "Covering", "Product", "candidates", "choose", "exchange_seconds", "most_shares", "spans_of"]
+__all__ = ["Candidate", "Covering", "Product", "candidates", "choose", "choose_shares", "exchange_seconds", "most_shares", "spans_of"]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -97,6 +97,24 @@ def candidates(
     ``tail``: of ``choose_tile``, with a shard per plane. K is shared inside one node only, and where all shares are worked on at once.
     """
     return (_predicted(product, one) for one in _coverings(product, tail, tile, span, shares))
+
+
+def choose_shares(product: Product, whole: GemmTile, tiles: Iterable[GemmTile], shares: int | None = None) -> Candidate | None:
+    """One of ``tiles`` and a number of shares of K, of a product of one rank, by predicted time; ``shares``: where it is given.
+
+    None: tiles like ``whole`` take little longer, or K has not so many steps.
+    """
+    shared = [one for tile in tiles for one in _shared(product, tile, shares)]
+    best = min(shared, key=lambda one: one.seconds, default=None)
+    if best is None or shares is not None:
+        return best
+    return best if best.seconds < _SHARING_GAIN * _seconds(product, 1, whole) else None
+
+
+def _shared(product: Product, tile: GemmTile, shares: int | None) -> Iterator[Candidate]:
+    most = min(_MOST_SHARES, most_shares(product.rows, product.n, product.k, tile.block_n, product.sm_count))
+    for number in range(2, most + 1) if shares is None else (shares,):
+        yield from candidates(product, 0.0, tile, 1, number)
 
 
 def most_shares(rows: int, n: int, k: int, block_n: int, sm_count: int) -> int:

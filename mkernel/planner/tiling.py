@@ -8,7 +8,7 @@ from collections.abc import Mapping
 __all__ = ["Tiling", "TilingError"]
 
 _RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
-_FACTOR = 0x5BD1E9  # odd
+_FACTOR, _PACKETS_FACTOR = 0x5BD1E9, 0x3D4D51  # odd
 
 
 class TilingError(ValueError):
@@ -24,17 +24,21 @@ class Tiling:
     block_n
         Columns of a tile: 64, 128, 192 or 256.
     span
-        Of ``allgather_gemm``: how many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard).
+        How many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard). Of ``gemm_reduce_scatter`` 1, or all
+        ranks: its values then travel in packets.
     shares
         CTAs that share K of a tile.
     cluster
         CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
+    packets
+        Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 0, in chunks.
     """
 
     block_n: int | None = None
     span: int | None = None
     shares: int | None = None
     cluster: int | None = None
+    packets: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -49,11 +53,13 @@ class Tiling:
         for name, value in wanted.items():
             if name not in names:
                 raise ValueError(f"{name!r}: must be one of {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _RADIX - 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not (name != "packets") <= value < _RADIX - 1:
                 raise ValueError(f"{name} {value!r}: must be a positive number below {_RADIX - 1}")
         found = cls(**wanted)
         if found.block_n not in (None, 64, 128, 192, 256):
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
+        if found.packets not in (None, 0, 1):
+            raise ValueError(f"packets {found.packets}: must be 0 or 1")
         if found.cluster not in (None, 1, 2):
             raise ValueError(f"cluster {found.cluster}: must be 1 or 2")
         return found
@@ -67,6 +73,6 @@ class Tiling:
     def number(self) -> int:
         """24 bits that differ between tilings that differ in one field; 0: nothing is asked for."""
         digits = 0
-        for value in dataclasses.astuple(self):
+        for value in (self.block_n, self.span, self.shares, self.cluster):
             digits = digits * _RADIX + (0 if value is None else value + 1)
-        return digits * _FACTOR & 0xFFFFFF
+        return digits * _FACTOR + (0 if self.packets is None else self.packets + 1) * _PACKETS_FACTOR & 0xFFFFFF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -173,7 +174,7 @@ def test_a_box_in_shared_memory(start: tuple[int, ...], swizzled: bool, rng: np.
     out = aligned((np.prod(box[1:]), 8, 8), np.uint16)
     device = CpuBackend()
     encoded = device.tensor_map(source.ctypes.data, "float16", shape[::-1], source.strides[-2::-1], box, swizzled)
-    kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes, kRank=rank)
+    kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes, kRank=rank, kStores=0)
     device.launch(kernel, 0, 1, bytes(Box(abi.TensorMap.from_buffer_copy(encoded), out.ctypes.data, *start)))
     padded = np.zeros([extent + 64 for extent in shape], np.uint16)
     padded[tuple(map(slice, shape))] = source
@@ -181,6 +182,20 @@ def test_a_box_in_shared_memory(start: tuple[int, ...], swizzled: bool, rng: np.
     if swizzled:
         expected = np.stack([row[np.arange(8) ^ (number % 8)] for number, row in enumerate(expected)])
     assert (out == expected).all()
+
+
+@pytest.mark.parametrize("start", [(0, 0, 0), (64, 3, 2), (-64, 0, 0), (0, -1, 0), (0, 0, -1)])
+def test_no_store_begins_before_its_tensor(start: tuple[int, ...]) -> None:
+    """Loads may, and bring zeros. A GPU ends a kernel that stores so by an illegal instruction (an H100, 2026-11-25)."""
+    source, out = aligned((4, 5, 136), np.uint16), aligned((8, 8, 8), np.uint16)
+    source[...] = 7
+    device = CpuBackend()
+    encoded = device.tensor_map(source.ctypes.data, "float16", source.shape[::-1], source.strides[-2::-1], (64, 4, 2), False)
+    kernel = load("box", Box, threads=32, shared=2048, kBoxBytes=out.nbytes, kRank=3, kStores=1)
+    begins = pytest.raises(Error, match="begins before the tensor") if min(start) < 0 else contextlib.nullcontext()
+    with begins:
+        device.launch(kernel, 0, 1, bytes(Box(abi.TensorMap.from_buffer_copy(encoded), out.ctypes.data, *start)))
+    assert (source == 7).all()
 
 
 # ---- the relay: bulk copies, flags, the async proxy

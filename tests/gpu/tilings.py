@@ -14,6 +14,8 @@ rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of t
 ``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
 of one both add the vendor's product (``cuBLAS``).
 
+``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows.
+
 Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, and what
 was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
 """
@@ -51,7 +53,7 @@ from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.compare import COOLDOWN_MS, bootstrap_upper  # noqa: E402
 
 GATHER, SCATTER, ALL = "allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"
-OLD = {"span": 1, "shares": 1}  # fields that an op does not know are left out
+OLD = {"span": 1, "shares": 1, "packets": 0}  # fields that an op does not know are left out
 ROWS = (  # op, and M x N x K of a rank
     *((GATHER, size) for size in ("256x14336x8192", "20x15872x5504", "88x12656x3832", "84x1480x5528", "256x2560x8192", "1000x2568x3592")),
     (GATHER, "144x3328x6912"),
@@ -132,6 +134,9 @@ class Rank:
         if self.options.pairs and "cluster" in known:
             columns = (None, 128, 192, 256)
             found |= _named([Tiling(block_n=n, shares=1, cluster=cluster) for n in columns for cluster in (1, 2)])
+        for text in self.options.tilings:
+            asked = {name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known}
+            found[text] = Tiling.parse(asked)
         if self.options.shares and "shares" in known:
             for one in self._shared(case):
                 shares = "" if one.shares == 1 else f", {one.shares} share"
@@ -242,6 +247,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also every tiling that the planner chooses from")
     parser.add_argument("--shares", action="store_true", help="also with K shared by all SMs, and beside the vendor's product")
     parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")
+    parser.add_argument("--tilings", nargs="+", default=[], metavar="FIELD=VALUE,...", help="also with these")
     parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no shape after so long")
     parser.add_argument("--heap", type=int, default=3072, help="MiB of the symmetric heap")

@@ -10,7 +10,7 @@ pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mk
 
 from mkernel.jit import cuda
 from mkernel.planner.gemm import GemmTile
-from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from tests.nvrtc.test_kernels import (
@@ -46,7 +46,7 @@ def plan_of(
 
 
 def packets_of(
-    algorithm: str,
+    how: str,
     size: int,
     block_n: int,
     dtype: str = "bfloat16",
@@ -54,9 +54,13 @@ def packets_of(
     k: int = 2048,
     specialize: str = "all",
     canonical: bool = False,
+    shares: int = 1,
 ) -> ReducePlan:
-    problem = ReduceProblem(ALLREDUCE, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm, canonical)
-    plan = make_plan(problem, 1000, _SMS, None, GemmTile.deepest(block_n), specialize=specialize)
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm, canonical)
+    rows = 1000 // size if how == REDUCE_SCATTER else 1000
+    rows = rows if shares == 1 else 16
+    plan = make_plan(problem, rows, _SMS, None, GemmTile.deepest(block_n), specialize=specialize, tiling=Tiling(shares=shares))
     assert plan.packets
     return plan
 
@@ -143,25 +147,28 @@ def test_wgmma_is_not_serialized(
 
 @pytest.mark.drawn(1)
 @pytest.mark.cases(
-    algorithm=ALGORITHMS,
+    how=HOWS,
     size=tuple(range(2, 9)),
     block_n=(64, 128),
     row_major=(True, False),
     dtype=("bfloat16", "float16"),
     specialize=MODES,
     canonical=(False, True),
+    shares=(1, 4),
+    valid=lambda canonical, shares, **_: not canonical or shares == 1,
 )
 def test_packets(
     caplog: pytest.LogCaptureFixture,
-    algorithm: str,
+    how: str,
     size: int,
     block_n: int,
     row_major: bool,
     dtype: str,
     specialize: str,
     canonical: bool,
+    shares: int,
 ) -> None:
-    plan = packets_of(algorithm, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical)
+    plan = packets_of(how, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical, shares=shares)
     instructions = compiled(caplog, plan.spec)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
@@ -177,8 +184,15 @@ def test_packets(
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in range(2, 8)] + [8])
-def test_all_packets_of_a_row_fit_into_registers(caplog: pytest.LogCaptureFixture, size: int) -> None:
-    fits(caplog, packets_of("one_shot", size, 128).spec)
+@pytest.mark.parametrize("how", ["one_shot", REDUCE_SCATTER])
+def test_all_packets_of_a_row_fit_into_registers(caplog: pytest.LogCaptureFixture, how: str, size: int) -> None:
+    fits(caplog, packets_of(how, size, 128).spec)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in range(3, 9))])
+@pytest.mark.parametrize("how", HOWS)
+def test_packets_of_shares_fit_into_registers(caplog: pytest.LogCaptureFixture, how: str, size: int) -> None:
+    fits(caplog, packets_of(how, size, 128, shares=4).spec)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -198,7 +212,13 @@ def test_compiling_is_quick(how: str, most: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_compiling_packets_is_quick(algorithm: str) -> None:
+@pytest.mark.parametrize("how", HOWS)
+def test_compiling_packets_is_quick(how: str) -> None:
     """0.9 measured for one_shot."""
-    assert relative_cost(lambda k: packets_of(algorithm, 8, 128, k=k).spec) <= 1.2
+    assert relative_cost(lambda k: packets_of(how, 8, 128, k=k).spec) <= 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_compiling_shares_is_quick(how: str) -> None:
+    assert relative_cost(lambda k: packets_of(how, 8, 128, k=k, shares=4).spec) <= 1.6

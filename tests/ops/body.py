@@ -10,11 +10,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import mkernel as mk
 from mkernel import env
 from mkernel.ops.schedule import Choice
+from mkernel.planner import reduce
 from mkernel.planner.reduce import ReduceProblem, make_plan
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
@@ -108,6 +110,11 @@ class Use:
 
 
 USES = tuple(Use(*use) for use in itertools.product((False, True), ("none", "given", "strided"), (False, True)))
+
+
+def scatters_tiles(patch: pytest.MonkeyPatch) -> None:
+    """Have a gemm_reduce_scatter copy partial tiles in bulk, however few its values are."""
+    patch.setattr(reduce, "fits_packets", lambda plan, fits=reduce.fits_packets: plan.op != "gemm_reduce_scatter" and fits(plan))
 
 
 def use_of(number: int, case: Case) -> Use:

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel.planner.tiling import Tiling
 from mkernel.transport import emulated
-from tests.ops import moe_body, ring_body, varlen_body
-from tests.ops.body import Case, Rank, Use, bits, problems, topology, use_of
+from tests.ops import moe_body, packets_body, ring_body, varlen_body
+from tests.ops.body import Case, Rank, Use, bits, problems, scatters_tiles, topology, use_of
 from tests.shared.findings import errors_are_findings
 from tests.virtual_time import sleep
 
@@ -25,6 +27,7 @@ _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _SLOW_US = 400.0  # puts are under way for as long as a call takes, and complete up to four calls later
 # Kernel, number of calls, rows of these calls in turn, delay of the network in microseconds.
 _TWO_SHOT = Case("bfloat16", 64, 256, split="few movers", op=_ALL, algorithm="two_shot")
+_CHUNKS = Tiling(packets=0)  # few rows inside a node travel in packets where nothing is asked for
 _SMALL_TWO_SHOT = Case("bfloat16", 64, 128, split="few movers", op=_ALL, algorithm="two_shot")
 WORKLOADS = {
     "tiles": (Case("bfloat16", 256, 264, split="mover"), 3, (300, 129), 20.0),  # several steps of k, several tiles
@@ -33,15 +36,20 @@ WORKLOADS = {
     "chunks": (Case("bfloat16", 64, 8, split="mover"), 2, (700, 7), 20.0),  # more chunks than the queue of flags to raise is long
     "short": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), 20.0),  # calls so short that ranks are often in different ones
     "slow": (Case("bfloat16", 64, 8, split="mover"), 12, (7, 130), _SLOW_US),
-    "warps": (Case("bfloat16", 256, 264, split="warps"), 3, (300, 129), 20.0),  # no communication CTAs
-    "warps parts": (Case("bfloat16", 4096, 8, split="warps"), 2, (129, 7), 20.0),
+    "warps": (Case("bfloat16", 256, 264, split="warps", tiling=_CHUNKS), 3, (300, 129), 20.0),  # no communication CTAs
+    "warps parts": (Case("bfloat16", 4096, 8, split="warps", tiling=_CHUNKS), 2, (129, 7), 20.0),
     "halves": (Case("bfloat16", 200, 256, row_major=False, split="mover"), 2, (129, 400), 20.0),  # of the last tiles
-    "warps short": (Case("bfloat16", 64, 8, split="warps"), 12, (7, 130), 20.0),
+    "warps short": (Case("bfloat16", 64, 8, split="warps", tiling=_CHUNKS), 12, (7, 130), 20.0),
     # Tiles that reach over the end of a shard.
     "span": (Case("bfloat16", 256, 136, split="mover", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
     "span warps": (Case("bfloat16", 256, 136, split="warps", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
     # K of a tile shared by six CTAs.
     "shares": (Case("bfloat16", 360, 136, split="narrow", tiling=Tiling(64, 1, 6)), 4, (90, 20), 20.0),
+    # Shards that travel in packets: several rounds of each warp, calls as short as above, K shared by CTAs, and pairs of CTAs.
+    "gather packets": (Case("bfloat16", 256, 264, tiling=Tiling(64, packets=1)), 3, (300, 129), 20.0),
+    "gather packets short": (Case("bfloat16", 64, 8), 12, (7, 130), 20.0),
+    "gather packets shares": (Case("bfloat16", 360, 136, tiling=Tiling(64, None, 3, packets=1)), 4, (40, 20), 20.0),
+    "gather packets pairs": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, None, 2, packets=1)), 3, (150, 65), 20.0),
     # Pairs of CTAs that load B together.
     "pairs": (Case("bfloat16", 264, 264, split="pairs", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
     "pairs warps": (Case("bfloat16", 264, 136, False, split="warps", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
@@ -66,6 +74,12 @@ WORKLOADS = {
         (300, 129),
         20.0,
     ),
+    "scattered packets": (Case("bfloat16", 64, 264, op=_SCATTER), 4, (43, 129, 7), 20.0),  # rows of several owners in a tile
+    "scattered packets short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (3, 65), 20.0),
+    # K of a tile shared by three CTAs: slices of five columns of words, and six.
+    "shared packets": (Case("bfloat16", 360, 136, op=_ALL, algorithm="two_shot", tiling=Tiling(128, None, 3)), 4, (43, 129, 7), 20.0),
+    "shared packets in one step": (Case("bfloat16", 200, 72, op=_ALL, algorithm="one_shot", tiling=Tiling(64, None, 3)), 4, (43, 7), 20.0),
+    "scattered packets shared": (Case("bfloat16", 360, 136, op=_SCATTER, tiling=Tiling(128, None, 3)), 4, (43, 65, 7), 20.0),
     "late": (Case("bfloat16", 64, 8, op=_SCATTER), 2, (7,), 20.0),  # rank 1 comes between the two deadlines
 }
 # Two ops in turn, whose areas of the workspace overlap: cases with their rows, number of calls, whether operands lie on the heap.
@@ -103,6 +117,8 @@ def _sequence(world: Any, workload: str, seed: int, most: int) -> list[str]:
 
 def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     """What is wrong with at most so many calls: a result, a complaint of the emulator, a deadlock."""
+    if workload in packets_body.WORKLOADS:
+        return packets_body.found_wrong(world, workload, seed)
     if workload == "dispatch":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
     if workload in ring_body.PLANTED_SCALES:
@@ -125,7 +141,9 @@ def _check_gemms(world: str, workload: str, seed: int, most: int) -> str | None:
     # Bytes of a put travel at the latest legal time.
     faults = emulated.Faults(seed=seed, delay_us=network_us, reorder_us=network_us, ack_us=ack_us)
     options: dict[str, Any] = {"seed": seed, "heap_bytes": 16 << 20, "timeout": 5.0, "entry_timeout": 60.0}
-    with mock.patch.object(emulated, "Faults", lambda: faults):
+    with mock.patch.object(emulated, "Faults", lambda: faults), pytest.MonkeyPatch.context() as patch:
+        if not workload.startswith("scattered"):
+            scatters_tiles(patch)
         found = mk.launch(_calls, shape.size, shape.ranks_per_node, "cpu", (workload, seed, most), **options)
     if any(same != found[0][1] for _, same in found):
         return "wrong: ranks have different bits"

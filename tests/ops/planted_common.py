@@ -290,7 +290,7 @@ COMMON = [
     Bug(
         "the first tile is loaded before its inputs are there",
         "tile/load.cuh",
-        "op.parts(c) == 0 || op.waits(c, 0) ? kStop",
+        "op.parts(c) == 0 || (op.waits(c, 0) && !Op::kGathers) ? kStop",
         "op.parts(c) == 0 ? kStop",
         workload="span",
     ),
@@ -354,7 +354,7 @@ COMMON = [
     ),
     Bug(
         "ordinary stores of zeros",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "ptx::store_packet(at(i), ptx::Words{});",
         "ptx::store_global(at(i), ptx::Words{});",
         found_as="data race",

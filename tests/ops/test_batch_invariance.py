@@ -12,7 +12,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.errors import ArgumentError
-from tests.ops.body import topology
+from tests.ops.body import scatters_tiles, topology
 from tests.ops.moe_body import DTYPES
 from tests.ops.planted_bug import Bug
 
@@ -156,21 +156,22 @@ def test_by_default_bits_depend_on_the_owner(rng: np.random.Generator, world: st
     assert found_different(case, world, draw_batches(rng)[-2:]) is not None
 
 
-def test_no_ctas_share_k() -> None:
+@pytest.mark.parametrize(("op", "ranks"), [("allgather_gemm", 1), ("gemm_reduce_scatter", 2), ("gemm_allreduce", 2)])
+def test_no_ctas_share_k(op: str, ranks: int) -> None:
     """By default they do where tiles are few, and then sums depend on the number of rows."""
 
     def shares(world: Any) -> int:
-        a, b = np.ones((8, 1024), DTYPES["bfloat16"]), np.ones((1024, 64), DTYPES["bfloat16"])
+        a, b = np.ones((8, 2048), DTYPES["bfloat16"]), np.ones((2048, 64), DTYPES["bfloat16"])
         if world.options.batch_invariant:
             with pytest.raises(ArgumentError, match="with batch_invariant one CTA adds up all of K"):
-                mk.plan("allgather_gemm", a, b, tiling={"shares": 2})
-        return int(mk.plan("allgather_gemm", a, b).plan().shares)
+                mk.plan(op, a, b, tiling={"shares": 2})
+        return int(mk.plan(op, a, b).plan().shares)
 
     by_option = {
-        option: mk.launch(shares, 1, target="cpu", heap_bytes=1 << 22, max_sms=4, batch_invariant=option) for option in (False, True)
+        option: mk.launch(shares, ranks, target="cpu", heap_bytes=1 << 22, max_sms=4, batch_invariant=option) for option in (False, True)
     }
     assert by_option[False][0] > 1
-    assert by_option[True] == [1]
+    assert by_option[True] == [1] * ranks
 
 
 def test_one_step_across_nodes_is_refused() -> None:
@@ -194,18 +195,28 @@ PLANTED = [
     Bug("the own node first", "reduce/owned_tiles.cuh", ": Level{kNodes, p.world.node};", ": Level{kNodes, 0};", world="3x2"),
     Bug(
         "own packets first",
-        "ops/gemm_allreduce_packets.cuh",
+        "reduce/packets.cuh",
         "kCanonicalSum ? i : (rank",
         "kCanonicalSum ? (rank + i) % kWorldSize : (rank",
         world="1x3",
+    ),
+    Bug(
+        "own scattered packets as they are",
+        "reduce/packets.cuh",
+        "kCanonicalSum = Config::kCanonical != 0;",
+        "kCanonicalSum = false;",
+        world="1x2",
     ),
 ]
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 @pytest.mark.drawn(1)
-def test_planted(rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
+def test_planted(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, tmp_path: Path, bug: Bug) -> None:
     """The rows of a few batches may happen to have the same owners: others are drawn then."""
-    case = dataclasses.replace(_case(rng, "gemm_allreduce" if "packets" in bug.name else "gemm_reduce_scatter"), n=128, k=128)
+    if "packets" not in bug.name:
+        scatters_tiles(monkeypatch)
+    op = "gemm_allreduce" if "packets" in bug.name and "scattered" not in bug.name else "gemm_reduce_scatter"
+    case = dataclasses.replace(_case(rng, op), n=128, k=128)
     with bug.in_force(tmp_path / "kernels_src"):
         assert any(found_different(case, bug.world, draw_batches(rng)[-2:], batch_invariant=True) is not None for _ in range(4))

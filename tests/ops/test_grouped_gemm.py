@@ -135,9 +135,7 @@ BUGS = [
         "wrong: expert",
         workload="gated",
     ),
-    Bug(
-        "nobody announces the entry", "tile/gemm.cuh", "if (Op::kAnnouncesEntry && ", "if (!Op::kAnnouncesEntry && ", "TimeoutError", "1x2"
-    ),
+    Bug("nobody announces the entry", "tile/gemm.cuh", "= Op::kAnnouncesEntry && ", "= !Op::kAnnouncesEntry && ", "TimeoutError", "1x2"),
 ]
 
 

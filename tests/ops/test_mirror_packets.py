@@ -1,4 +1,4 @@
-"""The schedule of gemm_allreduce in packets, and the room for them, in kernel and plan."""
+"""The schedule of the reductions in packets, and the room for them, in kernel and plan."""
 
 from __future__ import annotations
 
@@ -7,24 +7,33 @@ import ctypes
 import pytest
 
 from mkernel.planner.gemm import GemmTile
-from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, ReduceProblem, make_plan
+from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReduceProblem, make_plan
 from mkernel.planner.split import Split
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from tests.ops.test_mirror_reduce import Mirror, check_order, check_roles
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("how", [*ALGORITHMS, REDUCE_SCATTER])
 @pytest.mark.parametrize("specialize", ["all", "none"])
 @pytest.mark.parametrize(("size", "n", "block_n"), [(2, 264, 64), (3, 1000, 128), (5, 72, 128), (8, 264, 64)])
-@pytest.mark.drawn(4)
-def test_tiles_and_room(specialize: str, algorithm: str, size: int, n: int, block_n: int) -> None:
+@pytest.mark.parametrize("shares", [1, 3, 8])
+@pytest.mark.drawn(8)
+def test_tiles_and_room(specialize: str, how: str, size: int, n: int, block_n: int, shares: int) -> None:
     for rows in (0, 1, 16, 17, 128, 129, 300):
-        problem = ReduceProblem(ALLREDUCE, Topology(size, size), n, 64, "bfloat16", False, "output", algorithm)
-        plan = make_plan(problem, rows, 4, Split(compute=4), GemmTile.deepest(block_n), specialize=specialize)
+        op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+        problem = ReduceProblem(op, Topology(size, size), n, 512, "bfloat16", False, "output", algorithm)
+        plan = make_plan(problem, rows, 4, Split(compute=4), GemmTile.deepest(block_n), specialize=specialize, tiling=Tiling(shares=shares))
         assert plan.packets
+        assert plan.shares == shares
         mirror = Mirror(plan)
         for rank in range(size):
             check_order(mirror, rank)
         mirror.library.mirror_packet_bytes.restype = ctypes.c_uint64
-        assert mirror.library.mirror_packet_bytes(ctypes.byref(mirror.shape)) == plan.packet_bytes
+        exchanged = plan.exchanged_bytes(plan.rows, plan.tiles)
+        assert mirror.library.mirror_packet_bytes(ctypes.byref(mirror.shape)) == exchanged
+        assert plan.sizes_of(plan.rows).exchanged == (exchanged if shares > 1 else 0)
+        if shares > 1:
+            mirror.library.mirror_share_bytes.restype = ctypes.c_uint64
+            assert mirror.library.mirror_share_bytes(ctypes.byref(mirror.shape)) == plan.packet_bytes - exchanged
         check_roles(mirror)

@@ -41,13 +41,13 @@ class Mirror:
         self.shape = Parameters(fields=plan.fields, **plan.arguments, **offsets)
 
     def tiles(self, rank: int) -> list[tuple[int, ...]]:
-        """Owner, number, row, column, whether it is a sum, whether it exists."""
-        words = np.full((self.library.mirror_num_tiles(rank, ctypes.byref(self.shape)), 6), -1, np.int32)
+        """Owner, number, row, column, whether it is a sum, whether it exists, which share or slice."""
+        words = np.full((self.library.mirror_num_tiles(rank, ctypes.byref(self.shape)), 7), -1, np.int32)
         self.library.mirror_tiles(rank, ctypes.byref(self.shape), words.ctypes.data_as(ctypes.c_void_p))
         return [tuple(row) for row in words.tolist()]
 
     def tile(self, rank: int, number: int) -> tuple[int, ...]:
-        words = (ctypes.c_uint32 * 6)()
+        words = (ctypes.c_uint32 * 7)()
         self.library.mirror_tile(rank, ctypes.byref(self.shape), number, words)
         return tuple(words)
 
@@ -135,14 +135,14 @@ def check_roles(mirror: Mirror) -> None:
 def check_order(mirror: Mirror, rank: int) -> None:
     """The kernel's tiles are the plan's."""
     plan = mirror.plan
-    expected = [(t.owner, t.index, t.m, t.n, t.is_sum, plan.exists(t.owner, t.index)) for t in plan.tiles_of(rank)]
+    expected = [(t.owner, t.index, t.m, t.n, t.is_sum, plan.exists(t.owner, t.index), t.share) for t in plan.tiles_of(rank)]
     found = mirror.tiles(rank)
     if plan.cluster > 1:
         there = [t for t in found if t[5]]
         assert there == expected
         numbers = [list(together) for _, together in itertools.groupby(range(len(found)), lambda i: i // 2)]
         assert [[found[i] for i in pair if found[i][5]] for pair in numbers] == [
-            [(t.owner, t.index, t.m, t.n, t.is_sum, True) for t in together] for together in plan.taken_of(rank)
+            [(t.owner, t.index, t.m, t.n, t.is_sum, True, t.share) for t in together] for together in plan.taken_of(rank)
         ]
         return
     assert [t if t[5] else (*t[:2], *t[4:]) for t in found] == [t if t[5] else (*t[:2], *t[4:]) for t in expected]
@@ -206,7 +206,7 @@ def record_sent(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
     node = topology.node(rank)
     numbers = [*range(len(mirror.tiles(rank))), *(n for cta in range(plan.split.inter_reduce or 0) for n in mirror.assigned(rank, cta))]
     for number in numbers:
-        owner, index, _, _, is_sum, exists = mirror.tile(rank, number)
+        owner, index, _, _, is_sum, exists, _ = mirror.tile(rank, number)
         if not exists or (owner == rank and not is_sum):
             continue
         _, (place, _) = mirror.places("mirror_sent", rank, number)
@@ -262,7 +262,7 @@ def check_added(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:
     numbers = [*range(len(mirror.tiles(rank))), *(n for cta in range(plan.split.inter_reduce or 0) for n in mirror.assigned(rank, cta))]
     memory = memories[rank]
     for number in numbers:
-        owner, index, _, _, is_sum, exists = mirror.tile(rank, number)
+        owner, index, _, _, is_sum, exists, _ = mirror.tile(rank, number)
         if not exists or topology.size == 1:
             continue
         first_part, second_part = (mirror.places("mirror_addends", rank, number, part, room=topology.size + 1) for part in (0, 1))

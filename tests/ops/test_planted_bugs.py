@@ -26,6 +26,7 @@ from tests.ops.body import topology
 from tests.ops.planted_bug import Bug
 from tests.ops.planted_common import COMMON
 from tests.ops.planted_moe import MOE
+from tests.ops.planted_packets import PACKETS
 from tests.ops.planted_pairs import PAIRS
 from tests.ops.planted_reductions import REDUCTIONS
 from tests.ops.planted_ring import RING
@@ -36,7 +37,7 @@ _ROOT = _HERE.parents[1]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *PAIRS, *REDUCTIONS, *MOE, *RING]
+BUGS = [*COMMON, *PACKETS, *PAIRS, *REDUCTIONS, *MOE, *RING]
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
     "ring shared": 10,
@@ -125,10 +126,12 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
     ("world", "workload"),
     [
         ("1x2", "chunks"),
+        ("1x2", "gather packets short"),
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs")),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
         *(pytest.param(world, "ring", marks=pytest.mark.slow) for world in ("1x2", "2x2", "4x1")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("ring shared", "ring by position")),
@@ -141,6 +144,11 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
             for workload in ("reduce", "reduce exactly", "one shot", "two shot")
         ),
         *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets", "packets in one step", "packets short")),
+        *(pytest.param("1x3", f"gather packets{more}", marks=pytest.mark.slow) for more in ("", " short", " shares")),
+        *(
+            pytest.param("1x2", workload, marks=pytest.mark.slow)
+            for workload in ("gather packets pairs", "packets after a refused call", "packets of late CTAs")
+        ),
     ],
 )
 @pytest.mark.drawn(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 import mkernel as mk
 from mkernel import env
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, choose_algorithm, make_plan
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.transport import emulated
 from tests.ops.body import (
@@ -29,6 +31,7 @@ from tests.ops.body import (
     bits,
     problems,
     random,
+    scatters_tiles,
     topology,
     use_of,
 )
@@ -36,6 +39,7 @@ from tests.ops.body import split as split_of
 from tests.ops.test_allgather_gemm import _Lent, ranks, seeds
 
 HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")  # the reduce-scatter, and the all-reduce by its algorithms
+PACKETS = ("packets", "scattered")  # two-shot, and the reduce-scatter, in packets
 SHAPES = ((64, 520), (136, 256), (8, 8), (200, 72), (8, 1272))  # (K / W, N); of the last, an owner's tiles are several chunks
 _FAULTS = emulated.Faults
 _AXES: dict[str, Any] = {
@@ -52,15 +56,26 @@ _SETTINGS = {"default": (4, 1 << 20), "narrow": (4, 70 << 10), "wide": (6, 1 << 
 
 
 def case_of(how: str, dtype: str, k: int, n: int, row_major: bool = True, split: str = "default", partials: str = "output") -> Case:
-    """Two-shot by bulk copies, unless ``how`` is "packets"; one-shot inside a node by packets, unless partial tiles are float32."""
-    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, "two_shot" if how == "packets" else how)
+    """Two-shot by bulk copies, unless ``how`` is "packets"; one-shot inside a node by packets, unless partial tiles are float32.
+
+    The reduce-scatter by bulk copies, too (a fixture of this file), unless ``how`` is "scattered".
+    """
+    scatters = how in (REDUCE_SCATTER, "scattered")
+    op, algorithm = (REDUCE_SCATTER, None) if scatters else (ALLREDUCE, "two_shot" if how == "packets" else how)
     split = "mover" if how == "two_shot" and split == "default" else split
     return Case(dtype, k, n, row_major, split, op, partials, algorithm)
 
 
+@pytest.fixture(autouse=True)
+def _tiles_or_packets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few values of a reduce-scatter travel in packets in tests of "scattered" only."""
+    if getattr(request.node, "callspec", None) is None or request.node.callspec.params.get("how") != "scattered":
+        scatters_tiles(monkeypatch)
+
+
 def each(worlds: tuple[str, ...], *usual: tuple[str, str]) -> pytest.MarkDecorator:
     """Worlds and ways to go about it: these, and all with --full."""
-    inside = [(world, "packets") for world in worlds if topology(world).size == topology(world).ranks_per_node > 1]
+    inside = [(world, how) for world in worlds if topology(world).size == topology(world).ranks_per_node > 1 for how in PACKETS]
     possible = [*itertools.product(worlds, HOWS), *inside]
     assert set(usual) <= set(possible)
     return pytest.mark.parametrize(
@@ -158,7 +173,7 @@ def test_an_allreduce_inside_a_node_by_groups_or_not(
 
 @pytest.mark.cases(
     world=("1x2", "1x3", "1x4", "1x8"),
-    how=("one_shot", "packets"),
+    how=("one_shot", *PACKETS),
     shape=((64, 264), (136, 72), (8, 8)),
     sms=(1, 4),
     dtype=("bfloat16", "float16"),
@@ -178,26 +193,76 @@ def test_packets(
     """Rows about the edges of a thread's, of a warp's and of a tile; every number of them once, back to back."""
     monkeypatch.setenv("MKERNEL_CPU_SMS", str(sms))
     case, rows = case_of(how, dtype, *shape, row_major), (1, 7, 8, 16, 17, 128, 129, 300)
-    problem = ReduceProblem(ALLREDUCE, topology(world), case.n, case.k, dtype, row_major, "output", case.algorithm)
+    problem = ReduceProblem(case.op, topology(world), case.n, case.k, dtype, row_major, "output", case.algorithm)
     assert make_plan(problem, 300, sms).packets
     for seed in seeds(request):
         check(ranks(back_to_back, world, case, seed, 0.0, rows, seed=seed))
 
 
+def shared(case: Case, block_n: int, shares: int) -> Case:
+    """``shares`` CTAs share K of a tile."""
+    return dataclasses.replace(case, tiling=Tiling(block_n, None, shares))
+
+
+# K of a share is one step, several, or has an end of its own; a tile's slices have as many columns as an exchange packet, fewer, or none.
+@pytest.mark.cases(
+    world=("1x2", "1x3", "1x4", "1x8"),
+    how=("one_shot", *PACKETS),
+    shape=((520, 136), (1032, 72), (2056, 8)),
+    block_n=(64, 128),
+    shares=(2, 3, 5, 8, 20),
+    sms=(1, 4),
+    dtype=("bfloat16", "float16"),
+    row_major=(True, False),
+    valid=lambda shape, shares, **_: shares <= -(-shape[0] // 64),
+)
+@pytest.mark.drawn(6)
+def test_shares_of_k(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    world: str,
+    how: str,
+    shape: tuple[int, int],
+    block_n: int,
+    shares: int,
+    sms: int,
+    dtype: str,
+    row_major: bool,
+) -> None:
+    """As many CTAs as share K, or one that does all shares and then all sums."""
+    monkeypatch.setenv("MKERNEL_CPU_SMS", str(sms))
+    case, rows = shared(case_of(how, dtype, *shape, row_major), block_n, shares), (1, 7, 17, 129)
+    problem = ReduceProblem(case.op, topology(world), case.n, case.k, dtype, row_major, "output", case.algorithm)
+    assert make_plan(problem, rows[-1], sms, tiling=case.tiling).shares == shares
+    for seed in seeds(request):
+        check(ranks(back_to_back, world, case, seed, 0.0, rows, seed=seed))
+
+
+@pytest.mark.parametrize("how", [pytest.param("one_shot", marks=pytest.mark.slow), *PACKETS])
+@pytest.mark.drawn(1)
+def test_a_search_of_schedules_of_shares(request: pytest.FixtureRequest, how: str) -> None:
+    """Ranks and CTAs come in any order: the same bits, and nobody waits for ever."""
+    first, count = request.config.getoption("--seed"), 60 if request.config.getoption("--full") else 6
+    case = shared(case_of(how, "bfloat16", 264, 136), 64, 3)
+    _same(ranks(_calls, "1x3", case, first, 0.0, (43, 7), 2, seed=seed) for seed in range(first, first + count))
+
+
 def _special(world: Any, case: Case) -> tuple[NDArray[Any], list[Result]]:
     """Three rows in turn: NaNs with all bits set, zeros, infinities. Then two calls of ordinary numbers."""
-    a, b = aligned((35, case.k), case.dtype), aligned((case.k, case.n), case.dtype)
+    a, b = aligned((36, case.k), case.dtype), aligned((case.k, case.n), case.dtype)  # 12 rows of each owner
     a.view(np.uint16)[0::3], a[1::3], a[2::3], b[...] = 0xFFFF, 0.0, np.inf, 1.0
-    c = mk.gemm_allreduce(a, b, world=world, **case.options)
     rank = Rank(world, case, 3, (35,))
+    c = getattr(mk, case.op)(a, b, world=world, split=rank.split, **case.options)
     return np.array(c, np.float32), [rank.call(number, 35, use_of(number, case)) for number in range(2)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("how", ["one_shot", "packets"])
-def test_numbers_that_are_none_travel_in_packets(how: str, dtype: str) -> None:
+@pytest.mark.parametrize("how", ["one_shot", *PACKETS])
+@pytest.mark.parametrize("shares", [1, 2])
+def test_numbers_that_are_none_travel_in_packets(how: str, dtype: str, shares: int) -> None:
     """No value is taken for one that has not come."""
-    found = ranks(_special, "1x3", case_of(how, dtype, 64, 136), seed=1)
+    case = case_of(how, dtype, 128, 136)
+    found = ranks(_special, "1x3", case if shares == 1 else shared(case, 64, shares), seed=1)
     check([results for _, results in found])
     for c, _ in found:
         assert np.isnan(c[0::3]).all()
@@ -251,6 +316,7 @@ def _traced(world: Any, case: Case, seed: int, delay: float) -> tuple[list[Resul
     ("1x4", REDUCE_SCATTER),
     ("1x4", "two_shot"),
     ("1x4", "packets"),
+    ("1x4", "scattered"),
     ("2x2", "one_shot"),
     ("2x2", "two_shot"),
     ("4x1", REDUCE_SCATTER),
@@ -293,7 +359,7 @@ def _network(patch: pytest.MonkeyPatch, seed: int, window_us: float) -> None:
     patch.setattr(emulated, "Faults", lambda: faults)
 
 
-@each(("1x4", "2x2"), ("1x4", REDUCE_SCATTER), ("1x4", "packets"), ("2x2", "one_shot"), ("2x2", "two_shot"))
+@each(("1x4", "2x2"), ("1x4", REDUCE_SCATTER), ("1x4", "packets"), ("1x4", "scattered"), ("2x2", "one_shot"), ("2x2", "two_shot"))
 @pytest.mark.parametrize("partials", ["output", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.drawn(1)
 def test_many_runs_give_the_same_bits(
@@ -315,12 +381,20 @@ def test_many_runs_give_the_same_bits(
     _same(runs())
 
 
-@each(("1x4", "2x2"), ("1x4", "one_shot"), ("1x4", "two_shot"), ("1x4", "packets"), ("2x2", REDUCE_SCATTER), ("2x2", "one_shot"))
+@each(
+    ("1x4", "2x2"),
+    ("1x4", "one_shot"),
+    ("1x4", "two_shot"),
+    ("1x4", "packets"),
+    ("1x4", "scattered"),
+    ("2x2", REDUCE_SCATTER),
+    ("2x2", "one_shot"),
+)
 @pytest.mark.drawn(1)
 def test_a_search_of_schedules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: str, how: str) -> None:
     """One CTA per role: every wait matters. All of them for packets, or no tile would overtake another."""
     first, count = request.config.getoption("--seed"), 200 if request.config.getoption("--full") else 6
-    case = case_of(how, "float16", 64, 520, split="default" if how == "packets" else "narrow")
+    case = case_of(how, "float16", 64, 520, split="default" if how in PACKETS else "narrow")
 
     def runs() -> Iterator[list[list[Result]]]:
         for seed in range(first, first + count):
@@ -400,21 +474,22 @@ def _planned(world: Any, how: str) -> tuple[list[str], bytes]:
     call = getattr(mk, case.op)
     results = [plan.run(a, b), call(_Lent(a), _Lent(b), **case.options), call(a, np.asfortranarray(b), split=plan.split(), **case.options)]
     assert all(result.tobytes() == out.tobytes() for result in results)
-    if how != REDUCE_SCATTER:  # by size, and that is small here
+    if case.op == ALLREDUCE:  # by size, and that is small here
         usual = choose_algorithm(world.topology, 40, 96)
         assert mk.gemm_allreduce(a, b).tobytes() == mk.gemm_allreduce(a, b, algorithm=usual).tobytes()
     return plan.describe().splitlines(), out.tobytes()
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", (*HOWS, "scattered"))
 @pytest.mark.drawn(2)
 def test_planned_first_and_called_in_other_ways(world: str, how: str) -> None:
     found = ranks(_planned, world, how, seed=1)
     described, _ = found[0]
-    for word in ("float16", f"{world} ranks", *(() if how == REDUCE_SCATTER else (how,))):
+    scatters = how in (REDUCE_SCATTER, "scattered")
+    for word in ("float16", f"{world} ranks", *(() if scatters else (how,))):
         assert word in described[0]
-    assert how == REDUCE_SCATTER or len({result for _, result in found}) == 1
+    assert scatters or len({result for _, result in found}) == 1
 
 
 def test_owners_without_tiles_at_the_end_of_a_group_of_rows(request: pytest.FixtureRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from mkernel.planner.topology import Topology
 from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries, with_waits
 
 WORLDS = {"1x2": (2, 2), "1x4": (4, 4), "2x2": (4, 2), "3x2": (6, 2), "4x1": (4, 1)}
-OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", "packets")
+PACKETS = ("packets", "gemm_reduce_scatter, packets", "packets, shares", "gemm_reduce_scatter, packets, shares")
+OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", *PACKETS)
 SMS = 8
 
 
@@ -29,22 +31,24 @@ def call_of(how: str, world: str, rows: int, n: int, k: int, cluster: int = 1) -
     if how == "allgather_gemm":
         problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
         return areas_allgather_gemm.call_of(allgather_gemm.make_plan(problem, rows, SMS, tiling=Tiling(cluster=cluster)))
-    op = "gemm_reduce_scatter" if how == "gemm_reduce_scatter" else "gemm_allreduce"
+    op = "gemm_reduce_scatter" if how.startswith("gemm_reduce_scatter") else "gemm_allreduce"
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
     sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
     pulls = Split(intra_comm=cluster) if how == "two_shot" else None  # asks for tiles instead of packets
-    plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=Tiling(cluster=cluster))
+    shares = min(3, math.ceil(k / 64)) if how.endswith("shares") else 1
+    tiling = Tiling(span=1 if how == "gemm_reduce_scatter" else None, shares=shares, cluster=cluster)
+    plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=tiling)
     return areas_reduce.call_of(plan)
 
 
 def ops_of(world: str) -> list[str]:
-    return [how for how in OPS if how != "packets" or world.startswith("1x")]
+    return [how for how in OPS if how not in PACKETS or world.startswith("1x")]
 
 
 def draw(rng: np.random.Generator, how: str, world: str) -> Call:
     """A call of few tiles, whose areas begin and end anywhere."""
-    rows, n, k = int(rng.integers(1, 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
-    return call_of(how, world, rows, n, k, 1 if how in ("one_shot", "packets") else int(rng.integers(1, 3)))
+    rows, n, k = int(rng.integers(1, 200 if how.endswith("shares") else 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
+    return call_of(how, world, rows, n, k, int(rng.integers(1, 3)) if how in ("allgather_gemm", "gemm_reduce_scatter", "two_shot") else 1)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -71,7 +75,7 @@ def test_waiting_for_the_owner_only_is_not_enough(world: str) -> None:
 @pytest.mark.parametrize("how", OPS)
 def test_steps_that_do_not_wait_for_entries_are_found(how: str) -> None:
     """Each kind of step that writes, one at a time."""
-    world = "1x4" if how == "packets" else "2x2"
+    world = "1x4" if how in PACKETS else "2x2"
     check_steps_wait_for_entries(call_of(how, world, 300, 256, 256), how)
 
 
@@ -101,14 +105,15 @@ def test_accesses_stay_inside_their_areas_and_are_those_that_the_areas_list(rng:
 def test_docs_list_the_areas() -> None:
     text = (Path(__file__).parents[2] / "docs" / "memory_model.md").read_text()
     for how in OPS:
-        for area in call_of(how, "1x4" if how == "packets" else "2x2", 300, 256, 256).areas:
+        for area in call_of(how, "1x4" if how in PACKETS else "2x2", 300, 256, 256).areas:
             if area.bytes:
                 assert row(how, area) in text
 
 
 def row(how: str, area: Area) -> str:
     """A line of the table in docs/memory_model.md."""
-    op = how if how.startswith(("allgather", "gemm", "moe")) else f"gemm_allreduce, {how.replace('_', '-')}"
+    known = how.removesuffix(", shares")  # with shares there is another area, too
+    op = known if known.startswith(("allgather", "gemm", "moe")) else f"gemm_allreduce, {known.replace('_', '-')}"
     steps = [", ".join(sorted(kinds)) for kinds in (area.writers, area.readers)]
     return f"| {op} | {area.name} | {area.segment} | {steps[0]} | {steps[1]} | {area.next_writer_waits_for} |"
 
@@ -117,7 +122,7 @@ def row(how: str, area: Area) -> str:
 def test_what_is_waited_for_is_what_was_written(rng: np.random.Generator, world: str) -> None:
     """Within a call, who reads bytes has waited for who writes them: the model of the accesses fits the wait graph."""
     for how in ops_of(world):
-        if how == "packets":
+        if how in PACKETS:
             continue  # words that are their own flags
         call = draw(rng, how, world)
         check_flags(call)

@@ -13,7 +13,7 @@ from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
-from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import class_of
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling
@@ -39,10 +39,25 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
             for shares in {most, max(2, most // 2), 2} if most >= 2 and not problem.canonical else ():
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
         return
+    yield from every_reduction(problem, rows, sms)
+
+
+def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
     yield reduce.make_plan(problem, rows, sms)
+    inside = problem.topology.num_nodes == 1 < problem.topology.size
     pulls = inside and problem.op == ALLREDUCE
+    all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
+    for width in WIDTHS[-2:] if inside else ():
+        most = min(sms // (-(-all_rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
+        for shares in {1} if problem.canonical else {1, max(1, most), max(1, most // 2), min(max(1, most), 2)}:
+            plan = reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, shares=shares))
+            if plan.packets and plan.shares == shares:
+                yield plan
+    widths = WIDTHS if rows <= 2048 else WIDTHS[:-1]
+    for width in widths if inside and problem.op == REDUCE_SCATTER else ():
+        yield reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1))
     for split in (Split(), *(Split(intra_comm=ctas) for ctas in (4, 8, 14) if pulls and ctas <= max(1, sms // 4))):
-        for width in WIDTHS if rows <= 2048 else WIDTHS[:-1]:
+        for width in widths:
             tile = GemmTile.deepest(width, sent=True)
             try:
                 plan = reduce.make_plan(problem, rows, sms, split, tile)

@@ -1,9 +1,10 @@
-"""The plans of gemm_allreduce in packets: few values, inside a node. tests/ops/test_mirror_packets.py looks at the kernel's copy."""
+"""The plans of the reductions in packets: few values, inside a node. tests/ops/test_mirror_packets.py looks at the kernel's copy."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -14,25 +15,34 @@ from mkernel.planner.gemm import BLOCK_M, GemmTile
 from mkernel.planner.proofs.reduce import wait_graph
 from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 
 SIZES = [(0, 64), (1, 8), (7, 72), (16, 256), (17, 8192), (128, 256), (129, 264), (300, 520), (600, 1000)]  # rows, N
 each_size = pytest.mark.parametrize("size", range(2, 9))
 each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+each_how = pytest.mark.parametrize("how", [*ALGORITHMS, REDUCE_SCATTER])
 
 
-def plan_of(size: int, algorithm: str, rows: int, n: int, sms: int = 12, split: Split | None = None, **changes: Any) -> ReducePlan:
-    problem = ReduceProblem(ALLREDUCE, Topology(size, size), n, 64, "bfloat16", True, "output", algorithm)
-    return make_plan(dataclasses.replace(problem, **changes), rows, sms, split)
+def plan_of(
+    size: int, how: str, rows: int, n: int, sms: int = 12, split: Split | None = None, shares: int | None = None, **changes: Any
+) -> ReducePlan:
+    """``rows``: of a rank's result."""
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), n, 64 if shares is None else 64 * shares, "bfloat16", True, "output", algorithm)
+    return make_plan(dataclasses.replace(problem, **changes), rows, sms, split, tiling=Tiling(shares=shares))
 
 
 @each_size
-@each_algorithm
-def test_every_rank_computes_and_stores_every_tile(size: int, algorithm: str) -> None:
-    for rows, n in SIZES:
-        plan = plan_of(size, algorithm, rows, n)
+@each_how
+def test_every_rank_computes_every_tile(size: int, how: str) -> None:
+    """Of a reduce-scatter a tile has rows of several owners."""
+    for most, n in SIZES:
+        rows = min(most, 300) if how == REDUCE_SCATTER else most
+        plan = plan_of(size, how, rows, n)
         assert plan.packets
         assert plan.everywhere
+        assert plan.tile_rows == -(-rows * (size if how == REDUCE_SCATTER else 1) // BLOCK_M)
         assert plan.tiles == plan.tile_rows * plan.tiles_n
         assert plan.tile.block_n <= 128, "registers"
         for rank in range(size):
@@ -58,15 +68,24 @@ def test_room(size: int, algorithm: str) -> None:
 
 
 @each_size
-@each_algorithm
+def test_a_reduce_scatter_has_room_for_its_own_rows_of_each_rank(size: int) -> None:
+    for most, n in SIZES:
+        rows = min(most, 300)
+        plan = plan_of(size, REDUCE_SCATTER, rows, n)
+        assert plan.workspace_bytes == plan.flag_words == 0
+        assert plan.packet_bytes == 2 * size * rows * plan.tiles_n * plan.tile.block_n <= abi.PACKET_BYTES
+
+
+@each_size
+@each_how
 @pytest.mark.parametrize("sms", [1, 4, 132])
-def test_all_ctas_compute(size: int, algorithm: str, sms: int) -> None:
-    split = plan_of(size, algorithm, 64, 512, sms).split
+def test_all_ctas_compute(size: int, how: str, sms: int) -> None:
+    split = plan_of(size, how, 64, 512, sms).split
     assert split == Split(sms, 0, 0, 0)
-    assert plan_of(size, algorithm, 64, 512, sms, Split(compute=1)).split == Split(1, 0, 0, 0)
+    assert plan_of(size, how, 64, 512, sms, Split(compute=1)).split == Split(1, 0, 0, 0)
 
 
-@each_algorithm
+@each_how
 @pytest.mark.parametrize(
     ("changes", "packets"),
     [
@@ -79,8 +98,8 @@ def test_all_ctas_compute(size: int, algorithm: str, sms: int) -> None:
     ],
     ids=str,
 )
-def test_few_values_inside_a_node_travel_in_packets(algorithm: str, changes: dict[str, Any], packets: bool) -> None:
-    assert plan_of(2, algorithm, 128, 256, 132, **changes).packets == packets
+def test_few_values_inside_a_node_travel_in_packets(how: str, changes: dict[str, Any], packets: bool) -> None:
+    assert plan_of(2, how, 128, 256, 132, **changes).packets == packets
 
 
 def test_as_much_as_there_is_room_for() -> None:
@@ -90,6 +109,8 @@ def test_as_much_as_there_is_room_for() -> None:
         assert plan_of(size, "two_shot", 508, 8192, 132).packets, "tiles that are not full"
         assert not plan_of(size, "two_shot", 508, 8248, 132).packets, "the class of 508 rows has up to 512"
         assert not plan_of(size, "two_shot", 512, 8200, 132).packets
+        assert plan_of(size, REDUCE_SCATTER, 512 // size // 16 * 16, 8192, 132).packets
+        assert not plan_of(size, REDUCE_SCATTER, 512, 8192, 132).packets, "of all ranks together"
     plans = [plan_of(8, "one_shot", rows, 8192, 132) for rows in range(16, 321, 16)]
     fits = [plan.packets for plan in plans]
     assert fits == sorted(fits, reverse=True)
@@ -100,17 +121,16 @@ def test_as_much_as_there_is_room_for() -> None:
 def test_ctas_that_pull_ask_for_bulk_copies() -> None:
     assert not plan_of(4, "two_shot", 64, 256, 12, Split(intra_comm=1)).packets
     assert plan_of(4, "two_shot", 64, 256, 12, Split(intra_comm=0)).packets
-    assert not plan_of(4, "two_shot", 64, 256, op=REDUCE_SCATTER).packets, "nothing is sent back"
     with pytest.raises(SplitError, match="intra_comm has nothing to do"):
         plan_of(4, "one_shot", 64, 256, 12, Split(intra_comm=1))
 
 
 @each_size
-@each_algorithm
-def test_nobody_waits_for_ever(size: int, algorithm: str) -> None:
+@each_how
+def test_nobody_waits_for_ever(size: int, how: str) -> None:
     for rows, n in SIZES:
         for sms in (4, 132):
-            plan = plan_of(size, algorithm, min(rows, 300), min(n, 1000), sms)
+            plan = plan_of(size, how, min(rows, 300), min(n, 1000), sms)
             graph = wait_graph(plan)
             assert graph.find_cycle() is None
             assert graph.missing() == set()
@@ -120,10 +140,36 @@ def test_nobody_waits_for_ever(size: int, algorithm: str) -> None:
             )
 
 
-@each_algorithm
-def test_tiles_in_another_order_would_deadlock(algorithm: str) -> None:
+@each_how
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_nobody_waits_for_ever_where_k_is_shared(size: int, how: str) -> None:
+    """A slice waits for all shares of its tile, and then for the same slice of all ranks."""
+    for (rows, n), shares in itertools.product(SIZES[:6], (2, 3, 5)):
+        plan = plan_of(size, how, min(rows, 20), min(n, 300), 4, shares=shares)
+        graph = wait_graph(plan)
+        assert graph.find_cycle() is None
+        assert graph.missing() == set()
+        items = size * plan.tiles * shares
+        assert collections.Counter(step[0] for step in graph) == +collections.Counter(
+            enter=size, tile=2 * items, partials=items, packets=items
+        )
+        for item in range(plan.tiles * shares):
+            multiplied = {("tile", 0, item // shares * shares + share) for share in range(shares)}
+            assert multiplied <= set(graph.before(("partials", 0, item)))
+
+
+@each_how
+def test_sums_before_shares_would_deadlock(how: str) -> None:
+    plan = plan_of(3, how, 16, 256, shares=2)
+    graph = wait_graph(plan)
+    graph.add(("tile", 0, 1), [("tile", 0, plan.tiles * 2)])
+    assert graph.find_cycle() is not None
+
+
+@each_how
+def test_tiles_in_another_order_would_deadlock(how: str) -> None:
     """Rank 0 sends its first tile after the second; the others wait for the first before they send theirs."""
-    plan = plan_of(3, algorithm, 16, 256)
+    plan = plan_of(3, how, 16, 256)
     graph = wait_graph(plan)
     assert plan.tiles >= 2
     assert graph.find_cycle() is None
@@ -132,12 +178,12 @@ def test_tiles_in_another_order_would_deadlock(algorithm: str) -> None:
 
 
 def test_the_graph_knows_what_is_waited_for() -> None:
-    for algorithm in ALGORITHMS:
-        plan = plan_of(3, algorithm, 16, 256)
+    for how in (*ALGORITHMS, REDUCE_SCATTER):
+        plan = plan_of(3, how, 16, 256)
         graph = wait_graph(plan)
         sent = {("partials", rank, 1) for rank in range(3)}
         assert {("packets", rank, 1) for rank in range(3)} <= set(graph.before(("tile", 2, 1)))
-        assert set(graph.before(("packets", 0, 1))) == ({("partials", 0, 1)} if algorithm == "one_shot" else sent)
+        assert set(graph.before(("packets", 0, 1))) == (sent if how == "two_shot" else {("partials", 0, 1)})
         assert set(graph.before(("partials", 0, 1))) == {("enter", rank) for rank in range(3)} | {("tile", 0, 0)}
 
 

@@ -6,15 +6,17 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mkernel import abi
 from mkernel.planner.choice import candidates, choose, plan_reduce
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import predict_reduce
 from mkernel.planner.proofs.reduce_waits import wait_graph
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
-from mkernel.planner.row_classes import MOST_KERNELS, classes
+from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, classes
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
@@ -108,3 +110,104 @@ def test_pairs_load_less(op: str) -> None:
         algorithm = "two_shot" if op == ALLREDUCE else None
         alone, paired = (plan_of(op, 7020, n, k, Tiling(256, cluster=cluster), "1x1", algorithm=algorithm) for cluster in (1, 2))
         assert (predict_reduce(paired, H200).seconds < 0.95 * predict_reduce(alone, H200).seconds) == gain
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_rows_of_all_ranks_or_of_one_are_in_a_tile(size: int) -> None:
+    """All of them where values travel in packets."""
+    world = f"1x{size}"
+    assert plan_of(REDUCE_SCATTER, 16, 4096, 2048, world=world) == plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(span=size), world)
+    together, apart = (plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(128, span), world) for span in (size, 1))
+    assert (together.packets, together.span, together.tiles) == (True, size, 32)
+    assert (apart.packets, apart.span, apart.tiles) == (False, 1, 32), "of each owner"
+    with pytest.raises(TilingError, match="span must be 1, or"):
+        plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(span=size + 1), world)
+    with pytest.raises(TilingError, match="span must be 1, or"):
+        plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(span=size), world, partials="float32")
+    with pytest.raises(TilingError, match="span must be 1, or"):
+        plan_of(ALLREDUCE, 16, 4096, 2048, Tiling(span=size), world)
+    assert plan_of(REDUCE_SCATTER, 4096, 4096, 2048, Tiling(span=size), world).span == 1, "too many for packets"
+
+
+@each_op
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ctas_share_k_as_asked_for(op: str, size: int) -> None:
+    for block_n, shares in ((64, 2), (128, 5), (None, 8), (64, 40)):
+        plan = plan_of(op, 7, 520, 64 * 40 - 8, Tiling(block_n, shares=shares), f"1x{size}")
+        assert (plan.packets, plan.shares) == (True, shares)
+        assert plan.tile.block_n == block_n or block_n is None
+        assert plan.grid == min(132, plan.tiles * shares)
+        assert plan.packet_bytes <= abi.PACKET_BYTES
+
+
+@each_op
+@pytest.mark.parametrize(
+    ("world", "rows", "tiling", "changes"),
+    [
+        ("1x1", 7, Tiling(shares=2), {}),
+        ("2x2", 7, Tiling(shares=2), {}),
+        ("1x2", 7, Tiling(shares=2), {"partials": "float32"}),
+        ("1x2", 7, Tiling(192, shares=2), {}),
+        ("1x2", 7, Tiling(shares=41), {}),  # K has 40 steps
+        ("1x9", 7, Tiling(shares=2), {}),
+        ("1x2", 7, Tiling(shares=2), {"canonical": True}),
+    ],
+    ids=str,
+)
+def test_who_cannot_share_k(op: str, world: str, rows: int, tiling: Tiling, changes: dict[str, Any]) -> None:
+    with pytest.raises(TilingError, match="batch_invariant one CTA" if changes.get("canonical") else "K is shared in packets only"):
+        plan_of(op, rows, 520, 64 * 40, tiling, world, **changes)
+    assert plan_of(op, rows, 520, 64 * 40, Tiling(shares=1), world, **changes).shares == 1
+
+
+@each_op
+def test_k_is_shared_as_far_as_there_is_room(op: str) -> None:
+    """Calls of one problem and tiling have any number of rows."""
+    plans = [plan_of(op, rows, 520, 2560, Tiling(64, shares=20)) for rows in classes(4096)]
+    assert {plan.shares for plan in plans} == {1, 20}
+    assert all(plan.packet_bytes <= abi.PACKET_BYTES for plan in plans)
+    assert [plan.shares for plan in plans] == sorted((plan.shares for plan in plans), reverse=True)
+
+
+@each_op
+def test_k_is_shared_where_tiles_are_few_and_k_is_long(op: str) -> None:
+    """Never in a canonical sum, nor where all SMs have tiles."""
+    shapes = [(8, 896, 2632), (2, 1544, 7112)]
+    for m, n, k in shapes:
+        rows = m // 2 if op == REDUCE_SCATTER else m
+        plan = plan_of(op, rows, n, k)
+        assert 2 <= plan.shares <= 8
+        assert plan.tiles * plan.shares <= 132
+        assert plan_of(op, rows, n, k, canonical=True).shares == 1
+        assert plan_of(op, rows, n, k, partials="float32").shares == 1
+        assert plan_of(op, rows, n, 264).shares == 1, "the sums would take longer than what they save"
+        assert plan_of(op, 64, 16384, k).shares == 1
+
+
+@each_op
+def test_the_model_weighs_shares(op: str, rng: np.random.Generator) -> None:
+    """As the rules do where tiles are few; and predicts that they help there."""
+    found = False
+    for _ in range(10):
+        n, k = 8 * int(rng.integers(8, 200)), 8 * int(rng.integers(200, 1000))
+        plan = plan_of(op, 8, n, k)
+        if plan.shares == 1:
+            continue
+        found = True
+        whole, shared = (predict(one, H200) for one in (plan_of(op, 8, n, k, Tiling(shares=1)), plan))
+        assert shared is not None
+        assert whole is not None
+        assert shared.seconds < whole.seconds
+    assert found
+
+
+@each_op
+def test_few_kernels(op: str, rng: np.random.Generator) -> None:
+    """Also with shares: at most 8 of one N and K, whatever is compiled in."""
+    shared = 0
+    for _ in range(12):
+        n, k = (8 * int(one) for one in 2 ** rng.uniform(3, 11, 2))
+        plans = [plan_of(op, rows, n, k) for rows in classes(EXAMINED_ROWS)]
+        assert len({plan.spec for plan in plans}) <= MOST_KERNELS, (n, k)
+        shared += any(plan.shares > 1 for plan in plans)
+    assert shared

@@ -17,7 +17,7 @@ import mkernel as mk
 from mkernel.ops.schedule import Choice
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.split import SplitError
-from mkernel.planner.tiling import Tiling
+from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 from mkernel.tools.check import node_sums as node_sums_of
 from mkernel.tools.check import worst_product, worst_sum
@@ -26,6 +26,7 @@ from tests.ops.body import roles
 __all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits", "ReduceScatter", "fits", "log_uniform"]
 
 DTYPES = ("bfloat16", "float16")
+PACKETS = ("packets", "shares")  # how few values of a reduction travel inside a node; with shares, of K of a tile
 _H200_SMS = 132  # what is rounded on the way does not depend on their number
 _PAIRED = 0.2  # of the calls
 _MACS_PER_ROW = 128  # a tile has so many rows, however few of them exist
@@ -68,6 +69,11 @@ class Call(abc.ABC):
     same_on_all_ranks: ClassVar[bool] = False  # the result, bit for bit
 
     @classmethod
+    def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
+        """Those of ``mechanisms`` that are possible in a world."""
+        return cls.mechanisms
+
+    @classmethod
     @abc.abstractmethod
     def draw(cls, rng: random.Random, world: Topology, limits: Limits, mechanism: str) -> Self:
         """Any legal call that is done in one of ``mechanisms``."""
@@ -92,7 +98,7 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def kernel(self, world: Topology, sm_count: int) -> Hashable:
-        """What is compiled for it. Raises ``SplitError`` where the call's split does not fit."""
+        """What is compiled for it. Raises ``SplitError`` or ``TilingError`` where the call's split or tiles do not fit."""
 
     @abc.abstractmethod
     def workspace(self, world: Topology, sm_count: int) -> int:
@@ -182,7 +188,7 @@ class Gemm(Call):
 
     def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
         """Some calls in pairs of CTAs, each role with one or more."""
-        if rng.random() >= _PAIRED or getattr(self, "algorithm", None) == "one_shot":
+        if rng.random() >= _PAIRED or getattr(self, "algorithm", None) == "one_shot" or getattr(self, "shares", 1) > 1:
             return self
         needed = roles(world, self.op, "two_shot" if self.op == AllReduce.op else None)
         split = rng.choice((None, mk.Split(**dict.fromkeys(needed, 2)), mk.Split(compute=2, **dict.fromkeys(needed, 2))))
@@ -252,15 +258,33 @@ class AllGatherGemm(Gemm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reduction(Gemm):
+    """``shares``: of K of a tile; 1: as the planner chooses."""
+
     partials: str = "output"
+    shares: int = 1
+
+    @classmethod
+    def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
+        packets = world.num_nodes == 1 < world.size <= 8
+        return tuple(name for name in cls.mechanisms if packets or name not in PACKETS)
 
     @classmethod
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
-        return {"partials": rng.choice(("output", "output", "float32"))}
+        partials = "output" if mechanism in PACKETS else rng.choice(("output", "output", "float32"))
+        return {"partials": partials, "shares": rng.choice((2, 3, 4, 7)) if mechanism == "shares" else 1}
+
+    def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
+        if self.mechanism in PACKETS:  # CTAs that pull would ask for tiles
+            return rng.choice((None, None, mk.Split(compute=1), mk.Split(compute=2)))
+        return super()._draw_split(rng, world)
 
     @property
     def options(self) -> dict[str, Any]:
         return super().options | {"partials": self.partials}
+
+    @property
+    def tiling(self) -> Tiling | None:
+        return Tiling(shares=self.shares) if self.shares > 1 else super().tiling
 
     def problem(self, world: Topology) -> reduce.ReduceProblem:
         return reduce.ReduceProblem(self.op, world, self.n, self.k, self.dtype, not self.transposed, self.partials)
@@ -268,34 +292,49 @@ class _Reduction(Gemm):
     def _plan(self, world: Topology, sm_count: int) -> reduce.ReducePlan:
         return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split, tiling=self.tiling)
 
+    def is_packed(self, world: Topology, sm_count: int) -> bool:
+        """Whether its values travel in packets."""
+        return self._plan(world, sm_count).packets
+
+    def workspace(self, world: Topology, sm_count: int) -> int:
+        """Of packets the bytes of the signal segment, whose beginning all such calls use."""
+        plan = self._plan(world, sm_count)
+        return plan.packet_bytes or plan.workspace_bytes
+
     def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
         def operands(source: int) -> tuple[Any, Any]:
             of = inputs(source)
             return of["a"], _contiguous(xp, of["b"])
 
-        plan = reduce.make_plan(self.problem(world), self.rows, _H200_SMS, tiling=self.tiling)
+        plan = reduce.make_plan(self.problem(world), self.rows, _H200_SMS, tiling=None if self.shares > 1 else self.tiling)
         return worst_sum(xp, result, node_sums_of(plan, rank, operands))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReduceScatter(_Reduction):
     op: ClassVar[str] = "gemm_reduce_scatter"
+    mechanisms: ClassVar[tuple[str, ...]] = ("tiles", *PACKETS)
+
+    @property
+    def mechanism(self) -> str:
+        return "shares" if self.shares > 1 else "tiles" if self.partials == "float32" or self.cluster > 1 else "packets"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(_Reduction):
     op: ClassVar[str] = "gemm_allreduce"
-    mechanisms: ClassVar[tuple[str, ...]] = ("two_shot", "one_shot")
+    mechanisms: ClassVar[tuple[str, ...]] = ("two_shot", "one_shot", *PACKETS)
     same_on_all_ranks: ClassVar[bool] = True
     algorithm: str | None = None
 
     @classmethod
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
-        return super()._draw_options(rng, mechanism) | {"algorithm": rng.choice((None, mechanism, mechanism, mechanism))}
+        algorithm = rng.choice(reduce.ALGORITHMS) if mechanism in PACKETS else mechanism
+        return super()._draw_options(rng, mechanism) | {"algorithm": rng.choice((None, algorithm, algorithm, algorithm))}
 
     @property
     def mechanism(self) -> str:
-        return self.algorithm or "two_shot"
+        return "shares" if self.shares > 1 else self.algorithm or "two_shot"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -312,10 +351,10 @@ OPS: tuple[type[Call], ...] = (AllGatherGemm, ReduceScatter, AllReduce)
 
 
 def fits(call: Call, world: Topology, sm_count: int) -> bool:
-    """Whether its split is possible there."""
+    """Whether its split and its tiles are possible there."""
     try:
         call.kernel(world, sm_count)
-    except SplitError:
+    except (SplitError, TilingError):
         return False
     return True
 

@@ -112,7 +112,7 @@ def palette(world: str, seed: int, kernels: int, sms: int, target: int, limits: 
     """
     rng, shape = random.Random(f"palette {world} {seed}"), topology(world)
     chosen: list[Call] = []
-    mechanisms = [(op, mechanism) for op in ops for mechanism in op.mechanisms]
+    mechanisms = [(op, mechanism) for op in ops for mechanism in op.mechanisms_in(shape)]
     order = rng.sample(mechanisms, len(mechanisms))
     while len(chosen) < kernels:
         op, mechanism = order[len(chosen)] if len(chosen) < len(order) else rng.choice(mechanisms)
@@ -127,11 +127,20 @@ def _far(size: int, target: int) -> float:
     return abs(math.log((size + 1) / target))
 
 
-def draw(world: str, seed: int, steps: int = 10, kernels: int = 6, limits: Limits = Limits(), ops: Sequence[type[Call]] = OPS) -> Program:  # noqa: B008
-    """The program of a seed: the same for the same arguments."""
+def draw(
+    world: str,
+    seed: int,
+    steps: int = 10,
+    kernels: int = 6,
+    limits: Limits = Limits(),  # noqa: B008
+    ops: Sequence[type[Call]] = OPS,
+    sms: int | None = None,
+) -> Program:
+    """The program of a seed: the same for the same arguments. ``sms``: of each rank; None: some that target cpu has."""
     shape, family = topology(world), seed >> SHARED_BITS
     shared = random.Random(f"shared {world} {family}")
-    sms = shared.choice((4, 6, 8))
+    few_sms = shared.choice((4, 6, 8))
+    sms = sms or few_sms
     put_bytes = shared.choice((512 << 10, 64 << 10, 16 << 10))
     target = log_uniform(shared, *WORKSPACES)
     base = palette(world, family, kernels, sms, target, limits, ops)
@@ -225,7 +234,8 @@ def _plans(rng: random.Random, steps: Sequence[Step], world: Topology, sms: int,
             continue
         wanted = max(1, rows, max(other.call.sizes for other in steps if other.call.sized(1) == key))
         wanted = wanted if rng.random() < 0.7 else log_uniform(rng, wanted, 2 * wanted)
-        if rng.random() < 0.7 and all(step.call.sized(end).kernel(world, sms) in compiled for end in classes(wanted)):
+        ends = [step.call.sized(end) for end in classes(wanted)]  # whose split does not fit, where they are done in another way
+        if rng.random() < 0.7 and all(fits(end, world, sms) and end.kernel(world, sms) in compiled for end in ends):
             most[key] = max(wanted, most.get(key, 0))
             step = dataclasses.replace(step, max_rows=wanted)
         planned.append(step)

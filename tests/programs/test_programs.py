@@ -11,6 +11,7 @@ import itertools
 import pytest
 
 import mkernel as mk
+from mkernel.planner.row_classes import classes
 from mkernel.planner.topology import Topology
 from tests.programs import calls
 from tests.programs.calls import AllGatherGemm, AllReduce, Limits, ReduceScatter
@@ -125,6 +126,11 @@ def test_everything_is_drawn() -> None:
     assert {type(call) for call in drawn} == set(calls.OPS)
     assert {call.algorithm for call in drawn if isinstance(call, AllReduce)} == {None, "one_shot", "two_shot"}
     assert {call.partials for call in drawn if isinstance(call, (AllReduce, ReduceScatter))} == {"output", "float32"}
+    near = [step.call for program in programs if program.world == "1x4" for step in program.steps]
+    in_packets = [call for call in near if isinstance(call, (AllReduce, ReduceScatter)) and call.is_packed(Topology(4, 4), 8)]
+    assert {(call.op, call.shares > 1) for call in in_packets} == {
+        (op, shared) for op in ("gemm_reduce_scatter", "gemm_allreduce") for shared in (False, True)
+    }
     assert {(call.dtype, call.transposed) for call in drawn} == {(d, t) for d in ("bfloat16", "float16") for t in (True, False)}
     assert {call.rows == 0 for call in drawn} == {call.split is None for call in drawn} == {True, False}
     assert {place for step in steps for place in step.places} == {"heap", "ordinary"}
@@ -162,6 +168,20 @@ def test_a_split_that_does_not_fit_is_not_drawn() -> None:
         for seed in range(8):
             program = draw(world, seed << SHARED_BITS, limits=Limits(rows=64))
             assert all(calls.fits(step.call, program.topology, program.sms) for step in program.steps)
+
+
+@pytest.mark.parametrize("world", ["1x2", "1x8", "2x1", *WORLDS])
+def test_a_split_that_does_not_fit_is_not_planned(world: str) -> None:
+    """Neither for the step itself, nor for any of the rows that it plans for: of a device with as many SMs as an H100 has, too."""
+    planned = 0
+    for sms in (6, 132):
+        for seed in range(4):
+            program = draw(world, (seed << SHARED_BITS) + seed, sms=sms)
+            for step in program.steps:
+                ends = [step.call.sized(rows) for rows in classes(step.max_rows)] if step.max_rows else []
+                planned += len(ends) > 0
+                assert all(calls.fits(call, program.topology, sms) for call in (step.call, *ends)), step
+    assert planned
     assert not calls.fits(AllGatherGemm(rows=1, n=8, k=8, dtype="float16", transposed=False, split=mk.Split(compute=9)), Topology(2, 2), 8)
 
 

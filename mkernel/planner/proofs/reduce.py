@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mkernel.planner.proofs.areas import FLAGS, HEAP, PACKETS, Access, Area, Call
-from mkernel.planner.proofs.reduce_waits import wait_graph
+from mkernel.planner.proofs.reduce_waits import item_of, wait_graph
 from mkernel.planner.proofs.wait_graph import Step
 from mkernel.planner.reduce import ReducePlan, Tile
 
@@ -31,7 +31,10 @@ def call_of(plan: ReducePlan) -> Call:
     everyone = frozenset({"tile", "send", "tell"} if plan.one_shot else {"tile", "sum", "put", "send", "pull"})
     areas["flags"] = Area("flags of tiles, sums and chunks", FLAGS, 0, plan.flag_words * _WORD, everyone, everyone)
     taking = frozenset({"partials", "packets", "tile"})
-    areas["packets"] = Area("packets", PACKETS, 0, plan.packet_bytes, taking, taking)
+    exchanged = plan.exchanged_bytes(plan.rows, plan.tiles) if plan.packets else 0
+    areas["packets"] = Area("packets", PACKETS, 0, exchanged, taking, taking)
+    sharing = frozenset({"partials", "tile"})
+    areas["shares"] = Area("packets of shares", PACKETS, exchanged, plan.packet_bytes - exchanged, sharing, sharing)
     graph = wait_graph(plan)
     accesses = _Accesses(plan, areas)
     return Call(graph, tuple(areas.values()), tuple(access for step in graph for access in accesses.of(step)))
@@ -209,9 +212,27 @@ class _Accesses:
 
     def _packets(self, step: Step, rank: int) -> Iterator[Access]:
         """Whole ranges of packets: who sends writes to everybody, who takes leaves zeros."""
-        area = self.areas["packets"]
-        if step[0] in ("partials", "packets"):
+        area, (kind, _, number) = self.areas["packets"], step if len(step) == 3 else ("enter", rank, 0)
+        assert isinstance(number, int)
+        is_share = kind == "tile" and item_of(self.plan, self.tiles[rank][number]) is None
+        if kind in ("partials", "packets"):
             for peer in range(self.topology.size):
                 yield Access(step, peer, area, 0, area.bytes, writes=True)
-        if step[0] in ("packets", "tile"):
+        if kind in ("packets", "tile") and not is_share:
             yield Access(step, rank, area, 0, area.bytes, writes=True)
+        if self.plan.shares == 1:
+            return
+        if is_share:
+            yield self._share(step, rank, self.tiles[rank][number].index, self.tiles[rank][number].share, range(self.plan.shares))
+        elif kind == "partials":  # takes its slice of what all shares have
+            index, slice_ = divmod(number, self.plan.shares)
+            for share in range(self.plan.shares):
+                yield self._share(step, rank, index, share, range(slice_, slice_ + 1))
+
+    def _share(self, step: Step, rank: int, index: int, share: int, slices: range) -> Access:
+        """Packets of a share in some slices of a tile's columns. As if columns lay side by side."""
+        plan, shares = self.plan, self.plan.shares
+        of_thread = plan.tile.block_n // 8
+        of_share = self.areas["shares"].bytes // (plan.tiles * shares)
+        begin, end = (of_thread * slice_ // shares * (of_share // of_thread) for slice_ in (slices.start, slices.stop))
+        return Access(step, rank, self.areas["shares"], (index * shares + share) * of_share + begin, end - begin, writes=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, Tile
 
-__all__ = ["wait_graph"]
+__all__ = ["item_of", "wait_graph"]
 
 
 def wait_graph(plan: ReducePlan) -> WaitGraph:
@@ -13,9 +13,8 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
 
     Steps: ``("enter", rank)``, ``("tile", rank, index in tiles_of)``, ``("sum", rank, owner, tile)``, ``("put", rank, owner, chunk)`` of
     sums, ``("send", rank, peer, chunk)`` of finished or partial tiles, ``("tell", rank, peer, chunk)`` the node of the latter,
-    ``("pull", rank, owner, tile or chunk)``, and of packets
-    ``("partials", rank, tile)``, ``("packets", rank, tile)``. A rank's tiles are one chain, as if a single CTA computed: with more CTAs a
-    tile waits for fewer.
+    ``("pull", rank, owner, tile or chunk)``, and of packets ``("partials", rank, item)``, ``("packets", rank, item)`` (``item_of``). A
+    rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     steps = _Steps(plan)
@@ -49,11 +48,26 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
 
 
 def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int, entered: list[Step]) -> None:
-    """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other."""
-    for i in range(plan.tiles):
-        sent: list[Step] = [("partials", source, i) for source in range(plan.problem.topology.size)]
-        graph.add(("partials", rank, i), [*entered, *([("tile", rank, i - 1)] if i > 0 else [])])
-        graph.add(("packets", rank, i), [("partials", rank, i)] if plan.one_shot else sent)
+    """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other.
+
+    Where CTAs share K, what is sent is a slice, once all shares of the tile are multiplied.
+    """
+    gives_back, tiles = plan.op != REDUCE_SCATTER and not plan.one_shot, list(plan.tiles_of(rank))
+    for i, tile in enumerate(tiles):
+        item = item_of(plan, tile)
+        if item is None:
+            continue
+        shares: list[Step] = [
+            ("tile", rank, j) for j, one in enumerate(tiles) if tile.is_sum and not one.is_sum and one.index == tile.index
+        ]
+        sent: list[Step] = [("partials", source, item) for source in range(plan.problem.topology.size)]
+        graph.add(("partials", rank, item), [*entered, *shares, *([("tile", rank, i - 1)] if i > 0 else [])])
+        graph.add(("packets", rank, item), sent if gives_back else [("partials", rank, item)])
+
+
+def item_of(plan: ReducePlan, tile: Tile) -> int | None:
+    """The number of what the ranks exchange in packets: a tile, or a slice of its sum; None: a share of K, which they do not."""
+    return None if plan.shares > 1 and not tile.is_sum else tile.index * plan.shares + tile.share
 
 
 class _Steps:
@@ -81,7 +95,8 @@ class _Steps:
         topology, chunk = self.topology, tile.index // self.plan.chunk_tiles
         node = topology.node(rank)
         if self.plan.packets:
-            return [("packets", source, tile.index) for source in range(topology.size)]
+            item = item_of(self.plan, tile)
+            return [] if item is None else [("packets", source, item) for source in range(topology.size)]
         if self.plan.one_shot:
             if not tile.is_sum:
                 return []

@@ -39,7 +39,7 @@ def open_memory(backend: Backend, heap_bytes: int, topology: Topology, rank: int
     undo.callback(data.close)
     # Only engines want flags in host memory. Packets are sent inside a node only, so that flags in host memory need no room for them.
     host = network.host_signals
-    signals = backend.segment(abi.FLAG_BYTES if host else abi.FLAG_BYTES + abi.PACKET_BYTES, *shape, host=host)
+    signals = backend.segment(abi.FLAG_BYTES if host else abi.SIGNAL_BYTES, *shape, host=host)
     undo.callback(signals.close)
     block = backend.allocate_host(ctypes.sizeof(abi.HostBlock))
     shared = {"shared": True} if network.own_process else {}

@@ -1,4 +1,4 @@
-// What a box of a tensor is in shared memory: loaded there by TMA, written out as it lies.
+// What a box of a tensor is in shared memory: loaded there by TMA, written out as it lies. With kStores it then goes back to where it came from.
 #pragma once
 #include "ptx.cuh"
 
@@ -25,6 +25,7 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   }
   ptx::mbarrier_wait(bar, 0);
   ptx::bulk_store(reinterpret_cast<char*>(p.out), smem, Config::kBoxBytes);
+  if constexpr (Config::kStores) ptx::tma_store_3d(&p.source, smem, p.from[0], p.from[1], p.from[2]);
   ptx::store_commit();
   ptx::store_wait<0>();
 }

@@ -2,12 +2,13 @@
 #pragma once
 #include "gemm_allreduce_packets.cuh"
 #include "mirror_reduce.cuh"
+#include "mirror_shares.cuh"
 
 // The end of the last block of packets that the exchange reaches, in bytes from the start of their range.
 MKC_API uint64_t mirror_packet_bytes(const void* shape) {
   const mkernel::Parameters p = mirror::parameters(0, shape);
   const mkernel::Tiles tiles(p);
-  const uint64_t groups = p.tiles * tiles.warps();
+  const uint64_t groups = tiles.items() * tiles.warps();
   const uint64_t blocks = Config::kTwoShot == 0 ? mkernel::kWorldSize * groups : mkernel::kWorldSize * tiles.owned() + groups;
-  return blocks * mkernel::kWarpPackets * sizeof(ptx::Words);
+  return blocks * tiles.warp_packets() * sizeof(ptx::Words);
 }

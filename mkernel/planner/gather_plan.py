@@ -1,0 +1,341 @@
+"""AllGather+GEMM: problem, plan and schedule, which ``allgather_gemm.py`` chooses.
+
+The device side is ``kernels_src/ops/allgather_gemm.cuh``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from mkernel import abi
+from mkernel.jit.spec import KernelSpec
+from mkernel.planner.derived import derived, hashed_once
+from mkernel.planner.gather_sizes import Sizes, sizes_of
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, choose_load_rows, raster, shift_of
+from mkernel.planner.k_parts import choose_piece
+from mkernel.planner.pushing import most_parts, warps_push
+from mkernel.planner.slices import most_slices
+from mkernel.planner.specialize import Specialized, remark
+from mkernel.planner.topology import Topology
+
+__all__ = ["OP", "PARAMETER_BYTES", "SHARE", "SPECIALIZED", "SUM", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile"]
+
+OP = "allgather_gemm"
+SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
+SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
+PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+_ARGUMENTS = (  # of a launch
+    *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
+    *("load_rows", "span", "shares"),
+)
+
+
+@hashed_once
+@dataclasses.dataclass(frozen=True)
+class AllGatherGemmProblem:
+    """What the ranks agree on once; each call has its own number of rows (M / W)."""
+
+    topology: Topology
+    n: int
+    k: int
+    dtype: str
+    b_row_major: bool
+    canonical: bool = False  # a row's bits do not depend on the number of rows: K is added in one order, by one CTA
+
+    def result_shape(self, rows: int) -> tuple[int, int]:
+        return rows * self.topology.size, self.n
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile of C: rows from ``m * BLOCK_M`` of plane ``plane``, columns from ``n * block_n``.
+
+    A plane is the shards of ``span`` ranks that follow each other: of ranks ``plane * span`` on. ``slice``: 0 for the whole tile, 1, 2 ...
+    for that slice of its columns. Where CTAs share K: ``kind`` SHARE for share ``share`` of K, SUM for that slice of the sum of all shares.
+    """
+
+    plane: int
+    m: int
+    n: int
+    slice: int = 0
+    kind: int = 0
+    share: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
+    """Tile, chunks, split and buffers for one problem and one number of rows (M / W), on one kind of device."""
+
+    chunk_rows: int  # rows of a chunk
+    group_m: int = GROUP_M  # tile rows that share columns of B
+    parts: int = 1  # K travels in this many parts
+    part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
+    slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
+    span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
+    shares: int = 1  # CTAs, or pairs, that share K of a tile, as far as there is room for packets
+    cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
+    packets: bool = False  # inside a node: shards travel in words that are their own flags, moved by the consumers of all CTAs
+    specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
+
+    op = OP
+    of_class = (
+        *("spec", "fields", "tiles_n", "piece_box", "shifts", "planes", "pushers", "taken_group_m"),
+        *("of_sizes", "of_arguments", "of_maps"),
+    )
+
+    @derived
+    def spec(self) -> KernelSpec:
+        plain = self.shares == self.cluster == 1 and not self.packets
+        slices, parts = (most_slices(self.tile), int(most_parts(self.problem) > 1)) if plain else (1, 0)
+        more = {"kSlices": slices, "kHasParts": parts, "kShares": int(self.shares > 1 or self.packets), "kPackets": int(self.packets)}
+        return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """What the parameters of a launch say of the schedule, in their order."""
+        return dict(zip(_ARGUMENTS, self.arguments_of(self.rows, self.sizes), strict=True))
+
+    def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
+        """The values of ``arguments`` in a call of so many rows of the class."""
+        return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares
+
+    @derived
+    def of_arguments(self) -> tuple[int, ...]:
+        """Those of them that all calls of a class have in common, from ``group_m`` on."""
+        return self.taken_group_m, self.part_blocks, *self.shifts, *self.piece_box
+
+    @derived
+    def of_maps(self) -> tuple[int, int, int, int, int, int]:
+        """What tensor maps are made by: parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared."""
+        sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
+        return self.parts, self.planes, self.tile.block_n, sliced, self.cluster, int(self.shares > 1)
+
+    @derived
+    def sizes(self) -> Sizes:
+        return self.sizes_of(self.rows)
+
+    def sizes_of(self, rows: int) -> Sizes:
+        """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
+        span, cluster, columns, computing, grid, slices, shares, pushers, share_bytes = self.of_sizes
+        plane_rows = span * rows
+        tile_rows = -(-plane_rows // BLOCK_M)
+        taken_rows = -(-tile_rows // cluster)
+        tiles, taken = columns * tile_rows, columns * taken_rows
+        sliced = tiles % (computing or 1) if slices > 1 else 0
+        if shares > 1 and taken:
+            shares = max(1, min(shares, abi.PACKET_BYTES // (taken * share_bytes)))
+        if not pushers:  # else each has chunks to push
+            grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * cluster - computing)
+        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, choose_load_rows(plane_rows), shares))
+
+    @derived
+    def of_sizes(self) -> tuple[int, ...]:
+        """What ``sizes_of`` starts from: span, cluster, columns of tiles, CTAs, slices, shares, and bytes of packets of a share."""
+        split, share_bytes = self.split, self.cluster * BLOCK_M * self.tile.block_n * 4
+        computing, columns = split.compute or 0, self.planes * self.tiles_n
+        return self.span, self.cluster, columns, computing, split.total, self.slices, self.shares, self.pushers, share_bytes
+
+    @derived
+    def pushers(self) -> int:
+        """Computing CTAs with a warp that pushes chunks, where the split has no intra_comm; else 0."""
+        return (self.split.compute or 0) if not self.packets and warps_push(self.problem.topology, self.split, self.span) else 0
+
+    @derived
+    def shifts(self) -> tuple[int, int]:
+        """Shifts by which to divide by the rows of a chunk, and by the parts of K."""
+        return shift_of(self.chunk_rows), shift_of(self.parts)
+
+    @derived
+    def piece_box(self) -> tuple[int, int]:
+        """What one load of a copy gathers of a part of K: so many rows, and units of 64 elements of each."""
+        return choose_piece(self.problem.k // self.parts) if self.parts > 1 else (1, 1)  # whole rows are contiguous
+
+    @property
+    def grid(self) -> int:
+        return self.sizes.grid
+
+    @property
+    def put_bytes(self) -> int:
+        """Bytes of a chunk on its way to another node."""
+        return self.chunk_rows * self.problem.k * 2
+
+    @derived
+    def shard_bytes(self) -> int:
+        return self.shard_bytes_of(self.rows)
+
+    def shard_bytes_of(self, rows: int) -> int:
+        """In a call of so many rows."""
+        return rows * self.problem.k * 2
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the data heap: the gather buffer, one shard per rank."""
+        size = self.problem.topology.size
+        return size * self.shard_bytes if size > 1 else 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """A copy of the shard for the network, unless the caller's lies on the heap."""
+        return self.shard_bytes if self.problem.topology.num_nodes > 1 else 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of ``chunk_rows`` rows per shard."""
+        return math.ceil(self.rows / self.chunk_rows)
+
+    @property
+    def chunks(self) -> int:
+        """Per shard."""
+        return self.blocks * self.parts
+
+    def chunk_index(self, block: int, part: int) -> int:
+        """The number of a chunk in the order in which the chunks of a shard travel."""
+        first = block // self.part_blocks * self.part_blocks
+        return first * self.parts + part * min(self.part_blocks, self.blocks - first) + block - first
+
+    @property
+    def packet_bytes(self) -> int:
+        """Bytes of the range of packets in the signal segment: unrounded sums of all shares."""
+        shares = self.sizes.shares if self.sizes.shares > 1 else 0
+        return self.taken * shares * self.cluster * BLOCK_M * self.tile.block_n * 4
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of packets of shards, a range for each source, that are sent before their rank has entered."""
+        return self.problem.topology.size * self.shard_bytes if self.packets else 0
+
+    @property
+    def flag_words(self) -> int:
+        return 0 if self.packets else self.problem.topology.size * self.chunks
+
+    def describe(self) -> str:
+        p = self.problem
+        layout = "row-major" if p.b_row_major else "transposed"
+        world, split = f"{p.topology.num_nodes}x{p.topology.ranks_per_node}", self.split
+        sms = f"{split.compute}/{split.intra_comm}/{split.inter_send}"
+        return (  # the first line stands for the plan in messages: it tells any two apart
+            f"{OP}: a ({self.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs"
+            f"{remark(self.specialize, SPECIALIZED)}\n"
+            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
+            f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
+            f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
+            f"{'packets' if self.packets else f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
+            f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
+            f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
+            f"workspace {self.workspace_bytes} bytes"
+        )
+
+    def flag_name(self, rank: int, index: int) -> str:
+        """What a flag tells ``rank``, for reports."""
+        if self.packets:
+            return "packets of the shards"
+        source, chunk = divmod(index, self.chunks)
+        block, part = next((b, p) for b in range(self.blocks) for p in range(self.parts) if self.chunk_index(b, p) == chunk)
+        begin = block * self.chunk_rows
+        rows = f"rows {begin} to {min(begin + self.chunk_rows, self.rows) - 1}"
+        return f"chunk {chunk} of rank {source}'s shard: {rows}{f', part {part} of K' if self.parts > 1 else ''}"
+
+    @property
+    def load_rows(self) -> int:
+        return self.sizes.load_rows
+
+    # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
+    @derived
+    def planes(self) -> int:
+        return self.problem.topology.size // self.span
+
+    @property
+    def near_planes(self) -> int:
+        """Planes with shards of one node."""
+        return max(1, self.problem.topology.ranks_per_node // self.span)
+
+    @property
+    def plane_rows(self) -> int:
+        return self.sizes.plane_rows
+
+    @property
+    def tile_rows(self) -> int:
+        return self.sizes.tile_rows
+
+    @derived
+    def taken_group_m(self) -> int:
+        """``group_m`` in what clusters take at a time."""
+        return max(1, self.group_m // self.cluster)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.sizes.num_tiles
+
+    @property
+    def taken(self) -> int:
+        """Tiles, or pairs of them, that clusters take at a time."""
+        return self.sizes.taken
+
+    @property
+    def whole_tiles(self) -> int:
+        return self.sizes.whole_tiles
+
+    @property
+    def b_columns(self) -> int:
+        """Columns of one TMA load of a transposed ``b``, for a sliced tile."""
+        return self.tile.block_n // most_slices(self.tile)
+
+    def plane(self, rank: int, distance: int) -> int:
+        """The plane at a distance: 0 has the rank's own shard, then come its node's others from the next on, then the other nodes'.
+
+        Of each other node comes first the plane in the own one's place: with a shard per plane that of the own rail.
+        """
+        near, own = self.near_planes, rank // self.span
+        group = (own // near + distance // near) % (self.planes // near)
+        return group * near + (own + distance) % near
+
+    def waits(self, rank: int, tile: Tile) -> bool:
+        """Whether a tile waits for chunks: it is no sum of shares, and does not read the rank's own array alone."""
+        return tile.kind != SUM and (self.span > 1 or tile.plane != rank)
+
+    def tiles(self, rank: int) -> Iterator[Tile]:
+        """The tiles of C on ``rank``, in the order in which its CTAs take them."""
+        taken = list(self._taken(rank))
+        shared, whole = (taken, []) if self.sizes.shares > 1 else ([], taken)
+        for index, tile in enumerate(itertools.chain.from_iterable(whole)):
+            if index < self.whole_tiles:
+                yield tile
+            else:
+                yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
+        for kind, together in itertools.product((SHARE, SUM), shared):
+            for share in range(self.sizes.shares):
+                yield from (dataclasses.replace(tile, kind=kind, share=share) for tile in together)
+
+    def _taken(self, rank: int) -> Iterator[list[Tile]]:
+        """Whole tiles, together those that the CTAs of a cluster take together."""
+        near = self.near_planes
+        for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
+            rows = self.sizes.taken_rows * planes
+            for index in range(rows * self.tiles_n):
+                row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
+                together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)
+                yield [Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows]
+
+    def tile_chunks(self, tile: Tile) -> list[tuple[int, int]]:
+        """What a tile reads, part by part: the ranks whose shards it covers, and chunks of these."""
+        begin = tile.m * BLOCK_M
+        last = min(begin + BLOCK_M, self.plane_rows) - 1
+        blocks = [
+            (tile.plane * self.span + shard, block)
+            for shard in range(begin // self.rows, last // self.rows + 1)
+            for block in range(
+                max(begin - shard * self.rows, 0) // self.chunk_rows,
+                min(last - shard * self.rows, self.rows - 1) // self.chunk_rows + 1,
+            )
+        ]
+        return [(source, self.chunk_index(block, part)) for part in range(self.parts) for source, block in blocks]
+
+    def chunk_writer(self, reader: int, source: int) -> int:
+        """The rank that raises ``reader``'s flags for ``source``'s chunks."""
+        topology = self.problem.topology
+        if topology.node(reader) == topology.node(source) or topology.local_rank(reader) == topology.local_rank(source):
+            return source
+        return topology.rank(topology.node(reader), topology.local_rank(source))

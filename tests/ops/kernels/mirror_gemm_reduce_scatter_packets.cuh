@@ -1,0 +1,15 @@
+// The order of tiles, and how much room packets take. Included after the kernel.
+#pragma once
+#include "gemm_reduce_scatter_packets.cuh"
+#include "mirror_reduce.cuh"
+#include "mirror_shares.cuh"
+
+// The end of the last packet of the last source's last row, in bytes from the start of their range.
+MKC_API uint64_t mirror_packet_bytes(const void* shape) {
+  const mkernel::Parameters p = mirror::parameters(0, shape);
+  const mkernel::Tiles tiles(p);
+  if (p.rows == 0) return 0;
+  const mkernel::Item last{tiles.items() - 1, tiles.tiles_n() - 1, tiles.slices() - 1, 0, 0, 0};
+  const mkernel::Place at = tiles.place_of(nullptr, mkernel::kWorldSize - 1, last, p.rows - 1, 3);
+  return reinterpret_cast<uint64_t>(at.first + (tiles.row_packets() - 1) * at.next + 1);
+}

@@ -1,0 +1,119 @@
+"""What is planted in the packets in which an allgather_gemm's shards travel (kernels_src/comm/shard_packets.cuh)."""
+
+from __future__ import annotations
+
+from tests.ops.planted_bug import Bug
+
+__all__ = ["PACKETS"]
+
+_FILE = "comm/shard_packets.cuh"
+_COUNTS = "  if (ptx::thread_index() == kGatherFirst) ptx::add_release(&control_block(call.world)->gathered, 1);\n"
+_SHORT, _REFUSED = "gather packets short", "packets after a refused call"
+
+PACKETS = [
+    Bug(
+        "packets of all calls go to one half",
+        "comm/sync.cuh",
+        "(call.epoch() & 1) * abi::kAheadBytes",
+        "0",
+        workload="packets of late CTAs",
+    ),
+    Bug("packets are left where they were taken", "comm/packet.cuh", "ptx::store_packet(at(i), ptx::Words{});", ";", workload=_SHORT),
+    Bug(
+        "a pair of NaNs with all bits set is sent as it is",
+        _FILE,
+        "values == 0xffffffffu ? 0x80008000u : ~values",
+        "~values",
+        workload="nans in packets",
+        found_as="TimeoutError",
+    ),
+    Bug("what was gathered is not forgotten", "comm/sync.cuh", "    control->gathered = 0;\n", workload=_SHORT),
+    Bug(
+        "a CTA has gathered its part when one thread has",
+        _FILE,
+        "  ptx::barrier_sync(kGatherBarrier, kGatherThreads);  // all have stored\n",
+        workload="gather packets",
+    ),
+    Bug(
+        "a CTA has gathered its part before it has",
+        _FILE,
+        "  shards.take(*entered, own);\n",
+        f"{_COUNTS}  shards.take(*entered, own);\n",
+        also=((f"{_COUNTS}}}", "}"),),
+        workload=_SHORT,
+    ),
+    Bug(
+        "tiles begin before all is gathered",
+        "ops/allgather_gemm.cuh",
+        "if constexpr (kPackets) return wait_gathered(entered, shards());",
+        "if constexpr (kPackets) return true;",
+        workload="gather packets",
+    ),
+    Bug(
+        "a lane sends what it sends first, and no more",
+        _FILE,
+        "at < bytes; at += kRound * stride()) send_round(call, at, read(at));",
+        "at < bytes; at += kRound * stride()) {}",
+        workload="gather packets",
+        found_as="TimeoutError",
+    ),
+    Bug(
+        "every other unit is not taken",
+        _FILE,
+        "wanted |= uint32_t{at + i / kPeers * stride() < bytes} << i;",
+        "wanted |= uint32_t{at + i / kPeers * stride() < bytes && i / kPeers % 2 == 0} << i;",
+        workload="gather packets",
+    ),
+    Bug(
+        "the own shard is not kept",
+        _FILE,
+        "      if (at < bytes) ptx::store_global(gathered(entered, world.local_rank, at), own.words[i]);\n",
+        workload=_SHORT,
+    ),
+    Bug(
+        "the own shard is kept as far as it was read first",
+        _FILE,
+        "      ptx::store_global(gathered(entered, world.local_rank, at), ptx::load_input(shard + at));\n",
+        workload="gather packets",
+    ),
+    Bug("a skipped call sends", _FILE, "  if (!is_skipped(call)) shards.send(", "  shards.send(", workload=_REFUSED),
+    Bug(
+        "a skipped call counts what it has gathered",
+        _FILE,
+        "  if (!entered) return;\n  shards.take(*entered, own);\n",
+        "  if (entered) shards.take(*entered, own);\n",
+        workload=_REFUSED,
+        seeds=40,
+    ),
+    Bug(
+        "B of the first share is loaded for every share",
+        "tile/load.cuh",
+        "(op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c)",
+        "step * Shape::kBlockK, op.b_plane(c)",
+        workload="gather packets shares",
+    ),
+    Bug(
+        "B of the first tile is loaded twice",
+        "tile/load.cuh",
+        "      if (Op::kGathers && has_b != 0) {\n",
+        "      if (false) {\n",
+        workload=_SHORT,
+    ),
+    Bug(
+        "a call that fails leaves loads on their way",
+        "tile/load.cuh",
+        "      if (has_b != 0) fill_ahead(op, storage, known_place<Config, Op>(first), has_b);\n",
+        workload=_REFUSED,
+        found_as="a TMA load into it is in flight",
+    ),
+    # What only ThreadSanitizer sees.
+    Bug(
+        "zeros are left by ordinary stores",
+        "comm/packet.cuh",
+        "ptx::store_packet(at(i), ptx::Words{});",
+        "ptx::store_global(at(i), ptx::Words{});",
+        found_as="data race",
+        workload=_SHORT,
+        tsan=True,
+    ),
+]
