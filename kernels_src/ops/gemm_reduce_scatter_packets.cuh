@@ -12,11 +12,8 @@ struct Tiles : PacketTiles<Tiles> {
   using PacketTiles::PacketTiles;
   MK_DEVICE uint32_t all_rows() const { return p.rows * kWorldSize; }
   MK_DEVICE uint32_t first_row() const { return p.rows * p.world.rank; }
-  MK_DEVICE void store(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
-    const int32_t row = c.m * Shape::kBlockM + block_row(c, warpgroup) - first_row();  // TMA leaves out rows before 0, and beyond the last
-    if (row + int32_t{kBlockRows} <= 0 || row >= int32_t(p.rows)) return;
-    ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, 0);
-  }
+  static constexpr bool kStoresRows = true;
+  MK_DEVICE void store(const Entered&, const TileCoordinate&, uint32_t, uint32_t, const char*) const {}
 
   // Packets of a row of this rank's result, by (source, column of tiles, slice, packet of a row, row, lane of four).
   MK_DEVICE Place place_of(ptx::Words* packets, uint32_t source, const Item& item, uint32_t row, uint32_t lane) const {

@@ -106,6 +106,10 @@ struct PacketTiles : BasicOp<Config, Parameters> {
     for (uint32_t i = 0; i < kValues; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
     const Item item = item_of(c, kPackets);
     if (item.warp < warps()) derived().exchange_values(entered, values, item);
+    if constexpr (Derived::kStoresRows) {
+      if (item.warp < warps()) store_rows(values, c, item, 0, kRowWords);
+      return;
+    }
 #pragma unroll
     for (uint32_t i = 0; i < kValues; ++i) d[i] = values[i];
   }
@@ -136,6 +140,11 @@ struct PacketTiles : BasicOp<Config, Parameters> {
         d[i * kPacketWords * kPacketWords + j] = sum[j / kPacketWords][j % kPacketWords];
     }
     derived().exchange_values(entered, d, item);
+    store_rows(d, c, item, begin, end);
+  }
+  // What a thread has of this rank's result, in packets of shares `begin` to `end` of the tile's. By threads, since the boxes of a TMA store must not begin
+  // before the result (a GPU ends the kernel), and owners' rows begin anywhere in a tile.
+  MK_DEVICE void store_rows(const float (&d)[kValues], const TileCoordinate& c, const Item& item, uint32_t begin, uint32_t end) const {
     const uint32_t column = first_column<Config>(c) + begin * 8 + ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {

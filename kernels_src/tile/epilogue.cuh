@@ -80,7 +80,7 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
       entered = storage.entries.pass_to_store(call);
       first = false;
     }
-    if (c.is_share) continue;
+    if (Op::kStoresRows || c.is_share) continue;
     const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : block_panels<Config>(c);
 #pragma unroll 1
     for (uint32_t panel = 0; panel < panels; ++panel) {

@@ -172,6 +172,10 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (part + 1 < op.parts(c)) continue;
     if constexpr (Op::kExchanges) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
+      if constexpr (Op::kStoresRows) {
+        if (traces) trace.record(abi::kTraceTile, tile, begin);
+        continue;
+      }
     }
     if constexpr (Op::kShares) {
       if (c.is_share) {

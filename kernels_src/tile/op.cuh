@@ -62,7 +62,8 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
 
   // ---- the result
   requires Same<decltype(Op::kExchanges), const bool>;
-  requires !Op::kExchanges || requires { op.exchange(entered, d, c); };  // each consumer thread replaces its values by those to store
+  requires !Op::kExchanges || requires { op.exchange(entered, d, c); };  // each consumer thread replaces its values by those to store,
+  requires Same<decltype(Op::kStoresRows), const bool>;                  // or stores them itself
   requires !GemmShape<Config>::kGated || requires {
     { op.clamp() } -> Same<float>;  // gated.cuh
     requires !Op::kAdds && !Op::kExchanges;
@@ -106,7 +107,7 @@ struct BasicOp {
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
   static constexpr bool kAnnouncesEntry = true, kGathers = false, kFinishes = false, kCanonical = false;
-  static constexpr bool kSums = false, kShares = false;
+  static constexpr bool kSums = false, kShares = false, kStoresRows = false;
   struct Read {};
   MK_DEVICE Read read_ahead() const { return {}; }
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }

@@ -130,7 +130,7 @@ class _Binder:
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, span, packets, shared, cluster = plan.of_maps
+        columns, load_rows, span, packets, stores_rows, cluster = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -141,7 +141,7 @@ class _Binder:
             start + result * tiles,
             executable.flag_offset,
             *plan.arguments_of(rows, sizes),
-            *((self._c_stride, 0, executable.packet_offset + sizes.exchanged, c_address) if shared else (0, 0, 0, 0)),
+            *((self._c_stride, 0, executable.packet_offset + sizes.exchanged, c_address) if stores_rows else (0, 0, 0, 0)),
         )
         a_maps = self._a_maps.get((load_rows, span))
         if a_maps is None:

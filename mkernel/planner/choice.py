@@ -57,10 +57,12 @@ def candidates(
     """
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
-    if confirmed and problem.topology.size > 1 and not (isinstance(rules, AllGatherGemmPlan) and rules.packets):
+    if confirmed and problem.topology.size > 1 and not rules.packets:
         return
     if isinstance(problem, AllGatherGemmProblem):
         yield from _gathers(problem, rows, sm_count, specialize, rules)
+    elif confirmed and rules.packets:
+        yield from _sharing(problem, rows, sm_count, specialize, rules)
     else:
         yield from _reductions(problem, rows, sm_count, specialize, rules)
 
@@ -216,8 +218,7 @@ def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, special
 def _model_decides(problem: Any, sm_count: int) -> bool:
     """Whether it may: where it was confirmed, on as many SMs as an H200 has (docs/model.md); ``candidates`` says among which plans."""
     asked, topology = env.PLANNER.get(), problem.topology
-    confirmed = topology.size == 1 or (topology.num_nodes == 1 and isinstance(problem, AllGatherGemmProblem))
-    return asked == "model" or (asked == "auto" and confirmed and sm_count == CONFIRMED_SMS)
+    return asked == "model" or (asked == "auto" and topology.num_nodes == 1 and sm_count == CONFIRMED_SMS)
 
 
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:

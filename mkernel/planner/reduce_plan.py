@@ -112,9 +112,10 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def of_maps(self) -> tuple[int, int, int, bool, bool, int]:
         """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows.
 
-        Whether in packets; whether K is shared; and CTAs of a cluster.
+        Whether in packets; whether threads store rows; and CTAs of a cluster.
         """
-        return self.tile.block_n, self.load_rows, self.span, self.packets, self.shares > 1, self.cluster
+        stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER)
+        return self.tile.block_n, self.load_rows, self.span, self.packets, stores_rows, self.cluster
 
     def describe(self) -> str:
         p, split = self.problem, self.split
