@@ -22,7 +22,7 @@ from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_c
 from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
-from mkernel.planner.tiling import Tiling
+from mkernel.planner.tiling import Tiling, TilingError
 
 __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
@@ -150,6 +150,11 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
+            # Of several ranks not where values travel in packets, or in one step, which add in another order.
+            if width in _PAIRED_WIDTHS and _may_bind(problem, rows) and (topology.size == 1 or not plan.everywhere):
+                with contextlib.suppress(SplitError, TilingError):  # few SMs, or one step is asked for
+                    tiling = Tiling(width, cluster=2)
+                    yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
 def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
