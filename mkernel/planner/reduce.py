@@ -95,8 +95,9 @@ def make_plan(
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
-    if asked.shares is None and plan.shares > 1 and not _room_for_shares(problem, sm_count, fields):
-        asked = dataclasses.replace(asked, shares=1)
+    if (asked.shares is None and plan.shares > 1) or (asked.cluster is None and plan.cluster > 1):
+        room = _room(problem, sm_count, fields)
+        asked = dataclasses.replace(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
         plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
     return plan.of_rows(rows)
 
@@ -117,10 +118,13 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
 
 
 @functools.lru_cache(maxsize=64)
-def _room_for_shares(problem: ReduceProblem, sm_count: int, specialize: Specialized) -> bool:
-    """Whether all classes together have few enough kernels. Without shares they do."""
-    plans = (_plan_of_class(problem, rows, sm_count, None, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS))
-    return len({plan.spec for plan in plans}) <= MOST_KERNELS
+def _room(problem: ReduceProblem, sm_count: int, specialize: Specialized) -> Tiling:
+    """What is left out, by the value 1, so that all classes together have few enough kernels: nothing, shares of K, pairs of CTAs, both."""
+    for room in (Tiling(), Tiling(shares=1), Tiling(cluster=1)):
+        plans = (_plan_of_class(problem, rows, sm_count, None, None, None, specialize, room) for rows in classes(EXAMINED_ROWS))
+        if len({plan.spec for plan in plans}) <= MOST_KERNELS:
+            return room
+    return Tiling(shares=1, cluster=1)
 
 
 def _plan_of_class(
@@ -144,6 +148,7 @@ def _plan_of_class(
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     load_rows = choose_load_rows(rows)
     plan = ReducePlan(problem, rows, wanted, tile, 1, 1, load_rows=load_rows, algorithm=algorithm, cluster=cluster, specialize=specialize)
+    group_was_chosen = group_tiles is None
     if group_tiles is None:
         group_tiles = choose_group(plan, sm_count)
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further, also
@@ -157,7 +162,14 @@ def _plan_of_class(
             if fits_packets(packed):
                 chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
                 return dataclasses.replace(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
-    chosen = pairs.complete(wanted, default_split(plan, sm_count), sm_count, (), cluster)
+    default = default_split(plan, sm_count)
+    if asked.cluster is None and given is None and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
+        product = pairs.Paired(topology.size if scatters else 1, rows, problem.n, problem.k, problem.b_row_major)
+        paired = pairs.choose(product, tile, wanted, default, sm_count, (), sent=True)
+        if paired is not None:
+            in_pairs = dataclasses.replace(asked, cluster=2)
+            return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_pairs)
+    chosen = pairs.complete(wanted, default, sm_count, (), cluster)
     interleaved = saturates_link(plan, sm_count)
     return dataclasses.replace(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
