@@ -63,7 +63,8 @@ _LINK_PEAK = 310e9  # and at most
 _IN_TIME = 0.45  # of the time that multiplying takes: when so many CTAs could have pulled everything (measured, docs/speed_log.md)
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
-_PACKET_VALUES = 8 << 20  # bytes of a result up to which packets are faster
+# Bytes of the result of all ranks up to which packets are faster (docs/speed_log.md): owners' tiles overlap with what is sent.
+_PACKET_VALUES = {REDUCE_SCATTER: 4 << 20, ALLREDUCE: 8 << 20}
 
 
 def make_plan(
@@ -242,7 +243,7 @@ def may_be_packed(problem: ReduceProblem) -> bool:
 
 def fits_packets(plan: ReducePlan) -> bool:
     """Whether the values are few, and there is room for their packets."""
-    few = plan.rows * plan.span * plan.problem.n * 2 <= _PACKET_VALUES and plan.packet_bytes <= abi.PACKET_BYTES
+    few = plan.rows * plan.span * plan.problem.n * 2 <= _PACKET_VALUES[plan.op] and plan.packet_bytes <= abi.PACKET_BYTES
     return may_be_packed(plan.problem) and few
 
 
