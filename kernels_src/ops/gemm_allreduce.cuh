@@ -11,13 +11,20 @@ namespace mkernel {
 using Storage = CopyingStorage<GemmStorage<Config>>;
 static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a finished tile is one panel");
 
-// Owners have runs of equal length of all tiles in raster order; the last ones may have fewer.
+// Owners have runs of equal length of all tiles, or pairs of them, in raster order; the last ones may have fewer.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
   MK_DEVICE RasterPosition position(uint32_t owner, uint32_t index) const {
-    return raster(owner * p.tiles + index, tile_rows(), tiles_n(), p.group_m);
+    return raster(first_tile(owner) + index, tile_rows(), tiles_n(), p.group_m);
+  }
+  MK_DEVICE uint32_t first_pair(uint32_t owner) const { return owner * p.taken; }
+  MK_DEVICE uint32_t first_tile(uint32_t owner) const {
+    if constexpr (!Shape::kPaired) return owner * p.tiles;
+    const uint32_t pairs = pair_rows() * tiles_n(), first = first_pair(owner);
+    return upper_tile(first < pairs ? first : pairs);
   }
   MK_DEVICE uint32_t count_of(uint32_t owner) const {
+    if constexpr (Shape::kPaired) return first_tile(owner + 1) - first_tile(owner);
     const uint32_t all = tile_rows() * tiles_n(), begin = owner * p.tiles, left = all > begin ? all - begin : 0;
     return left < p.tiles ? left : p.tiles;
   }
@@ -25,11 +32,12 @@ struct Tiles : OwnedTiles<Tiles> {
     if (!is_own(c)) return store_partial(entered, c, panel, warpgroup, smem);
     store_result(entered, c, panel, warpgroup, smem);
     if constexpr (kWorldSize > 1) {
+      if (!is_there(c)) return;
       char* tile = shared_heap(entered, p.world.local_rank) + result_offset(p, 0, c.index);
       ptx::bulk_store(tile + (panel * kConsumerWarpgroups + warpgroup) * kBlockBytes, smem, kBlockBytes);
     }
   }
-  MK_DEVICE bool announces(const TileCoordinate&) const { return kWorldSize > 1; }
+  MK_DEVICE bool announces(const TileCoordinate& c) const { return kWorldSize > 1 && is_there(c); }
   MK_DEVICE void raise(const Entered& entered, uint32_t tile) const {  // warp function
     const TileCoordinate c = coordinate(tile);
     if (!is_own(c)) return raise_partial(entered, c);
@@ -206,7 +214,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
     if (role == abi::kIntraComm) intra_comm_role(call, p, storage, cta);
   }
   if (role == abi::kInterSend && ptx::warp_index() < 2) inter_send_role(call, p, cta - first_inter_send(p));
-  compute_role(call, Tiles(p, cta - first_inter_reduce(p), role == abi::kInterReduce ? num_inter_reduce(p) : 0), storage.gemm);
+  compute_role(call, Tiles(p, role == abi::kInterReduce ? cta - first_inter_reduce(p) : kStop), storage.gemm);
 }
 
 }  // namespace mkernel

@@ -9,6 +9,7 @@
 namespace mkernel {
 
 static_assert(Config::kIntraComm == 0 && Config::kInterReduce == 0, "no such roles");
+static_assert(!Shape::kPaired, "few rows are no two rows of tiles");
 
 // p.tiles is the number of all tiles; every rank has room for (world size, tiles) partial tiles, and a flag for each. Of ranks on other nodes only
 // the places of the rail peers are used, and only the flags of chunks' first tiles.

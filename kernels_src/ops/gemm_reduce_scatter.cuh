@@ -12,6 +12,10 @@ struct Tiles : OwnedTiles<Tiles> {
   MK_DEVICE RasterPosition position(uint32_t, uint32_t index) const { return raster(index, tile_rows(), tiles_n(), p.group_m); }
   MK_DEVICE uint32_t count_of(uint32_t) const { return p.tiles; }
   MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }  // known to the compiler
+  MK_DEVICE bool pair_exists(uint32_t) const { return true; }
+  MK_DEVICE bool is_taken(const TileCoordinate&) const { return true; }
+  MK_DEVICE uint32_t first_pair(uint32_t) const { return 0; }
+  MK_DEVICE uint32_t first_tile(uint32_t) const { return 0; }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t) const { return c.plane; }
   MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
     if (is_own(c)) {
@@ -20,7 +24,7 @@ struct Tiles : OwnedTiles<Tiles> {
       store_partial(entered, c, panel, warpgroup, smem);
     }
   }
-  MK_DEVICE bool announces(const TileCoordinate& c) const { return !is_own(c); }
+  MK_DEVICE bool announces(const TileCoordinate& c) const { return !is_own(c) && is_there(c); }
   MK_DEVICE void raise(const Entered& entered, uint32_t tile) const { raise_partial(entered, coordinate(tile)); }
 };
 
@@ -37,8 +41,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const abi::Role role = role_of(p, cta);
   const Call call = kEarly ? coming_call(p.world, role) : begin_call_ahead(p.world, role);
   if (ptx::warp_index() == 0 && role == abi::kInterSend) inter_send_role(call, p, cta - first_inter_send(p));
-  compute_role(call, Tiles(p, cta - first_inter_reduce(p), role == abi::kInterReduce ? num_inter_reduce(p) : 0),
-               shared_storage<GemmStorage<Config>>());
+  compute_role(call, Tiles(p, role == abi::kInterReduce ? cta - first_inter_reduce(p) : kStop), shared_storage<GemmStorage<Config>>());
 }
 
 }  // namespace mkernel

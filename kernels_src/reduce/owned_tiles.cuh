@@ -14,23 +14,24 @@ namespace mkernel {
 // one group later, the own ones: what they add has then had time to come. Interleaved: from the second group on one of each other owner and
 // an own one in turn, so that the link has as much to carry at any time.
 // Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
+// With pairs of CTAs an owner has whole pairs: uint32_t first_pair(owner), of all in raster order, and first_tile(owner), of single tiles.
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
-  uint32_t sums_begin, sums_stride;  // of inter_reduce: the sums that this CTA makes
-  MK_DEVICE explicit OwnedTiles(const Parameters& parameters, uint32_t begin = 0, uint32_t stride = 0)
-      : BasicOp(parameters), sums_begin(begin), sums_stride(stride) {}
+  uint32_t first_sum;  // of inter_reduce: the first of the sums that this CTA makes; kStop: it makes none
+  MK_DEVICE explicit OwnedTiles(const Parameters& parameters, uint32_t first = kStop) : BasicOp(parameters), first_sum(first) {}
   MK_DEVICE const Derived& derived() const { return static_cast<const Derived&>(*this); }
 
   static constexpr uint32_t kPeers = kWorldSize - 1, kParts = kPeers > 0 ? 2 : 1;
   static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0, kCanonical = kAdds && Config::kCanonical != 0;
   static constexpr bool kSums = kNodes > 1;
 
-  MK_DEVICE uint32_t num_tiles() const { return p.tiles * kWorldSize; }
-  MK_DEVICE uint32_t num_sums() const { return p.tiles * (kNodes - 1); }
+  // Each number, of these and of sums, is of what CTAs take: a tile, or those of a pair.
+  MK_DEVICE uint32_t num_tiles() const { return p.taken * kWorldSize; }
+  MK_DEVICE uint32_t num_sums() const { return p.taken * (kNodes - 1); }
   MK_DEVICE uint32_t assigned(uint32_t i) const {
     if constexpr (kNodes == 1) return kStop;
-    const uint32_t sum = sums_begin + i * sums_stride;
-    return sums_stride != 0 && sum < num_sums() ? num_tiles() + sum : kStop;
+    const uint32_t sum = (first_sum + i * num_inter_reduce(p)) / Shape::kCluster;  // the CTAs of a pair have the same
+    return first_sum != kStop && sum < num_sums() ? num_tiles() + sum : kStop;
   }
   MK_DEVICE uint32_t peer(uint32_t i) const {  // the i-th other owner
     constexpr uint32_t kRemote = kWorldSize - kR;
@@ -42,13 +43,31 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     const RasterPosition position = derived().exists(owner, index) ? derived().position(owner, index) : RasterPosition{0, 0};
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
-  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+  MK_DEVICE TileCoordinate coordinate(uint32_t tile) const { return coordinate_of(tile, Shape::kPaired ? ptx::cluster_rank() : 0); }
+  MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {  // of a pair
     const bool is_sum = kNodes > 1 && tile >= num_tiles();
     const OwnedTile it = is_sum ? summed(tile - num_tiles()) : multiplied(tile);
+    if constexpr (Shape::kPaired) return of_pair(it.owner, it.index, is_sum, cta);
     return at(it.owner, it.index, is_sum);  // once: it is long
   }
+  // The tile of one CTA of a pair. Tiles keep the numbers that they have without pairs, so that all that is sent lies as it does there.
+  MK_DEVICE uint32_t pair_rows() const { return (tile_rows() + 1) / 2; }
+  MK_DEVICE TileCoordinate of_pair(uint32_t owner, uint32_t index, bool is_sum, uint32_t cta) const {
+    const uint32_t pair = derived().first_pair(owner) + index;
+    if (!derived().pair_exists(pair)) return TileCoordinate{owner, 0, 0, 0, kStop, is_sum};
+    const RasterPosition position = raster(pair, pair_rows(), tiles_n(), p.group_m / 2);
+    return TileCoordinate{owner, 2 * position.row + cta, position.column, 0, upper_tile(pair) - derived().first_tile(owner) + cta, is_sum};
+  }
+  // A pair's upper tile in the raster order of single tiles, in groups of p.group_m rows, an even number. Where the last group has an odd number of
+  // rows, so has each of its columns of tiles.
+  MK_DEVICE uint32_t upper_tile(uint32_t pair) const {
+    return 2 * pair - (pair < p.whole_pairs ? 0 : quotient(pair - p.whole_pairs, p.last_pairs));
+  }
+  MK_DEVICE bool pair_exists(uint32_t pair) const { return pair < pair_rows() * tiles_n(); }
+  // Of a pair both CTAs say the same: also where the lower one has no tile.
+  MK_DEVICE bool is_taken(const TileCoordinate& c) const { return Shape::kPaired ? c.index != kStop : derived().exists(c.plane, c.index); }
   struct OwnedTile {
-    uint32_t owner, index;  // the rank that owns it, and its number among that rank's tiles
+    uint32_t owner, index;  // the rank that owns it, and its number among what is taken of that rank's
   };
   // Example: rank 0 of 3 ranks on one node, whose owners have 4 tiles each, in groups of 2. Written owner:index, tiles 0 to 11 are
   //   first round  1:0 1:1 2:0 2:1                    the others' first group
@@ -56,13 +75,13 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   // Interleaved, the last round is 1:2 2:2 0:0 1:3 2:3 0:1 0:2 0:3. With more groups there are more rounds, each but the last without own
   // tiles of its own group.
   MK_DEVICE OwnedTile multiplied(uint32_t tile) const {
-    const uint32_t own = p.world.rank, first_round = kPeers * group_size(0), groups = (p.tiles + p.group_tiles - 1) / p.group_tiles;
+    const uint32_t own = p.world.rank, first_round = kPeers * group_size(0), groups = (p.taken + p.group_taken - 1) / p.group_taken;
     if (tile < first_round) return OwnedTile{peer(tile / group_size(0)), tile % group_size(0)};
     uint32_t rest = tile - first_round;  // in the rounds after it, then in its own round
     if (groups == 1) return OwnedTile{own, rest};
-    const uint32_t before = rest / (kWorldSize * p.group_tiles), round = before + 1 < groups - 1 ? before + 1 : groups - 1;
-    rest -= (round - 1) * kWorldSize * p.group_tiles;
-    const uint32_t begin = round * p.group_tiles, own_begin = begin - p.group_tiles, size = group_size(begin), sent = kPeers * size;
+    const uint32_t before = rest / (kWorldSize * p.group_taken), round = before + 1 < groups - 1 ? before + 1 : groups - 1;
+    rest -= (round - 1) * kWorldSize * p.group_taken;
+    const uint32_t begin = round * p.group_taken, own_begin = begin - p.group_taken, size = group_size(begin), sent = kPeers * size;
     if (Config::kInterleaved != 0 && rest < kWorldSize * size) {
       const uint32_t turn = rest % kWorldSize, index = rest / kWorldSize;
       return turn < kPeers ? OwnedTile{peer(turn), begin + index} : OwnedTile{own, own_begin + index};
@@ -71,15 +90,15 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   }
   // Sums are made group by group, of each group those for the nearest other node first.
   MK_DEVICE OwnedTile summed(uint32_t sum) const {
-    const uint32_t begin = sum / (p.group_tiles * kOtherNodes) * p.group_tiles, rest = sum - begin * kOtherNodes;
+    const uint32_t begin = sum / (p.group_taken * kOtherNodes) * p.group_taken, rest = sum - begin * kOtherNodes;
     return OwnedTile{rail_peer(p.world, 1 + rest / group_size(begin)), begin + rest % group_size(begin)};
   }
-  MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.tiles - begin < p.group_tiles ? p.tiles - begin : p.group_tiles; }
+  MK_DEVICE uint32_t group_size(uint32_t begin) const { return p.taken - begin < p.group_taken ? p.taken - begin : p.group_taken; }
 
   // ---- for the GEMM
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return kPeers == 0 || c.plane == p.world.rank; }
   MK_DEVICE uint32_t parts(const TileCoordinate& c) const {
-    if (!derived().exists(c.plane, c.index)) return 0;
+    if (!derived().is_taken(c)) return 0;
     return is_own(c) ? kParts : 1;
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t part) const { return part == 1 || c.is_sum; }
@@ -116,17 +135,24 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     const OwnedTiles& op;
     const TileCoordinate& c;
     MK_DEVICE bool arrived(uint32_t i) const { return !c.is_sum && i >= kR - 1; }
-    MK_DEVICE uint32_t flag(uint32_t i) const {
-      return arrived(i) ? arrived_flag(op.p, op.arrived_distance(i), c.index >> op.p.chunk_shift) : op.addend_index(c, i);
+    MK_DEVICE uint32_t flag(uint32_t i, uint32_t further = 0) const {  // of the tile, or of one so many numbers further on
+      if (!arrived(i)) return op.addend_index(c, i) + further;
+      return arrived_flag(op.p, op.arrived_distance(i), (c.index + further) >> op.p.chunk_shift);
     }
     MK_DEVICE uint32_t writer(uint32_t i) const {
       const abi::World& world = op.p.world;
       return arrived(i) ? rail_peer(world, op.arrived_distance(i)) : node_mate(world, local_peer(world, op.source_distance(c, i)));
     }
-    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const { return wait_flag(entered, op.p, flag(i), writer(i)); }
+    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {  // of a pair: the upper tile's, then the lower one's
+      if constexpr (!Shape::kPaired) return wait_flag(entered, op.p, flag(i), writer(i));
+      const uint32_t count = op.addends(c, 1), lower = i < count ? 0 : 1;
+      i -= lower * count;
+      return wait_flag(entered, op.p, flag(i, lower), writer(i));
+    }
   };
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
-    return wait_all(entered, AddendFlags{*this, c}, addends(c, part));
+    const bool is_pair = Shape::kPaired && c.m + 1 < tile_rows();
+    return wait_all(entered, AddendFlags{*this, c}, is_pair ? 2 * addends(c, part) : addends(c, part));
   }
 
   // ---- where a tile goes: a sum to where the network reads it, a partial tile to the node's rank on the owner's rail
@@ -138,7 +164,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   static constexpr uint32_t kPacedWaves = 4;  // of tiles, from which there is much to load behind a partial tile
   // Over a link, and with many tiles to load behind it.
   MK_DEVICE bool paced(const TileCoordinate& c) const {
-    return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() > kPacedWaves * ptx::cta_count();
+    return !c.is_sum && adder(c) != p.world.local_rank && num_tiles() * Shape::kCluster > kPacedWaves * ptx::cta_count();
   }
   MK_DEVICE void store_partial(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup,
                                const char* smem) const {

@@ -40,7 +40,13 @@ MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& 
   storage.stages.wait_filled(stage);
   add_stage<Part>(d, storage, stage.index, warpgroup);
   ptx::sync_warp();  // all lanes have read
-  if (ptx::lane_index() == 0) storage.stages.take(stage);
+  if constexpr (GemmShape<Config>::kPaired) {
+    // To both CTAs, as stages of A and B.
+    const uint32_t lane = ptx::lane_index();
+    if (lane < GemmShape<Config>::kCluster) ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);
+  } else {
+    if (ptx::lane_index() == 0) storage.stages.take(stage);
+  }
   stage.advance();
 }
 template <uint32_t Part, class Config>

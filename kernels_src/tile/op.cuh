@@ -130,9 +130,12 @@ struct BasicOp {
   MK_DEVICE int32_t b_plane(const TileCoordinate&) const { return 0; }
   MK_DEVICE float clamp() const { return p.clamp; }
   MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
+    if (!is_there(c)) return 0;
     const uint32_t left = p.rows - c.m * Shape::kBlockM;
     return left < Shape::kBlockM ? left : Shape::kBlockM;
   }
+  // False: the CTA has no tile here, and multiplies beside its partner in the pair.
+  MK_DEVICE bool is_there(const TileCoordinate& c) const { return !Shape::kPaired || c.m * Shape::kBlockM < p.rows; }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {
     const uint32_t row = c.m * Shape::kBlockM + block_row(c, warpgroup);

@@ -4,11 +4,13 @@
 //
 // A tile's number means both tiles; the CTA of rank 0 in the cluster, the leader, has the upper one. Its scheduler takes numbers, waits for the
 // inputs of both tiles, offers them to its own CTA, and sends them to the scheduler of the other CTA, which offers them there. Where no row is
-// left for the other CTA's tile, that is multiplied with zeros, and none of it is stored. Barriers that the CTAs share:
+// left for the other CTA's tile, that is multiplied with zeros, none of it is stored or sent, and nobody is told of it. Barriers that the CTAs share:
 //   relay.filled   of the other CTA: the leader's scheduler arrives
 //   relay.taken    of the leader: the other scheduler arrives
 //   stages.filled  of each CTA: its own loading thread arrives; bytes come from both
 //   stages.taken   of each CTA: the consumers of both, because its loading thread writes to both
+// Partial tiles that are added to the product each CTA loads for itself, through the same stages. Both CTAs add as many, of no rows where there is
+// no tile, and both give each of these stages back to both: so they always stand at the same stage, of the same use.
 //
 // None of these waits has a deadline. Each is for threads of the same GPU, which are resident as long as the pair is, and none of which stops
 // before the end of the queue: what they wait for outside of the pair has deadlines, and after a failure the leader still offers kStop to both.

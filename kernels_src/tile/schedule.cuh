@@ -16,19 +16,21 @@ MK_DEVICE uint32_t given_tile(const Call& call, const Op& op) {
 template <class Config, class Op>
 class TileSource {
  public:
-  MK_DEVICE TileSource(const Call& call, const Op& op)
-      : op_(op), control_(control_block(call.world)), num_tiles_(op.num_tiles()), given_(given_tile<Config>(call, op)) {}
+  MK_DEVICE TileSource(const Call& call, const Op& op) : call_(call), op_(op), num_tiles_(op.num_tiles()) {}
 
   MK_DEVICE bool take(uint32_t& tile) {  // false: there are no more
-    tile = op_.assigned(num_assigned_);
-    if (tile != kStop) {
-      ++num_assigned_;
-      return true;
+    tile = kStop;
+    if (own_ != kStop) {
+      tile = op_.assigned(own_);
+      if (tile != kStop) {
+        ++own_;
+        return true;
+      }
+      own_ = kStop;
+      tile = given_tile<Config>(call_, op_);  // a CTA that computes from the start has its first tile without an atomic
     }
-    if (given_ != kStop) {  // a CTA that computes from the start has its first tile without an atomic
-      tile = given_, given_ = kStop;
-    } else {
-      tile = ptx::lane_index() == 0 ? ptx::atomic_add(&control_->tile_counter, 1) : 0;
+    if (tile == kStop) {
+      tile = ptx::lane_index() == 0 ? ptx::atomic_add(&control_block(call_.world)->tile_counter, 1) : 0;
       tile = ptx::broadcast(tile, 0) + (ptx::cta_count() - num_comm_ctas(op_.p)) / kCluster;
     }
     return tile < num_tiles_;
@@ -36,9 +38,9 @@ class TileSource {
 
  private:
   static constexpr uint32_t kCluster = GemmShape<Config>::kCluster;
+  const Call& call_;
   const Op& op_;
-  abi::ControlBlock* control_;
-  uint32_t num_tiles_, num_assigned_ = 0, given_;
+  uint32_t num_tiles_, own_ = 0;  // how many tiles assigned to this CTA it has taken; kStop: all, and the one that it has by its index
 };
 
 // The entry of this CTA into the call: opens its EntryGate once, at the first tile that needs other ranks, or after the first tile of own
@@ -72,11 +74,13 @@ MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>
   at.advance();
 }
 
-// The scheduler of a pair's other CTA: offers what the leader's sends. It enters for its own threads, after the first item, as the leader's does.
+// The scheduler of a pair's other CTA: offers what the leader's sends. It enters for its own threads, after the first item, as the leader's does; where
+// they gather, before it, because the leader has no item until they have.
 template <class Config, class Op>
 MK_DEVICE void follow(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   RingPosition<kTileQueue> at, received;
-  bool entered = false;
+  bool entered = Op::kGathers;
+  if (entered) storage.entries.open(call);
   uint32_t item;
 #pragma unroll 1
   do {

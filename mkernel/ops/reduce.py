@@ -38,15 +38,19 @@ class Parameters(ctypes.Structure):
         ("flag_offset", ctypes.c_uint64),
         ("rows", ctypes.c_uint32),
         ("tiles", ctypes.c_uint32),
-        ("group_tiles", ctypes.c_uint32),
+        ("taken", ctypes.c_uint32),
+        ("group_taken", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("chunk_shift", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
         ("shares", ctypes.c_uint32),
+        ("whole_pairs", ctypes.c_uint32),
+        ("last_pairs", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
         ("share_offset", ctypes.c_uint64),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint32 * 2),
+        ("reserved", ctypes.c_uint32 * 14),
         ("a_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -106,7 +110,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
         if plan.packets:
             return "packets"
         puts = f", puts of {plan.chunk_tiles}" if plan.problem.topology.num_nodes > 1 else ""
-        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}"
+        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}{', pairs' if plan.cluster > 1 else ''}"
 
     def binder(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
         return _Binder(world, problem, known, a_stride, c_stride)
@@ -126,7 +130,7 @@ class _Binder:
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, span, packets, stores_rows = plan.of_maps
+        columns, load_rows, span, packets, stores_rows, cluster = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -137,7 +141,7 @@ class _Binder:
             start + result * tiles,
             executable.flag_offset,
             *plan.arguments_of(rows, sizes),
-            *((self._c_stride, executable.packet_offset + sizes.exchanged, c_address) if stores_rows else (0, 0, 0)),
+            *((self._c_stride, 0, executable.packet_offset + sizes.exchanged, c_address) if stores_rows else (0, 0, 0, 0)),
         )
         a_maps = self._a_maps.get((load_rows, span))
         if a_maps is None:
@@ -145,5 +149,5 @@ class _Binder:
             self._a_maps[load_rows, span] = a_maps
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
-        maps = a_maps(a, extent * span), known.map(world, b_address, columns), self._c_maps(c, extent)
+        maps = a_maps(a, extent * span), known.map(world, b_address, columns, cluster), self._c_maps(c, extent)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

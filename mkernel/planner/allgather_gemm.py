@@ -112,13 +112,15 @@ def _plan_of_class(
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted, default = split or Split(), default_split(problem, rows, sm_count, tiles)
-    cluster, paired = asked.cluster or 1, None
+    cluster, paired, may_pay = asked.cluster or 1, None, False
     if asked.cluster is None and span == shares == 1 < topology.size:  # in a world of one the model decides
         product = Paired(topology.size, rows, problem.n, problem.k, problem.b_row_major)
-        paired = pairs.choose(product, tile, wanted, default, sm_count, spared)
+        paired, may_pay = pairs.choose(product, tile, wanted, default, sm_count, spared), pairs.may_pay(product)
     if paired is not None:
         cluster, (tile, wanted) = 2, paired
-    if wanted.compute is wanted.intra_comm is None and span == shares == cluster == 1 and warps_pay(problem, rows, tile, sm_count):
+    # Where pairs may pay no warps push, whose stores would stand in front of the loads that bind: so there are few enough kernels.
+    asks = wanted.compute is wanted.intra_comm is None and span == shares == cluster == 1
+    if asks and not may_pay and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
     chosen = pairs.complete(wanted, default, sm_count, spared, cluster)
     few_waves = tiles <= FEW_WAVES * sm_count

@@ -22,7 +22,7 @@ from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_c
 from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
-from mkernel.planner.tiling import Tiling
+from mkernel.planner.tiling import Tiling, TilingError
 
 __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
@@ -57,10 +57,12 @@ def candidates(
     """
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
-    if confirmed and problem.topology.size > 1 and not (isinstance(rules, AllGatherGemmPlan) and rules.packets):
+    if confirmed and problem.topology.size > 1 and not rules.packets:
         return
     if isinstance(problem, AllGatherGemmProblem):
         yield from _gathers(problem, rows, sm_count, specialize, rules)
+    elif confirmed and rules.packets:
+        yield from _sharing(problem, rows, sm_count, specialize, rules)
     else:
         yield from _reductions(problem, rows, sm_count, specialize, rules)
 
@@ -148,6 +150,11 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
+            # Of several ranks not where values travel in packets, or in one step, which add in another order.
+            if width in _PAIRED_WIDTHS and _may_bind(problem, rows) and (topology.size == 1 or not plan.everywhere):
+                with contextlib.suppress(SplitError, TilingError):  # few SMs, or one step is asked for
+                    tiling = Tiling(width, cluster=2)
+                    yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
 def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
@@ -211,8 +218,7 @@ def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, special
 def _model_decides(problem: Any, sm_count: int) -> bool:
     """Whether it may: where it was confirmed, on as many SMs as an H200 has (docs/model.md); ``candidates`` says among which plans."""
     asked, topology = env.PLANNER.get(), problem.topology
-    confirmed = topology.size == 1 or (topology.num_nodes == 1 and isinstance(problem, AllGatherGemmProblem))
-    return asked == "model" or (asked == "auto" and confirmed and sm_count == CONFIRMED_SMS)
+    return asked == "model" or (asked == "auto" and topology.num_nodes == 1 and sm_count == CONFIRMED_SMS)
 
 
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:

@@ -10,13 +10,14 @@ from collections.abc import Container
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
-__all__ = ["Paired", "choose", "complete", "loads_bind"]
+__all__ = ["Paired", "choose", "complete", "loads_bind", "lone_row", "may_pay", "upper_tile"]
 
 # Of the time of CTAs alone with the same tile, where rows of B are not aligned: in a world of one 0.73 to 0.87 was measured
 # (docs/speed_log.md). Of narrower tiles less of what is loaded is of B.
 _TIME = {256: 0.86, 128: 0.9}
 _GAIN = 0.97  # of the time of CTAs alone: a count of waves is no better than that
 _FEW_TURNS = 4  # from here on, CTAs that finish early have taken others' tiles
+_NO_PAIR = 0xFFFFFFFF  # more than there are
 _FEWEST_K = 1024  # of shorter products nobody has measured pairs, whose CTAs wait for each other at every tile
 
 
@@ -42,6 +43,11 @@ def loads_bind(product: Paired) -> bool:
     return (product.n if product.b_row_major else product.k) % BLOCK_K != 0
 
 
+def may_pay(product: Paired) -> bool:
+    """Whether pairs pay for some number of rows."""
+    return product.k >= _FEWEST_K and loads_bind(product)
+
+
 def choose(
     product: Paired, alone: GemmTile, wanted: Split, default: Split, sm_count: int, spared: Container[str], *, sent: bool = False
 ) -> tuple[GemmTile, Split] | None:
@@ -49,7 +55,7 @@ def choose(
 
     None: there are none, or the split that is wanted has a role that is no whole number of pairs. ``sent``: as in ``GemmTile.deepest``.
     """
-    if wanted.intra_comm == 0 or product.rows <= BLOCK_M or product.k < _FEWEST_K or not loads_bind(product):
+    if wanted.intra_comm == 0 or product.rows <= BLOCK_M or not may_pay(product):
         return None
     try:
         split = complete(wanted, default, sm_count, spared, 2)
@@ -86,3 +92,20 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     if any((number or 0) % cluster for number in dataclasses.astuple(found)):
         raise SplitError(found, "each role needs an even number of SMs where CTAs are pairs", "make it even")
     return found
+
+
+def lone_row(tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """Pairs of tiles before the last group of ``group_m`` rows, an even number, and rows of pairs in it, if its last row is alone.
+
+    Pairs are numbered in the raster order of pairs of rows, in groups of half as many. Else there are no pairs from the first number on.
+    """
+    whole = tile_rows // group_m * group_m
+    return (whole // 2 * tiles_n, (tile_rows - whole + 1) // 2) if tile_rows % 2 else (_NO_PAIR, 1)
+
+
+def upper_tile(pair: int, whole_pairs: int, last_pairs: int) -> int:
+    """The number of a pair's upper tile in the raster order of single tiles; of ``lone_row``.
+
+    A last row may be alone: in its group each column has an odd number of tiles.
+    """
+    return 2 * pair - (0 if pair < whole_pairs else (pair - whole_pairs) // last_pairs)

@@ -159,6 +159,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     work = _work(
         *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
+        cluster=plan.cluster,
         stages=plan.tile.stages,
         shares=plan.shares,
     )
@@ -223,7 +224,7 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     added = topology.ranks_per_node + nodes - 1  # partial tiles of the own node, and sums of the others
     add = waves(plan.tiles, compute) * added * plan.partial_bytes / machine.add / _STEPS
     t = work.cost.seconds
-    lag = math.ceil(_STEPS / math.ceil(plan.tiles / plan.group_tiles))  # own tiles follow those of others of the next group
+    lag = math.ceil(_STEPS / math.ceil(plan.taken / plan.group_tiles))  # own tiles follow those of others of the next group
     entry = entered(machine, conditions, topology)
     worked = summed = start  # products of the computing CTAs, sums of own tiles
     link = start + max(entry, t if mates else 0.0)  # nothing leaves before the first tile is done
@@ -240,7 +241,7 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
             if gathers and mates:
                 # Results go over the same links as partial tiles.
                 pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + back / _STEPS / pull_rate
-    last = min(compute, plan.group_tiles, plan.tiles) / plan.tiles  # own tiles that are done at the same time, in the end
+    last = min(compute // plan.cluster, plan.group_tiles, plan.taken) / plan.taken  # own tiles that are done at the same time, in the end
     end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed
     end += plan.partial_bytes / machine.cta_link
     links = (near + back) / link_rate if mates else 0.0

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from mkernel import abi
+from mkernel.planner import pairs
 from mkernel.planner.gemm import (
     BLOCK_K,
     BLOCK_M,
@@ -87,25 +88,26 @@ def make_plan(
     TilingError
         A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, and tiles travel.)
     """
-    fields, asked = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling()
+    fields, asked, of_class = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling(), class_of(rows)
     _check_tiling(problem, asked, split)
     if problem.canonical:
         asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
-    plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked)
-    if asked.shares is None and plan.shares > 1 and not _room_for_shares(problem, sm_count, fields):
-        asked = dataclasses.replace(asked, shares=1)
-        plan = _plan_of_class(problem, class_of(rows), sm_count, split, tile, group_tiles, fields, asked)
+    plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
+    if (asked.shares is None and plan.shares > 1) or (asked.cluster is None and plan.cluster > 1):
+        room = _room(problem, sm_count, fields)
+        asked = dataclasses.replace(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
+        plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
     return plan.of_rows(rows)
 
 
 def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) -> None:
     """Raises TilingError where no number of rows could have such tiles."""
     size, steps = problem.topology.size, math.ceil(problem.k / BLOCK_K)
-    packets = may_be_packed(problem) and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
-    if asked.cluster not in (None, 1):
-        raise TilingError(f"{asked}: reductions have no pairs of CTAs")
+    packets = may_be_packed(problem) and asked.cluster != 2 and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
+    if asked.cluster == 2 and problem.algorithm == "one_shot":
+        raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs")
     if asked.span not in (None, 1) and not (problem.op == REDUCE_SCATTER and asked.span == size and packets):
         raise TilingError(f"{asked}: span must be 1, or, of a reduce-scatter that may travel in packets, all {size} ranks")
     if asked.shares not in (None, 1):
@@ -116,10 +118,13 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
 
 
 @functools.lru_cache(maxsize=64)
-def _room_for_shares(problem: ReduceProblem, sm_count: int, specialize: Specialized) -> bool:
-    """Whether all classes together have few enough kernels. Without shares they do."""
-    plans = (_plan_of_class(problem, rows, sm_count, None, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS))
-    return len({plan.spec for plan in plans}) <= MOST_KERNELS
+def _room(problem: ReduceProblem, sm_count: int, specialize: Specialized) -> Tiling:
+    """What is left out, by the value 1, so that all classes together have few enough kernels: nothing, shares of K, pairs of CTAs, both."""
+    for room in (Tiling(), Tiling(shares=1), Tiling(cluster=1)):
+        plans = (_plan_of_class(problem, rows, sm_count, None, None, None, specialize, room) for rows in classes(EXAMINED_ROWS))
+        if len({plan.spec for plan in plans}) <= MOST_KERNELS:
+            return room
+    return Tiling(shares=1, cluster=1)
 
 
 def _plan_of_class(
@@ -132,8 +137,9 @@ def _plan_of_class(
     specialize: Specialized,
     asked: Tiling,
 ) -> ReducePlan:
-    scatters, topology = problem.op == REDUCE_SCATTER, problem.topology
-    algorithm = "two_shot" if scatters else problem.algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
+    scatters, topology, cluster = problem.op == REDUCE_SCATTER, problem.topology, asked.cluster or 1
+    algorithm = "two_shot" if scatters or cluster > 1 else problem.algorithm
+    algorithm = algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
     wanted, tail, given = split or Split(), _TAIL if topology.size > 1 else 0.0, tile
     if tile is None:
         tile_rows, owners = math.ceil(rows / BLOCK_M), topology.size if scatters else 1
@@ -141,19 +147,29 @@ def _plan_of_class(
         if algorithm == "one_shot":
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     load_rows = choose_load_rows(rows)
-    plan = ReducePlan(problem, rows, wanted, tile, 1, 1, load_rows=load_rows, algorithm=algorithm, specialize=specialize)
+    plan = ReducePlan(problem, rows, wanted, tile, 1, 1, load_rows=load_rows, algorithm=algorithm, cluster=cluster, specialize=specialize)
+    group_was_chosen = group_tiles is None
     if group_tiles is None:
         group_tiles = choose_group(plan, sm_count)
-    # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further.
+    # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further, also
+    # where each pair of a group has one tile.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
-    # A split with CTAs that pull, wider tiles, or those of one owner ask for the other kernel.
-    if not wanted.intra_comm and (asked.block_n or 0) <= _FEW_BLOCK_N and not (scatters and asked.span == 1):
+    # A split with CTAs that pull, wider tiles, those of one owner, or pairs of CTAs ask for the other kernel.
+    few_columns = (asked.block_n or 0) <= _FEW_BLOCK_N
+    if not wanted.intra_comm and cluster == 1 and few_columns and not (scatters and asked.span == 1):
         for packed in _packed(plan, sm_count, given, asked.shares):
             if fits_packets(packed):
                 chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
                 return dataclasses.replace(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
-    chosen = wanted.complete(default_split(plan, sm_count), sm_count)
+    default = default_split(plan, sm_count)
+    if asked.cluster is None and given is None and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
+        product = pairs.Paired(topology.size if scatters else 1, rows, problem.n, problem.k, problem.b_row_major)
+        paired = pairs.choose(product, tile, wanted, default, sm_count, (), sent=True)
+        if paired is not None:
+            in_pairs = dataclasses.replace(asked, cluster=2)
+            return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_pairs)
+    chosen = pairs.complete(wanted, default, sm_count, (), cluster)
     interleaved = saturates_link(plan, sm_count)
     return dataclasses.replace(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
@@ -179,18 +195,18 @@ def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int 
 
 
 def choose_group(plan: ReducePlan, sm_count: int) -> int:
-    """How many tiles of an owner are computed one after the other, before own ones follow.
+    """How many tiles of an owner, or pairs of them, are computed one after the other, before own ones follow.
 
     All of them where the links are what an all-reduce waits for: they carry partial tiles first, and then results, faster than both at once
     (measured, docs/speed_log.md).
     """
     if link_bound(plan, sm_count):
-        return plan.tiles
-    rows = min(GROUP_M, plan.tile_rows or 1)
+        return plan.taken
+    rows = math.ceil(min(GROUP_M, plan.tile_rows or 1) / plan.cluster)
     topology = plan.problem.topology
     near = plan.op == ALLREDUCE and topology.num_nodes == 1 and topology.size > 2
-    wanted = plan.tiles // (_ALLREDUCE_GROUPS if near else _GROUPS)
-    return max(1, max(sm_count // 2, wanted) // rows) * rows
+    wanted = plan.taken // (_ALLREDUCE_GROUPS if near else _GROUPS)
+    return max(1, max(sm_count // (2 * plan.cluster), wanted) // rows) * rows
 
 
 def link_bound(plan: ReducePlan, sm_count: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, shift_of
+from mkernel.planner.pairs import lone_row, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
 from mkernel.planner.specialize import Specialized, remark
@@ -18,8 +19,10 @@ __all__ = ["PARAMETER_BYTES", "SPECIALIZED", "ReducePlan", "Tile"]
 
 # By default (docs/benchmarks.md): an all-reduce of few rows takes 1 us less with K compiled in, 4096 with N; a reduce-scatter nothing.
 SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])}
-PARAMETER_BYTES = 640  # sizeof(Parameters); ops/reduce.py mirrors the struct
-_ARGUMENTS = ("rows", "tiles", "group_tiles", "group_m", "chunk_shift", "load_rows", "shares")  # of a launch
+PARAMETER_BYTES = 704  # sizeof(Parameters); ops/reduce.py mirrors the struct
+_ARGUMENTS = (  # of a launch
+    *("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "shares", "whole_pairs", "last_pairs"),
+)
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
 
@@ -47,7 +50,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     ``rows``: of a rank's result (M / W for the reduce-scatter, M for the all-reduce).
     """
 
-    group_tiles: int  # of an owner, that are computed one after the other
+    group_tiles: int  # of an owner, that are computed one after the other; with pairs of CTAs so many pairs of tiles
     chunk_tiles: int  # of one put
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
@@ -55,6 +58,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     shares: int = 1  # CTAs that share K of a tile, in packets
     algorithm: str = "two_shot"
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
+    cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh); then group_m is even
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
@@ -88,7 +92,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
         more |= {"kShares": int(self.shares > 1)} if self.packets else {}
-        return self.spec_with(name, PARAMETER_BYTES, alone=1, **more)
+        return self.spec_with(name, PARAMETER_BYTES, self.cluster, alone=1, **more)
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -97,7 +101,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
-        return rows, sizes.tiles, *self.of_arguments
+        return rows, sizes.tiles, sizes.taken, *self.of_arguments, sizes.whole_pairs, sizes.last_pairs
 
     @derived
     def of_arguments(self) -> tuple[int, ...]:
@@ -105,10 +109,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, self.shares
 
     @derived
-    def of_maps(self) -> tuple[int, int, int, bool, bool]:
-        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows. Whether in packets; and threads store rows."""
+    def of_maps(self) -> tuple[int, int, int, bool, bool, int]:
+        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows.
+
+        Whether in packets; whether threads store rows; and CTAs of a cluster.
+        """
         stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER)
-        return self.tile.block_n, self.load_rows, self.span, self.packets, stores_rows
+        return self.tile.block_n, self.load_rows, self.span, self.packets, stores_rows, self.cluster
 
     def describe(self) -> str:
         p, split = self.problem, self.split
@@ -124,6 +131,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs{remark(self.specialize, SPECIALIZED[self.op])}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}"
+            f"{f', {self.taken} pairs for pairs of CTAs' if self.cluster > 1 else ''}"
             f"{', the owners in turn' if self.interleaved and len(self.groups()) > 1 else ''}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
             f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
@@ -142,13 +150,25 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def tiles(self) -> int:
-        """Per owner; all tiles where everyone computes everything."""
-        return -(-self.tile_rows * self.tiles_n // self.owners)
+        """Per owner, at most; all tiles where everyone computes everything."""
+        return self._tiles_of(self.rows)[0]
+
+    @derived
+    def taken(self) -> int:
+        """The same in what clusters take at a time."""
+        return self._tiles_of(self.rows)[1]
+
+    def _tiles_of(self, rows: int) -> tuple[int, int]:
+        """Both, of so many rows."""
+        tile_rows, cluster = -(-rows * self.span // BLOCK_M), self.cluster
+        taken = -(-(-(-tile_rows // cluster) * self.tiles_n) // self.owners)
+        return tile_rows * self.tiles_n if self.owners == 1 else cluster * taken, taken
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
-        tiles = -(-(-(-rows * self.span // BLOCK_M) * self.tiles_n) // self.owners)
-        return sizes_of((self.grid, tiles, self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0))
+        tiles, taken = self._tiles_of(rows)
+        lone = lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m) if self.cluster > 1 else (0, 0)
+        return sizes_of((self.grid, tiles, taken, *lone, self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0))
 
     @derived
     def grid(self) -> int:
@@ -288,14 +308,36 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     # ---- the schedule (the mirror of OwnedTiles in the kernel; a test compares them)
     def exists(self, owner: int, index: int) -> bool:
-        """The last owners of an all-reduce in two steps may have fewer tiles."""
-        return self.op == REDUCE_SCATTER or self.everywhere or owner * self.tiles + index < self.tile_rows * self.tiles_n
+        """The last owners of an all-reduce in two steps may have fewer tiles; with pairs of CTAs others, too."""
+        return index < self.tiles if self.owners == 1 else self.first_tile(owner) + index < self.first_tile(owner + 1)
+
+    def first_tile(self, owner: int) -> int:
+        """Among all tiles in raster order the first one of an owner, or the end of them."""
+        if self.owners == 1:
+            return 0
+        first = min(owner * self.taken, math.ceil(self.tile_rows / self.cluster) * self.tiles_n)
+        return self.upper_tile(first) if self.cluster > 1 else first
+
+    def upper_tile(self, pair: int) -> int:
+        """The number of a pair's upper tile among all tiles in raster order."""
+        return upper_tile(pair, *lone_row(self.tile_rows, self.tiles_n, self.group_m))
 
     def at(self, owner: int, index: int, is_sum: bool = False, share: int = 0) -> Tile:
         if not self.exists(owner, index):
             return Tile(owner, index, 0, 0, is_sum)
-        of_all = index if self.op == REDUCE_SCATTER or self.everywhere else owner * self.tiles + index
+        of_all = self.first_tile(owner) + index
         return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum, share)
+
+    def taken_at(self, owner: int, number: int, is_sum: bool = False) -> list[Tile]:
+        """What a cluster takes of an owner's tiles: one, or the tiles of a pair that exist; tiles of a pair keep their numbers."""
+        if self.cluster == 1:
+            return [self.at(owner, number, is_sum)]
+        pair, rows = (owner if self.owners > 1 else 0) * self.taken + number, math.ceil(self.tile_rows / 2)
+        if pair >= rows * self.tiles_n:
+            return []
+        row, _ = raster(pair, rows, self.tiles_n, self.group_m // 2)
+        first = self.upper_tile(pair) - self.first_tile(owner)
+        return [self.at(owner, first + i, is_sum) for i in range(min(2, self.tile_rows - 2 * row))]
 
     def peers(self, rank: int) -> list[int]:
         """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""
@@ -306,27 +348,36 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return [topology.rank((node + n) % topology.num_nodes, (local + i) % per_node) for n, i in remote + near]
 
     def groups(self) -> list[range]:
-        return [range(i, min(i + self.group_tiles, self.tiles)) for i in range(0, self.tiles, self.group_tiles)]
+        """Numbers, among what clusters take of an owner's tiles, that follow each other."""
+        return [range(i, min(i + self.group_tiles, self.taken)) for i in range(0, self.taken, self.group_tiles)]
 
-    def tiles_of(self, rank: int) -> Iterator[Tile]:
-        """What ``rank`` computes, in the order in which its CTAs take it; tiles that do not exist included."""
+    def taken_of(self, rank: int) -> Iterator[list[Tile]]:
+        """What ``rank`` computes, in the order in which its clusters take it; CTAs alone also take tiles that do not exist."""
         if self.everywhere:
             for is_sum in (False,) if self.packets and self.shares == 1 else (False, True):
-                yield from (self.at(rank, index, is_sum, share) for index in range(self.tiles) for share in range(self.shares))
+                yield from ([self.at(rank, index, is_sum, share)] for index in range(self.tiles) for share in range(self.shares))
             return
         peers, before = self.peers(rank), range(0)
         for group in [*self.groups(), range(0)]:
             in_turn = len(group) if self.interleaved and before else 0
             for i in range(in_turn):
-                yield from (self.at(owner, group[i]) for owner in peers)
-                yield self.at(rank, before[i])
-            yield from (self.at(owner, index) for owner in peers for index in group[in_turn:])
-            yield from (self.at(rank, index) for index in before[in_turn:])
+                yield from (self.taken_at(owner, group[i]) for owner in peers)
+                yield self.taken_at(rank, before[i])
+            yield from (self.taken_at(owner, index) for owner in peers for index in group[in_turn:])
+            yield from (self.taken_at(rank, index) for index in before[in_turn:])
             before = group
 
-    def sums_of(self, rank: int) -> Iterator[Tile]:
-        """The sums of its node that ``rank`` makes for the owners on its rail, in order."""
+    def tiles_of(self, rank: int) -> Iterator[Tile]:
+        """The tiles of ``taken_of``."""
+        return itertools.chain.from_iterable(self.taken_of(rank))
+
+    def taken_sums_of(self, rank: int) -> Iterator[list[Tile]]:
+        """The sums of its node that ``rank`` makes for the owners on its rail, in the order in which its clusters take them."""
         if not self.everywhere:
             for group in self.groups():
                 for owner in self.problem.topology.rail_peers(rank):
-                    yield from (self.at(owner, index, True) for index in group)
+                    yield from (self.taken_at(owner, index, True) for index in group)
+
+    def sums_of(self, rank: int) -> Iterator[Tile]:
+        """The sums of ``taken_sums_of``."""
+        return itertools.chain.from_iterable(self.taken_sums_of(rank))

@@ -18,14 +18,21 @@ class Sizes(NamedTuple):
         CTAs.
     tiles
         Per owner; all tiles where everyone adds up everything.
+    taken
+        The same in what clusters take at a time: as many for CTAs alone, or pairs of tiles.
+    whole_pairs, last_pairs
+        Of ``pairs.lone_row``, with pairs of CTAs.
     exchanged
         Where CTAs share K: bytes of the packets of the ranks, behind which those of shares begin.
     """
 
     grid: int
     tiles: int
+    taken: int
+    whole_pairs: int
+    last_pairs: int
     exchanged: int
 
 
 # Of all its fields, without a function of Python in between.
-sizes_of: Callable[[tuple[int, int, int]], Sizes] = functools.partial(tuple.__new__, Sizes)
+sizes_of: Callable[[tuple[int, int, int, int, int, int]], Sizes] = functools.partial(tuple.__new__, Sizes)

@@ -55,7 +55,9 @@ def node_sums(plan: ReducePlan, rank: int, operands: Callable[[int], tuple[Any, 
     problem = plan.problem
     topology, rounds = problem.topology, problem.partials == "output" and problem.topology.size > 1
     scatters, sums = problem.op == REDUCE_SCATTER, topology.num_nodes > 1 and not plan.one_shot
-    own = rank if scatters else None  # its product stays exact; in an all-reduce each tile has another owner
+    # The owner's product stays exact, but for a canonical sum; in an all-reduce each tile has another owner.
+    exact = scatters and not problem.canonical
+    own = rank if exact else None
     rows = slice(rank * plan.rows, (rank + 1) * plan.rows) if scatters else slice(None)
     nodes = []
     for node in range(topology.num_nodes):
@@ -63,7 +65,7 @@ def node_sums(plan: ReducePlan, rank: int, operands: Callable[[int], tuple[Any, 
         for source in topology.node_ranks(node):
             a, b = operands(source)
             products.append(Product(a[rows], b, rounds and source != own))
-        nodes.append(NodeSum(products, rounds and sums and not (scatters and node == topology.node(rank))))
+        nodes.append(NodeSum(products, rounds and sums and not (exact and node == topology.node(rank))))
     return nodes
 
 

@@ -68,7 +68,7 @@ NAMED = (
     _named("forms of other splits", "runtime/world.py", "            self.forms.clear()\n", ""),
     _named("libraries on other streams", "ops/call.py", "(not others or _all_on(queue, others))", "True"),
     _named("a plan of any rows", "ops/prepared_plan.py", "if self.max_rows is not None and rows > self.max_rows:", "if False:"),
-    _named("a kernel for exact rows", "planner/reduce.py", "_plan_of_class(problem, class_of(rows),", "_plan_of_class(problem, rows,"),
+    _named("a kernel for exact rows", "planner/reduce.py", "tiling or Tiling(), class_of(rows)", "tiling or Tiling(), rows"),
     _named(
         "no rows are in a class of their own",
         "planner/row_classes.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
@@ -17,6 +19,7 @@ from tests.nvrtc.test_kernels import (
     _own_cache,  # noqa: F401 - a fixture for every test here
     compiled,
     fits,
+    loops,
     relative_cost,
 )
 
@@ -94,6 +97,42 @@ def test_kernel(
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
     assert not {name for name in instructions if "MULTI" in name or name.startswith("LDGMC")}, "multicast"
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.cases(
+    how=(REDUCE_SCATTER, "two_shot"),
+    block_n=(64, 128, 192, 256),
+    world=("1x1", "1x2", "1x4", "2x2", "4x1", "4x8"),
+    row_major=(True, False),
+    dtype=("bfloat16", "float16"),
+    partials=("output", "float32"),
+    specialize=MODES,
+    canonical=(False, True),
+)
+def test_kernel_of_pairs(
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    world: str,
+    block_n: int,
+    row_major: bool,
+    dtype: str,
+    partials: str,
+    specialize: str,
+    canonical: bool,
+) -> None:
+    problem = plan_of(how, world, block_n, dtype, row_major, partials, canonical=canonical).problem
+    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(block_n, cluster=2))
+    instructions = compiled(caplog, plan.spec)
+    kind = ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
+    assert {"UTMALDG.3D", "UTMALDG.3D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT"} <= instructions
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+    assert not {name for name in instructions if "MULTIMEM" in name or name.startswith("LDGMC")}, "NVLink multicast"
+    sass = cuda.disassemble(cuda.compile(plan.spec))
+    assert sass is not None
+    (loop,) = loops(sass, "HGMMA")
+    assert not any(re.search("MEMBAR|CCTL|ERRBAR", line) for line in loop), "no fence of GPU scope for each k step"
 
 
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])

@@ -80,6 +80,7 @@ class Case:
     partials: str = "output"  # of the reductions
     algorithm: str | None = None  # of gemm_allreduce
     tiling: Tiling | None = None  # what tiles cover, where that is not predicted
+    canonical: bool = False  # of the reductions, in a world with batch_invariant
 
     @property
     def reduces(self) -> bool:
@@ -240,6 +241,7 @@ class Result:
         if not self.rows:
             return 0.0, np.argwhere(self.c)
         problem = ReduceProblem(case.op, self.topology, case.n, case.k, case.dtype, case.row_major, case.partials, case.algorithm)
+        problem = dataclasses.replace(problem, canonical=case.canonical)
         nodes = node_sums(make_plan(problem, self.rows, _SMS), self.rank, lambda rank: (self._a(rank), self._b(rank)))
         products = [(p.a.astype(np.float64), p.b.astype(np.float64)) for node in nodes for p in node.products]
         far = np.abs(self.c.astype(np.float64) - sum(a @ b for a, b in products))

@@ -78,6 +78,84 @@ PAIRS = [
         workload="pairs",
         found_as="deadlock",
     ),
+    # The reductions.
+    Bug(
+        "a stage of partial tiles is given back by the consumers of one CTA of a pair",
+        "tile/multiply.cuh",
+        "ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);",
+        "ptx::mbarrier_arrive(&storage.stages.taken[stage.index]);",
+        workload="reduce pairs",
+    ),
+    Bug(
+        "a stage of partial tiles is given back to one CTA of a pair",
+        "tile/multiply.cuh",
+        "ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);",
+        "ptx::cluster_give_back(&storage.stages.taken[stage.index], 0);",
+        workload="reduce pairs",
+    ),
+    Bug(
+        "a CTA without a tile passes through fewer stages than its partner",
+        "reduce/owned_tiles.cuh",
+        "    if (c.is_sum) return kR;\n",
+        "    if (c.is_sum) return kR;\n    if (!is_there(c)) return 0;\n",
+        workload="reduce pairs",
+    ),
+    Bug(
+        "a pair waits for what its upper tile adds",
+        "reduce/owned_tiles.cuh",
+        "is_pair ? 2 * addends(c, part)",
+        "is_pair ? addends(c, part)",
+        workload="reduce pairs",
+    ),
+    *(
+        Bug(
+            f"the lower tile of a pair adds what is the upper one's: {workload}",
+            "reduce/owned_tiles.cuh",
+            "partial_offset(p, addend_index(c, i)));",
+            "partial_offset(p, addend_index(c, i) - ptx::cluster_rank()));",
+            workload=workload,
+            found_as="wrong",
+        )
+        for workload in ("reduce pairs", "two shot pairs")
+    ),
+    *(
+        Bug(
+            f"a tile that the lower CTA of a pair does not have is sent: {workload}",
+            "tile/op.cuh",
+            "    if (!is_there(c)) return 0;\n",
+            workload=workload,
+        )
+        for workload in ("reduce pairs", "two shot pairs")
+    ),
+    Bug(
+        "others are told of a tile that the lower CTA of a pair does not have: reduce",
+        "ops/gemm_reduce_scatter.cuh",
+        "return !is_own(c) && is_there(c); }",
+        "return !is_own(c); }",
+        workload="reduce pairs",
+    ),
+    Bug(
+        "others are told of a tile that the lower CTA of a pair does not have: two shot",
+        "ops/gemm_allreduce.cuh",
+        "return kWorldSize > 1 && is_there(c); }",
+        "return kWorldSize > 1; }",
+        workload="two shot pairs",
+    ),
+    Bug(
+        "a finished tile that the lower CTA of a pair does not have is stored over another one",
+        "ops/gemm_allreduce.cuh",
+        "      if (!is_there(c)) return;\n",
+        workload="two shot pairs",
+    ),
+    Bug(
+        "the CTAs of a pair make sums of their own",
+        "reduce/owned_tiles.cuh",
+        "(first_sum + i * num_inter_reduce(p)) / Shape::kCluster;",
+        "first_sum + i * num_inter_reduce(p);",
+        world="2x2",
+        workload="reduce pairs",
+        sms=8,
+    ),
     # Nothing is wrong with the pair: that it leaves where a chunk never comes.
     Bug(
         "a flag that is never raised",

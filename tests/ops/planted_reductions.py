@@ -25,8 +25,8 @@ REDUCTIONS = [
     Bug(
         "nobody waits for partial tiles",
         "reduce/owned_tiles.cuh",
-        "    return wait_all(entered, AddendFlags{*this, c}, addends(c, part));",
-        "    return true;",
+        "    return wait_all(entered, AddendFlags{*this, c}, is_pair ? 2 * addends(c, part) : addends(c, part));",
+        "    return is_pair || true;",
         workload="reduce",
     ),
     Bug(
@@ -40,8 +40,8 @@ REDUCTIONS = [
     Bug(
         "the last partial tile is not waited for",
         "reduce/owned_tiles.cuh",
-        "AddendFlags{*this, c}, addends(c, part));",
-        "AddendFlags{*this, c}, addends(c, part) - 1);",
+        "is_pair ? 2 * addends(c, part) : addends(c, part));",
+        "addends(c, part) - 1);",
         world="1x4",
         workload="reduce",
     ),

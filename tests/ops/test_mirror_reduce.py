@@ -18,6 +18,7 @@ from mkernel.ops.reduce import Parameters
 from mkernel.planner.gemm import GemmTile
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.split import Split
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.runtime.cpu.scheduler import scheduler_library
 
@@ -95,19 +96,30 @@ _CASES = [
     (3, 5, 1000, 256, 4, 4, 4, (2, 2, 3), False),
     (4, 8, 264, 128, 16, 7, 4, (4, 2, 2), False),
 ]
+# The same for pairs of CTAs, whose groups are of pairs of tiles.
+_PAIRS = [
+    (1, 1, 264, 64, 16, 4, 1, (0, 0, 0), False),
+    (1, 2, 264, 256, 6, 3, 2, (2, 0, 0), True),
+    (1, 3, 520, 64, 2, 4, 1, (2, 0, 0), False),
+    (1, 4, 72, 128, 2, 2, 1, (4, 0, 0), True),
+    (2, 2, 520, 192, 4, 3, 2, (2, 2, 2), False),
+    (2, 2, 264, 64, 8, 4, 4, (2, 2, 4), True),
+    (4, 1, 136, 64, 2, 5, 2, (2, 4, 2), False),
+    (3, 5, 1000, 256, 4, 4, 4, (2, 2, 4), False),
+]
 
 
-def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str, specialize: str) -> ReducePlan:
+def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str, specialize: str, cluster: int = 1) -> ReducePlan:
     nodes, per_node, n, block_n, group_m, group_tiles, chunk_tiles, (intra, send, reduce), interleaved = case
     topology = Topology(nodes * per_node, per_node)
     one_shot = algorithm == "one_shot"
-    split = Split(3, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
+    split = Split(3 if cluster == 1 else 2, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
     if split.intra_comm == 0 and op == ALLREDUCE and not one_shot and topology.size > 1:
-        split = dataclasses.replace(split, intra_comm=1)
+        split = dataclasses.replace(split, intra_comm=cluster)
     problem = ReduceProblem(op, topology, n, 64, "bfloat16", False, partials, algorithm)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mkernel.planner.reduce.fits_packets", lambda plan: False)  # those are for test_mirror_packets.py
-        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), group_tiles, specialize)
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), group_tiles, specialize, Tiling(cluster=cluster))
     return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
 
@@ -125,6 +137,14 @@ def check_order(mirror: Mirror, rank: int) -> None:
     plan = mirror.plan
     expected = [(t.owner, t.index, t.m, t.n, t.is_sum, plan.exists(t.owner, t.index), t.share) for t in plan.tiles_of(rank)]
     found = mirror.tiles(rank)
+    if plan.cluster > 1:
+        there = [t for t in found if t[5]]
+        assert there == expected
+        numbers = [list(together) for _, together in itertools.groupby(range(len(found)), lambda i: i // 2)]
+        assert [[found[i] for i in pair if found[i][5]] for pair in numbers] == [
+            [(t.owner, t.index, t.m, t.n, t.is_sum, True, t.share) for t in together] for together in plan.taken_of(rank)
+        ]
+        return
     assert [t if t[5] else (*t[:2], *t[4:]) for t in found] == [t if t[5] else (*t[:2], *t[4:]) for t in expected]
 
 
@@ -132,30 +152,52 @@ def check_order(mirror: Mirror, rank: int) -> None:
 @pytest.mark.drawn(4)
 def test_tiles_with_owners(name: str, op: str, partials: str, specialize: str) -> None:
     for rows in (0, 1, 129, 300, 1000):
-        plan = plan_of(_BY_NAME[name], op, "two_shot", rows, partials, specialize)
-        mirror, ranks = Mirror(plan), range(plan.problem.topology.size)
+        check_all(plan_of(_BY_NAME[name], op, "two_shot", rows, partials, specialize))
+
+
+_PAIRS_BY_NAME = {f"{case[0]}x{case[1]}{' in turn' if case[-1] else ''}": case for case in _PAIRS}
+
+
+@pytest.mark.cases(name=tuple(_PAIRS_BY_NAME), op=(REDUCE_SCATTER, ALLREDUCE), partials=("output", "float32"), specialize=("all", "none"))
+@pytest.mark.drawn(4)
+def test_pairs_of_tiles_with_owners(name: str, op: str, partials: str, specialize: str) -> None:
+    for rows in (0, 1, 129, 300, 650, 1000, 2180):
+        plan = plan_of(_PAIRS_BY_NAME[name], op, "two_shot", rows, partials, specialize, cluster=2)
+        assert plan.spec.cluster == 2
+        check_all(plan)
+        alone = plan_of(_PAIRS_BY_NAME[name], op, "two_shot", rows, partials, specialize)
+        assert {(t.owner, t.m, t.n) for t in plan.tiles_of(0)} >= {(t.owner, t.m, t.n) for t in alone.tiles_of(0) if op == REDUCE_SCATTER}
+        assert {(t.m, t.n) for t in plan.tiles_of(0)} == {(t.m, t.n) for t in alone.tiles_of(0) if alone.exists(t.owner, t.index)}
+
+
+def check_all(plan: ReducePlan) -> None:
+    """The kernel of a plan has its order; and what one rank stores is what another looks for."""
+    op = plan.op
+    mirror, ranks = Mirror(plan), range(plan.problem.topology.size)
+    for rank in ranks:
+        check_order(mirror, rank)
+        check_sums(mirror, rank)
+    memories = {rank: Memory() for rank in ranks}
+    if len(ranks) > 1:
         for rank in ranks:
-            check_order(mirror, rank)
-            check_sums(mirror, rank)
-        memories = {rank: Memory() for rank in ranks}
-        if len(ranks) > 1:
-            for rank in ranks:
-                record_sent(mirror, rank, memories)
-        if op == ALLREDUCE:
-            for rank in ranks:
-                record_finished(mirror, rank, memories)
+            record_sent(mirror, rank, memories)
+    if op == ALLREDUCE:
         for rank in ranks:
-            memories[rank].check(plan)
-            check_added(mirror, rank, memories)
+            record_finished(mirror, rank, memories)
+    for rank in ranks:
+        memories[rank].check(plan)
+        check_added(mirror, rank, memories)
     check_roles(mirror)
 
 
 def check_sums(mirror: Mirror, rank: int) -> None:
     plan = mirror.plan
-    expected, ctas = list(plan.sums_of(rank)), plan.split.inter_reduce or 0
+    expected, ctas, cluster = list(plan.taken_sums_of(rank)), plan.split.inter_reduce or 0, plan.cluster
     for cta in range(ctas):
         found = [mirror.tile(rank, number) for number in mirror.assigned(rank, cta)]
-        assert [(t[0], t[1], bool(t[4])) for t in found] == [(t.owner, t.index, True) for t in expected[cta::ctas]]
+        found = [tile for tile in found if tile[5] or cluster == 1]
+        mine = [taken[cta % cluster] for taken in expected[cta // cluster :: ctas // cluster] if cta % cluster < len(taken)]
+        assert [(t[0], t[1], bool(t[4])) for t in found] == [(t.owner, t.index, True) for t in mine]
 
 
 def record_sent(mirror: Mirror, rank: int, memories: dict[int, Memory]) -> None:

@@ -39,7 +39,11 @@ _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError
 
 BUGS = [*COMMON, *PACKETS, *PAIRS, *REDUCTIONS, *MOE, *RING]
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
-_TSAN_SMS = {"ring shared": 10}  # two for each tile of its second call; other workloads: one of each role, or two
+_TSAN_SMS = {
+    "ring shared": 10,
+    "reduce pairs": 4,
+    "two shot pairs": 4,
+}  # two for each tile of its second call; other workloads: one of each role, or two
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +130,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps")),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
         *(pytest.param(world, "ring", marks=pytest.mark.slow) for world in ("1x2", "2x2", "4x1")),

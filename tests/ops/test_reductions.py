@@ -204,49 +204,6 @@ def shared(case: Case, block_n: int, shares: int) -> Case:
     return dataclasses.replace(case, tiling=Tiling(block_n, None, shares))
 
 
-# K of a share is one step, several, or has an end of its own; a tile's slices have as many columns as an exchange packet, fewer, or none.
-@pytest.mark.cases(
-    world=("1x2", "1x3", "1x4", "1x8"),
-    how=("one_shot", *PACKETS),
-    shape=((520, 136), (1032, 72), (2056, 8)),
-    block_n=(64, 128),
-    shares=(2, 3, 5, 8, 20),
-    sms=(1, 4),
-    dtype=("bfloat16", "float16"),
-    row_major=(True, False),
-    valid=lambda shape, shares, **_: shares <= -(-shape[0] // 64),
-)
-@pytest.mark.drawn(6)
-def test_shares_of_k(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    world: str,
-    how: str,
-    shape: tuple[int, int],
-    block_n: int,
-    shares: int,
-    sms: int,
-    dtype: str,
-    row_major: bool,
-) -> None:
-    """As many CTAs as share K, or one that does all shares and then all sums."""
-    monkeypatch.setenv("MKERNEL_CPU_SMS", str(sms))
-    case, rows = shared(case_of(how, dtype, *shape, row_major), block_n, shares), (1, 7, 17, 129)
-    problem = ReduceProblem(case.op, topology(world), case.n, case.k, dtype, row_major, "output", case.algorithm)
-    assert make_plan(problem, rows[-1], sms, tiling=case.tiling).shares == shares
-    for seed in seeds(request):
-        check(ranks(back_to_back, world, case, seed, 0.0, rows, seed=seed))
-
-
-@pytest.mark.parametrize("how", [pytest.param("one_shot", marks=pytest.mark.slow), *PACKETS])
-@pytest.mark.drawn(1)
-def test_a_search_of_schedules_of_shares(request: pytest.FixtureRequest, how: str) -> None:
-    """Ranks and CTAs come in any order: the same bits, and nobody waits for ever."""
-    first, count = request.config.getoption("--seed"), 60 if request.config.getoption("--full") else 6
-    case = shared(case_of(how, "bfloat16", 264, 136), 64, 3)
-    _same(ranks(_calls, "1x3", case, first, 0.0, (43, 7), 2, seed=seed) for seed in range(first, first + count))
-
-
 def _special(world: Any, case: Case) -> tuple[NDArray[Any], list[Result]]:
     """Three rows in turn: NaNs with all bits set, zeros, infinities. Then two calls of ordinary numbers."""
     a, b = aligned((36, case.k), case.dtype), aligned((case.k, case.n), case.dtype)  # 12 rows of each owner

@@ -36,18 +36,20 @@ SMS = 8
 
 
 @functools.cache
-def call_of(how: str, world: str, rows: int, n: int, k: int) -> Call:
+def call_of(how: str, world: str, rows: int, n: int, k: int, cluster: int = 1) -> Call:
     topology = Topology(*WORLDS[world])
     if how.startswith("allgather_gemm"):
         problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
-        gather = allgather_gemm.make_plan(problem, rows, SMS, tiling=Tiling(packets=int(how == GATHER_PACKETS)))
+        tiling = Tiling(cluster=cluster, packets=int(how == GATHER_PACKETS))
+        gather = allgather_gemm.make_plan(problem, rows, SMS, tiling=tiling)
         assert gather.packets == (how == GATHER_PACKETS)
         return areas_allgather_gemm.call_of(gather)
     op = "gemm_reduce_scatter" if how.startswith("gemm_reduce_scatter") else "gemm_allreduce"
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
     sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
-    pulls = Split(intra_comm=1) if how == "two_shot" else None  # asks for tiles instead of packets
-    tiling = Tiling(span=1 if how == "gemm_reduce_scatter" else None, shares=min(3, math.ceil(k / 64)) if how.endswith("shares") else 1)
+    pulls = Split(intra_comm=cluster) if how == "two_shot" else None  # asks for tiles instead of packets
+    shares = min(3, math.ceil(k / 64)) if how.endswith("shares") else 1
+    tiling = Tiling(span=1 if how == "gemm_reduce_scatter" else None, shares=shares, cluster=cluster)
     plan = reduce.make_plan(sums, rows, SMS, pulls, tiling=tiling)
     return areas_reduce.call_of(plan)
 
@@ -60,7 +62,8 @@ def draw(rng: np.random.Generator, how: str, world: str) -> Call:
     """A call of few tiles, whose areas begin and end anywhere."""
     most = 200 if how.endswith("shares") or how == GATHER_PACKETS else 600
     rows, n, k = int(rng.integers(1, most)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
-    return call_of(how, world, rows, n, k)
+    paired = how in ("allgather_gemm", GATHER_PACKETS, "gemm_reduce_scatter", "two_shot")
+    return call_of(how, world, rows, n, k, int(rng.integers(1, 3)) if paired else 1)
 
 
 @pytest.mark.parametrize("world", WORLDS)

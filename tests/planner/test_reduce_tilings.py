@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mkernel import abi
-from mkernel.planner.choice import plan_reduce
+from mkernel.planner.choice import candidates, choose, plan_reduce
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
-from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
+from mkernel.planner.predict_gemm import predict_reduce
+from mkernel.planner.proofs.reduce_waits import wait_graph
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, classes
+from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
@@ -41,10 +46,70 @@ def test_packets_have_no_wide_tiles() -> None:
 
 
 @each_op
-def test_ctas_alone_are_the_only_ones(op: str) -> None:
-    assert plan_of(op, 16, 4096, 2048, Tiling(cluster=1)) == plan_of(op, 16, 4096, 2048)
-    with pytest.raises(TilingError, match="reductions have no pairs"):
-        plan_of(op, 16, 4096, 2048, Tiling(cluster=2))
+@pytest.mark.parametrize("world", ["1x1", "1x2", "2x2"])
+def test_pairs_take_whole_pairs(op: str, world: str) -> None:
+    """All tiles, each once, of which a pair's are neighbours in M; every role has an even number of CTAs."""
+    for rows in (0, 100, 600, 1735, 4000):
+        plan = plan_of(op, rows, 2904, 2048, Tiling(cluster=2), world, algorithm="two_shot" if op == ALLREDUCE else None)
+        assert (plan.cluster, plan.spec.cluster, plan.packets) == (2, 2, False)
+        assert all((number or 0) % 2 == 0 for number in dataclasses.astuple(plan.split))
+        assert plan.chunk_tiles <= plan.group_tiles
+        tiles = list(plan.tiles_of(0))
+        owners = plan.problem.topology.size if op == REDUCE_SCATTER else 1
+        assert len(tiles) == len({(tile.owner, tile.m, tile.n) for tile in tiles}) == owners * plan.tile_rows * plan.tiles_n
+        assert len({(tile.owner, tile.index) for tile in tiles}) == len(tiles)
+        for pair in plan.taken_of(0):
+            assert all(lower == dataclasses.replace(pair[0], m=pair[0].m + 1, index=pair[0].index + 1) for lower in pair[1:])
+            assert not pair or (pair[0].m % 2 == 0 and len(pair) == min(2, plan.tile_rows - pair[0].m))
+
+
+@each_op
+@pytest.mark.parametrize("world", ["1x2", "1x3", "2x2", "3x2", "4x1"])
+@pytest.mark.parametrize("schedule", [(1, 1, 2), (3, 2, 4), (5, 4, 2), (4, 4, 16)], ids=str)  # pairs of a group, tiles of a put, group_m
+def test_pairs_of_tiles_do_not_wait_in_a_circle(op: str, world: str, schedule: tuple[int, int, int]) -> None:
+    group, chunk, group_m = schedule
+    for rows, split in itertools.product((1, 300, 700), (Split(2), Split(8, inter_reduce=4 if world[0] != "1" else None))):
+        problem = plan_of(op, rows, 264, 64, None, world, algorithm="two_shot" if op == ALLREDUCE else None).problem
+        plan = make_plan(problem, rows, 132, split, group_tiles=group, tiling=Tiling(64, cluster=2))
+        for interleaved in (False, True):
+            graph = wait_graph(dataclasses.replace(plan, chunk_tiles=chunk, group_m=group_m, interleaved=interleaved))
+            assert graph.find_cycle() is None
+            assert graph.missing() == set()
+
+
+def test_what_reductions_cannot_have() -> None:
+    with pytest.raises(TilingError, match="in one step has no pairs"):
+        plan_of(ALLREDUCE, 600, 4096, 2048, Tiling(cluster=2), algorithm="one_shot")
+    with pytest.raises(SplitError, match="even number"):
+        make_plan(plan_of(REDUCE_SCATTER, 600, 4096, 2048).problem, 600, 132, Split(compute=31), tiling=Tiling(cluster=2))
+
+
+@each_op
+def test_ctas_alone_are_what_the_rules_choose(op: str) -> None:
+    for rows in (16, 3470):
+        assert plan_of(op, rows, 2904, 6912, Tiling(cluster=1)) == plan_of(op, rows, 2904, 6912)
+
+
+@each_op
+@pytest.mark.parametrize("world", ["1x1", "1x2", "2x2"])
+def test_the_model_offers_pairs_where_loads_may_bind(op: str, world: str) -> None:
+    for n, k in ((2904, 6912), (3072, 6912)):
+        problem = plan_of(op, 3470, n, k, world=world).problem
+        plans = list(candidates(problem, 3470, 132))
+        assert {plan.cluster for plan in plans} == ({1} if n % 64 == 0 else {1, 2})
+        assert {plan.cluster for plan in candidates(problem, 100, 132)} == {1}
+        specs = {choose(problem, rows, 132, H200, None).spec for rows in classes(1 << 13)}
+        assert len(specs) <= MOST_KERNELS
+        assert all(predict(plan, H200) is not None for plan in plans)
+
+
+@each_op
+def test_pairs_load_less(op: str) -> None:
+    """Where rows of A and B are not aligned, and nowhere else, pairs are predicted to be faster."""
+    for n, k, gain in ((3432, 4568, True), (3584, 4608, False)):
+        algorithm = "two_shot" if op == ALLREDUCE else None
+        alone, paired = (plan_of(op, 7020, n, k, Tiling(256, cluster=cluster), "1x1", algorithm=algorithm) for cluster in (1, 2))
+        assert (predict_reduce(paired, H200).seconds < 0.95 * predict_reduce(alone, H200).seconds) == gain
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

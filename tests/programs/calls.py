@@ -28,6 +28,7 @@ __all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits
 DTYPES = ("bfloat16", "float16")
 PACKETS = ("packets", "shares")  # how few values of a reduction travel inside a node; with shares, of K of a tile
 _H200_SMS = 132  # what is rounded on the way does not depend on their number
+_PAIRED = 0.2  # of the calls
 _MACS_PER_ROW = 128  # a tile has so many rows, however few of them exist
 
 
@@ -144,6 +145,7 @@ class Gemm(Call):
     dtype: str
     transposed: bool
     split: mk.Split | None = None
+    cluster: int = 1  # 2: pairs of CTAs
 
     @classmethod
     def draw(cls, rng: random.Random, world: Topology, limits: Limits, mechanism: str) -> Self:
@@ -152,7 +154,8 @@ class Gemm(Call):
             more = cls._draw_options(rng, mechanism)
             call = cls(rows=1, n=n, k=k, dtype=rng.choice(DTYPES), transposed=rng.random() < 0.5, **more)
             if call._macs(world) <= limits.macs:
-                return dataclasses.replace(call, split=call._draw_split(rng, world)).resized(rng, world, limits)
+                call = dataclasses.replace(call, split=call._draw_split(rng, world))
+                return call._perhaps_paired(rng, world).resized(rng, world, limits)
 
     def resized(self, rng: random.Random, world: Topology, limits: Limits) -> Self:
         if rng.random() < 0.05:
@@ -182,6 +185,18 @@ class Gemm(Call):
             return mk.Split(intra_comm=0)
         compute = rng.choice((None, None, 1, 2))
         return mk.Split(compute=compute, **{role: rng.choice((1, 1, 1, 2)) for role in needed})
+
+    def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
+        """Some calls in pairs of CTAs, each role with one or more."""
+        if rng.random() >= _PAIRED or getattr(self, "algorithm", None) == "one_shot" or getattr(self, "shares", 1) > 1:
+            return self
+        needed = roles(world, self.op, "two_shot" if self.op == AllReduce.op else None)
+        split = rng.choice((None, mk.Split(**dict.fromkeys(needed, 2)), mk.Split(compute=2, **dict.fromkeys(needed, 2))))
+        return dataclasses.replace(self, split=split, cluster=2)
+
+    @property
+    def tiling(self) -> Tiling | None:
+        return Tiling(cluster=2) if self.cluster == 2 else None
 
     def _macs(self, world: Topology) -> float:
         tiles = -(-self._all_rows(world) // _MACS_PER_ROW)
@@ -216,6 +231,8 @@ class Gemm(Call):
 
     @property
     def options(self) -> dict[str, Any]:
+        if self.tiling is not None:
+            return {"split": Choice(self.split, None, self.tiling)}  # as a PreparedPlan passes it on
         return {} if self.split is None else {"split": self.split}
 
 
@@ -225,7 +242,7 @@ class AllGatherGemm(Gemm):
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)
-        return allgather_gemm.make_plan(problem, self.rows, sm_count, self.split)
+        return allgather_gemm.make_plan(problem, self.rows, sm_count, self.split, tiling=self.tiling)
 
     def _rows_of_a(self, world: Topology) -> int:
         return self.rows
@@ -263,15 +280,17 @@ class _Reduction(Gemm):
 
     @property
     def options(self) -> dict[str, Any]:
-        tiling = {"split": Choice(self.split, None, Tiling(shares=self.shares))} if self.shares > 1 else {}
-        return super().options | tiling | {"partials": self.partials}
+        return super().options | {"partials": self.partials}
+
+    @property
+    def tiling(self) -> Tiling | None:
+        return Tiling(shares=self.shares) if self.shares > 1 else super().tiling
 
     def problem(self, world: Topology) -> reduce.ReduceProblem:
         return reduce.ReduceProblem(self.op, world, self.n, self.k, self.dtype, not self.transposed, self.partials)
 
     def _plan(self, world: Topology, sm_count: int) -> reduce.ReducePlan:
-        tiling = Tiling(shares=self.shares) if self.shares > 1 else None
-        return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split, tiling=tiling)
+        return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split, tiling=self.tiling)
 
     def is_packed(self, world: Topology, sm_count: int) -> bool:
         """Whether its values travel in packets."""
@@ -287,7 +306,8 @@ class _Reduction(Gemm):
             of = inputs(source)
             return of["a"], _contiguous(xp, of["b"])
 
-        return worst_sum(xp, result, node_sums_of(reduce.make_plan(self.problem(world), self.rows, _H200_SMS), rank, operands))
+        plan = reduce.make_plan(self.problem(world), self.rows, _H200_SMS, tiling=None if self.shares > 1 else self.tiling)
+        return worst_sum(xp, result, node_sums_of(plan, rank, operands))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,7 +317,7 @@ class ReduceScatter(_Reduction):
 
     @property
     def mechanism(self) -> str:
-        return "shares" if self.shares > 1 else "tiles" if self.partials == "float32" else "packets"
+        return "shares" if self.shares > 1 else "tiles" if self.partials == "float32" or self.cluster > 1 else "packets"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,16 +21,19 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
     for rank in range(topology.size):
         graph.add(("enter", rank))
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
-        for i, tile in enumerate(steps.tiles[rank]):
-            graph.add(("tile", rank, i), [*entered, *steps.inputs(rank, tile)])
+        for i, together in enumerate(steps.together[rank]):
+            graph.add(("tile", rank, i), [*entered, *(step for tile in together for step in steps.inputs(rank, tile))])
         if plan.packets:
             _packet_steps(graph, plan, rank, entered)
         graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
         for cta in range(plan.split.inter_reduce or 0):
-            sums = list(plan.sums_of(rank))[cta :: plan.split.inter_reduce]
-            for tile in (tile for tile in sums if plan.exists(tile.owner, tile.index)):
-                graph.add(("sum", rank, tile.owner, tile.index), [*entered, *steps.inputs(rank, tile)])
-            graph.chain(("sum", rank, tile.owner, tile.index) for tile in sums if plan.exists(tile.owner, tile.index))
+            mine = list(plan.taken_sums_of(rank))[cta // plan.cluster :: (plan.split.inter_reduce or 0) // plan.cluster]
+            sums = [tile for taken in mine for tile in taken[cta % plan.cluster :][:1] if plan.exists(tile.owner, tile.index)]
+            of_pair = {tile: taken for taken in mine for tile in taken}
+            for tile in sums:
+                inputs = [step for one in of_pair[tile] for step in steps.inputs(rank, one)]
+                graph.add(("sum", rank, tile.owner, tile.index), [*entered, *inputs])
+            graph.chain(("sum", rank, tile.owner, tile.index) for tile in sums)
         for cta in range(plan.split.inter_send or 0):
             for sends in steps.sends(rank, cta):
                 for step, before in sends:
@@ -74,6 +77,9 @@ class _Steps:
         self.plan, self.topology = plan, plan.problem.topology
         ranks = range(self.topology.size)
         self.tiles = [[tile for tile in plan.tiles_of(rank) if plan.exists(tile.owner, tile.index)] for rank in ranks]
+        # Of each the tiles that a cluster takes with it, and waits for together.
+        taken = [[one for one in plan.taken_of(rank) if one and plan.exists(one[0].owner, one[0].index)] for rank in ranks]
+        self.together = [[one for one in of_rank for _ in one] for of_rank in taken]
         self._position = {(rank, tile.owner, tile.index, tile.is_sum): i for rank in ranks for i, tile in enumerate(self.tiles[rank])}
 
     def computed(self, rank: int, owner: int, index: int) -> Step:

@@ -2,10 +2,11 @@
 #pragma once
 #include "mirror_reduce.cuh"
 
-// The number of the i-th sum of an inter_reduce CTA; all ones: there are no more.
+// The number of the i-th sum of an inter_reduce CTA, of a pair that of its tile; all ones: there are no more.
 MKC_API uint32_t mirror_assigned(uint32_t rank, const void* shape, uint32_t cta, uint32_t i) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
-  return mkernel::Tiles(p, cta, mkernel::num_inter_reduce(p)).assigned(i);
+  const uint32_t number = mkernel::Tiles(p, cta).assigned(i);
+  return number == mkernel::kStop ? number : number * mirror::kCluster + cta % mirror::kCluster;
 }
 MKC_API void mirror_tile(uint32_t rank, const void* shape, uint32_t tile, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
@@ -16,7 +17,7 @@ MKC_API void mirror_tile(uint32_t rank, const void* shape, uint32_t tile, uint32
 MKC_API void mirror_sent(uint32_t rank, const void* shape, uint32_t tile, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
-  const mkernel::TileCoordinate c = tiles.coordinate(tile);
+  const mkernel::TileCoordinate c = mirror::tile_at(tiles, tile);
   const uint32_t distance = mkernel::node_distance(p.world, c.plane);
   if (c.is_sum) {
     *out = mirror::Place{mkernel::sum_offset(p, distance, c.index), p.world.local_rank, mkernel::sum_flag(p, distance, c.index)};
@@ -29,7 +30,7 @@ MKC_API void mirror_sent(uint32_t rank, const void* shape, uint32_t tile, mirror
 MKC_API uint32_t mirror_addends(uint32_t rank, const void* shape, uint32_t tile, uint32_t part, mirror::Place* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
-  const mkernel::TileCoordinate c = tiles.coordinate(tile);
+  const mkernel::TileCoordinate c = mirror::tile_at(tiles, tile);
   const mkernel::Tiles::AddendFlags flags{tiles, c};
   const uint32_t count = tiles.addends(c, part);
   for (uint32_t i = 0; i < count; ++i) *out++ = mirror::Place{mirror::in_heap(tiles.addend(c, i)), flags.writer(i), flags.flag(i)};

@@ -1,0 +1,110 @@
+"""Pairs of CTAs in the reductions (kernels_src/reduce, tile/pair.cuh): every element right, the bits of CTAs alone, and failures end."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel import env
+from mkernel.errors import ArgumentError, Error
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
+from mkernel.planner.tiling import Tiling
+from tests.ops.body import WORLDS, Case, back_to_back, problems, random
+from tests.ops.test_allgather_gemm import ranks, seeds
+from tests.virtual_time import sleep
+
+_SMS = 8
+
+
+@pytest.fixture(autouse=True)
+def _sms() -> Any:
+    with env.override(MKERNEL_CPU_SMS=_SMS):
+        yield
+
+
+def drawn_shape(rng: np.random.Generator) -> tuple[int, int]:
+    """K and N of a rank: few steps of k, some columns of tiles, aligned or not."""
+    k, n = 8 * rng.integers((1, 1), (40, 80))
+    return int(k), int(n)
+
+
+def drawn_rows(rng: np.random.Generator) -> tuple[int, ...]:
+    """Of an owner in a reduce-scatter, of all in an all-reduce: rows of tiles in odd and even number, a part of one, none."""
+    odd, even = 2 * rng.integers(1, 3) + 1, 2 * rng.integers(1, 3)
+    return (*(int(128 * tiles - rng.integers(0, 127)) for tiles in (odd, even, 2, 1)), 0)
+
+
+def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
+    results = back_to_back(world, case, seed, 0.0, rows)
+    return problems(results), [result.c.tobytes() for result in results]
+
+
+@pytest.mark.cases(
+    world=WORLDS,
+    op=(REDUCE_SCATTER, ALLREDUCE),
+    block_n=(64, 128, 192, 256),
+    split=("default", "pairs", "few pairs"),
+    partials=("output", "float32"),
+    dtype=("bfloat16", "float16"),
+    row_major=(True, False),
+    invariant=(False, True),
+)
+@pytest.mark.drawn(4)
+def test_every_element_and_the_bits_of_ctas_alone(
+    request: pytest.FixtureRequest,
+    world: str,
+    op: str,
+    block_n: int,
+    split: str,
+    partials: str,
+    dtype: str,
+    row_major: bool,
+    invariant: bool,
+) -> None:
+    for seed in seeds(request):
+        rng = np.random.default_rng([seed, 21])
+        shape, rows = drawn_shape(rng), drawn_rows(rng)
+        algorithm = "two_shot" if op == ALLREDUCE else None
+        case = Case(dtype, *shape, row_major, split, op, partials, algorithm, Tiling(block_n, None, None, 2), invariant)
+        # With CTAs that pull, so that values do not travel in packets, which add in another order.
+        alone = dataclasses.replace(case, tiling=Tiling(block_n, 1 if op == REDUCE_SCATTER else None, None, 1), split="pairs")
+        of_pairs, of_ctas = (ranks(_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
+        for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_pairs, of_ctas, strict=True)):
+            assert wrong == [], f"rank {rank}"
+            if op == REDUCE_SCATTER or invariant:  # in an all-reduce, whose owners have whole pairs, else others may begin a sum
+                assert bits == same, f"rank {rank}"
+            else:
+                assert bits == of_pairs[0][1], f"rank {rank} has other bits than rank 0"
+
+
+@pytest.mark.parametrize("op", [REDUCE_SCATTER, ALLREDUCE])
+@pytest.mark.parametrize("world", ["1x2", pytest.param("2x2", marks=pytest.mark.slow)])
+def test_all_leave_where_a_rank_does_not_come(request: pytest.FixtureRequest, world: str, op: str) -> None:
+    def calls(world: Any) -> str:
+        rows = 300 * world.size if op == REDUCE_SCATTER else 300
+        a, b = random((rows, 136), "float16", np.random.default_rng(0)), random((136, 264), "float16", np.random.default_rng(1))
+        plan = mk.plan(op, a, b, world=world, tiling={"cluster": 2})
+        plan.run(a, b)
+        if world.rank == 1:
+            sleep(world, 10.0)
+        with pytest.raises(Error) as caught:
+            plan.run(a, b)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    told = ranks(calls, world, seed=request.config.getoption("--seed"), timeout=2.0, entry_timeout=3.0)
+    assert all("never entered call 2" in text for text in told), told
+
+
+def test_what_does_not_go_with_pairs() -> None:
+    def asked(world: Any, split: mk.Split | None, algorithm: str, named: str) -> str:
+        a, b = random((8, 64), "float16", np.random.default_rng(0)), random((64, 8), "float16", np.random.default_rng(1))
+        with pytest.raises(ArgumentError, match=named) as caught:
+            mk.plan(ALLREDUCE, a, b, world=world, algorithm=algorithm, tiling={"cluster": 2}, split=split)
+        return str(caught.value)
+
+    assert "even number" in ranks(asked, "1x2", mk.Split(intra_comm=3), "two_shot", "split", seed=1)[0]
+    assert "no pairs of CTAs" in ranks(asked, "1x2", None, "one_shot", "tiling", seed=1)[0]
