@@ -74,11 +74,13 @@ MK_DEVICE void offer_item(GemmStorage<Config>& storage, RingPosition<kTileQueue>
   at.advance();
 }
 
-// The scheduler of a pair's other CTA: offers what the leader's sends. It enters for its own threads, after the first item, as the leader's does.
+// The scheduler of a pair's other CTA: offers what the leader's sends. It enters for its own threads, after the first item, as the leader's does; where
+// they gather, before it, because the leader has no item until they have.
 template <class Config, class Op>
 MK_DEVICE void follow(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   RingPosition<kTileQueue> at, received;
-  bool entered = false;
+  bool entered = Op::kGathers;
+  if (entered) storage.entries.open(call);
   uint32_t item;
 #pragma unroll 1
   do {

@@ -13,7 +13,7 @@ from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED,
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmTile, choose_put
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
-from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, class_of, classes, most_chosen
+from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
 from mkernel.planner.slices import choose_slices
 from mkernel.planner.spans import Product, choose, spans_of
 from mkernel.planner.specialize import Specialized, parse
@@ -67,38 +67,26 @@ def make_plan(
     if tile is not None:
         asked = dataclasses.replace(asked, cluster=asked.cluster or 1)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
-    if (asked.shares is None and plan.shares > 1) or (asked.cluster is None and plan.cluster > 1):
-        room = _room(problem, sm_count, compiled_in)
-        asked = dataclasses.replace(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
-        plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
-    if split is None and tile is None and (asked.shares, asked.cluster) == (None, None) and "split" in compiled_in:
-        kept = _kept_kernels(problem, sm_count, compiled_in)
+    if tile is None and ("split" in compiled_in or problem.topology.num_nodes == 1 < problem.topology.size):
+        kept = _kept_kernels(problem, sm_count, split, compiled_in, asked)
         if all(plan.spec != other.spec for other in kept):
-            near = min(kept, key=lambda other: (abs(other.rows - of_class), other.rows))
-            alike = dataclasses.replace(asked, shares=near.shares, cluster=near.cluster)
+            fit = [other for other in kept if not other.packets or _shards_bytes(problem, of_class) <= abi.AHEAD_BYTES] or kept
+            near = min(fit, key=lambda other: (abs(other.rows - of_class), other.rows))
+            alike = dataclasses.replace(asked, shares=near.shares, cluster=near.cluster, packets=int(near.packets))
             plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in, alike)
     return plan.of_rows(rows)
 
 
 @functools.lru_cache(maxsize=64)
-def _room(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> Tiling:
-    """What is left out, by the value 1, so that all classes together have few enough kernels: nothing, shares of K, pairs of CTAs, both."""
-    if problem.topology.size != 2 or "split" in specialize:  # warps push between two ranks only; of splits, few are kept anyway
-        return Tiling()
-    for room in (Tiling(), Tiling(shares=1), Tiling(cluster=1)):
-        plans = (_plan_of_class(problem, rows, sm_count, None, None, specialize, room) for rows in classes(EXAMINED_ROWS))
-        if len({plan.spec for plan in plans}) <= MOST_KERNELS:
-            return room
-    return Tiling(shares=1, cluster=1)  # a kernel for each tile width, whoever pushes
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized) -> list[AllGatherGemmPlan]:
+def _kept_kernels(
+    problem: AllGatherGemmProblem, sm_count: int, split: Split | None, specialize: Specialized, asked: Tiling
+) -> list[AllGatherGemmPlan]:
     """Plans of the classes that choose one of the kernels that the most classes choose.
 
-    A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too.
+    A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too. So it
+    is inside a node, where packets, warps that push, shares of K and pairs of CTAs are kernels of their own, each of several widths.
     """
-    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize, Tiling()) for rows in classes(EXAMINED_ROWS)]
+    plans = [_plan_of_class(problem, rows, sm_count, split, None, specialize, asked) for rows in classes(EXAMINED_ROWS)]
     kept = most_chosen(plan.spec for plan in plans)
     return [plan for plan in plans if plan.spec in kept]
 
@@ -119,9 +107,7 @@ def _plan_of_class(
     tail = _TAIL if topology.size > 1 else 0.0
     covering = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
     if covering is None:
-        possible = ", ".join(map(str, spans_of(topology)))
-        rule = f"span must be one of {possible} in this world, and shares at most the k steps, on one node"
-        raise TilingError(f"{asked}: {rule}")
+        raise _no_covering(topology, asked)
     span, tile, shares = covering
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
@@ -177,12 +163,17 @@ def _plan_of_class(
     )
 
 
+def _shards_bytes(problem: AllGatherGemmProblem, rows: int) -> int:
+    """Bytes of all shards."""
+    return problem.topology.size * rows * problem.k * 2
+
+
 def _takes_packets(problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split | None, asked: Tiling) -> bool:
     """Whether shards travel in packets: few rows inside a node, if neither CTAs that push nor narrower planes are asked for.
 
     Raises TilingError where packets are asked for and the world has none. More bytes than there is room for travel in chunks all the same.
     """
-    topology, shards = problem.topology, problem.topology.size * rows * problem.k * 2
+    topology, shards = problem.topology, _shards_bytes(problem, rows)
     inside = topology.num_nodes == 1 < topology.size <= _PACKET_RANKS
     possible = inside and not (split and split.intra_comm) and asked.span in (None, topology.size)
     if asked.packets and not possible:
@@ -206,7 +197,7 @@ def _plan_with_packets(
     size, wanted, cluster = problem.topology.size, dataclasses.replace(split or Split(), intra_comm=0), asked.cluster or 1
     covering = choose(Product(Topology(1, 1), size * rows, problem.n, problem.k, sm_count), 0.0, tile, None, asked.shares)
     if covering is None:
-        raise TilingError(f"{asked}: shares must be at most the k steps")
+        raise _no_covering(problem.topology, asked)
     _, tile, shares = covering
     chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster)
     tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
@@ -214,6 +205,11 @@ def _plan_with_packets(
     return AllGatherGemmPlan(
         problem, rows, chosen, tile, BLOCK_M, group_m, 1, 1, 1, size, shares, cluster, packets=True, specialize=specialize
     )
+
+
+def _no_covering(topology: Topology, asked: Tiling) -> TilingError:
+    possible = ", ".join(map(str, spans_of(topology)))
+    return TilingError(f"{asked}: span must be one of {possible} in this world, and shares at most the k steps, on one node")
 
 
 def _ceil_power_of_two(value: int) -> int:

@@ -106,6 +106,14 @@ PACKETS = [
         workload=_REFUSED,
         found_as="a TMA load into it is in flight",
     ),
+    Bug(
+        "the other CTA of a pair enters after the first tile only",
+        "tile/schedule.cuh",
+        "  bool entered = Op::kGathers;\n",
+        "  bool entered = false;\n",
+        workload="gather packets pairs",
+        found_as="TimeoutError",
+    ),
     # What only ThreadSanitizer sees.
     Bug(
         "zeros are left by ordinary stores",

@@ -1,4 +1,7 @@
-"""The plan of allgather_gemm: pure Python, no compiler. The kernel's own copy of the schedule is compared in tests/ops/test_mirror.py."""
+"""The plan of allgather_gemm where shards travel in chunks: pure Python, no compiler. Packets: ``test_gather_packets.py``.
+
+The kernel's own copy of the schedule is compared in tests/ops/test_mirror.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from mkernel.planner.pushing import default_split
 from mkernel.planner.spans import spans_of
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 
 WORLDS = [Topology(nodes * per_node, per_node) for nodes in range(1, 5) for per_node in range(1, 9)]  # up to 4 x 8
@@ -25,7 +29,7 @@ SIZES = [(0, 64, 64), (1, 8, 8), (7, 72, 520), (128, 256, 512), (129, 264, 136),
 
 
 def plan_of(topology: Topology, rows: int, n: int, k: int, sms: int = 12, split: Split | None = None, **changes: Any) -> AllGatherGemmPlan:
-    plan = make_plan(AllGatherGemmProblem(topology, n, k, "bfloat16", True), rows, sms, split)
+    plan = make_plan(AllGatherGemmProblem(topology, n, k, "bfloat16", True), rows, sms, split, tiling=Tiling(packets=0))
     return dataclasses.replace(plan, **changes)
 
 

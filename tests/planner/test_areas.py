@@ -13,14 +13,24 @@ import pytest
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.proofs import allgather_gemm as areas_allgather_gemm
 from mkernel.planner.proofs import reduce as areas_reduce
-from mkernel.planner.proofs.areas import HEAP, STAGING, Area, Call, unordered
+from mkernel.planner.proofs.areas import AHEAD, HEAP, STAGING, Area, Call, unordered, unordered_ahead, unseen
+from mkernel.planner.proofs.wait_graph import WaitGraph
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
-from tests.shared.proofs import check_accesses, check_flags, check_no_deadlock, check_order, check_steps_wait_for_entries, with_waits
+from tests.shared.proofs import (
+    check_accesses,
+    check_entries,
+    check_flags,
+    check_no_deadlock,
+    check_order,
+    check_steps_wait_for_entries,
+    with_waits,
+)
 
 WORLDS = {"1x2": (2, 2), "1x4": (4, 4), "2x2": (4, 2), "3x2": (6, 2), "4x1": (4, 1)}
-PACKETS = ("packets", "gemm_reduce_scatter, packets", "packets, shares", "gemm_reduce_scatter, packets, shares")
+GATHER_PACKETS = "allgather_gemm, packets"
+PACKETS = (GATHER_PACKETS, "packets", "gemm_reduce_scatter, packets", "packets, shares", "gemm_reduce_scatter, packets, shares")
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", *PACKETS)
 SMS = 8
 
@@ -28,9 +38,12 @@ SMS = 8
 @functools.cache
 def call_of(how: str, world: str, rows: int, n: int, k: int, cluster: int = 1) -> Call:
     topology = Topology(*WORLDS[world])
-    if how == "allgather_gemm":
+    if how.startswith("allgather_gemm"):
         problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
-        return areas_allgather_gemm.call_of(allgather_gemm.make_plan(problem, rows, SMS, tiling=Tiling(cluster=cluster)))
+        tiling = Tiling(cluster=cluster, packets=int(how == GATHER_PACKETS))
+        gather = allgather_gemm.make_plan(problem, rows, SMS, tiling=tiling)
+        assert gather.packets == (how == GATHER_PACKETS)
+        return areas_allgather_gemm.call_of(gather)
     op = "gemm_reduce_scatter" if how.startswith("gemm_reduce_scatter") else "gemm_allreduce"
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
     sums = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, algorithm=algorithm)
@@ -47,8 +60,10 @@ def ops_of(world: str) -> list[str]:
 
 def draw(rng: np.random.Generator, how: str, world: str) -> Call:
     """A call of few tiles, whose areas begin and end anywhere."""
-    rows, n, k = int(rng.integers(1, 200 if how.endswith("shares") else 600)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
-    return call_of(how, world, rows, n, k, int(rng.integers(1, 3)) if how in ("allgather_gemm", "gemm_reduce_scatter", "two_shot") else 1)
+    most = 200 if how.endswith("shares") or how == GATHER_PACKETS else 600
+    rows, n, k = int(rng.integers(1, most)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
+    paired = how in ("allgather_gemm", GATHER_PACKETS, "gemm_reduce_scatter", "two_shot")
+    return call_of(how, world, rows, n, k, int(rng.integers(1, 3)) if paired else 1)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -74,9 +89,46 @@ def test_waiting_for_the_owner_only_is_not_enough(world: str) -> None:
 
 @pytest.mark.parametrize("how", OPS)
 def test_steps_that_do_not_wait_for_entries_are_found(how: str) -> None:
-    """Each kind of step that writes, one at a time."""
+    """Each kind of step that writes, one at a time. What takes packets of shards writes to its own rank's memory: others did before."""
     world = "1x4" if how in PACKETS else "2x2"
-    check_steps_wait_for_entries(call_of(how, world, 300, 256, 256), how)
+    call = call_of(how, world, 300, 256, 256)
+    if how != GATHER_PACKETS:
+        check_steps_wait_for_entries(call, how)
+        return
+    before = call_of("allgather_gemm", world, 300, 256, 256)
+    assert next(unordered(before, call), None) is None
+    found = list(unordered(before, with_waits(call, "take", for_peer=False)))
+    assert {(earlier.step[0], later.step[0]) for earlier, later in found} == {("push", "take")}
+
+
+# ---- packets that are sent before their rank has entered
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world.startswith("1x")])
+def test_packets_are_sent_ahead_of_entries(rng: np.random.Generator, world: str) -> None:
+    """They are in order with those of two calls before, whatever the call between them is; one half for all calls would not do."""
+    for how in ops_of(world):
+        first, between, second = (draw(rng, one, world) for one in (GATHER_PACKETS, how, GATHER_PACKETS))
+        assert next(unordered_ahead(first, between, second), None) is None, how
+        assert any(access.area.segment == AHEAD for access in second.accesses)
+        earlier, later = next(unordered(first, second, halves=1))
+        assert (earlier.area.segment, later.step[0]) == (AHEAD, "send")
+
+
+@pytest.mark.parametrize("how", OPS)
+def test_a_call_that_ends_before_all_have_entered_is_found(rng: np.random.Generator, how: str) -> None:
+    """No step of rank 1 waits for rank 0, which may then still be in the call before: two calls later it has packets to take."""
+    call = draw(rng, how, "1x4")
+    check_entries(call)
+    graph = WaitGraph()
+    for step in call.graph:
+        graph.add(step, [before for before in call.graph.before(step) if step[1] != 1 or before[1] == 1])
+    hasty = Call(graph, call.areas, call.accesses)
+    assert (1, 0) in unseen(hasty)
+    packets = call_of(GATHER_PACKETS, "1x4", 16, 64, 64)
+    earlier, later = next(unordered_ahead(packets, hasty, packets))
+    assert earlier.area.segment == AHEAD
+    assert later.step == ("send", 1)
 
 
 def test_staging_in_the_workspace_is_found() -> None:
@@ -100,6 +152,7 @@ def test_accesses_stay_inside_their_areas_and_are_those_that_the_areas_list(rng:
         call = draw(rng, how, world)
         check_no_deadlock(call.graph)
         check_accesses(call)
+        check_entries(call)
 
 
 def test_docs_list_the_areas() -> None:

@@ -72,7 +72,7 @@ def test_where_shards_are_many_tiles_each_has_its_own(size: int, s: int) -> None
 )
 def test_few_rows_share_tiles_and_few_tiles_are_shared(size: int, shape: tuple[int, int, int], chosen: tuple[int, int]) -> None:
     m, n, k = shape
-    plan = make_plan(problem_of(Topology(size, size), n, k), m // size, SMS)
+    plan = make_plan(problem_of(Topology(size, size), n, k), m // size, SMS, tiling=Tiling(packets=0))
     alone = make_plan(plan.problem, plan.rows, SMS, tiling=Tiling(span=1, shares=1))
     assert (plan.span, plan.shares) == chosen
     assert plan.num_tiles * plan.shares <= SMS
@@ -93,6 +93,8 @@ def test_an_own_kernel_is_worth_it_for_few_classes_only() -> None:
         (Topology(6, 2), Tiling(span=3)),
         (Topology(4, 2), Tiling(shares=2)),
         (Topology(2, 2), Tiling(shares=200)),
+        (Topology(2, 2), Tiling(shares=200, packets=0)),
+        (Topology(2, 2), Tiling(shares=200, packets=1)),
     ],
     ids=str,
 )
@@ -104,11 +106,24 @@ def test_what_cannot_be_is_refused(topology: Topology, tiling: Tiling) -> None:
 def test_tilings_have_different_numbers() -> None:
     """What ranks compare: a rank that means other tiles is found."""
     values = [None, 1, 2, 3, 4, 8, 256]
-    tilings = [Tiling(*digits) for digits in itertools.product([None, 64, 128, 192, 256], values, values)]
+    tilings = [
+        Tiling(*digits, cluster, packets)
+        for *digits, cluster, packets in itertools.product([None, 64, 128, 192, 256], values, values, [None, 1, 2], [None, 0, 1])
+    ]
     assert len({tiling.number for tiling in tilings}) == len(tilings)
     assert Tiling().number == 0
     assert Tiling.parse({"span": 2, "shares": 3}) == Tiling(None, 2, 3)
-    for wrong in ({"columns": 64}, {"span": 0}, {"span": True}, {"block_n": 100}, {"shares": 257}, {"span": "2"}):
+    assert Tiling.parse({"packets": 0}) == Tiling(packets=0)
+    for wrong in (
+        {"columns": 64},
+        {"span": 0},
+        {"span": True},
+        {"block_n": 100},
+        {"shares": 257},
+        {"span": "2"},
+        {"packets": 2},
+        {"packets": -1},
+    ):
         with pytest.raises(ValueError, match="must be"):
             Tiling.parse(wrong)  # type: ignore[arg-type]
 
@@ -119,10 +134,11 @@ def test_tilings_have_different_numbers() -> None:
 def _draw(rng: np.random.Generator, topology: Topology) -> AllGatherGemmPlan:
     spans = list(spans_of(topology))
     span = spans[rng.integers(len(spans))]
+    packets = int(rng.integers(2)) if topology.num_nodes == 1 < topology.size == span else 0
     shares = int(rng.integers(1, 5)) if topology.num_nodes == 1 else 1
     columns = int(rng.choice((64, 128)))
     rows, n, k = int(rng.integers(1, 400)), 8 * int(rng.integers(1, 40)), 64 * int(rng.integers(4, 20))
-    return make_plan(problem_of(topology, n, k), rows, 8, tiling=Tiling(columns, span, shares))
+    return make_plan(problem_of(topology, n, k), rows, 8, tiling=Tiling(columns, span, shares, packets=packets))
 
 
 @pytest.mark.parametrize("topology", [Topology(*shape) for shape in ((1, 1), (2, 2), (4, 4), (4, 2), (6, 2), (4, 1))], ids=str)

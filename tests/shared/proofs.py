@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from mkernel.planner.proofs.areas import FLAGS, Area, Call, unordered
+from mkernel.planner.proofs.areas import FLAGS, Area, Call, unordered, unseen
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
-__all__ = ["check_accesses", "check_call", "check_flags", "check_no_deadlock", "check_order", "check_steps_wait_for_entries", "with_waits"]
+__all__ = [
+    *("check_accesses", "check_call", "check_entries", "check_flags", "check_no_deadlock", "check_order", "check_steps_wait_for_entries"),
+    "with_waits",
+]
 
 
 def check_no_deadlock(graph: WaitGraph) -> None:
@@ -46,9 +49,15 @@ def check_flags(call: Call) -> None:
         assert raisers <= after[access.step] | {access.step}, f"{access} waits for {raisers}"
 
 
+def check_entries(call: Call) -> None:
+    """No rank ends the call before it has seen all ranks enter it: so packets may be sent ahead two calls later."""
+    assert unseen(call) == []
+
+
 def check_call(call: Call) -> None:
     """All that can be said of one call alone."""
     check_no_deadlock(call.graph)
+    check_entries(call)
     check_accesses(call)
     check_flags(call)
 

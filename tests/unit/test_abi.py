@@ -25,6 +25,7 @@ CONSTANTS = {
     "kScratchWords": abi.SCRATCH_WORDS,
     "kSignalFlags": abi.SIGNAL_FLAGS,
     "kCheckBits": abi.CHECK_BITS,
+    "kAheadBytes": abi.AHEAD_BYTES,
     "kHalted": abi.HALTED,
     "kTraceLanes": abi.TRACE_LANES,
     "kTraceFlagLane": abi.TRACE_FLAG_LANE,

@@ -146,7 +146,7 @@ def test_a_line_of_the_table_is_what_calls_of_these_rows_do(op: str, world: Topo
 
 
 def test_kernels_are_counted_with_and_without_what_is_compiled_in(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["allgather_gemm", "--world", "1x2", "--shapes", "8192x8192x2048", "--max-rows", "65536", "--specialize"]
+    arguments = ["allgather_gemm", "--world", "1x4", "--shapes", "8192x8192x2048", "--max-rows", "65536", "--specialize"]
     model.main([*arguments, "all"])
     specialized, dynamic = map(int, re.findall(r"(\d+) kernels?", capsys.readouterr().out))
     model.main([*arguments, "none"])

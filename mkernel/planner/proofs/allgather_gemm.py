@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from mkernel.planner.allgather_gemm import SHARE, AllGatherGemmPlan, Tile
 from mkernel.planner.gemm import BLOCK_M
-from mkernel.planner.proofs.areas import FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
+from mkernel.planner.proofs.areas import AHEAD, FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
 __all__ = ["call_of", "taken", "wait_graph"]
@@ -19,6 +19,8 @@ _WORD = 8
 def call_of(plan: AllGatherGemmPlan) -> Call:
     """One call, of operands in ordinary memory: with the staging copy of network sends."""
     arriving, reading = frozenset({"push", "put", "forward"}), frozenset({"tile", "forward"})
+    if plan.packets:
+        return _in_packets(plan)
     gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, arriving, reading)
     staging = Area("staged shard", STAGING, 0, plan.staging_bytes, frozenset({"stage"}), frozenset({"put"}))
     flags = Area("flags of chunks", FLAGS, 0, plan.flag_words * _WORD, arriving, reading)
@@ -32,6 +34,30 @@ def call_of(plan: AllGatherGemmPlan) -> Call:
                     graph.add(("put", rank, chunk, peer), [("stage", rank, chunk)])
     areas = gather, staging, flags, packets
     return Call(graph, areas, tuple(_accesses(plan, list(graph), *areas)))
+
+
+def _in_packets(plan: AllGatherGemmPlan) -> Call:
+    """One call in which shards travel in packets. A rank's part of the packets ahead has a range for each source, its own unused."""
+    taking, computing, graph = frozenset({"take"}), frozenset({"tile"}), wait_graph(plan)
+    gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, taking, computing)
+    ahead = Area("packets of shards", AHEAD, 0, plan.ahead_bytes, frozenset({"send", "take"}), taking)
+    packets = Area("packets", PACKETS, 0, plan.packet_bytes, computing, computing)
+    size, shard, row = plan.problem.topology.size, plan.shard_bytes, plan.problem.k * 2
+    accesses: list[Access] = []
+    for rank in range(size):
+        send, take, others = ("send", rank), ("take", rank), [other for other in range(size) if other != rank]
+        accesses += [Access(send, peer, ahead, rank * shard, shard, writes=True) for peer in others]
+        accesses += [Access(take, rank, ahead, source * shard, shard, writes) for source in others for writes in (False, True)]
+        accesses.append(Access(take, rank, gather, 0, size * shard, writes=True))
+        tiles = list(plan.tiles(rank))
+        numbers = _numbers(plan, tiles)
+        for index, tile in enumerate(tiles):
+            step, first = ("tile", rank, index), tile.m * BLOCK_M
+            if plan.waits(rank, tile):
+                rows = min(BLOCK_M, plan.plane_rows - first)
+                accesses.append(Access(step, rank, gather, first * row, rows * row, writes=False))
+            accesses += _shares(plan, step, rank, tile, numbers[tile.plane, tile.m // plan.cluster, tile.n], packets)
+    return Call(graph, (gather, ahead, packets), tuple(accesses))
 
 
 def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging: Area, flags: Area, packets: Area) -> Iterator[Access]:
@@ -114,23 +140,26 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
 
     Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node (where tiles span shards to the rank itself, too),
     ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)`` to the node, ``("tile", rank, index)``. A rank's
-    tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
+    tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer. Where shards travel in packets: ``("send",
+    rank)`` to all others, which waits for nothing in this call, and ``("take", rank)``, of all CTAs together.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     for rank in range(topology.size):
         graph.add(("enter", rank))
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
-        if topology.ranks_per_node > 1 or plan.span > 1:
+        if plan.packets:
+            graph.add(("send", rank))
+            graph.add(("take", rank), [*entered, *(("send", other) for other in range(topology.size))])
+        elif topology.ranks_per_node > 1 or plan.span > 1:
             _intra_comm_steps(graph, plan, rank, entered)
         if topology.num_nodes > 1:
             _inter_send_steps(graph, plan, rank, entered)
         tiles: list[Step] = []
         for together in taken(plan.tiles(rank), plan.cluster):  # a cluster waits for the inputs of all its CTAs
             waiting = [tile for tile in together if plan.waits(rank, tile)]
-            chunks = dict.fromkeys(chunk for tile in waiting for chunk in plan.tile_chunks(tile))
             for _ in together:
                 tiles.append(("tile", rank, len(tiles)))
-                graph.add(tiles[-1], [*entered, *(_arrival(plan, rank, source, chunk) for source, chunk in chunks)])
+                graph.add(tiles[-1], [*entered, *_arrivals(plan, rank, waiting)])
         graph.chain(tiles)
     return graph
 
@@ -139,6 +168,14 @@ def taken(tiles: Iterable[Tile], cluster: int) -> Iterator[list[Tile]]:
     """Tiles that the CTAs of a cluster take together."""
     for _, together in itertools.groupby(tiles, lambda tile: (tile.plane, tile.m // cluster, tile.n, tile.slice, tile.kind, tile.share)):
         yield list(together)
+
+
+def _arrivals(plan: AllGatherGemmPlan, rank: int, tiles: list[Tile]) -> list[Step]:
+    """What brings the inputs of tiles that wait."""
+    if plan.packets:
+        return [("take", rank)] if tiles else []
+    chunks = dict.fromkeys(chunk for tile in tiles for chunk in plan.tile_chunks(tile))
+    return [_arrival(plan, rank, source, chunk) for source, chunk in chunks]
 
 
 def _arrival(plan: AllGatherGemmPlan, reader: int, source: int, chunk: int) -> Step:

@@ -1,21 +1,24 @@
 """Who reads and writes which bytes of the memory that all plans of a world share, and why the next call may write there.
 
 A plan's areas and accesses are stated beside its wait graph (``areas_allgather_gemm``, ``areas_reduce``). ``unordered`` joins two calls:
-rule 7 of docs/memory_model.md holds for a pair of plans when it finds nothing.
+rule 7 of docs/memory_model.md holds for a pair of plans when it finds nothing. ``unordered_ahead`` joins a call with the one after the
+next, and ``unseen`` says what the call between them must do: rule 19.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
-__all__ = ["COUNTED", "FLAGS", "HEAP", "PACKETS", "STAGING", "Access", "Area", "Call", "unordered"]
+__all__ = ["AHEAD", "COUNTED", "FLAGS", "HEAP", "PACKETS", "STAGING", "Access", "Area", "Call", "unordered", "unordered_ahead", "unseen"]
 
-# What areas lie in: the workspace and the staging area of the data heap; flags, counted flags and packets of the signal segment.
-HEAP, STAGING, FLAGS, COUNTED, PACKETS = "workspace", "staging", "flags", "counted flags", "packets"
+# What areas lie in: the workspace and the staging area of the data heap; flags, counted flags and packets of the signal segment, and that
+# half of its packets ahead which calls of the same parity of the epoch have.
+HEAP, STAGING, FLAGS, COUNTED, PACKETS, AHEAD = "workspace", "staging", "flags", "counted flags", "packets", "packets ahead"
+_NEXT_WRITER_WAITS_FOR = {STAGING: "the end of this rank's own kernel", AHEAD: "the entries of all ranks into the call before its own"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Area:
     Attributes
     ----------
     name, segment
-        What it holds, and which of ``HEAP``, ``STAGING``, ``FLAGS``, ``COUNTED`` and ``PACKETS`` it lies in.
+        What it holds, and which of ``HEAP``, ``STAGING``, ``FLAGS``, ``COUNTED``, ``PACKETS`` and ``AHEAD`` it lies in.
     offset, bytes
         Where it begins in its segment, and its size.
     writers, readers
@@ -42,7 +45,7 @@ class Area:
     @property
     def next_writer_waits_for(self) -> str:
         """What the next call waits for before it writes here."""
-        return "the end of this rank's own kernel" if self.segment == STAGING else "the entries of all ranks"
+        return _NEXT_WRITER_WAITS_FOR.get(self.segment, "the entries of all ranks")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,19 +79,42 @@ class Call:
     accesses: tuple[Access, ...]
 
 
-def unordered(first: Call, second: Call) -> Iterator[tuple[Access, Access]]:
+def unordered(first: Call, second: Call, halves: int = 2) -> Iterator[tuple[Access, Access]]:
     """Pairs of an access of ``first`` and a conflicting one of ``second``, the next call, which nothing orders.
 
     Two accesses conflict when their bytes overlap and one of them writes. A rank's kernels follow each other, and the engine has completed
-    a kernel's puts when it ends; within the second call order is what its wait graph says.
+    a kernel's puts when it ends; within the second call order is what its wait graph says. ``halves``: into which the packets ahead are
+    divided. With two of them, calls that follow each other have none in common.
     """
-    ended = _ranks_that_have_ended(second.graph)
+    yield from _unordered(first, second, _ranks_behind(second.graph), lambda segment: segment != AHEAD or halves == 1)
+
+
+def unordered_ahead(first: Call, between: Call, second: Call) -> Iterator[tuple[Access, Access]]:
+    """The same of accesses to the packets ahead, in two calls with one between them.
+
+    Where a rank has ended the call between, all whose entry into that call it has seen have ended the first one.
+    """
+    seen = _entries_seen(between.graph)
+    ended = {step: frozenset().union(ranks, *(seen[rank] for rank in ranks)) for step, ranks in _ranks_behind(second.graph).items()}
+    yield from _unordered(first, second, ended, lambda segment: segment == AHEAD)
+
+
+def unseen(call: Call) -> list[tuple[object, object]]:
+    """Pairs of ranks, of which the first may end the call and has not seen that the second has entered it."""
+    seen = _entries_seen(call.graph)
+    return [(rank, other) for rank in seen for other in seen if other not in seen[rank]]
+
+
+def _unordered(
+    first: Call, second: Call, ended: dict[Step, frozenset[object]], shared: Callable[[str], bool]
+) -> Iterator[tuple[Access, Access]]:
+    """``ended``: by steps of the second call the ranks whose first call has ended then; ``shared``: whether both have a segment."""
     by_place: dict[tuple[int, str], list[Access]] = defaultdict(list)
     for access in first.accesses:
         by_place[access.rank, access.area.segment].append(access)
     for later in second.accesses:
         begin, end = later.span
-        for earlier in by_place[later.rank, later.area.segment]:
+        for earlier in by_place[later.rank, later.area.segment] if shared(later.area.segment) else ():
             if not (earlier.writes or later.writes) or earlier.step[1] in ended[later.step]:
                 continue
             low, high = earlier.span
@@ -96,8 +122,22 @@ def unordered(first: Call, second: Call) -> Iterator[tuple[Access, Access]]:
                 yield earlier, later
 
 
-def _ranks_that_have_ended(graph: WaitGraph) -> dict[Step, frozenset[object]]:
+def _ranks_behind(graph: WaitGraph) -> dict[Step, frozenset[object]]:
     """For each step of a call the ranks whose call before has ended when it runs: its own, and those of all steps that it waits for."""
+    return _collected(graph, lambda step: frozenset({step[1]}))
+
+
+def _entries_seen(graph: WaitGraph) -> dict[object, frozenset[object]]:
+    """For each rank the ranks that have entered the call for certain when it ends: one of its steps comes after that."""
+    entries = _collected(graph, lambda step: frozenset({step[1]}) if step[0] == "enter" else frozenset())
+    seen: dict[object, frozenset[object]] = {}
+    for step, ranks in entries.items():
+        seen[step[1]] = seen.get(step[1], frozenset()) | ranks
+    return seen
+
+
+def _collected(graph: WaitGraph, of: Callable[[Step], frozenset[object]]) -> dict[Step, frozenset[object]]:
+    """For each step what ``of`` says of it and of all steps that it waits for."""
     found: dict[Step, frozenset[object]] = {}
     todo = list(graph)
     while todo:
@@ -107,5 +147,5 @@ def _ranks_that_have_ended(graph: WaitGraph) -> dict[Step, frozenset[object]]:
             todo += missing
             continue
         todo.pop()
-        found.setdefault(step, frozenset({step[1]}).union(*(found[before] for before in graph.before(step))))
+        found.setdefault(step, of(step).union(*(found[before] for before in graph.before(step))))
     return found
