@@ -168,6 +168,23 @@ def test_allgather_gemm_whose_ctas_share_k(
 
 
 @pytest.mark.cases(
+    block_n=(64, 128, 192, 256), world=("1x2", "1x4", "1x5", "1x8"), cluster=(1, 2), row_major=(True, False), specialize=MODES
+)
+@pytest.mark.drawn(1)
+def test_allgather_gemm_whose_shards_travel_in_packets(
+    caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: int, row_major: bool, specialize: str
+) -> None:
+    per_node = int(world.split("x")[1])
+    problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 1024, "bfloat16", row_major)
+    plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(block_n, None, 1, cluster, 1))
+    assert plan.packets
+    instructions = compiled(caplog, plan.spec)
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
+    assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS", "STG.E.128"} <= instructions, "whole packets, and the gather buffer"
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK", "UBLKCP"}, "local memory, or bulk copies"
+
+
+@pytest.mark.cases(
     block_n=(64, 128, 192, 256), world=("1x1", "1x4", "2x2"), row_major=(True, False), dtype=("bfloat16", "float16"), specialize=MODES
 )
 @pytest.mark.drawn(1)

@@ -42,6 +42,8 @@ def split(name: str, shape: Topology, op: str = "allgather_gemm", algorithm: str
     used = roles(shape, op, algorithm)
     if name == "narrow":
         return mk.Split(compute=1, **dict.fromkeys(used, 1))
+    if name == "one":  # SM that computes
+        return mk.Split(compute=1)
     if name in ("pairs", "few pairs"):  # two SMs per role, whose CTAs may be pairs; all the rest computes, or no more
         return mk.Split(compute=2 if name == "few pairs" else None, **dict.fromkeys(used, 2))
     if name == "few movers":  # and all the rest computes

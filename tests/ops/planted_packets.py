@@ -55,7 +55,7 @@ PACKETS = [
         "at < bytes; at += kRound * stride()) send_round(call, at, read(at));",
         "at < bytes; at += kRound * stride()) {}",
         workload="gather packets",
-        found_as="TimeoutError",
+        found_as="(packets of the shards) of rank",
     ),
     Bug(
         "every other unit is not taken",

@@ -18,6 +18,7 @@ from mkernel.planner.spans import spans_of
 from mkernel.planner.tiling import Tiling
 from mkernel.tools.check import worst_product
 from mkernel.transport import emulated
+from tests.ops import packets_body
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 from tests.ops.body import split as split_of
 
@@ -55,6 +56,8 @@ def test_the_cases_reach_all_of_the_kernel() -> None:
     )
     assert max(plan.chunks for plan in covered if plan.parts > 1) > max(plan.parts for plan in covered), "several blocks in parts"
     assert {plan.num_tiles % plan.grid == 0 for plan in covered} == {True, False}
+    inside = [plan.packets for plan in covered if plan.problem.topology.num_nodes == 1 < plan.problem.topology.size and plan.rows]
+    assert 0.1 < sum(inside) / len(inside) < 0.6, "shards travel in chunks, and in packets"
 
 
 @pytest.mark.cases(**_AXES)
@@ -72,7 +75,48 @@ def test_every_element(request: pytest.FixtureRequest, world: str, shape: tuple[
 def test_every_element_without_communication_ctas(
     request: pytest.FixtureRequest, world: str, shape: tuple[int, int], dtype: str, row_major: bool
 ) -> None:
-    test_every_element(request, world, shape, "warps", dtype, row_major)
+    every_element(request, world, Case(dtype, *shape, row_major, "warps", tiling=Tiling(packets=0)))
+
+
+def every_element(request: pytest.FixtureRequest, world: str, case: Case) -> None:
+    for seed in seeds(request):
+        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
+            assert problems(results) == [], f"rank {rank}"
+
+
+# ---- shards that travel in packets
+
+_PACKETS = (Tiling(packets=1), Tiling(64, packets=1), Tiling(192, None, 1, 1, 1), Tiling(256, packets=1), Tiling(128, None, 1, 2, 1))
+_PACKETS += (Tiling(64, None, 2, packets=1), Tiling(128, None, 3, packets=1), Tiling(64, None, 5, 2, 1), Tiling(64, None, 9, packets=1))
+
+
+def _in_packets(tiling: Tiling, shape: tuple[int, int], split: str, **_: Any) -> bool:
+    return (tiling.shares or 1) <= -(-shape[0] // 64) and not (split == "one" and tiling.cluster == 2)
+
+
+@pytest.mark.cases(
+    world=("1x2", "1x3", "1x4", "1x8"),
+    tiling=_PACKETS,
+    shape=((64, 256), (136, 264), (8, 8), (520, 136), (584, 392), (2056, 8)),
+    split=("default", "one", "warps"),
+    dtype=_DTYPES,
+    row_major=(True, False),
+    valid=_in_packets,
+)
+@pytest.mark.drawn(2)
+def test_every_element_of_shards_in_packets(
+    request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
+) -> None:
+    """Of any size that there is room for; rows without room travel in chunks meanwhile."""
+    every_element(request, world, Case(dtype, *shape, row_major, split, tiling=tiling))
+
+
+@pytest.mark.parametrize("world", ["1x2", pytest.param("1x4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workload", packets_body.WORKLOADS)
+def test_packets_beside_what_is_rare(request: pytest.FixtureRequest, world: str, workload: str) -> None:
+    """NaNs with all bits set, calls that are skipped after a refused one, CTAs that are late."""
+    for seed in seeds(request):
+        assert packets_body.found_wrong(world, workload, seed) is None
 
 
 # ---- tiles that span shards
@@ -107,10 +151,7 @@ def possible(world: str, tiling: Tiling, shape: tuple[int, int], split: str, **_
 def test_every_element_of_tiles_that_span_shards_or_share_k(
     request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
 ) -> None:
-    case = Case(dtype, *shape, row_major, split, tiling=tiling)
-    for seed in seeds(request):
-        for rank, results in enumerate(ranks(back_to_back, world, case, seed, 0.0, rows_of(case.k), seed=seed)):
-            assert problems(results) == [], f"rank {rank}"
+    every_element(request, world, Case(dtype, *shape, row_major, split, tiling=tiling))
 
 
 @pytest.mark.parametrize("world", ["1x1", "1x4", "2x2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ CASES = {
     "two_shot": Case("bfloat16", 64, 72, split="few movers", op="gemm_allreduce", algorithm="two_shot"),
     "one_shot": Case("bfloat16", 64, 72, split="few movers", op="gemm_allreduce", algorithm="one_shot"),
 }
+EVERY = CASES | {"packets": Case("bfloat16", 64, 72)}  # of few rows inside a node
+PACKETS = [(world, "packets") for world in ("1x2", "1x4")]
 ROWS = 24
 TIMEOUT, ENTRY_TIMEOUT = 2.0, 120.0  # seconds of virtual time
 
@@ -40,8 +43,8 @@ def _anybody(seed: int, world: str) -> int:
 
 
 def _told(world: Any, how: str, seed: int) -> tuple[list[str], int, int, list[int]]:
-    rank = Rank(world, CASES[how], seed, (ROWS,))
-    found = problems([rank.call(number, ROWS, use_of(number, CASES[how])) for number in range(3)])
+    rank = Rank(world, EVERY[how], seed, (ROWS,))
+    found = problems([rank.call(number, ROWS, use_of(number, EVERY[how])) for number in range(3)])
     world.barrier()
     ring = abi.Ring.from_address(world._ring.address)
     return found, ring.launched, ring.ended, sorted(slot.dst_rank for slot in ring.slots if slot.ticket and slot.channel == 0)
@@ -59,17 +62,16 @@ def test_what_an_engine_is_told(request: pytest.FixtureRequest, world: str, how:
 
 
 def _late(world: Any, how: str, seed: int, who: int, seconds: float) -> list[str]:
-    rank = Rank(world, CASES[how], seed, (ROWS,))
-    results = [rank.call(0, ROWS, use_of(0, CASES[how]))]
+    rank = Rank(world, EVERY[how], seed, (ROWS,))
+    results = [rank.call(0, ROWS, use_of(0, EVERY[how]))]
     world.barrier()
     if world.rank == who:
         sleep(world, seconds)
-    results.append(rank.call(1, ROWS, use_of(1, CASES[how])))
+    results.append(rank.call(1, ROWS, use_of(1, EVERY[how])))
     return problems(results)
 
 
-@pytest.mark.parametrize("how", CASES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "how"), [*itertools.product(WORLDS, CASES), *PACKETS])
 @pytest.mark.drawn(3)
 def test_a_rank_may_be_late_by_up_to_entry_timeout(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed = _seed(request)
@@ -79,22 +81,21 @@ def test_a_rank_may_be_late_by_up_to_entry_timeout(request: pytest.FixtureReques
 
 
 def _never(world: Any, how: str, seed: int, who: int) -> str:
-    rank = Rank(world, CASES[how], seed, (ROWS,))
-    rank.call(0, ROWS, use_of(0, CASES[how]))
+    rank = Rank(world, EVERY[how], seed, (ROWS,))
+    rank.call(0, ROWS, use_of(0, EVERY[how]))
     world.barrier()
     try:
         if world.rank == who:
             sleep(world, 2 * ENTRY_TIMEOUT)
             world.check()
         else:
-            rank.call(1, ROWS, use_of(1, CASES[how]))
+            rank.call(1, ROWS, use_of(1, EVERY[how]))
     except errors.TimeoutError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("how", CASES)
-@pytest.mark.parametrize("world", ["2x2", "4x1"])
+@pytest.mark.parametrize(("world", "how"), [*itertools.product(("2x2", "4x1"), CASES), *PACKETS])
 def test_a_rank_that_never_comes_is_named(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed = _seed(request)
     who = _anybody(seed, world)
@@ -138,13 +139,13 @@ def test_a_rank_that_raises_while_chunks_are_under_way(request: pytest.FixtureRe
 
 
 def _another_plan(world: Any, how: str, seed: int, who: int) -> str:
-    mine, theirs = Rank(world, CASES[how], seed, (ROWS,)), Rank(world, CASES[how], seed, (ROWS + 8,))
+    mine, theirs = Rank(world, EVERY[how], seed, (ROWS,)), Rank(world, EVERY[how], seed, (ROWS + 8,))
     for number, rank, rows in ((0, mine, ROWS), (1, theirs, ROWS + 8)):  # all know both plans
-        rank.call(number, rows, use_of(number, CASES[how]))
+        rank.call(number, rows, use_of(number, EVERY[how]))
     world.barrier()
     rank, rows = (theirs, ROWS + 8) if world.rank == who else (mine, ROWS)
     try:
-        rank.call(2, rows, use_of(2, CASES[how]))
+        rank.call(2, rows, use_of(2, EVERY[how]))
         world.check()
     except MismatchError as error:
         return type(error).__name__
@@ -153,8 +154,7 @@ def _another_plan(world: Any, how: str, seed: int, who: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("how", CASES)
-@pytest.mark.parametrize("world", ["2x2", "4x1"])
+@pytest.mark.parametrize(("world", "how"), [*itertools.product(("2x2", "4x1"), CASES), *PACKETS])
 def test_another_plan_on_a_rank_of_any_node_is_a_mismatch_everywhere(request: pytest.FixtureRequest, world: str, how: str) -> None:
     seed = _seed(request)
     who = _anybody(seed, world)

@@ -15,29 +15,35 @@ from mkernel.planner.k_parts import choose_parts
 N = 8
 
 
-def _gather(world: Any, seed: int, k: int, wanted: Any) -> list[int]:
+def _gather(world: Any, seed: int, k: int, packets: int, wanted: Any) -> list[int]:
     """Elements that differ, of each of three calls; every rank makes one call that keeps nothing."""
     b, wrong = np.zeros((k, N), np.float16), []
-    whole = choice_of(None, None, {"shares": 1})  # as a PreparedPlan passes it on: else K is shared by CTAs, and does not travel in parts
+    # As a PreparedPlan passes it on: else K is shared by CTAs, and does not travel in parts.
+    tiling = {"shares": 1} | ({"packets": packets} if world.num_nodes == 1 < world.size else {})
+    whole = choice_of(None, None, tiling)
     for call, rows in enumerate((40, 0, 130)):
         shards = [np.random.default_rng([seed, call, rank]).standard_normal((rows, k)).astype(np.float16) for rank in range(world.size)]
         gathered = None if call % 3 == world.rank else np.full((rows * world.size, k), np.nan, np.float16)
         mk.allgather_gemm(shards[world.rank], b, gathered=gathered, split=whole)  # type: ignore[arg-type]
         if gathered is not None:
             wrong.append(int((gathered != np.concatenate(shards)).sum()))
-    plan: Any = mk.plan("allgather_gemm", shards[0], b, tiling={"shares": 1}).plan(40)
+    plan: Any = mk.plan("allgather_gemm", shards[0], b, tiling=tiling).plan(40)
     assert plan.parts == (wanted if world.size > 1 else 1)
+    assert plan.packets == bool(packets)
     return wrong
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "k"), [(1, None, 64), (4, 2, 64), (3, None, 4096)])
-def test_gathered(ranks: int, per_node: int | None, k: int, rng: np.random.Generator) -> None:
-    wanted = choose_parts(k) if per_node is None else 1
-    args = (int(rng.integers(1 << 30)), k, wanted)
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "k", "packets"),
+    [(1, None, 64, 0), (4, 2, 64, 0), (3, None, 4096, 0), (3, None, 64, 0), (3, None, 4096, 1), (2, None, 64, 1)],
+)
+def test_gathered(ranks: int, per_node: int | None, k: int, packets: int, rng: np.random.Generator) -> None:
+    wanted = choose_parts(k) if per_node is None and not packets else 1
+    args = (int(rng.integers(1 << 30)), k, packets, wanted)
     found = mk.launch(_gather, ranks, per_node, target="cpu", args=args, heap_bytes=1 << 24)
     assert [sum(wrong) for wrong in found] == [0] * ranks
     assert sum(map(len, found)) == 3 * ranks - min(ranks, 3)
-    assert k == 64 or wanted > 1
+    assert k == 64 or wanted > 1 or packets
 
 
 def test_a_gathered_that_does_not_fit() -> None:

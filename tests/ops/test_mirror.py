@@ -80,18 +80,42 @@ def test_kernel_and_plan_agree(
             assert library.mirror_chunk_index(shape, block, part) == plan.chunk_index(block, part)
         if plan.parts > 1 and rows:
             check_pieces(plan, library, shape)
+        check_tiles(plan, library, shape)
         for rank in range(topology.size):
-            tiles, number = list(plan.tiles(rank)), library.mirror_num_tiles(rank, shape)
-            assert number == len(list(taken(tiles, cluster)))
-            words = np.full((number * cluster, 6), -1, np.int32)
-            library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
-            found = [tuple(row) for row in words.tolist()]
-            assert [row for row in found if row[1] < plan.tile_rows] == [(t.plane, t.m, t.n, t.slice, t.kind, t.share) for t in tiles]
-            assert all(row[1] == plan.tile_rows for row in found if row[1] >= plan.tile_rows), "the rest of a pair"
             check_waits(plan, library, shape, rank)
     roles = collections.Counter(library.mirror_role(shape, cta) for cta in range(split.total))
     expected = {abi.Role.compute: split.compute, abi.Role.intra_comm: split.intra_comm, abi.Role.inter_send: split.inter_send}
     assert roles == collections.Counter({role: number for role, number in expected.items() if number})
+
+
+@pytest.mark.parametrize("specialize", ["all", "none"])
+@pytest.mark.parametrize(("per_node", "block_n", "shares", "cluster"), [(2, 64, 1, 1), (3, 128, 4, 1), (8, 256, 1, 2), (4, 64, 3, 2)])
+@pytest.mark.drawn(2)
+def test_kernel_and_plan_agree_where_shards_travel_in_packets(
+    per_node: int, block_n: int, shares: int, cluster: int, specialize: str
+) -> None:
+    """Tiles as of a world of one that has all rows."""
+    problem = AllGatherGemmProblem(Topology(per_node, per_node), 264, 520, "bfloat16", False)
+    for rows in (1, 16, 43, 129, 300):
+        plan = make_plan(problem, rows, 6, None, None, specialize, Tiling(block_n, None, shares, cluster, 1))
+        assert plan.packets
+        library = mirror(plan.spec)
+        shape = ctypes.byref(Parameters(fields=plan.fields, **plan.arguments))
+        check_tiles(plan, library, shape)
+        for source in range(per_node):
+            assert library.mirror_shard_offset(shape, source) == source * plan.shard_bytes
+
+
+def check_tiles(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> None:
+    """Each rank takes the plan's tiles, in its order."""
+    for rank in range(plan.problem.topology.size):
+        tiles, number = list(plan.tiles(rank)), library.mirror_num_tiles(rank, shape)
+        assert number == len(list(taken(tiles, plan.cluster)))
+        words = np.full((number * plan.cluster, 6), -1, np.int32)
+        library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
+        found = [tuple(row) for row in words.tolist()]
+        assert [row for row in found if row[1] < plan.tile_rows] == [(t.plane, t.m, t.n, t.slice, t.kind, t.share) for t in tiles]
+        assert all(row[1] == plan.tile_rows for row in found if row[1] >= plan.tile_rows), "the rest of a pair"
 
 
 def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank: int) -> None:

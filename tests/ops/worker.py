@@ -23,7 +23,8 @@ from tests.ops.body import Case, back_to_back, bits, problems
 from tests.runtime.notes import await_notes, note, of_others
 from tests.runtime.worker import outcome, tell
 
-HOW = os.environ.get("TEST_HOW", "allgather_gemm")  # an op, an algorithm of gemm_allreduce, or "packets": two-shot, with few values
+# An op, an algorithm of gemm_allreduce, or "packets": two-shot, with few values; "gather packets": an allgather_gemm of few rows.
+HOW = os.environ.get("TEST_HOW", "allgather_gemm")
 _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _ROWS = (0, 1, 129)
 CASES = {
@@ -60,7 +61,8 @@ def calls() -> None:
 # ---- faults: rank 1 is the one that fails
 
 _LARGES = {"packets": 16000, "moe_dispatch_gemm": 2500, "ring_attention": 1500}
-_SMALL, _LARGE = 40, _LARGES.get(HOW, 12000)  # rows of a; the large call takes a second or more, on a fast machine too
+# Rows of a; the large call takes a second or more, on a fast machine too.
+_SMALL, _LARGE = (40 if HOW != "gather packets" else 8), _LARGES.get(HOW, 12000)
 _K = 1024 if HOW == "packets" else 512
 _MOE = HOW == "moe_dispatch_gemm"
 _MOST_TOKENS, _EXPERTS = 2500, 3  # of a rank
@@ -93,7 +95,7 @@ def _options() -> dict[str, Any]:
 
 
 def _op() -> str:
-    return _ALL if _options() and not _MOE else HOW
+    return _ALL if _options() and not _MOE else "allgather_gemm" if HOW == "gather packets" else HOW
 
 
 def _call(world: Any, a: Any, *others: Any) -> None:
@@ -109,7 +111,7 @@ def _call(world: Any, a: Any, *others: Any) -> None:
     (b,) = others
     c = getattr(mk, _op())(a, b, world=world, **_options())
     product = a.astype(np.float32) @ b.astype(np.float32)
-    if HOW == "allgather_gemm":
+    if _op() == "allgather_gemm":
         assert (c[-len(a) :] == product).all()
     else:
         rows = len(a) // world.size
@@ -183,6 +185,20 @@ def killed() -> None:
         _small_call(second)
         size = second.size
     tell(rank=world.rank, first=first, again=again, closing=closing, left={k: after[k] - before[k] for k in before}, second=size)
+
+
+def killed_outside() -> None:
+    """Where the others wait for its entry, and for its packets."""
+    world = mk.init(target="cpu", timeout=_NEVER, heap_bytes=96 << 20)
+    _small_call(world)
+    world.barrier()  # all have what they need of the first call
+    note(f"left-{world.rank}")
+    if world.rank == 1:
+        await_notes(*of_others(world, "left"))
+        time.sleep(0.2)  # most likely they are inside the kernel
+        _die()
+    first = outcome(lambda: _small_call(world))
+    tell(rank=world.rank, first=first, closing=outcome(world.close))
 
 
 def killed_uncaught() -> None:

@@ -238,7 +238,37 @@ class Gemm(Call):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherGemm(Gemm):
+    """``packets``: shards travel in packets as far as there is room for them; else of few rows, unless ``split`` asks for chunks."""
+
     op: ClassVar[str] = "allgather_gemm"
+    mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets")
+    packets: bool = False
+
+    @classmethod
+    def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
+        return cls.mechanisms if world.num_nodes == 1 < world.size <= 8 else ("chunks",)
+
+    @property
+    def mechanism(self) -> str:
+        return "packets" if self.packets else "chunks"
+
+    @classmethod
+    def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
+        return {"packets": mechanism == "packets"}
+
+    def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
+        if self.packets:
+            return rng.choice((None, None, mk.Split(compute=1), mk.Split(intra_comm=0)))
+        return super()._draw_split(rng, world)
+
+    def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
+        if not self.packets:
+            return super()._perhaps_paired(rng, world)
+        return dataclasses.replace(self, split=rng.choice((None, mk.Split(compute=2))), cluster=2) if rng.random() < _PAIRED else self
+
+    @property
+    def tiling(self) -> Tiling | None:
+        return Tiling(cluster=self.cluster, packets=1) if self.packets else super().tiling
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)
