@@ -142,7 +142,7 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
             tile = GemmTile.deepest(width, sent=True)
             try:
                 # Where everyone adds up everything, groups are those of the tile that was made narrower.
-                known = split == Split() and width == rules.tile.block_n and not rules.everywhere
+                known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
                 plan = rules if known else reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
             except SplitError:  # in one step nobody pulls
                 break
@@ -203,8 +203,12 @@ def _fastest(
 
 @functools.lru_cache(maxsize=64)
 def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool) -> frozenset[Any]:
-    """The kernels that the most classes of rows would choose: one N and K has no more of them."""
-    return most_chosen(_fastest(problem, rows, sm_count, machine, specialize, confirmed).spec for rows in classes(EXAMINED_ROWS))
+    """The kernels that the most classes of rows would choose: one N and K has no more of them. Between ranks those of the rules first."""
+    wanted = [_fastest(problem, rows, sm_count, machine, specialize, confirmed).spec for rows in classes(EXAMINED_ROWS)]
+    if not confirmed or problem.topology.size == 1:
+        return most_chosen(wanted)
+    ruled = {_rules(problem, rows, sm_count, specialize).spec for rows in classes(EXAMINED_ROWS)}
+    return most_chosen([*sorted(ruled, key=wanted.count, reverse=True) * len(wanted), *wanted])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -55,7 +55,7 @@ def choose(
 
     None: there are none, or the split that is wanted has a role that is no whole number of pairs. ``sent``: as in ``GemmTile.deepest``.
     """
-    if wanted.intra_comm == 0 or product.rows <= BLOCK_M or not may_pay(product):
+    if (wanted.intra_comm == 0 and default.intra_comm) or product.rows <= BLOCK_M or not may_pay(product):
         return None
     try:
         split = complete(wanted, default, sm_count, spared, 2)

@@ -21,7 +21,7 @@ __all__ = ["predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
-AHEAD_BYTES = 200e3  # of B, that a CTA loads or prefetches before its first tile may begin (kernels_src/tile/load.cuh)
+_AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _STEPS = 8  # groups of tiles that are followed one by one
 
 
@@ -142,8 +142,10 @@ def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float
     mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM
     link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
     gathered = entry + link + machine.flag
-    ahead = min(gathered, work.memory, AHEAD_BYTES * machine.sms / machine.memory)
-    return Prediction(start + gathered + work.seconds - ahead, work.tensor, work.load, work.memory, link, 0.0, start, entry=entry)
+    ahead = min(gathered, _AHEAD_BYTES * machine.sms / machine.memory)
+    tiles = work.tensor / work.cost.tensor * work.cost.seconds
+    seconds = work.seconds - blend(tiles, work.memory) + blend(tiles, max(0.0, work.memory - ahead))
+    return Prediction(start + gathered + seconds, work.tensor, work.load, work.memory, link, 0.0, start, entry=entry)
 
 
 def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:

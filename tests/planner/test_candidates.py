@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from mkernel.planner.predict import predict
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import class_of
 from mkernel.planner.split import Split, SplitError
-from mkernel.planner.tiling import Tiling
+from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
 WIDTHS = (256, 192, 128, 64)
@@ -28,18 +29,37 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
     topology = problem.topology
     inside = topology.num_nodes == 1 < topology.size
     if isinstance(problem, AllGatherGemmProblem):
-        yield allgather_gemm.make_plan(problem, rows, sms)
+        rules = allgather_gemm.make_plan(problem, rows, sms)
+        yield rules
+        if rules.packets:
+            yield from every_gather_in_packets(problem, rows, sms)
+            return
         for split in [Split(intra_comm=ctas) for ctas in (0, 4, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
             for width in WIDTHS:
                 yield allgather_gemm.make_plan(problem, rows, sms, split, GemmTile.deepest(width))
+                if topology.size > 1 and width in (256, 128) and may_bind(problem, rows):
+                    with contextlib.suppress(SplitError):
+                        yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, 1, 1, 2))
         for width in WIDTHS if topology.size == 1 else ():
-            if rows > BLOCK_M and (problem.n % BLOCK_K or problem.k % BLOCK_K):
+            if may_bind(problem, rows):
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, 1, 2))
             most = min(sms // (-(-rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
             for shares in {most, max(2, most // 2), 2} if most >= 2 and not problem.canonical else ():
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
         return
     yield from every_reduction(problem, rows, sms)
+
+
+def may_bind(problem: Any, rows: int) -> bool:
+    return rows > BLOCK_M and bool(problem.n % BLOCK_K or problem.k % BLOCK_K)
+
+
+def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int) -> Iterator[Any]:
+    for width in WIDTHS:
+        tiles = -(-rows * problem.topology.size // BLOCK_M) * -(-problem.n // width)
+        most = 1 if problem.canonical else min(sms // (tiles or 1), -(-problem.k // BLOCK_K) // 4)
+        for shares in {1, most, max(2, most // 2), 2} if most >= 2 else {1}:
+            yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, 1))
 
 
 def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
@@ -67,6 +87,9 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sms, split, tile, plan.tiles)
+            if width in (256, 128) and may_bind(problem, rows) and (problem.topology.size == 1 or not plan.everywhere):
+                with contextlib.suppress(SplitError, TilingError):
+                    yield reduce.make_plan(problem, rows, sms, split, tiling=Tiling(width, cluster=2))
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

@@ -85,9 +85,13 @@ def test_what_reductions_cannot_have() -> None:
 
 
 @each_op
-def test_ctas_alone_are_what_the_rules_choose(op: str) -> None:
-    for rows in (16, 3470):
-        assert plan_of(op, rows, 2904, 6912, Tiling(cluster=1)) == plan_of(op, rows, 2904, 6912)
+def test_pairs_are_what_the_rules_choose_where_loads_bind(op: str) -> None:
+    """Of many rows, where those of B are not aligned."""
+    for rows, n, cluster in ((16, 2904, 1), (3470, 3072, 1), (3470, 2904, 2)):
+        plan = plan_of(op, rows, n, 6912)
+        assert plan.cluster == cluster
+        assert cluster == 1 or plan == plan_of(op, rows, n, 6912, Tiling(plan.tile.block_n, cluster=2))
+        assert plan_of(op, rows, n, 6912, Tiling(cluster=1)).cluster == 1
 
 
 @each_op
@@ -116,7 +120,8 @@ def test_pairs_load_less(op: str) -> None:
 def test_rows_of_all_ranks_or_of_one_are_in_a_tile(size: int) -> None:
     """All of them where values travel in packets."""
     world = f"1x{size}"
-    assert plan_of(REDUCE_SCATTER, 16, 4096, 2048, world=world) == plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(span=size), world)
+    chosen, asked = (plan_of(REDUCE_SCATTER, 16, 4096, 2048, tiling, world) for tiling in (None, Tiling(span=size)))
+    assert (chosen.packets, chosen.span) == (asked.packets, asked.span) == (True, size)
     together, apart = (plan_of(REDUCE_SCATTER, 16, 4096, 2048, Tiling(128, span), world) for span in (size, 1))
     assert (together.packets, together.span, together.tiles) == (True, size, 32)
     assert (apart.packets, apart.span, apart.tiles) == (False, 1, 32), "of each owner"
