@@ -304,8 +304,8 @@ void mkc_tensor_store(const void* map, const void* smem, uint32_t rank, int32_t 
   const CpuTensorMap& m = checked_map(map, rank, what);
   const uint32_t bytes = box_bytes(m), offset = shared_offset(smem, bytes, kTensorAlignment, what);
   if (c0 < 0 || c1 < 0 || c2 < 0 || c3 < 0) {
-    scheduler().fail_fiber("%s: the box begins at (%d, %d, %d, %d): a GPU ends a kernel whose store begins before the tensor", what, c0, c1, c2,
-                           c3);
+    scheduler().fail_fiber("%s: the box begins at (%d, %d, %d, %d): a GPU ends a kernel whose store begins before the tensor", what, c0, c1,
+                           c2, c3);
   }
   auto copy = new_copy(Copy::kTensorStore, smem, bytes);
   copy->map = m, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = c3;
