@@ -257,7 +257,12 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
     plans = {rows: plan_for(world, op, instance, choice)}
     if op.by_rows and (max_rows is not None or world.backend.compiles_ahead):
         for number in examined(MOST_ROWS // world.size if max_rows is None else max_rows):
-            plan = plan_for(world, op, Instance(problem, number), choice)
+            try:
+                plan = plan_for(world, op, Instance(problem, number), choice)
+            except ArgumentError:  # a split that fits this call may not fit others, which will say so
+                if max_rows is not None:
+                    raise
+                continue
             # More rows may need less of the heap, where they are done in another way: those are prepared, too.
             if max_rows is not None or plan.workspace_bytes + plan.staging_bytes <= world.heap_bytes:
                 plans[number] = plan

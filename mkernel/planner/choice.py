@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
-from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
 from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
@@ -32,7 +33,8 @@ _PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (4, 8, 14)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
-_WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel
+_WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
+_WORTH_OF_TILES = 0.9  # and of a reduce-scatter by partial tiles, whose predictions are less sure
 
 
 class Ranked(NamedTuple):
@@ -58,6 +60,10 @@ def candidates(
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
     if confirmed and problem.topology.size > 1 and not rules.packets:
+        if isinstance(problem, ReduceProblem) and problem.op == REDUCE_SCATTER and rules.cluster == 1:
+            for width in _WIDTHS[:-1]:
+                if width != rules.tile.block_n:
+                    yield reduce.make_plan(problem, rows, sm_count, specialize=specialize, tiling=Tiling(width, 1, cluster=1))
         return
     if isinstance(problem, AllGatherGemmProblem):
         yield from _gathers(problem, rows, sm_count, specialize, rules)
@@ -91,11 +97,17 @@ def _gathers(
                         yield plan
 
 
+def _tiles(rows: int, n: int, width: int) -> int:
+    return math.ceil(rows / BLOCK_M) * math.ceil(n / width)
+
+
 def _in_packets(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
 ) -> Iterator[AllGatherGemmPlan]:
-    """Where shards travel in packets: as in a world of one, without pairs."""
+    """Where shards travel in packets: as in a world of one, without pairs; and narrow tiles only where all are worked on at once."""
     for width in _WIDTHS:
+        if width == _WIDTHS[-1] and _tiles(rows * problem.topology.size, problem.n, width) > sm_count:
+            continue
         most = 1 if problem.canonical else most_shares(rows * problem.topology.size, problem.n, problem.k, width, sm_count)
         for shares in sorted({1, *({most, max(2, most // 2), 2} if most >= 2 else ())}):
             if (width, shares) != (rules.tile.block_n, rules.shares):
@@ -158,9 +170,11 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
 
 
 def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
-    """Reductions in packets, with K shared and without."""
+    """Reductions in packets, with K shared and without; narrow tiles as ``_in_packets`` has them."""
     all_rows = rows * rules.span
     for width in _WIDTHS[-2:]:
+        if width == _WIDTHS[-1] and _tiles(all_rows, problem.n, width) > sm_count:
+            continue
         most = 1 if problem.canonical else max(1, most_shares(all_rows, problem.n, problem.k, width, sm_count))
         for shares in sorted({1, most, max(1, most // 2), min(most, 2)}):
             if (width, shares) == (rules.tile.block_n, rules.shares):
@@ -198,7 +212,8 @@ def _fastest(
     found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize, confirmed)]
     rules, allowed = found[0], [one for one in found if kept is None or one.plan.spec in kept] or found[:1]
     best = min(allowed, key=lambda one: one.seconds)
-    return rules.plan if rules in allowed and best.seconds >= _WORTH * rules.seconds else best.plan
+    worth = _WORTH if not confirmed or problem.topology.size == 1 or rules.plan.packets else _WORTH_OF_TILES
+    return rules.plan if rules in allowed and best.seconds >= worth * rules.seconds else best.plan
 
 
 @functools.lru_cache(maxsize=64)

@@ -186,7 +186,8 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
     link = steps * sent / most
     turns = max(1.0, waves(work.tiles, plan.split.compute or 1))
     # Nothing is sent before the first wave has ended, and what the last one has made when it has.
-    seconds = start + max(work.seconds / turns + link, work.seconds + link / turns) + steps * machine.flag
+    # The threads that multiply exchange, too: each wave waits for the other ranks.
+    seconds = start + max(work.seconds / turns + link, work.seconds + link / turns) + steps * turns * machine.flag
     return Prediction(seconds, work.tensor, work.load, work.memory, link, 0.0, start)
 
 

@@ -57,6 +57,8 @@ def may_bind(problem: Any, rows: int) -> bool:
 def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int) -> Iterator[Any]:
     for width in WIDTHS:
         tiles = -(-rows * problem.topology.size // BLOCK_M) * -(-problem.n // width)
+        if width == 64 and tiles > sms:
+            continue
         most = 1 if problem.canonical else min(sms // (tiles or 1), -(-problem.k // BLOCK_K) // 4)
         for shares in {1, most, max(2, most // 2), 2} if most >= 2 else {1}:
             yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, 1))
@@ -68,6 +70,8 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
     pulls = inside and problem.op == ALLREDUCE
     all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
     for width in WIDTHS[-2:] if inside else ():
+        if width == 64 and -(-all_rows // BLOCK_M) * -(-problem.n // width) > sms:
+            continue
         most = min(sms // (-(-all_rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
         for shares in {1} if problem.canonical else {1, max(1, most), max(1, most // 2), min(max(1, most), 2)}:
             plan = reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, shares=shares))
