@@ -67,8 +67,8 @@ def make_plan(
     if tile is not None:
         asked = dataclasses.replace(asked, cluster=asked.cluster or 1)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
-    if tile is None and ("split" in compiled_in or problem.topology.num_nodes == 1 < problem.topology.size):
-        kept = _kept_kernels(problem, sm_count, split, compiled_in, asked)
+    if split is None and tile is None and ("split" in compiled_in or problem.topology.num_nodes == 1 < problem.topology.size):
+        kept = _kept_kernels(problem, sm_count, compiled_in, asked)
         if all(plan.spec != other.spec for other in kept):
             fit = [other for other in kept if not other.packets or _shards_bytes(problem, of_class) <= abi.AHEAD_BYTES] or kept
             near = min(fit, key=lambda other: (abs(other.rows - of_class), other.rows))
@@ -78,15 +78,13 @@ def make_plan(
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_kernels(
-    problem: AllGatherGemmProblem, sm_count: int, split: Split | None, specialize: Specialized, asked: Tiling
-) -> list[AllGatherGemmPlan]:
+def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Specialized, asked: Tiling) -> list[AllGatherGemmPlan]:
     """Plans of the classes that choose one of the kernels that the most classes choose.
 
     A class whose own choice is not among them takes the kernel of the nearest plan. Classes beyond those that are looked at, too. So it
     is inside a node, where packets, warps that push, shares of K and pairs of CTAs are kernels of their own, each of several widths.
     """
-    plans = [_plan_of_class(problem, rows, sm_count, split, None, specialize, asked) for rows in classes(EXAMINED_ROWS)]
+    plans = [_plan_of_class(problem, rows, sm_count, None, None, specialize, asked) for rows in classes(EXAMINED_ROWS)]
     kept = most_chosen(plan.spec for plan in plans)
     return [plan for plan in plans if plan.spec in kept]
 
