@@ -366,9 +366,9 @@ REDUCTIONS = [
     ),
     Bug(
         "rows of several owners are stored as this rank's",
-        "ops/gemm_reduce_scatter_packets.cuh",
-        "block_row(c, warpgroup) - first_row();",
-        "block_row(c, warpgroup);",
+        "reduce/packets.cuh",
+        "item.row + half * 8 - derived().first_row();",
+        "item.row + half * 8;",
         found_as="wrong",
         workload="scattered packets",
     ),

@@ -95,7 +95,7 @@ def test_a_comparison_lists_where_the_model_would_choose_otherwise(capsys: pytes
     assert model.main(["gemm_allreduce", "--world", "1x4", "--shapes", "random:30:5", "--compare"]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert re.match(r"\d+ of 30 shapes differ", first)
-    assert 0.3 < float(last.split()[-1]) < 1
+    assert 0.3 < float(last.split()[-1]) <= 1, "where the rules' kernel is one too many of an N and K, the next best may gain nothing"
     with pytest.raises(ArgumentError, match="--compare"):
         model.main(["ring_attention", "--world", "1x4", "--compare"])
 
