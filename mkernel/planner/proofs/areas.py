@@ -102,7 +102,9 @@ def unordered_ahead(first: Call, between: Call, second: Call) -> Iterator[tuple[
 def unseen(call: Call) -> list[tuple[object, object]]:
     """Pairs of ranks, of which the first may end the call and has not seen that the second has entered it."""
     seen = _entries_seen(call.graph)
-    return [(rank, other) for rank in seen for other in seen if other not in seen[rank]]
+    # A rank without work has no step but its entry; in its kernel every CTA opens the entry of its own, which sees all ranks enter.
+    working = {step[1] for step in call.graph if step[0] != "enter"}
+    return [(rank, other) for rank in seen if rank in working for other in seen if other not in seen[rank]]
 
 
 def _unordered(
