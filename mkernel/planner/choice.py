@@ -97,22 +97,30 @@ def _gathers(
                         yield plan
 
 
-def _tiles(rows: int, n: int, width: int) -> int:
-    return math.ceil(rows / BLOCK_M) * math.ceil(n / width)
+def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, width: int) -> list[int]:
+    """Numbers of shares of K that may be worth their sums: as many as there are SMs, half as many, or two. ``rows``: that tiles lie in."""
+    most = 0 if problem.canonical else most_shares(rows, problem.n, problem.k, width, sm_count)
+    return sorted({most, max(2, most // 2), 2}) if most >= 2 else []
+
+
+def _sharings(
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, widths: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
+    """Widths of tiles and shares of their K, one of them among these; narrow tiles only where all are worked on at once."""
+    for width in widths:
+        if width == _WIDTHS[-1] and math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) > sm_count:
+            continue
+        yield from ((width, shares) for shares in (1, *_shares(problem, rows, sm_count, width)))
 
 
 def _in_packets(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
 ) -> Iterator[AllGatherGemmPlan]:
-    """Where shards travel in packets: as in a world of one, without pairs; and narrow tiles only where all are worked on at once."""
-    for width in _WIDTHS:
-        if width == _WIDTHS[-1] and _tiles(rows * problem.topology.size, problem.n, width) > sm_count:
-            continue
-        most = 1 if problem.canonical else most_shares(rows * problem.topology.size, problem.n, problem.k, width, sm_count)
-        for shares in sorted({1, *({most, max(2, most // 2), 2} if most >= 2 else ())}):
-            if (width, shares) != (rules.tile.block_n, rules.shares):
-                tiling = Tiling(width, None, shares, 1, 1)
-                yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
+    """Where shards travel in packets: as in a world of one, without pairs."""
+    for width, shares in _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS):
+        if (width, shares) != (rules.tile.block_n, rules.shares):
+            tiling = Tiling(width, None, shares, 1, 1)
+            yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -131,9 +139,7 @@ def _products(
             pairs = Tiling(width, 1, 1, 2)
             with contextlib.suppress(SplitError):  # few SMs
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
-        most = 0 if problem.canonical else most_shares(rows, problem.n, problem.k, width, sm_count)
-        # What may be worth its sums: as many as there are SMs, half as many, or two.
-        for shares in sorted({most, max(2, most // 2), 2}) if most >= 2 else ():
+        for shares in _shares(problem, rows, sm_count, width):
             if (width, shares) != (rules.tile.block_n, rules.shares):
                 tiling = Tiling(width, 1, shares)
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
@@ -170,15 +176,9 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
 
 
 def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
-    """Reductions in packets, with K shared and without; narrow tiles as ``_in_packets`` has them."""
-    all_rows = rows * rules.span
-    for width in _WIDTHS[-2:]:
-        if width == _WIDTHS[-1] and _tiles(all_rows, problem.n, width) > sm_count:
-            continue
-        most = 1 if problem.canonical else max(1, most_shares(all_rows, problem.n, problem.k, width, sm_count))
-        for shares in sorted({1, most, max(1, most // 2), min(most, 2)}):
-            if (width, shares) == (rules.tile.block_n, rules.shares):
-                continue
+    """Reductions in packets, with K shared and without."""
+    for width, shares in _sharings(problem, rows * rules.span, sm_count, _WIDTHS[-2:]):
+        if (width, shares) != (rules.tile.block_n, rules.shares):
             plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
             if plan.packets and plan.shares == shares:  # there is room
                 yield plan

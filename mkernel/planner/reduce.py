@@ -106,7 +106,7 @@ def make_plan(
 def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) -> None:
     """Raises TilingError where no number of rows could have such tiles."""
     size, steps = problem.topology.size, math.ceil(problem.k / BLOCK_K)
-    packets = may_be_packed(problem) and asked.cluster != 2 and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
+    packets = may_be_packed(problem) and _leaves_packets(asked, split)
     if asked.cluster == 2 and problem.algorithm == "one_shot":
         raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs")
     if asked.span not in (None, 1) and not (problem.op == REDUCE_SCATTER and asked.span == size and packets):
@@ -116,6 +116,11 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
             raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
         if not packets or (problem.op == REDUCE_SCATTER and asked.span == 1) or (asked.shares or 1) > steps:
             raise TilingError(f"{asked}: K is shared in packets only, by at most {steps} CTAs, which is as many as it has steps")
+
+
+def _leaves_packets(asked: Tiling, split: Split | None) -> bool:
+    """Whether packets are left possible: CTAs that pull, wider tiles and pairs of CTAs ask for the other kernel."""
+    return asked.cluster != 2 and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,9 +161,7 @@ def _plan_of_class(
     # where each pair of a group has one tile.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
-    # A split with CTAs that pull, wider tiles, those of one owner, or pairs of CTAs ask for the other kernel.
-    few_columns = (asked.block_n or 0) <= _FEW_BLOCK_N
-    if not wanted.intra_comm and cluster == 1 and few_columns and not (scatters and asked.span == 1):
+    if _leaves_packets(asked, wanted) and not (scatters and asked.span == 1):  # tiles of one owner ask for the other kernel
         for packed in _packed(plan, sm_count, given, asked.shares):
             if fits_packets(packed):
                 chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)

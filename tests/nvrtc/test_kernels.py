@@ -184,6 +184,21 @@ def test_allgather_gemm_whose_shards_travel_in_packets(
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK", "UBLKCP"}, "local memory, or bulk copies"
 
 
+def loop_of_pairs(caplog: pytest.LogCaptureFixture, spec: KernelSpec, block_n: int, dtype: str) -> list[str]:
+    """The SASS of the main loop of a kernel whose CTAs are pairs, all of which was looked at."""
+    instructions = compiled(caplog, spec)
+    kind = ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
+    assert {"UTMALDG.3D", "UTMALDG.3D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT"} <= instructions
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+    assert not {name for name in instructions if "MULTIMEM" in name or name.startswith("LDGMC")}, "NVLink multicast"
+    sass = cuda.disassemble(cuda.compile(spec))
+    assert sass is not None
+    (loop,) = loops(sass, "HGMMA")
+    assert not any(re.search("MEMBAR|CCTL|ERRBAR", line) for line in loop), "no fence of GPU scope for each k step"
+    return loop
+
+
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256), world=("1x1", "1x4", "2x2"), row_major=(True, False), dtype=("bfloat16", "float16"), specialize=MODES
 )
@@ -193,17 +208,8 @@ def test_allgather_gemm_whose_ctas_are_pairs(
 ) -> None:
     problem = plan_of(world, block_n, dtype, row_major, specialize).problem
     plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(block_n, 1, None, 2))
-    instructions = compiled(caplog, plan.spec)
-    kind = ".BF16" if dtype == "bfloat16" else ""
-    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
-    assert {"UTMALDG.3D", "UTMALDG.3D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT"} <= instructions
-    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
-    assert not {name for name in instructions if "MULTIMEM" in name or name.startswith("LDGMC")}, "NVLink multicast"
-    sass = cuda.disassemble(cuda.compile(plan.spec))
-    assert sass is not None
-    (loop,) = loops(sass, "HGMMA")
+    loop = loop_of_pairs(caplog, plan.spec, block_n, dtype)
     assert any("SYNCS.ARRIVE.TRANS64.RED" in line for line in loop), "stages are given back to both CTAs"
-    assert not any(re.search("MEMBAR|CCTL|ERRBAR", line) for line in loop), "no fence of GPU scope for each k step"
 
 
 def test_the_kernel_that_only_sends(caplog: pytest.LogCaptureFixture) -> None:

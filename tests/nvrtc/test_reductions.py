@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
@@ -19,7 +17,7 @@ from tests.nvrtc.test_kernels import (
     _own_cache,  # noqa: F401 - a fixture for every test here
     compiled,
     fits,
-    loops,
+    loop_of_pairs,
     relative_cost,
 )
 
@@ -123,16 +121,7 @@ def test_kernel_of_pairs(
 ) -> None:
     problem = plan_of(how, world, block_n, dtype, row_major, partials, canonical=canonical).problem
     plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(block_n, cluster=2))
-    instructions = compiled(caplog, plan.spec)
-    kind = ".BF16" if dtype == "bfloat16" else ""
-    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
-    assert {"UTMALDG.3D", "UTMALDG.3D.MULTICAST", "UCGABAR_ARV", "UCGABAR_WAIT"} <= instructions
-    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
-    assert not {name for name in instructions if "MULTIMEM" in name or name.startswith("LDGMC")}, "NVLink multicast"
-    sass = cuda.disassemble(cuda.compile(plan.spec))
-    assert sass is not None
-    (loop,) = loops(sass, "HGMMA")
-    assert not any(re.search("MEMBAR|CCTL|ERRBAR", line) for line in loop), "no fence of GPU scope for each k step"
+    loop_of_pairs(caplog, plan.spec, block_n, dtype)
 
 
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])

@@ -107,7 +107,7 @@ def _in_packets(tiling: Tiling, shape: tuple[int, int], split: str, **_: Any) ->
 def test_every_element_of_shards_in_packets(
     request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
 ) -> None:
-    """Of any size that there is room for; rows without room travel in chunks meanwhile."""
+    """Shards of any size: those without room travel in chunks meanwhile."""
     every_element(request, world, Case(dtype, *shape, row_major, split, tiling=tiling))
 
 

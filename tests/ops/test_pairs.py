@@ -18,6 +18,7 @@ from mkernel.planner.choice import candidates
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.machine import H200
 from mkernel.planner.predict_gemm import predict_allgather_gemm
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.row_classes import MOST_KERNELS, classes
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split, SplitError
@@ -70,11 +71,13 @@ def test_every_element_and_the_bits_of_ctas_alone(
             assert bits == same, f"rank {rank}"
 
 
+@pytest.mark.parametrize("op", ["allgather_gemm", REDUCE_SCATTER, ALLREDUCE])
 @pytest.mark.parametrize("world", ["1x2", pytest.param("2x2", marks=pytest.mark.slow)])
-def test_all_leave_where_a_rank_does_not_come(request: pytest.FixtureRequest, world: str) -> None:
+def test_all_leave_where_a_rank_does_not_come(request: pytest.FixtureRequest, world: str, op: str) -> None:
     def calls(world: Any) -> str:
-        a, b = random((300, 136), "float16", np.random.default_rng(0)), random((136, 264), "float16", np.random.default_rng(1))
-        plan = mk.plan("allgather_gemm", a, b, world=world, tiling={"cluster": 2})
+        rows = 300 * world.size if op == REDUCE_SCATTER else 300
+        a, b = random((rows, 136), "float16", np.random.default_rng(0)), random((136, 264), "float16", np.random.default_rng(1))
+        plan = mk.plan(op, a, b, world=world, tiling={"cluster": 2})
         plan.run(a, b)
         if world.rank == 1:
             sleep(world, 10.0)
@@ -136,7 +139,7 @@ def _chosen(world: str, rows: int, n: int, k: int, split: Split | None = None, *
 
 
 def test_the_rules_choose_pairs_where_rows_of_b_are_not_aligned() -> None:
-    """Of several ranks; in a world of one the model decides."""
+    """Between ranks: in a world of one the model decides."""
     for world in ("1x2", "1x4", "2x2", "4x1"):
         assert _chosen(world, 1735, 2904, 6912) == 2
         assert _chosen(world, 1735, 2904, 6912, Split(intra_comm=4 if world != "4x1" else 0)) == 2

@@ -42,7 +42,7 @@ def few_enough(size: int, how: str, rows: int, n: int) -> int:
 @each_size
 @each_how
 def test_every_rank_computes_every_tile(size: int, how: str) -> None:
-    """Of a reduce-scatter a tile has rows of several owners."""
+    """Tiles of a reduce-scatter have rows of several owners."""
     for most, n in SIZES:
         rows = few_enough(size, how, most, n)
         plan = plan_of(size, how, rows, n)

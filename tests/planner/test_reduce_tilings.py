@@ -86,7 +86,7 @@ def test_what_reductions_cannot_have() -> None:
 
 @each_op
 def test_pairs_are_what_the_rules_choose_where_loads_bind(op: str) -> None:
-    """Of many rows, where those of B are not aligned."""
+    """Pairs pay with many rows, where those of B are not aligned."""
     for rows, n, cluster in ((16, 2904, 1), (3470, 3072, 1), (3470, 2904, 2)):
         plan = plan_of(op, rows, n, 6912)
         assert plan.cluster == cluster

@@ -327,7 +327,7 @@ class _Reduction(Gemm):
         return self._plan(world, sm_count).packets
 
     def workspace(self, world: Topology, sm_count: int) -> int:
-        """Of packets the bytes of the signal segment, whose beginning all such calls use."""
+        """Bytes of the signal segment that packets use, whose beginning all such calls share."""
         plan = self._plan(world, sm_count)
         return plan.packet_bytes or plan.workspace_bytes
 
