@@ -5,10 +5,12 @@ Where GPUs have not confirmed it, the rules of thumb of each op choose (docs/pla
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mkernel import env
@@ -19,7 +21,7 @@ from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
-from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
+from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes, most_chosen
 from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
@@ -33,6 +35,7 @@ _PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (4, 8, 14)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
+_CLASSES = tuple(classes(EXAMINED_ROWS))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
 _WORTH_OF_TILES = 0.9  # and of a reduce-scatter by partial tiles, whose predictions are less sure
 
@@ -216,13 +219,37 @@ def _fastest(
     return rules.plan if rules in allowed and best.seconds >= worth * rules.seconds else best.plan
 
 
+def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None, confirmed: bool) -> list[Any]:
+    return list(dict.fromkeys(plan.spec for plan in candidates(problem, of_class, sm_count, specialize, confirmed)))
+
+
+def _covering(wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kernel]]) -> frozenset[Kernel]:
+    """At most ``MOST_KERNELS`` kernels, one at least possible for each of the classes that want ``wanted``: those wanted most, if they do.
+
+    Where a class can have none of these, others that most such classes can have take the places of the last.
+    """
+    order = [kernel for kernel, _ in collections.Counter(wanted).most_common()]
+    for number in range(min(MOST_KERNELS, len(order)), -1, -1):
+        kept = order[:number]
+        left = [list(possible(at)) for at, kernel in enumerate(wanted) if kernel not in kept]
+        left = [kernels for kernels in left if not any(kernel in kept for kernel in kernels)]
+        while left and len(kept) < MOST_KERNELS:
+            best, _ = collections.Counter(itertools.chain.from_iterable(left)).most_common(1)[0]
+            kept.append(best)
+            left = [kernels for kernels in left if best not in kernels]
+        if not left:
+            return frozenset(kept)
+    raise AssertionError("few plain kernels are possible everywhere")
+
+
 @functools.lru_cache(maxsize=64)
 def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool) -> frozenset[Any]:
     """The kernels that the most classes of rows would choose: one N and K has no more of them. Between ranks those of the rules first."""
-    wanted = [_fastest(problem, rows, sm_count, machine, specialize, confirmed).spec for rows in classes(EXAMINED_ROWS)]
+    wanted = [_fastest(problem, rows, sm_count, machine, specialize, confirmed).spec for rows in _CLASSES]
     if not confirmed or problem.topology.size == 1:
-        return most_chosen(wanted)
-    ruled = {_rules(problem, rows, sm_count, specialize).spec for rows in classes(EXAMINED_ROWS)}
+        possible = functools.cache(lambda at: _kernels_of(problem, _CLASSES[at], sm_count, specialize, confirmed))
+        return _covering(wanted, possible)
+    ruled = {_rules(problem, rows, sm_count, specialize).spec for rows in _CLASSES}
     return most_chosen([*sorted(ruled, key=wanted.count, reverse=True) * len(wanted), *wanted])
 
 

@@ -21,7 +21,7 @@ from mkernel.planner.machine import H100, H200, RDMA, load, machine_named, save
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, BATCH, RESOURCES, tile_cost
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
-from mkernel.planner.row_classes import classes
+from mkernel.planner.row_classes import classes, most_chosen
 from mkernel.planner.topology import Topology
 
 REPORTS = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -198,6 +198,19 @@ def test_a_table_has_few_kernels(ranks: int, rng: np.random.Generator) -> None:
         for problem in problems(Topology(ranks, ranks), n, k):
             plans = [choice.choose(problem, rows, 132, H200, None) for rows in classes(1 << 13)]
             assert len({plan.spec for plan in plans}) <= 8
+
+
+def test_kernels_that_are_kept_leave_no_class_without_one(rng: np.random.Generator) -> None:
+    """Classes that want rare kernels may be able to have none of those that most others want."""
+    rare = 0
+    for _ in range(50):
+        possible = [[int(one) for one in rng.permutation(10)[:3]] if rng.random() < 0.1 else list(range(8, 24)) for _ in range(100)]
+        wanted = [int(rng.choice(kernels)) for kernels in possible]
+        kept = choice._covering(wanted, lambda at, possible=possible: possible[at])
+        assert len(kept) <= 8
+        assert all(kept.intersection(kernels) for kernels in possible)
+        rare += any(not most_chosen(wanted).intersection(kernels) for kernels in possible)
+    assert rare, "the most wanted were enough: nothing was shown"
 
 
 # ---- machines
