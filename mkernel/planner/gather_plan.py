@@ -89,9 +89,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @derived
     def spec(self) -> KernelSpec:
         plain = self.shares == self.cluster == 1 and not self.packets
-        slices, parts = (most_slices(self.tile), int(most_parts(self.problem) > 1)) if plain else (1, 0)
+        slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
         more = {"kSlices": slices, "kHasParts": parts, "kShares": int(self.shares > 1 or self.packets), "kPackets": int(self.packets)}
         return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
+
+    @property
+    def _may_have_parts(self) -> bool:
+        """Whether some K that the kernel is for may travel in parts: at run time any, so that all K have at most 16 kernels."""
+        topology = self.problem.topology
+        return most_parts(self.problem) > 1 if "k" in self.specialize else topology.num_nodes == 1 < topology.size
 
     @property
     def arguments(self) -> dict[str, int]:
