@@ -89,6 +89,7 @@ def _kept_kernels(problem: AllGatherGemmProblem, sm_count: int, specialize: Spec
     return [plan for plan in plans if plan.spec in kept]
 
 
+@functools.lru_cache(maxsize=4096)  # calls of a class, and all choices among a problem's kernels, ask for the same ones
 def _plan_of_class(
     problem: AllGatherGemmProblem,
     rows: int,

@@ -133,6 +133,7 @@ def _room(problem: ReduceProblem, sm_count: int, specialize: Specialized) -> Til
     return Tiling(shares=1, cluster=1)
 
 
+@functools.lru_cache(maxsize=4096)  # calls of a class, and all choices among a problem's kernels, ask for the same ones
 def _plan_of_class(
     problem: ReduceProblem,
     rows: int,
