@@ -266,6 +266,8 @@ class _MoeCombine(CombineCall):
     # ---- who waits for whom
     def add_steps(self, graph: WaitGraph) -> None:
         super().add_steps(graph)
+        for rank in self.ranks:  # every CTA, also of a rank that has nothing to combine
+            graph.add(("open", rank), self.entered())
         for rank in self.ranks if self.plan.node_mates else ():
             graph.add(("tell", rank), self.entered())
             graph.add(("find", rank), [*self.entered(), *(("tell", mate) for mate in self.mates(rank))])
