@@ -11,7 +11,7 @@ __all__ = ["GRAPH_SPIN_NS", "LONG_NAP_NS", "NAP_NS", "SPIN_NS", "Pace"]
 SPIN_NS = 200_000  # how long an engine spins after the last put before it sleeps
 GRAPH_SPIN_NS = 1_000_000_000  # the same where replays of graphs may put at any time
 NAP_NS = 1_000_000  # the longest nap where commands may come unannounced
-LONG_NAP_NS = 10_000_000  # the longest nap where a launch, which ends it, comes before any command
+LONG_NAP_NS = 20_000_000  # the longest nap where a launch, which ends it, comes before any command
 
 
 @dataclasses.dataclass(slots=True)
