@@ -21,7 +21,19 @@ _STAGED = "        area.offset, area.bytes = offset, size"
 _RESERVED = "world.heap.reserve(plan.workspace_bytes, plan.staging_bytes if more else 0)"
 _REPORTED = "_NUMBERS.pack_into(header, _NUMBERS_AT, problem, rows, schedule)"
 
+_LEFT_OUT = "                if max_rows is not None:\n                    raise\n                continue"
+
 NAMED = (
+    _named("a split must fit all sizes", "ops/schedule.py", _LEFT_OUT, "                raise"),
+    _named(
+        "classes without a kernel",
+        "planner/choice.py",
+        "        if not left:\n            return frozenset",
+        "        if True:\n            return frozenset",
+    ),
+    _named(
+        "K decides about parts", "planner/gather_plan.py", ' if "k" in self.specialize else topology.num_nodes == 1 < topology.size', ""
+    ),
     _named("what was refused stays bound", "runtime/world.py", "                self.bound_calls.clear()\n", "                pass\n"),
     _named("what is remembered without end", "ops/schedule.py", "if len(known) >= most:", "if False:"),
     _named("the best of the ranks", "bench/worker.py", "return max(float(text)", "return min(float(text)"),
