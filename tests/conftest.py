@@ -19,6 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import budget
 from covering import pairwise, product
 
 _SEED = "MKERNEL_TEST_SEED"
@@ -42,10 +43,42 @@ def _own_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.delitem(registry._registered, name)
 
 
+_set, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
+_PLANNED_WITH = "mkernel.planner", "mkernel.abi"
+
+
+def _forget_plans() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mkernel.planner"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def _set_and_forget(patch: pytest.MonkeyPatch, target: Any, *arguments: Any, **options: Any) -> None:
+    _set(patch, target, *arguments, **options)
+    if str(getattr(target, "__name__", target)).startswith(_PLANNED_WITH):
+        _forget_plans()
+        patch.changes_plans = True  # type: ignore[attr-defined]
+
+
+def _undo_and_forget(patch: pytest.MonkeyPatch) -> None:
+    _undo(patch)
+    if vars(patch).pop("changes_plans", False):
+        _forget_plans()
+
+
+# What a test changes in the planner is not hidden by what that remembers, and is not remembered after the test.
+pytest.MonkeyPatch.setattr = _set_and_forget  # type: ignore[assignment, method-assign]
+pytest.MonkeyPatch.undo = _undo_and_forget  # type: ignore[method-assign]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mkernel")
     group.addoption("--full", action="store_true", help="whole products of test axes instead of pairwise coverings, and tests marked slow")
     group.addoption("--require-vm", action="store_true", help="tests that boot virtual machines fail, not skip, where none can be booted")
+    group.addoption("--budget", type=float, default=budget.BUDGET, help="seconds of one core; where tests take longer, some are drawn")
+    group.addoption("--write-costs", action="store_true", help="keep what each test took in tests/costs.json")
     group.addoption("--seed", type=int, default=None, help="of the random inputs (default: fresh, printed)")
 
 
@@ -108,7 +141,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tests[item.nodeid.partition("[")[0]].append(item)
     for name, cases in tests.items():
         for at in set(range(len(cases))) - set(_draw(config, name, len(cases), cases[0].get_closest_marker("drawn").args[0])):
-            cases[at].add_marker(pytest.mark.skip(reason="not drawn by this seed: runs with --full"))
+            cases[at].add_marker(pytest.mark.skip(reason=_NOT_DRAWN))
+    _keep_the_budget(config, [item for item in items if not item.get_closest_marker("skip")])
+
+
+_NOT_DRAWN = "not drawn by this seed: runs with --full"
+
+
+def _keep_the_budget(config: pytest.Config, items: list[pytest.Item]) -> None:
+    known, seed = budget.read(), config.getoption("--seed")
+    costs = [None if item.get_closest_marker("always") else known.get(budget.function_of(item.nodeid)) for item in items]
+    always = sum(known.get(budget.function_of(item.nodeid), 0.0) for item, cost in zip(items, costs, strict=True) if cost is None)
+    scale = budget.scale_of(costs, config.getoption("--budget") - always)
+    for item, cost in zip(items, costs, strict=True):
+        if cost and not budget.is_drawn(item.nodeid, cost, scale, seed):
+            item.add_marker(pytest.mark.skip(reason=_NOT_DRAWN))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.outcome != "skipped":
+        _seconds[report.nodeid] += report.duration
+
+
+_seconds: collections.Counter[str] = collections.Counter()  # of each test that ran, in the process that prints the summary
 
 
 # marker: how to run what ``-m`` leaves out
@@ -127,6 +182,11 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker of pytest-xdist tells the process that prints the summary what it has left out."""
+    if session.config.getoption("--write-costs") and not hasattr(session.config, "workeroutput"):
+        measured: dict[str, list[float]] = collections.defaultdict(list)
+        for nodeid, seconds in _seconds.items():
+            measured[budget.function_of(nodeid)].append(seconds)
+        budget.write(measured)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash.get(_left_out, {}))
 

@@ -21,12 +21,14 @@ def product(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None) -> li
 def pairwise(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None) -> list[Case]:
     """A small set of cases in which every pair of values that occurs in ``product`` occurs. Greedy and deterministic."""
     candidates = product(axes, valid)
-    missing = {pair for case in candidates for pair in _pairs(axes, case)}
+    numbers: dict[tuple[tuple[str, int], ...], int] = {}  # of pairs: each is a bit
+    pairs = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(axes, case)) for case in candidates]
+    missing = (1 << len(numbers)) - 1
     chosen: list[Case] = []
     while missing:
-        best = max(candidates, key=lambda case: sum(pair in missing for pair in _pairs(axes, case)))
-        chosen.append(best)
-        missing.difference_update(_pairs(axes, best))
+        best = max(range(len(candidates)), key=lambda at: (pairs[at] & missing).bit_count())
+        chosen.append(candidates[best])
+        missing &= ~pairs[best]
     return chosen
 
 

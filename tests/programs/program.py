@@ -8,6 +8,7 @@ their kernels (``palette``): compiling is what takes the time on target cpu.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -104,7 +105,10 @@ def topology(world: str) -> Topology:
     return Topology(nodes * per_node, per_node)
 
 
-def palette(world: str, seed: int, kernels: int, sms: int, target: int, limits: Limits, ops: Sequence[type[Call]] = OPS) -> list[Call]:
+@functools.lru_cache(maxsize=64)  # programs of a family share theirs
+def palette(
+    world: str, seed: int, kernels: int, sms: int, target: int, limits: Limits, ops: tuple[type[Call], ...] = OPS
+) -> tuple[Call, ...]:
     """Calls of at most so many kernels: every mechanism of every op once, then any.
 
     Their workspaces are about ``target`` bytes large: what one call leaves where another one writes is what sequences are about, and
@@ -119,7 +123,7 @@ def palette(world: str, seed: int, kernels: int, sms: int, target: int, limits: 
         drawn = [call for call in (op.draw(rng, shape, limits, mechanism) for _ in range(CANDIDATES)) if fits(call, shape, sms)]
         if drawn:
             chosen.append(min(drawn, key=lambda call: _far(call.workspace(shape, sms), target)))
-    return chosen
+    return tuple(chosen)
 
 
 def _far(size: int, target: int) -> float:
@@ -143,7 +147,7 @@ def draw(
     sms = sms or few_sms
     put_bytes = shared.choice((512 << 10, 64 << 10, 16 << 10))
     target = log_uniform(shared, *WORKSPACES)
-    base = palette(world, family, kernels, sms, target, limits, ops)
+    base = palette(world, family, kernels, sms, target, limits, tuple(ops))
     compiled = {call.kernel(shape, sms) for call in base}
     rng = random.Random(f"program {world} {seed}")
     few = rng.sample(base, min(len(base), rng.randint(3, 5)))

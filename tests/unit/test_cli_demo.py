@@ -24,6 +24,7 @@ from mkernel.tools import launcher
 from mkernel.tools.output import require_writable
 
 
+@pytest.mark.always
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ["mpi", pytest.param("processes", marks=pytest.mark.slow)])
 def test_demo_runs_two_nodes_of_two(kind: str, tmp_path: Path) -> None:
