@@ -54,7 +54,7 @@ class Launched:
         """All that is chosen for a call, and not where its arrays or the staging area lie: names of fields and their values."""
         parameters, told = self.parameters, {}
         for name, *_ in type(parameters)._fields_:
-            if name not in ("world", "a", "send_offset") and not name.endswith("_map"):
+            if name not in ("world", "a", "c", "send_offset") and not name.endswith("_map"):
                 value = getattr(parameters, name)
                 told[name] = value if isinstance(value, int) else bytes(value)
         header = parameters.world

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import pytest
 
+from mkernel import abi
 from mkernel.planner.gemm import GemmTile
 from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReduceProblem, make_plan
 from mkernel.planner.split import Split
@@ -25,7 +27,9 @@ def test_tiles_and_room(specialize: str, how: str, size: int, n: int, block_n: i
         problem = ReduceProblem(op, Topology(size, size), n, 512, "bfloat16", False, "output", algorithm)
         plan = make_plan(problem, rows, 4, Split(compute=4), GemmTile.deepest(block_n), specialize=specialize, tiling=Tiling(shares=shares))
         assert plan.packets
-        assert plan.shares == shares
+        if plan.shares != shares:
+            assert dataclasses.replace(plan, shares=shares).packet_bytes > abi.PACKET_BYTES, "only where there is no room"
+            continue
         mirror = Mirror(plan)
         for rank in range(size):
             check_order(mirror, rank)

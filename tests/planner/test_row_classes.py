@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,12 @@ def draw(rng: np.random.Generator, op: str, sms: tuple[int, ...] = (132,)) -> Dr
     return Drawn(op, topology, n, k, (partials, algorithm), int(rng.choice(sms)))
 
 
+def _some(rng: np.random.Generator, op: str, count: int) -> Iterator[Drawn]:
+    """Each eight times: looking at all classes of a new problem takes longer than planning a call."""
+    for _ in range(count // 8):
+        yield from itertools.repeat(draw(rng, op, (4, 8, 114, 132)), 8)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_at_most_8_kernels_of_one_n_and_k(rng: np.random.Generator, op: str) -> None:
     """Whatever is compiled in, over all classes up to 65536 rows."""
@@ -122,8 +129,8 @@ def test_at_most_8_kernels_of_one_n_and_k(rng: np.random.Generator, op: str) -> 
 def test_the_most_rows_of_a_class_need_the_most_memory(rng: np.random.Generator, op: str) -> None:
     """What is set aside for a class at its first call is enough for every later one."""
     needs = "workspace_bytes", "staging_bytes", "flag_words", "packet_bytes"
-    for _ in range(60):
-        drawn, rows = draw(rng, op), int(2 ** rng.uniform(0, 17))
+    for drawn in _some(rng, op, 120):
+        rows = int(2 ** rng.uniform(0, 17))
         largest, numbers = drawn.plan(class_of(rows)), span(rows)
         most = [getattr(largest, name) for name in needs]
         for number in {0 if numbers[0] == 1 else numbers[0], *map(int, rng.choice(numbers, 8))}:
@@ -174,8 +181,7 @@ def test_at_most_16_kernels_of_all_n_and_k(rng: np.random.Generator, op: str) ->
 @pytest.mark.parametrize("op", OPS)
 def test_calls_of_a_class_have_its_kernel(rng: np.random.Generator, op: str) -> None:
     """What is compiled for a class is what each of its calls launches, with the fewest and the most rows and any between."""
-    for _ in range(400):
-        drawn = draw(rng, op, (4, 8, 114, 132))
+    for drawn in _some(rng, op, 400):
         numbers = span(int(2 ** rng.uniform(0, 16)))
         of_class = drawn.plan(numbers[-1])
         for rows in {0 if numbers[0] == 1 else numbers[0], numbers[0], int(rng.choice(numbers))}:
@@ -188,7 +194,7 @@ def test_calls_of_a_class_have_its_kernel(rng: np.random.Generator, op: str) -> 
 def test_kernels_change_between_classes_only(rng: np.random.Generator, op: str) -> None:
     """Where one class has another kernel than the class before: nowhere inside either of the two."""
     changes = 0
-    for _ in range(80):
+    for _ in range(30):
         drawn = draw(rng, op)
         ends = list(classes(MOST))
         kernels = [drawn.plan(end).spec for end in ends]
@@ -204,8 +210,7 @@ def test_kernels_change_between_classes_only(rng: np.random.Generator, op: str) 
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_set_aside_for_a_class_is_enough_for_its_calls(rng: np.random.Generator, op: str) -> None:
     """Workspace, staging and packets of the most rows of a class: no call of the class needs more."""
-    for _ in range(400):
-        drawn = draw(rng, op, (4, 8, 114, 132))
+    for drawn in _some(rng, op, 400):
         numbers = span(int(2 ** rng.uniform(0, 16)))
         split = Split(compute=int(rng.integers(1, 3))) if rng.random() < 0.3 and drawn.topology.size == 1 else None
         most = drawn.plan(numbers[-1], split)
