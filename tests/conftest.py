@@ -6,6 +6,7 @@ import collections
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -83,6 +84,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: tests that press Ctrl-C would hang
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--seed") is None:  # a worker of pytest-xdist has its parent's, which is printed
         config.option.seed = int(os.environ.setdefault(_SEED, str(secrets.randbelow(2**31))))
     if not os.environ.get("MKERNEL_CACHE_DIR"):

@@ -13,8 +13,8 @@ _TEST = "def test_it(request, worker_id):\n    print('SEED', worker_id, request.
 
 def test_workers_have_the_seed_that_is_printed(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
-    for name in ("conftest.py", "covering.py"):
-        shutil.copy(tests / name, tmp_path)
+    for path in tests.glob("*.*"):  # conftest.py, and whatever it needs
+        shutil.copy(path, tmp_path)
     for number in range(4):
         (tmp_path / f"test_{number}.py").write_text(_TEST)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MKERNEL_TEST_SEED"))}
