@@ -104,6 +104,7 @@ struct SignalHeader {
 constexpr uint32_t kSignalFlags = sizeof(SignalHeader);  // byte offset of the first op flag
 constexpr uint32_t kCheckBits = 24;
 constexpr uint64_t kAheadBytes = 4 << 20;        // packets that are sent before their rank has entered, of one parity of the epoch
+constexpr uint64_t kTaggedBytes = 8 << 20;       // tagged packets, which are sent as early, behind both halves of them: likewise
 constexpr uint64_t kHalted = uint64_t(1) << 63;  // in ControlBlock::epoch, until the host has raised what a call has reported
 
 // One interval of the trace. Lane l of CTA b owns records [(b * kTraceLanes + l) * capacity, ...); the first holds the count in `begin`.

@@ -395,6 +395,18 @@ MK_DEVICE void store_packet(Words* p, const Words& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), MK_WORDS("r", v) : "memory");
 }
 
+// Tagged packets: two pairs of words, each pair stored and loaded at once, in either order (relaxed, as above).
+MK_DEVICE Words load_pairs(const Words* p) {
+  uint64_t low, high;
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(p) : "memory");
+  return Words{
+      {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
+}
+MK_DEVICE void store_pairs(Words* p, const Words& v) {
+  const uint64_t low = v.word[0] | uint64_t(v.word[1]) << 32, high = v.word[2] | uint64_t(v.word[3]) << 32;
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
+}
+
 // Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(m0), "r"(m1), "r"(m2),

@@ -19,6 +19,7 @@ __all__ = [
     "SCRATCH_WORDS",
     "SIGNAL_BYTES",
     "SIGNAL_FLAGS",
+    "TAGGED_BYTES",
     "TRACE_FLAG_KIND_SHIFT",
     "TRACE_FLAG_LANE",
     "TRACE_LANES",
@@ -174,7 +175,8 @@ PACKET_BYTES = 18 << 20  # packets: words that are data and flag at once; result
 
 AHEAD_OFFSET = FLAG_BYTES + PACKET_BYTES  # last come packets that are sent before their rank has entered the call:
 AHEAD_BYTES = 4 << 20  # so many, of each parity of the epoch
-SIGNAL_BYTES = AHEAD_OFFSET + 2 * AHEAD_BYTES
+TAGGED_BYTES = 8 << 20  # behind both halves: tagged packets, which several CTAs read, likewise
+SIGNAL_BYTES = AHEAD_OFFSET + 2 * (AHEAD_BYTES + TAGGED_BYTES)
 
 
 class TraceRecord(ctypes.Structure):

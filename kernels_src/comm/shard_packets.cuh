@@ -55,24 +55,31 @@ struct ShardPackets {
     }
     return found;
   }
-  // This lane's part, to the others. `own`: the first of it.
-  MK_DEVICE void send(const Call& call, const Round& own) const {
-    send_round(call, first(), own);
+  // send(at, words) of all of this lane's part. `own`: the first of it.
+  template <class Send>
+  MK_DEVICE void for_own(const Round& own, const Send& send) const {
+    send_round(first(), own, send);
 #pragma unroll 1
-    for (uint32_t at = first() + kRound * stride(); at < bytes; at += kRound * stride()) send_round(call, at, read(at));
+    for (uint32_t at = first() + kRound * stride(); at < bytes; at += kRound * stride()) send_round(at, read(at), send);
   }
-  MK_DEVICE void send_round(const Call& call, uint32_t begin, const Round& round) const {
+  template <class Send>
+  MK_DEVICE void send_round(uint32_t begin, const Round& round, const Send& send) const {
 #pragma unroll
     for (uint32_t i = 0; i < kRound; ++i) {
       const uint32_t at = begin + i * stride();
-      if (at >= bytes) continue;
+      if (at < bytes) send(at, round.words[i]);
+    }
+  }
+  // To the others.
+  MK_DEVICE void send(const Call& call, const Round& own) const {
+    for_own(own, [&](uint32_t at, const ptx::Words& v) {
       ptx::Words sent;
 #pragma unroll
-      for (uint32_t j = 0; j < kPacketWords; ++j) sent.word[j] = shard_word(round.words[i].word[j]);
+      for (uint32_t j = 0; j < kPacketWords; ++j) sent.word[j] = shard_word(v.word[j]);
 #pragma unroll
       for (uint32_t peer = 1; peer < kR; ++peer)
         ptx::store_packet(packet(call, local_peer(call.world, peer), call.world.local_rank, at), sent);
-    }
+    });
   }
 
   // The same part of all shards, into the gather buffer. The packets of several units and sources are looked at together. `own`: as above.

@@ -81,6 +81,10 @@ MK_DEVICE char* shared_heap(const Entered& entered, uint32_t local_rank) { retur
 MK_DEVICE char* signals_ahead(const Call& call, uint32_t local_rank, uint64_t offset) {
   return detail::signals(call.world, local_rank) + offset + (call.epoch() & 1) * abi::kAheadBytes;
 }
+// The same of tagged packets, whose range follows that one.
+MK_DEVICE char* tagged_ahead(const Call& call, uint32_t local_rank, uint64_t offset) {
+  return detail::signals(call.world, local_rank) + offset + 2 * abi::kAheadBytes + (call.epoch() & 1) * abi::kTaggedBytes;
+}
 // An area of this rank's heap that nobody reads but its own engine, whose puts are complete when a call ends (wait_put): no need to enter before.
 MK_DEVICE char* staging_area(const abi::World& world, uint64_t offset) { return detail::heap(world, world.local_rank) + offset; }
 MK_DEVICE const char* signals(const abi::World& world, uint32_t local_rank) { return detail::signals(world, local_rank); }

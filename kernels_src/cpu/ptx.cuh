@@ -303,6 +303,26 @@ MK_DEVICE void store_packet(Words* p, const Words& v) {
   }
 }
 
+MK_DEVICE Words load_pairs(const Words* p) {
+  mkc_check_word(p, sizeof(Words));
+  const uint64_t* pair = reinterpret_cast<const uint64_t*>(p);
+  Words v;
+  for (uint32_t i = 0; i < 2; ++i) {
+    const uint64_t both = __atomic_load_n(pair + i, __ATOMIC_RELAXED);
+    v.word[2 * i] = static_cast<uint32_t>(both), v.word[2 * i + 1] = static_cast<uint32_t>(both >> 32);
+  }
+  return v;
+}
+MK_DEVICE void store_pairs(Words* p, const Words& v) {
+  mkc_check_word(p, sizeof(Words));
+  const uint32_t first = mkc_random(2);
+  for (uint32_t i = 0; i < 2; ++i) {  // others may run between the two
+    const uint32_t at = (first + i) % 2;
+    __atomic_store_n(reinterpret_cast<uint64_t*>(p) + at, v.word[2 * at] | uint64_t(v.word[2 * at + 1]) << 32, __ATOMIC_RELAXED);
+    mkc_released();
+  }
+}
+
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3); }
 
 // ---- wgmma

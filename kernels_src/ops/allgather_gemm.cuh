@@ -8,21 +8,23 @@
 // shard reads the caller's array and waits for nobody. With more, a tile may reach over the end of a shard, so that few rows of each rank share a
 // tile and B is read once for all; the own shard then lies in this rank's gather buffer, too, and a tile waits for the chunks of all its rows.
 //
-// With few rows (kPackets) shards travel in packets, moved by the consumers themselves, and there is one plane (comm/shard_packets.cuh).
+// With few rows (kPackets) shards travel in packets (comm/shard_packets.cuh, tagged_packets.cuh), moved by the consumers, and there is one plane.
 #pragma once
 #include "comm/intra_comm.cuh"
 #include "comm/ring.cuh"
 #include "comm/shard_packets.cuh"
+#include "comm/tagged_packets.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shares.cuh"
 
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices, kHasParts, kShares, kPackets; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices, kHasParts, kShares, kPackets (2: tagged); kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Storage = CopyingStorage<GemmStorage<Config>>;
-constexpr bool kPackets = Config::kPackets != 0;
+constexpr bool kPackets = Config::kPackets != 0, kTagged = Config::kPackets == 2;
+static_assert(!kTagged || Shape::kCluster == 1, "each CTA brings its own rows");
 static_assert(!kPackets || (kNodes == 1 && kR > 1 && Config::kIntraComm == 0), "packets travel inside a node, without CTAs for it");
 // Also with one rank per node: into the own gather buffer.
 constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1 && !kPackets;
@@ -38,30 +40,30 @@ static_assert(!KShares::kMay || (kNodes == 1 && Config::kSlices == 1), "there ar
 struct alignas(64) Parameters {
   abi::World world;
   abi::Fields fields;
-  uint64_t a;              // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;  // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
-  uint64_t send_offset;    // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
-  uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
-  uint64_t packet_offset;  // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
-  uint64_t ahead_offset;   // signal segment, with kPackets: comm/shard_packets.cuh
-  uint32_t rows;           // M / W
-  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are sliced
-  uint32_t group_m;        // tile rows that share columns of B
-  uint32_t part_blocks;    // blocks of a chunk's rows whose first parts travel before their second parts
-  uint32_t chunk_shift;    // a chunk has 1 << chunk_shift rows
-  uint32_t part_shift;     // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
-  uint32_t piece_rows;     // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
-  uint32_t piece_units;    // and of each so many units, of which a row of a part has a multiple
-  uint32_t load_rows;      // of a tile of A
-  uint32_t span;           // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
-  uint32_t shares;         // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
-  uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
-  uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
-  uint32_t reserved0;
-  uint64_t c;                 // its first row
-  uint64_t reserved[6];       // the maps are 64-byte aligned
-  abi::TensorMap a_map;       // (rows, K)
-  abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
+  uint64_t a;               // this rank's shard (rows, K), contiguous
+  uint64_t gather_offset;   // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
+  uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
+  uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
+  uint64_t packet_offset;   // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
+  uint64_t ahead_offset;    // signal segment, with kPackets: comm/shard_packets.cuh, comm/tagged_packets.cuh
+  uint32_t rows;            // M / W
+  uint32_t whole_tiles;     // tiles 0 .. whole_tiles-1 are whole, the others are sliced
+  uint32_t group_m;         // tile rows that share columns of B
+  uint32_t part_blocks;     // blocks of a chunk's rows whose first parts travel before their second parts
+  uint32_t chunk_shift;     // a chunk has 1 << chunk_shift rows
+  uint32_t part_shift;      // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
+  uint32_t piece_rows;      // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
+  uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
+  uint32_t load_rows;       // of a tile of A
+  uint32_t span;            // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
+  uint32_t shares;          // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
+  uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
+  uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
+  uint32_t keeps;           // 1: the shards of tagged packets are wanted in the gather buffer, too
+  uint64_t c;               // its first row
+  uint64_t reserved[6];     // the maps are 64-byte aligned
+  abi::TensorMap a_map;     // (rows, K)
+  abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
   abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
   abi::TensorMap b_map;
   abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
@@ -263,9 +265,9 @@ struct Tiles : BasicOp<Config, Parameters> {
     });
   }
   MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
-  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum); }
+  MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum) && !kTagged; }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
-    if constexpr (kPackets) return wait_gathered(entered, shards());
+    if constexpr (kPackets && !kTagged) return wait_gathered(entered, shards());
     const uint32_t begin = c.m * Shape::kBlockM, end = begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows();
     const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);
     return wait_all(entered, ChunkFlags{p, first, part}, last - first + 1);
@@ -289,7 +291,30 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   using Read = ShardPackets::Round;
   MK_DEVICE Read read_ahead() const { return shards().read(shards().first()); }
-  MK_DEVICE void gather(const Call& call, EntryGate& entries, const Read& own) const { gather_shards(call, entries, shards(), own); }
+  MK_DEVICE void gather(const Call& call, EntryGate& entries, const Read& own) const {
+    if constexpr (kTagged) return tagged().begin(call, own);
+    gather_shards(call, entries, shards(), own);
+  }
+
+  // ---- rows of A that the consumers bring themselves, out of tagged packets
+  static constexpr bool kTakes = kTagged;
+  using Unit = TaggedUnit;
+  using Row = TaggedRow;
+  MK_DEVICE TaggedShards tagged() const { return TaggedShards{shards()}; }
+  MK_DEVICE uint32_t load_rows(const TileCoordinate&) const { return kTagged ? 0 : p.load_rows; }
+  MK_DEVICE uint32_t taken_rows(const TileCoordinate& c) const { return rows_of(c) < Shape::kBlockM ? rows_of(c) : Shape::kBlockM; }
+  MK_DEVICE Row taken_row(const TileCoordinate& c, uint32_t row) const {
+    return tagged().row(p.world, (c.m * Shape::kBlockM + row) * uint32_t(row_bytes(p)));
+  }
+  MK_DEVICE const char* taken_from(const Call& call, const Row& row, uint32_t k) const { return tagged().from(call, row, k * 2); }
+  template <uint32_t Most, class At>
+  MK_DEVICE bool take(const Entered& entered, Unit (&units)[Most], uint32_t wanted, const At& at) const {
+    return tagged().take(entered, units, wanted, at);
+  }
+  MK_DEVICE bool keeps(const TileCoordinate& c) const { return p.keeps != 0 && c.n == 0; }  // in the gather buffer, by the first column
+  MK_DEVICE void keep(const Entered& entered, const Row& row, uint32_t k, const ptx::Words& values) const {
+    if (!row.is_own) ptx::store_global(shards().gathered(entered, 0, row.offset + k * 2), values);
+  }
 
   static constexpr bool kMoves = kWarpsPush;
   MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }

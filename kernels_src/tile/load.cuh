@@ -138,7 +138,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
       }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
-      ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
+      if constexpr (!Op::kTakes) ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
       load_b<Config>(op, storage.pipeline.b[stage.index], b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {

@@ -1,6 +1,7 @@
 // The consumer warpgroups of a compute CTA: each multiplies 64 rows of a tile and adds what other ranks computed of it.
 #pragma once
 #include "tile/epilogue.cuh"
+#include "tile/taken.cuh"
 #include "trace.cuh"
 
 namespace mkernel {
@@ -119,6 +120,27 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
   if (reports) give_back(previous);
 }
 
+// All of K of a tile, or of its share, whose rows of A the consumers bring themselves.
+template <class Config, class Op>
+MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage,
+                              RingPosition<Config::kStages>& stage, const TileCoordinate& c, uint32_t steps, uint32_t warpgroup) {
+  TakenRounds<Config, Op> rounds(call, op, c);
+  uint32_t done = 0, round = rounds.look(op.first_step(c), steps);
+  const MaybeEntered entered = storage.entries.pass(call);
+  bool ok = static_cast<bool>(entered);
+#pragma unroll 1
+  do {
+    if (ok) ok = rounds.wait(*entered);
+    ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // nobody multiplies what the stages held
+    if (ok) rounds.store(*entered, storage, stage.index, op.keeps(c));
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // all have stored
+    const uint32_t begun = done + round, next = rounds.look(op.first_step(c) + begun, steps - begun);
+    multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, stage, round, warpgroup, done > 0);
+    done = begun, round = next;
+  } while (done < steps);
+}
+
 template <class Config, class Op>
 MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
@@ -155,6 +177,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       multiply_part<Shape::kSliceN, false>(d, storage, stage, steps, warpgroup, part > 0);
     } else if (Op::kShortTiles && c.is_short) {
       if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, stage, steps, warpgroup, part > 0);
+    } else if constexpr (Op::kTakes) {
+      multiply_taken<Config>(call, d, op, storage, stage, c, steps, warpgroup);
     } else {
       multiply_part<Shape::kBlockN, false>(d, storage, stage, steps, warpgroup, part > 0);
     }

@@ -93,6 +93,18 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
     { op.read_ahead() } -> Same<typename Op::Read>;
     op.gather(call, entries, read);
   };
+  // Whether the consumers bring rows of A into shared memory themselves (taken.cuh), in units of 8 values. Then load_rows() is 0.
+  requires Same<decltype(Op::kTakes), const bool>;
+  requires !Op::kTakes ||
+               requires(typename Op::Unit(&units)[4], const char* (*at)(uint32_t), const typename Op::Row& row, const ptx::Words& values) {
+                 { op.taken_rows(c) } -> Same<uint32_t>;                // valid ones of the tile
+                 { op.taken_row(c, i) } -> Same<typename Op::Row>;      // one of them,
+                 { op.taken_from(call, row, i) } -> Same<const char*>;  // and where its unit with value i is
+                 { op.take(entered, units, i, at) } -> Same<bool>;  // waits for those whose bit is 1 in i, the caller's own not among them
+                 { op.keeps(c) } -> Same<bool>;                     // whether what the tile brings is wanted besides,
+                 op.keep(entered, row, i, values);                  // and where to
+                 requires Op::kParts == 1 && !Op::kAdds && !Op::kShortTiles && Config::kSlices == 1 && !GemmShape<Config>::kPaired;
+               };
   requires Same<decltype(Op::kFinishes), const bool>;
   requires !Op::kFinishes || requires { op.finish(entered); };  // what consumer warps do when there are no more tiles. Warp function
 };
@@ -107,7 +119,7 @@ struct BasicOp {
 
   static constexpr bool kAdds = false, kMoves = false, kAnnounces = false, kExchanges = false, kMasks = false, kShortTiles = false;
   static constexpr bool kAnnouncesEntry = true, kGathers = false, kFinishes = false, kCanonical = false;
-  static constexpr bool kSums = false, kShares = false, kStoresRows = false;
+  static constexpr bool kSums = false, kShares = false, kStoresRows = false, kTakes = false;
   struct Read {};
   MK_DEVICE Read read_ahead() const { return {}; }
   MK_DEVICE uint32_t assigned(uint32_t) const { return kStop; }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
@@ -57,7 +57,7 @@ class Parameters(ctypes.Structure):
         ("shares", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
-        ("reserved0", ctypes.c_uint32),
+        ("keeps", ctypes.c_uint32),
         ("c", ctypes.c_uint64),
         ("reserved", ctypes.c_uint64 * 6),
         ("a_map", ctypes.c_ubyte * 128),
@@ -157,7 +157,7 @@ def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: An
             _check_gathered(kept, view, b_view, instance)
             made = executable(world, OP, instance, split, queue)
             copies = remember(world, key, _copies(world, made, view, kept))
-        result: Array = call(OP, (a, b), (), world=world, out=out, split=split, stream=stream)
+        result: Array = call(_KEEPING, (a, b), (True,), world=world, out=out, split=split, stream=stream)
         library.enter(gathered, queue)
         world.backend.after(queue, copies.make)
         library.leave(gathered, queue, stream is None)
@@ -212,6 +212,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     bench = "mkernel.bench.cases.allgather_gemm"
     tilings = frozenset({"block_n", "span", "shares", "cluster", "packets"})
     parameters = Parameters
+    keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
         a, b = operands
@@ -249,19 +250,30 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
 
     def travels(self, plan: Any) -> str:
         if plan.packets:
-            return "packets"
+            return str(plan.packets_name)
         return f"{plan.chunk_rows} rows" + (f", 1/{plan.parts} of K" if plan.parts > 1 else "")
 
     def binder(self, world: World, problem: AllGatherGemmProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
-        return _Binder(world, problem, known, c_stride)
+        return _Binder(world, problem, known, c_stride, self.keeps)
+
+
+class _Keeping(AllGatherGemm):
+    """Calls whose shards are wanted in the gather buffer, too. Other ranks need not know."""
+
+    options: ClassVar[dict[str, Any]] = {"keeps": False}
+    keeps = 1
+
+    def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
+        return super().instance(world, *operands)
 
 
 class _Binder:
-    """As ``ops.gemm.Binder``."""
+    """As ``ops.gemm.Binder``. ``keeps``: that field of the parameters."""
 
-    __slots__ = ("_c_maps", "_c_stride", "_far", "_k", "_known", "_problem", "_size", "_world")
+    __slots__ = ("_c_maps", "_c_stride", "_far", "_k", "_keeps", "_known", "_problem", "_size", "_world")
 
-    def __init__(self, world: World, problem: AllGatherGemmProblem, known: Held, c_stride: int) -> None:
+    def __init__(self, world: World, problem: AllGatherGemmProblem, known: Held, c_stride: int, keeps: int) -> None:
+        self._keeps = keeps
         self._world, self._problem, self._known, self._c_stride = world, problem, known, c_stride
         self._k, self._size, self._far = problem.k, world.size, world.num_nodes > 1
         self._c_maps: dict[int, MatrixMaps] = {}  # by their planes
@@ -284,7 +296,7 @@ class _Binder:
             *plan.arguments_of(rows, sizes),
             self._far and offset is None,
             self._c_stride if shared else 0,
-            0,
+            self._keeps,
             c if shared else 0,
         )
         a_map = known.matrices(world, k, k * ITEM, 1, load_rows)(a, extent)
@@ -312,3 +324,4 @@ class _Binder:
 
 
 OP = register(AllGatherGemm())
+_KEEPING = _Keeping()

@@ -122,7 +122,7 @@ def _in_packets(
     """Where shards travel in packets: as in a world of one, without pairs."""
     for width, shares in _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS):
         if (width, shares) != (rules.tile.block_n, rules.shares):
-            tiling = Tiling(width, None, shares, 1, 1)
+            tiling = Tiling(width, None, shares, 1)
             yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
 
 

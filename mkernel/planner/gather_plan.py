@@ -14,7 +14,7 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, choose_load_rows, raster, shift_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, choose_load_rows, raster, shift_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pushing import most_parts, warps_push
 from mkernel.planner.slices import most_slices
@@ -27,6 +27,7 @@ OP = "allgather_gemm"
 SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
 PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+_TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
     *("load_rows", "span", "shares"),
@@ -78,6 +79,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     shares: int = 1  # CTAs, or pairs, that share K of a tile, as far as there is room for packets
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
     packets: bool = False  # inside a node: shards travel in words that are their own flags, moved by the consumers of all CTAs
+    tagged: bool = False  # packets of which each CTA takes the rows of its tile, out of as many bytes again (comm/tagged_packets.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
@@ -90,7 +92,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def spec(self) -> KernelSpec:
         plain = self.shares == self.cluster == 1 and not self.packets
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
-        more = {"kSlices": slices, "kHasParts": parts, "kShares": int(self.shares > 1 or self.packets), "kPackets": int(self.packets)}
+        packets = {"kShares": int(self.shares > 1 or self.packets), "kPackets": self.packets + self.tagged}
+        more = {"kSlices": slices, "kHasParts": parts, **packets}
         return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
 
     @property
@@ -136,6 +139,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         if not pushers:  # else each has chunks to push
             grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * cluster - computing)
         return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, choose_load_rows(plane_rows), shares))
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in which a CTA takes a tile's rows, or its share of them, from tagged packets (kernels_src/tile/taken.cuh)."""
+        rows = 1 << (min(self.plane_rows, BLOCK_M) - 1).bit_length()
+        steps = math.ceil(math.ceil(self.problem.k / BLOCK_K) / self.sizes.shares)
+        return math.ceil(steps / min(self.tile.stages, _TAKEN_ROWS // rows))
 
     @derived
     def of_sizes(self) -> tuple[int, ...]:
@@ -211,7 +221,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def ahead_bytes(self) -> int:
         """Bytes of packets of shards, a range for each source, that are sent before their rank has entered."""
-        return self.problem.topology.size * self.shard_bytes if self.packets else 0
+        return self.problem.topology.size * self.shard_bytes * (1 + self.tagged) if self.packets else 0
 
     @property
     def flag_words(self) -> int:
@@ -228,11 +238,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
             f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
-            f"{'packets' if self.packets else f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
+            f"{self.packets_name or f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
+
+    @property
+    def packets_name(self) -> str:
+        return "tagged packets" if self.tagged else "packets" if self.packets else ""
 
     def flag_name(self, rank: int, index: int) -> str:
         """What a flag tells ``rank``, for reports."""
@@ -299,8 +313,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return group * near + (own + distance) % near
 
     def waits(self, rank: int, tile: Tile) -> bool:
-        """Whether a tile waits for chunks: it is no sum of shares, and does not read the rank's own array alone."""
-        return tile.kind != SUM and (self.span > 1 or tile.plane != rank)
+        """Whether a tile is offered only when its rows have come: no sum, none of the own array, and none of tagged packets."""
+        return tile.kind != SUM and (self.span > 1 or tile.plane != rank) and not self.tagged
 
     def tiles(self, rank: int) -> Iterator[Tile]:
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
@@ -324,6 +338,12 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
                 row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
                 together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)
                 yield [Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows]
+
+    def sources(self, tile: Tile) -> range:
+        """The ranks whose shards a tile covers."""
+        begin = tile.m * BLOCK_M
+        last = min(begin + BLOCK_M, self.plane_rows) - 1
+        return range(tile.plane * self.span + begin // self.rows, tile.plane * self.span + last // self.rows + 1)
 
     def tile_chunks(self, tile: Tile) -> list[tuple[int, int]]:
         """What a tile reads, part by part: the ranks whose shards it covers, and chunks of these."""

@@ -21,6 +21,7 @@ __all__ = ["predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
+_ROUND = 0.35e-6  # in which consumers take rows from tagged packets: a guess, of a load from L2, most of which waits beside products
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _STEPS = 8  # groups of tiles that are followed one by one
 
@@ -120,7 +121,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
             rest = waves(mates * tiles_n, compute) * t
         all_done = max(all_done, begin + pushing + machine.flag + rest)
         # Own tiles are the first; those of the others begin when their first chunk has come.
-        behind = work.seconds - waves(tile_rows * tiles_n, compute) * t
+        behind = work.seconds - tile_rows * tiles_n / compute * t
         all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t))
     network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:
@@ -139,9 +140,9 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
 
 def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float, entry: float, work: _Work) -> Prediction:
     """Nothing is multiplied before all shards are there; B, of which memory brings its share meanwhile, is not waited for twice."""
-    mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM
+    mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM * (1 + plan.tagged)
     link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
-    gathered = entry + link + machine.flag
+    gathered = entry + link + (plan.rounds * _ROUND if plan.tagged else machine.flag)
     ahead = min(gathered, _AHEAD_BYTES * machine.sms / machine.memory)
     tiles = work.tensor / work.cost.tensor * work.cost.seconds
     seconds = work.seconds - blend(tiles, work.memory) + blend(tiles, max(0.0, work.memory - ahead))

@@ -31,7 +31,7 @@ class Tiling:
     cluster
         CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     packets
-        Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 0, in chunks.
+        Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 2, in tagged ones; 0, in chunks.
     """
 
     block_n: int | None = None
@@ -58,8 +58,8 @@ class Tiling:
         found = cls(**wanted)
         if found.block_n not in (None, 64, 128, 192, 256):
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
-        if found.packets not in (None, 0, 1):
-            raise ValueError(f"packets {found.packets}: must be 0 or 1")
+        if found.packets not in (None, 0, 1, 2):
+            raise ValueError(f"packets {found.packets}: must be 0, 1 or 2")
         if found.cluster not in (None, 1, 2):
             raise ValueError(f"cluster {found.cluster}: must be 1 or 2")
         return found

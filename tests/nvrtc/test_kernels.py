@@ -167,6 +167,25 @@ def test_allgather_gemm_whose_ctas_share_k(
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 
+@pytest.mark.cases(block_n=(64, 128, 192), world=("1x2", "1x4", "1x5", "1x8"), row_major=(True, False), shares=(1, 3), specialize=MODES)
+@pytest.mark.drawn(1)
+def test_allgather_gemm_whose_shards_travel_in_tagged_packets(
+    caplog: pytest.LogCaptureFixture, block_n: int, world: str, row_major: bool, shares: int, specialize: str
+) -> None:
+    per_node = int(world.split("x")[1])
+    problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 1024, "bfloat16", row_major)
+    plan = make_plan(problem, 4, _SMS, specialize=specialize, tiling=Tiling(block_n, None, shares, packets=2))
+    assert plan.tagged
+    instructions = compiled(caplog, plan.spec)
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
+    assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS", "STS.128"} <= instructions, "whole packets, and straight into shared memory"
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK", "UBLKCP"}, "local memory, or bulk copies"
+    sass = cuda.disassemble(cuda.compile(plan.spec))
+    assert sass is not None
+    (loop,) = loops(sass, "HGMMA")
+    assert not any(re.search("MEMBAR|CCTL|ERRBAR|LDG|BAR.SYNC", line) for line in loop), "packets are looked at once a round"
+
+
 @pytest.mark.cases(
     block_n=(64, 128, 192, 256), world=("1x2", "1x4", "1x5", "1x8"), cluster=(1, 2), row_major=(True, False), specialize=MODES
 )

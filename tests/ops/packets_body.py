@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 
 import mkernel as mk
+from mkernel.ops.schedule import Choice
+from mkernel.planner.tiling import Tiling
 from tests.ops.body import aligned, topology
 from tests.ops.refused_body import running_ahead
 from tests.ops.sequence_body import FOREVER, MODEL, MOST, H, experts, integers
@@ -34,7 +36,7 @@ def with_nans(rng: np.random.Generator, rows: int, dtype: Any) -> Any:
     return a
 
 
-def of_nans(world: Any, seed: int) -> list[str]:
+def of_nans(world: Any, seed: int, split: Any) -> list[str]:
     """What is wrong with calls on operands in which some rows have NaNs: these are NaN in the result, and no others."""
     wrong = []
     for call in range(_CALLS):
@@ -42,7 +44,7 @@ def of_nans(world: Any, seed: int) -> list[str]:
         shards = [with_nans(np.random.default_rng([seed, call, rank]), rows, dtype) for rank in range(world.size)]
         b = np.random.default_rng([seed, call, world.size]).integers(1, 5, (_K, _N)).astype(dtype)
         gathered = np.empty((rows * world.size, _K), dtype) if call >= 2 else None
-        c = mk.allgather_gemm(shards[world.rank], b, gathered=gathered, world=world)
+        c = mk.allgather_gemm(shards[world.rank], b, gathered=gathered, split=split, world=world)
         a = np.concatenate(shards).astype(np.float32)
         expected = (a @ b.astype(np.float32)).astype(dtype).astype(np.float32)
         if not np.array_equal(c.astype(np.float32), expected, equal_nan=True):
@@ -52,7 +54,7 @@ def of_nans(world: Any, seed: int) -> list[str]:
     return wrong
 
 
-def of_skipped(world: Any, seed: int) -> list[str]:
+def of_skipped(world: Any, seed: int, split: Any) -> list[str]:
     """What is wrong with calls that follow a refused one, after which each rank has launched some that are skipped."""
     wrong = []
     rng = np.random.default_rng(seed)
@@ -62,7 +64,7 @@ def of_skipped(world: Any, seed: int) -> list[str]:
     def gather(rows: int, number: int) -> bool:
         a = [integers(seed + 100 * number + rank, rows, _K) for rank in range(world.size)]
         b = integers(seed + 100 * number + 99, _K, _N)
-        c = mk.allgather_gemm(a[world.rank], b, world=world)
+        c = mk.allgather_gemm(a[world.rank], b, split=split, world=world)
         return np.array_equal(c, np.concatenate(a).astype(np.float32) @ b.astype(np.float32))
 
     for number in range(_CALLS):
@@ -82,7 +84,7 @@ def of_skipped(world: Any, seed: int) -> list[str]:
     return wrong
 
 
-def of_late(world: Any, seed: int) -> list[str]:
+def of_late(world: Any, seed: int, split: Any) -> list[str]:
     """What is wrong with calls in which one CTA of a rank rests as soon as it has begun to load B: others may be a call ahead of it."""
     wrong, rng = [], np.random.default_rng(seed)
     b = integers(seed + 99, _K, 264)
@@ -91,21 +93,26 @@ def of_late(world: Any, seed: int) -> list[str]:
         if who == world.rank:
             world.backend.thread_ranks.hold(who, FOREVER, 1, cta)
         a = [integers(seed + 100 * call + rank, rows, _K) for rank in range(world.size)]
-        c = mk.allgather_gemm(a[world.rank], b, world=world)
+        c = mk.allgather_gemm(a[world.rank], b, split=split, world=world)
         if not np.array_equal(c, np.concatenate(a).astype(np.float32) @ b.astype(np.float32)):
             wrong.append(f"call {call} of {rows} rows")
     return wrong
 
 
-WORKLOADS: dict[str, Callable[[Any, int], list[str]]] = {
+_WHAT: dict[str, Callable[[Any, int, Any], list[str]]] = {
     "nans in packets": of_nans,
     "packets after a refused call": of_skipped,
     "packets of late CTAs": of_late,
 }
+_KINDS = ("", ", tagged")
+WORKLOADS = [name + kind for name in _WHAT for kind in _KINDS]
 
 
 @errors_are_findings
 def found_wrong(world: str, workload: str, seed: int) -> str | None:
+    name, _, kind = workload.partition(",")
+    tiling = Tiling(64, packets=1 + bool(kind))  # as a PreparedPlan passes it on
     shape = topology(world)
     options: dict[str, Any] = {"heap_bytes": 16 << 20, "timeout": 5.0, "entry_timeout": 60.0, "seed": seed}
-    return wrong_of(mk.launch(WORKLOADS[workload], shape.size, shape.ranks_per_node, "cpu", (seed,), **options))
+    args = seed, Choice(None, None, tiling)
+    return wrong_of(mk.launch(_WHAT[name], shape.size, shape.ranks_per_node, "cpu", args, **options))

@@ -47,9 +47,14 @@ WORKLOADS = {
     "shares": (Case("bfloat16", 360, 136, split="narrow", tiling=Tiling(64, 1, 6)), 4, (90, 20), 20.0),
     # Shards that travel in packets: several rounds of each warp, calls as short as above, K shared by CTAs, and pairs of CTAs.
     "gather packets": (Case("bfloat16", 256, 264, tiling=Tiling(64, packets=1)), 3, (300, 129), 20.0),
-    "gather packets short": (Case("bfloat16", 64, 8), 12, (7, 130), 20.0),
+    "gather packets short": (Case("bfloat16", 64, 8, tiling=Tiling(64, packets=1)), 12, (7, 130), 20.0),
     "gather packets shares": (Case("bfloat16", 360, 136, tiling=Tiling(64, None, 3, packets=1)), 4, (40, 20), 20.0),
     "gather packets pairs": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, None, 2, packets=1)), 3, (150, 65), 20.0),
+    # The same of tagged packets, which go straight into shared memory: the last k step is not whole, and rows of several rounds.
+    "tagged packets": (Case("bfloat16", 264, 264, tiling=Tiling(64, packets=2)), 4, (150, 33, 9, 64), 20.0),
+    "tagged packets short": (Case("bfloat16", 72, 8, tiling=Tiling(64, packets=2)), 12, (7, 130), 20.0),
+    "tagged packets shares": (Case("bfloat16", 360, 136, tiling=Tiling(64, None, 3, packets=2)), 4, (40, 20), 20.0),
+    "tagged packets long": (Case("bfloat16", 1352, 8, tiling=Tiling(64, None, 1, packets=2)), 4, (7, 3), 20.0),  # rounds of all stages
     # Pairs of CTAs that load B together.
     "pairs": (Case("bfloat16", 264, 264, split="pairs", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
     "pairs warps": (Case("bfloat16", 264, 136, False, split="warps", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),

@@ -9,6 +9,10 @@ __all__ = ["PACKETS"]
 _FILE = "comm/shard_packets.cuh"
 _COUNTS = "  if (ptx::thread_index() == kGatherFirst) ptx::add_release(&control_block(call.world)->gathered, 1);\n"
 _SHORT, _REFUSED = "gather packets short", "packets after a refused call"
+_TAGGED, _TAGGED_FILE, _TAKEN = "tagged packets", "comm/tagged_packets.cuh", "tile/taken.cuh"
+
+_SETTLED = "    ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // nobody multiplies what the stages held\n"
+_STORED = "    ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // all have stored\n"
 
 PACKETS = [
     Bug(
@@ -45,14 +49,14 @@ PACKETS = [
     Bug(
         "tiles begin before all is gathered",
         "ops/allgather_gemm.cuh",
-        "if constexpr (kPackets) return wait_gathered(entered, shards());",
-        "if constexpr (kPackets) return true;",
+        "if constexpr (kPackets && !kTagged) return wait_gathered(entered, shards());",
+        "if constexpr (kPackets && !kTagged) return true;",
         workload="gather packets",
     ),
     Bug(
         "a lane sends what it sends first, and no more",
         _FILE,
-        "at < bytes; at += kRound * stride()) send_round(call, at, read(at));",
+        "at < bytes; at += kRound * stride()) send_round(at, read(at), send);",
         "at < bytes; at += kRound * stride()) {}",
         workload="gather packets",
         found_as="(packets of the shards) of rank",
@@ -114,6 +118,57 @@ PACKETS = [
         workload="gather packets pairs",
         found_as="TimeoutError",
     ),
+    # Of tagged packets.
+    Bug(
+        "tagged packets of all calls go to one half",
+        "comm/sync.cuh",
+        "(call.epoch() & 1) * abi::kTaggedBytes",
+        "0",
+        workload="packets of late CTAs, tagged",
+    ),
+    Bug(
+        "any tag will do",
+        _TAGGED_FILE,
+        "(words[i].word[1] == tag) & (words[i].word[3] == tag)",
+        "(words[i].word[1] != 0)",
+        workload=_TAGGED,
+    ),
+    Bug("a packet has come when its first pair has", _TAGGED_FILE, " & (words[i].word[3] == tag);", ";", workload=_TAGGED),
+    Bug(
+        "a skipped call sends tagged packets",
+        _TAGGED_FILE,
+        "    if (is_skipped(call)) return;\n",
+        workload="packets after a refused call, tagged",
+        seeds=40,
+    ),
+    Bug("a round is stored while another one is multiplied", "tile/multiply.cuh", _SETTLED, workload="tagged packets long", seeds=40),
+    Bug("a round is multiplied before all have stored it", "tile/multiply.cuh", _STORED, workload=_TAGGED),
+    Bug(
+        "a round is multiplied without a fence",
+        "tile/multiply.cuh",
+        f"    ptx::fence_proxy_async_shared();\n{_STORED}",
+        _STORED,
+        workload=_TAGGED,
+        found_as="missing fence.proxy.async",
+    ),
+    Bug(
+        "what lies behind the end of K is what lay there",
+        _TAKEN,
+        "      if (!is_there(i)) continue;\n      const uint32_t place",
+        "      if (!is_there(i) || !has_values(i)) continue;\n      const uint32_t place",
+        workload=_TAGGED,
+    ),
+    Bug("rows are not swizzled", _TAKEN, "(chunk_ ^ row(i) % 8)", "chunk_", workload=_TAGGED),
+    Bug("all rounds begin with the first stage", _TAKEN, "place = stage + step(i)", "place = step(i)", workload=_TAGGED),
+    Bug(
+        "every share begins with the first k step",
+        "tile/multiply.cuh",
+        "rounds.look(op.first_step(c), steps)",
+        "rounds.look(0, steps)",
+        workload="tagged packets shares",
+    ),
+    Bug("the own rows are those of rank 0", _TAGGED_FILE, "TaggedRow{at - own, true}", "TaggedRow{at, true}", workload=_TAGGED),
+    Bug("the last row of a tile is left out", _TAKEN, "uint32_t{row(i) < rows} << i", "uint32_t{row(i) + 1 < rows} << i", workload=_TAGGED),
     # What only ThreadSanitizer sees.
     Bug(
         "zeros are left by ordinary stores",

@@ -88,6 +88,7 @@ def every_element(request: pytest.FixtureRequest, world: str, case: Case) -> Non
 
 _PACKETS = (Tiling(packets=1), Tiling(64, packets=1), Tiling(192, None, 1, 1, 1), Tiling(256, packets=1), Tiling(128, None, 1, 2, 1))
 _PACKETS += (Tiling(64, None, 2, packets=1), Tiling(128, None, 3, packets=1), Tiling(64, None, 5, 2, 1), Tiling(64, None, 9, packets=1))
+_PACKETS += (Tiling(64, packets=2), Tiling(64, None, 3, packets=2), Tiling(192, None, 1, packets=2), Tiling(128, None, 5, packets=2))
 
 
 def _in_packets(tiling: Tiling, shape: tuple[int, int], split: str, **_: Any) -> bool:

@@ -29,13 +29,22 @@ def _gather(world: Any, seed: int, k: int, packets: int, wanted: Any) -> list[in
             wrong.append(int((gathered != np.concatenate(shards)).sum()))
     plan: Any = mk.plan("allgather_gemm", shards[0], b, tiling=tiling).plan(40)
     assert plan.parts == (wanted if world.size > 1 else 1)
-    assert plan.packets == bool(packets)
+    assert (plan.packets, plan.tagged) == (packets > 0, packets == 2)
     return wrong
 
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "k", "packets"),
-    [(1, None, 64, 0), (4, 2, 64, 0), (3, None, 4096, 0), (3, None, 64, 0), (3, None, 4096, 1), (2, None, 64, 1)],
+    [
+        (1, None, 64, 0),
+        (4, 2, 64, 0),
+        (3, None, 4096, 0),
+        (3, None, 64, 0),
+        (3, None, 4096, 1),
+        (2, None, 64, 1),
+        (3, None, 4096, 2),
+        (2, None, 72, 2),
+    ],
 )
 def test_gathered(ranks: int, per_node: int | None, k: int, packets: int, rng: np.random.Generator) -> None:
     wanted = choose_parts(k) if per_node is None and not packets else 1

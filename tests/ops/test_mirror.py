@@ -90,15 +90,19 @@ def test_kernel_and_plan_agree(
 
 @pytest.mark.parametrize("specialize", ["all", "none"])
 @pytest.mark.parametrize(("per_node", "block_n", "shares", "cluster"), [(2, 64, 1, 1), (3, 128, 4, 1), (8, 256, 1, 2), (4, 64, 3, 2)])
-@pytest.mark.drawn(2)
+@pytest.mark.parametrize("packets", [1, 2])
+@pytest.mark.drawn(3)
 def test_kernel_and_plan_agree_where_shards_travel_in_packets(
-    per_node: int, block_n: int, shares: int, cluster: int, specialize: str
+    per_node: int, block_n: int, shares: int, cluster: int, packets: int, specialize: str
 ) -> None:
     """Tiles as of a world of one that has all rows."""
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 264, 520, "bfloat16", False)
     for rows in (1, 16, 43, 129, 300):
-        plan = make_plan(problem, rows, 6, None, None, specialize, Tiling(block_n, None, shares, cluster, 1))
+        plan = make_plan(
+            problem, rows, 6, None, None, specialize, Tiling(min(block_n, 192), None, shares, cluster if packets == 1 else 1, packets)
+        )
         assert plan.packets
+        assert plan.tagged == (packets == 2)
         library = mirror(plan.spec)
         shape = ctypes.byref(Parameters(fields=plan.fields, **plan.arguments))
         check_tiles(plan, library, shape)

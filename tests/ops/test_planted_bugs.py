@@ -21,7 +21,7 @@ from _pytest.mark import ParameterSet
 
 from mkernel import env
 from mkernel.jit.headers import kernels_src
-from tests.ops import planted
+from tests.ops import packets_body, planted
 from tests.ops.body import topology
 from tests.ops.planted_bug import Bug
 from tests.ops.planted_common import COMMON
@@ -127,6 +127,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
     [
         ("1x2", "chunks"),
         ("1x2", "gather packets short"),
+        ("1x2", "tagged packets short"),
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps")),
@@ -144,11 +145,12 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
             for workload in ("reduce", "reduce exactly", "one shot", "two shot")
         ),
         *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets", "packets in one step", "packets short")),
-        *(pytest.param("1x3", f"gather packets{more}", marks=pytest.mark.slow) for more in ("", " short", " shares")),
         *(
-            pytest.param("1x2", workload, marks=pytest.mark.slow)
-            for workload in ("gather packets pairs", "packets after a refused call", "packets of late CTAs")
+            pytest.param("1x3", f"{kind} packets{more}", marks=pytest.mark.slow)
+            for kind in ("gather", "tagged")
+            for more in ("", " short", " shares")
         ),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("gather packets pairs", *packets_body.WORKLOADS)),
     ],
 )
 @pytest.mark.drawn(1)

@@ -29,8 +29,8 @@ from tests.shared.proofs import (
 )
 
 WORLDS = {"1x2": (2, 2), "1x4": (4, 4), "2x2": (4, 2), "3x2": (6, 2), "4x1": (4, 1)}
-GATHER_PACKETS = "allgather_gemm, packets"
-PACKETS = (GATHER_PACKETS, "packets", "gemm_reduce_scatter, packets", "packets, shares", "gemm_reduce_scatter, packets, shares")
+GATHER_PACKETS, GATHER_TAGGED = GATHERS = "allgather_gemm, packets", "allgather_gemm, tagged packets"
+PACKETS = (*GATHERS, "packets", "gemm_reduce_scatter, packets", "packets, shares", "gemm_reduce_scatter, packets, shares")
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "two_shot", "one_shot", *PACKETS)
 SMS = 8
 
@@ -40,9 +40,9 @@ def call_of(how: str, world: str, rows: int, n: int, k: int, cluster: int = 1) -
     topology = Topology(*WORLDS[world])
     if how.startswith("allgather_gemm"):
         problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
-        tiling = Tiling(cluster=cluster, packets=int(how == GATHER_PACKETS))
+        tiling = Tiling(64 if how == GATHER_TAGGED else None, cluster=cluster, packets=1 + GATHERS.index(how) if how in GATHERS else 0)
         gather = allgather_gemm.make_plan(problem, rows, SMS, tiling=tiling)
-        assert gather.packets == (how == GATHER_PACKETS)
+        assert (gather.packets, gather.tagged) == (how in GATHERS, how == GATHER_TAGGED)
         return areas_allgather_gemm.call_of(gather)
     op = "gemm_reduce_scatter" if how.startswith("gemm_reduce_scatter") else "gemm_allreduce"
     algorithm = "one_shot" if how == "one_shot" else "two_shot"
@@ -60,7 +60,7 @@ def ops_of(world: str) -> list[str]:
 
 def draw(rng: np.random.Generator, how: str, world: str) -> Call:
     """A call of few tiles, whose areas begin and end anywhere."""
-    most = 200 if how.endswith("shares") or how == GATHER_PACKETS else 600
+    most = 200 if how.endswith("shares") or how in GATHERS else 600
     rows, n, k = int(rng.integers(1, most)), 8 * int(rng.integers(1, 60)), 64 * int(rng.integers(1, 20))
     paired = how in ("allgather_gemm", GATHER_PACKETS, "gemm_reduce_scatter", "two_shot")
     return call_of(how, world, rows, n, k, int(rng.integers(1, 3)) if paired else 1)
@@ -92,13 +92,13 @@ def test_steps_that_do_not_wait_for_entries_are_found(how: str) -> None:
     """Each kind of step that writes, one at a time. What takes packets of shards writes to its own rank's memory: others did before."""
     world = "1x4" if how in PACKETS else "2x2"
     call = call_of(how, world, 300, 256, 256)
-    if how != GATHER_PACKETS:
+    if how not in GATHERS:
         check_steps_wait_for_entries(call, how)
         return
-    before = call_of("allgather_gemm", world, 300, 256, 256)
+    before, kind = call_of("allgather_gemm", world, 300, 256, 256), "take" if how == GATHER_PACKETS else "tile"
     assert next(unordered(before, call), None) is None
-    found = list(unordered(before, with_waits(call, "take", for_peer=False)))
-    assert {(earlier.step[0], later.step[0]) for earlier, later in found} == {("push", "take")}
+    found = list(unordered(before, with_waits(call, kind, for_peer=False)))
+    assert {(earlier.step[0], later.step[0]) for earlier, later in found} == {("push", kind)}
 
 
 # ---- packets that are sent before their rank has entered
@@ -107,12 +107,13 @@ def test_steps_that_do_not_wait_for_entries_are_found(how: str) -> None:
 @pytest.mark.parametrize("world", [world for world in WORLDS if world.startswith("1x")])
 def test_packets_are_sent_ahead_of_entries(rng: np.random.Generator, world: str) -> None:
     """They are in order with those of two calls before, whatever the call between them is; one half for all calls would not do."""
-    for how in ops_of(world):
-        first, between, second = (draw(rng, one, world) for one in (GATHER_PACKETS, how, GATHER_PACKETS))
+    for how, (begin, end) in itertools.product(ops_of(world), itertools.product(GATHERS, repeat=2)):
+        first, between, second = (draw(rng, one, world) for one in (begin, how, end))
         assert next(unordered_ahead(first, between, second), None) is None, how
         assert any(access.area.segment == AHEAD for access in second.accesses)
-        earlier, later = next(unordered(first, second, halves=1))
-        assert (earlier.area.segment, later.step[0]) == (AHEAD, "send")
+        if begin == end:  # else they have nothing in common
+            earlier, later = next(unordered(first, second, halves=1))
+            assert (earlier.area.segment, later.step[0]) == (AHEAD, "send")
 
 
 @pytest.mark.parametrize("how", OPS)
@@ -125,10 +126,11 @@ def test_a_call_that_ends_before_all_have_entered_is_found(rng: np.random.Genera
         graph.add(step, [before for before in call.graph.before(step) if step[1] != 1 or before[1] == 1])
     hasty = Call(graph, call.areas, call.accesses)
     assert (1, 0) in unseen(hasty)
-    packets = call_of(GATHER_PACKETS, "1x4", 16, 64, 64)
-    earlier, later = next(unordered_ahead(packets, hasty, packets))
-    assert earlier.area.segment == AHEAD
-    assert later.step == ("send", 1)
+    for gather in GATHERS:
+        packets = call_of(gather, "1x4", 16, 64, 64)
+        earlier, later = next(unordered_ahead(packets, hasty, packets))
+        assert earlier.area.segment == AHEAD
+        assert later.step == ("send", 1)
 
 
 def test_staging_in_the_workspace_is_found() -> None:

@@ -13,6 +13,7 @@ from mkernel import abi
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.proofs.allgather_gemm import call_of, wait_graph
+from mkernel.planner.proofs.areas import AHEAD
 from mkernel.planner.row_classes import class_of, classes, span
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling, TilingError
@@ -71,16 +72,45 @@ def test_where_shards_travel_in_chunks(topology: Topology, split: Split | None, 
 
 @each_size
 def test_as_much_as_there_is_room_for(size: int) -> None:
-    """Packets that are asked for: 4 MiB of all shards, and no more."""
-    fits = []
-    for rows in classes(4096):
-        plan = plan_of(size, rows, 256, 2048, tiling=Tiling(packets=1))
-        fits.append(plan.packets)
+    """Packets that are asked for: 4 MiB of all shards, and no more; as many bytes again of tags."""
+    fits = set()
+    for rows, packets in itertools.product(classes(4096), (1, 2)):
+        plan = plan_of(size, rows, 256, 2048, tiling=Tiling(64, packets=packets))
+        fits.add(plan.packets)
         assert plan.packets == (size * rows * 4096 <= abi.AHEAD_BYTES)
-        assert plan.ahead_bytes <= abi.AHEAD_BYTES
-    assert set(fits) == {True, False}
+        assert plan.tagged == (plan.packets and packets == 2)
+        assert plan.ahead_bytes <= (abi.TAGGED_BYTES if plan.tagged else abi.AHEAD_BYTES)
+    assert fits == {True, False}
     assert not plan_of(size, 0, 256, 2048, tiling=Tiling(packets=1)).packets or class_of(0) == 16
-    assert abi.AHEAD_OFFSET + 2 * abi.AHEAD_BYTES == abi.SIGNAL_BYTES
+    assert abi.AHEAD_OFFSET + 2 * (abi.AHEAD_BYTES + abi.TAGGED_BYTES) == abi.SIGNAL_BYTES
+
+
+@each_size
+def test_packets_of_narrow_tiles_are_tagged(size: int) -> None:
+    """If nothing else is asked for: so either kind of packets is of other widths, and there are no more kernels."""
+    for width, packets in itertools.product((64, 128, 192, 256), (None, 1, 2)):
+        if packets == 2 and width == 256:
+            with pytest.raises(TilingError, match="at most 192 columns"):
+                plan_of(size, 5, 512, 1024, tiling=Tiling(width, None, 1, packets=packets))
+            continue
+        plan = plan_of(size, 5, 512, 1024, tiling=Tiling(width, None, 1, packets=packets))
+        assert plan.packets
+        assert plan.tagged == (packets == 2 or (packets is None and width == 64))
+        assert dict(plan.spec.constants)["kPackets"] == 1 + plan.tagged
+    with pytest.raises(TilingError, match="is alone"):
+        plan_of(size, 100, 512, 1024, tiling=Tiling(64, None, 1, 2, packets=2))
+    assert not plan_of(size, 100, 512, 1024, tiling=Tiling(64, None, 1, 2)).tagged
+
+
+@each_size
+def test_rounds_in_which_rows_are_taken(rng: np.random.Generator, size: int) -> None:
+    """As many k steps at once as there are stages, and registers: 128 rows of a k step in all, of a tile rounded up to a power of two."""
+    for _ in range(20):
+        rows, k, shares = int(rng.integers(1, 100)), 8 * int(rng.integers(1, 200)), int(rng.integers(1, 4))
+        plan = plan_of(size, rows, 64, k, tiling=Tiling(64, None, min(shares, -(-k // 64)), packets=2))
+        tall = next(power for power in (1, 2, 4, 8, 16, 32, 64, 128) if power >= min(128, size * rows))
+        most = max(b - a for a, b in itertools.pairwise(-(-k // 64) * i // plan.sizes.shares for i in range(plan.sizes.shares + 1)))
+        assert plan.rounds == -(-most // min(plan.tile.stages, 128 // tall))
 
 
 @each_size
@@ -118,6 +148,23 @@ def test_few_tiles_are_shared(size: int) -> None:
 
 
 @each_size
+def test_the_graph_of_tagged_packets(size: int) -> None:
+    """Sending waits for nothing, a tile for all entries and for the shards of which it has rows; nobody answers."""
+    plan = plan_of(size, 40, 136, 512, 6, Tiling(64, None, 3, packets=2))
+    graph, ranks = wait_graph(plan), range(size)
+    assert collections.Counter(step[0] for step in graph) == {"enter": size, "send": size, "tile": size * len(list(plan.tiles(0)))}
+    for rank in ranks:
+        assert graph.before(("send", rank)) == []
+        for index, tile in enumerate(plan.tiles(rank)):
+            before = graph.before(("tile", rank, index))
+            assert {("enter", other) for other in ranks} <= set(before)
+            first, last = tile.m * BLOCK_M // 40, (min((tile.m + 1) * BLOCK_M, 40 * size) - 1) // 40
+            sources = {source for kind, source, *_ in before if kind == "send"}
+            assert sources == (set() if tile.kind == 2 else set(range(first, last + 1)))
+    check_call(call_of(plan))
+
+
+@each_size
 def test_the_graph(size: int) -> None:
     """Sending waits for nothing, taking for all that is sent and all entries, a tile for its own rank's taking."""
     plan = plan_of(size, 40, 136, 512, 6, Tiling(64, None, 3, packets=1))
@@ -147,6 +194,13 @@ def test_what_is_taken_is_what_was_sent(rng: np.random.Generator, size: int) -> 
                 words["sent" if access.step[0] == "send" else "zeroed" if access.writes else "taken"].append((access.rank, access.span))
         assert sorted(words["sent"]) == sorted(words["taken"]) == sorted(words["zeroed"])
         assert len(set(words["sent"])) == len(words["sent"]) == size * (size - 1)
+        tagged = call_of(plan_of(size, rows, 64, k, tiling=Tiling(64, None, 1, packets=2)))
+        shard, read = 2 * rows * k * 2, np.zeros((size, size), int)
+        for access in tagged.accesses:
+            if access.area.segment == AHEAD and access.step[0] == "tile":
+                assert access.begin // shard == (access.begin + access.bytes - 1) // shard, "of one source"
+                read[access.rank, access.begin // shard] += access.bytes
+        assert np.array_equal(read, shard * (1 - np.eye(size, dtype=int))), "all, but for the own shard"
 
 
 def test_calls_of_a_class_travel_alike(rng: np.random.Generator) -> None:

@@ -108,7 +108,7 @@ def test_tilings_have_different_numbers() -> None:
     values = [None, 1, 2, 3, 4, 8, 256]
     tilings = [
         Tiling(*digits, cluster, packets)
-        for *digits, cluster, packets in itertools.product([None, 64, 128, 192, 256], values, values, [None, 1, 2], [None, 0, 1])
+        for *digits, cluster, packets in itertools.product([None, 64, 128, 192, 256], values, values, [None, 1, 2], [None, 0, 1, 2])
     ]
     assert len({tiling.number for tiling in tilings}) == len(tilings)
     assert Tiling().number == 0
@@ -121,7 +121,7 @@ def test_tilings_have_different_numbers() -> None:
         {"block_n": 100},
         {"shares": 257},
         {"span": "2"},
-        {"packets": 2},
+        {"packets": 3},
         {"packets": -1},
     ):
         with pytest.raises(ValueError, match="must be"):

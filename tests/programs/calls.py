@@ -238,11 +238,11 @@ class Gemm(Call):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherGemm(Gemm):
-    """``packets``: shards travel in packets as far as there is room for them; else of few rows, unless ``split`` asks for chunks."""
+    """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for."""
 
     op: ClassVar[str] = "allgather_gemm"
-    mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets")
-    packets: bool = False
+    mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
+    packets: int = 0
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -250,11 +250,11 @@ class AllGatherGemm(Gemm):
 
     @property
     def mechanism(self) -> str:
-        return "packets" if self.packets else "chunks"
+        return self.mechanisms[self.packets]
 
     @classmethod
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
-        return {"packets": mechanism == "packets"}
+        return {"packets": cls.mechanisms.index(mechanism)}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.packets:
@@ -264,11 +264,15 @@ class AllGatherGemm(Gemm):
     def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
         if not self.packets:
             return super()._perhaps_paired(rng, world)
-        return dataclasses.replace(self, split=rng.choice((None, mk.Split(compute=2))), cluster=2) if rng.random() < _PAIRED else self
+        if self.packets == 2 or rng.random() >= _PAIRED:
+            return self
+        return dataclasses.replace(self, split=rng.choice((None, mk.Split(compute=2))), cluster=2)
 
     @property
     def tiling(self) -> Tiling | None:
-        return Tiling(cluster=self.cluster, packets=1) if self.packets else super().tiling
+        if not self.packets:
+            return super().tiling
+        return Tiling(None if self.packets == 1 else 64, cluster=self.cluster, packets=self.packets)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)

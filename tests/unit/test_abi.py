@@ -26,6 +26,7 @@ CONSTANTS = {
     "kSignalFlags": abi.SIGNAL_FLAGS,
     "kCheckBits": abi.CHECK_BITS,
     "kAheadBytes": abi.AHEAD_BYTES,
+    "kTaggedBytes": abi.TAGGED_BYTES,
     "kHalted": abi.HALTED,
     "kTraceLanes": abi.TRACE_LANES,
     "kTraceFlagLane": abi.TRACE_FLAG_LANE,

@@ -6,7 +6,8 @@ import collections
 import itertools
 from collections.abc import Iterable, Iterator
 
-from mkernel.planner.allgather_gemm import SHARE, AllGatherGemmPlan, Tile
+from mkernel import abi
+from mkernel.planner.allgather_gemm import SHARE, SUM, AllGatherGemmPlan, Tile
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.proofs.areas import AHEAD, FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
@@ -37,24 +38,37 @@ def call_of(plan: AllGatherGemmPlan) -> Call:
 
 
 def _in_packets(plan: AllGatherGemmPlan) -> Call:
-    """One call in which shards travel in packets. A rank's part of the packets ahead has a range for each source, its own unused."""
+    """One call in which shards travel in packets. A rank's part of the packets ahead has a range for each source, its own unused.
+
+    Where they are tagged, tiles read them: a share as if it read all of K.
+    """
     taking, computing, graph = frozenset({"take"}), frozenset({"tile"}), wait_graph(plan)
-    gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, taking, computing)
-    ahead = Area("packets of shards", AHEAD, 0, plan.ahead_bytes, frozenset({"send", "take"}), taking)
+    gather = Area("gathered shards", HEAP, 0, plan.workspace_bytes, computing if plan.tagged else taking, computing)
+    sending, reading = (frozenset({"send"}), computing) if plan.tagged else (frozenset({"send", "take"}), taking)
+    ahead = Area("packets of shards", AHEAD, abi.AHEAD_BYTES if plan.tagged else 0, plan.ahead_bytes, sending, reading)
     packets = Area("packets", PACKETS, 0, plan.packet_bytes, computing, computing)
     size, shard, row = plan.problem.topology.size, plan.shard_bytes, plan.problem.k * 2
+    sent = plan.ahead_bytes // size  # of a shard
     accesses: list[Access] = []
     for rank in range(size):
         send, take, others = ("send", rank), ("take", rank), [other for other in range(size) if other != rank]
-        accesses += [Access(send, peer, ahead, rank * shard, shard, writes=True) for peer in others]
-        accesses += [Access(take, rank, ahead, source * shard, shard, writes) for source in others for writes in (False, True)]
-        accesses.append(Access(take, rank, gather, 0, size * shard, writes=True))
+        accesses += [Access(send, peer, ahead, rank * sent, sent, writes=True) for peer in others]
+        if not plan.tagged:
+            accesses += [Access(take, rank, ahead, source * sent, sent, writes) for source in others for writes in (False, True)]
+            accesses.append(Access(take, rank, gather, 0, size * shard, writes=True))
         tiles = list(plan.tiles(rank))
         numbers = _numbers(plan, tiles)
         for index, tile in enumerate(tiles):
             step, first = ("tile", rank, index), tile.m * BLOCK_M
-            if plan.waits(rank, tile):
-                rows = min(BLOCK_M, plan.plane_rows - first)
+            rows = min(BLOCK_M, plan.plane_rows - first)
+            if plan.tagged and tile.kind != SUM:
+                for source in plan.sources(tile):
+                    begin, end = max(first, source * plan.rows), min(first + rows, (source + 1) * plan.rows)
+                    if source != rank:
+                        accesses.append(Access(step, rank, ahead, 2 * begin * row, 2 * (end - begin) * row, writes=False))
+                if tile.n == 0 and tile.share == 0:  # for a caller who wants them
+                    accesses.append(Access(step, rank, gather, first * row, rows * row, writes=True))
+            elif plan.waits(rank, tile):
                 accesses.append(Access(step, rank, gather, first * row, rows * row, writes=False))
             accesses += _shares(plan, step, rank, tile, numbers[tile.plane, tile.m // plan.cluster, tile.n], packets)
     return Call(graph, (gather, ahead, packets), tuple(accesses))
@@ -141,7 +155,7 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     Steps: ``("enter", rank)``, ``("push", rank, chunk)`` to the node (where tiles span shards to the rank itself, too),
     ``("put", rank, chunk, peer)``, ``("forward", rank, source, chunk)`` to the node, ``("tile", rank, index)``. A rank's
     tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer. Where shards travel in packets: ``("send",
-    rank)`` to all others, which waits for nothing in this call, and ``("take", rank)``, of all CTAs together.
+    rank)`` to all others, which waits for nothing in this call, and, if they are not tagged, ``("take", rank)``, of all CTAs together.
     """
     graph, topology = WaitGraph(), plan.problem.topology
     for rank in range(topology.size):
@@ -149,14 +163,15 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
         if plan.packets:
             graph.add(("send", rank))
-            graph.add(("take", rank), [*entered, *(("send", other) for other in range(topology.size))])
+            if not plan.tagged:
+                graph.add(("take", rank), [*entered, *(("send", other) for other in range(topology.size))])
         elif topology.ranks_per_node > 1 or plan.span > 1:
             _intra_comm_steps(graph, plan, rank, entered)
         if topology.num_nodes > 1:
             _inter_send_steps(graph, plan, rank, entered)
         tiles: list[Step] = []
         for together in taken(plan.tiles(rank), plan.cluster):  # a cluster waits for the inputs of all its CTAs
-            waiting = [tile for tile in together if plan.waits(rank, tile)]
+            waiting = [tile for tile in together if plan.waits(rank, tile) or (plan.tagged and tile.kind != SUM)]
             for _ in together:
                 tiles.append(("tile", rank, len(tiles)))
                 graph.add(tiles[-1], [*entered, *_arrivals(plan, rank, waiting)])
@@ -172,6 +187,8 @@ def taken(tiles: Iterable[Tile], cluster: int) -> Iterator[list[Tile]]:
 
 def _arrivals(plan: AllGatherGemmPlan, rank: int, tiles: list[Tile]) -> list[Step]:
     """What brings the inputs of tiles that wait."""
+    if plan.tagged:
+        return [("send", source) for tile in tiles for source in plan.sources(tile)]
     if plan.packets:
         return [("take", rank)] if tiles else []
     chunks = dict.fromkeys(chunk for tile in tiles for chunk in plan.tile_chunks(tile))

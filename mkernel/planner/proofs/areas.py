@@ -16,7 +16,7 @@ from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 __all__ = ["AHEAD", "COUNTED", "FLAGS", "HEAP", "PACKETS", "STAGING", "Access", "Area", "Call", "unordered", "unordered_ahead", "unseen"]
 
 # What areas lie in: the workspace and the staging area of the data heap; flags, counted flags and packets of the signal segment, and that
-# half of its packets ahead which calls of the same parity of the epoch have.
+# half of its packets ahead which calls of the same parity of the epoch have, and behind it that of tagged ones.
 HEAP, STAGING, FLAGS, COUNTED, PACKETS, AHEAD = "workspace", "staging", "flags", "counted flags", "packets", "packets ahead"
 _NEXT_WRITER_WAITS_FOR = {STAGING: "the end of this rank's own kernel", AHEAD: "the entries of all ranks into the call before its own"}
 
