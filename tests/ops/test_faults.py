@@ -88,7 +88,11 @@ def test_mpirun_ends_when_a_rank_is_killed_inside_a_kernel(tmp_path: Path, world
 
 @pytest.mark.parametrize(
     ("world", "how"),
-    [("1x3", "gather packets"), *(pytest.param("2x2", how, marks=pytest.mark.slow) for how in ("allgather_gemm", "two_shot"))],
+    [
+        ("1x3", "gather packets"),
+        ("1x3", "tagged packets"),
+        *(pytest.param("2x2", how, marks=pytest.mark.slow) for how in ("allgather_gemm", "two_shot")),
+    ],
 )
 def test_a_rank_killed_before_it_calls(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "killed_outside", world, how)
@@ -99,7 +103,7 @@ def test_a_rank_killed_before_it_calls(tmp_path: Path, world: str, how: str) -> 
         assert line["closing"]["error"] is None
 
 
-@some(("1x2", "2x2"), ("1x3", "gather packets"), ("1x2", "two_shot"), ("2x2", "gemm_reduce_scatter"))
+@some(("1x2", "2x2"), ("1x3", "gather packets"), ("1x3", "tagged packets"), ("1x2", "two_shot"), ("2x2", "gemm_reduce_scatter"))
 @pytest.mark.drawn(1)
 def test_a_rank_that_never_calls(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "stays_away", world, how)
@@ -122,7 +126,7 @@ def test_a_rank_that_hangs_inside_a_kernel(tmp_path: Path, world: str, how: str)
         assert "waited 3.0 s for" in heard["message"]
 
 
-@some(("1x2", "2x2"), ("1x3", "gather packets"), ("1x2", "one_shot"), ("2x2", "gemm_reduce_scatter"))
+@some(("1x2", "2x2"), ("1x3", "gather packets"), ("1x3", "tagged packets"), ("1x2", "one_shot"), ("2x2", "gemm_reduce_scatter"))
 @pytest.mark.drawn(1)
 def test_a_rank_that_raises(tmp_path: Path, world: str, how: str) -> None:
     results = ranks(tmp_path, "raises", world, how)

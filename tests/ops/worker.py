@@ -18,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mkernel as mk
 from mkernel import abi
+from mkernel.ops.schedule import Choice
 from mkernel.planner import ring_attention
+from mkernel.planner.tiling import Tiling
 from tests.ops.body import Case, back_to_back, bits, problems
 from tests.runtime.notes import await_notes, note, of_others
 from tests.runtime.worker import outcome, tell
 
-# An op, an algorithm of gemm_allreduce, or "packets": two-shot, with few values; "gather packets": an allgather_gemm of few rows.
+# An op, an algorithm of gemm_allreduce, or "packets": two-shot, with few values; _GATHERS: an allgather_gemm of few rows.
 HOW = os.environ.get("TEST_HOW", "allgather_gemm")
 _SCATTER, _ALL = "gemm_reduce_scatter", "gemm_allreduce"
 _ROWS = (0, 1, 129)
@@ -62,7 +64,8 @@ def calls() -> None:
 
 _LARGES = {"packets": 16000, "moe_dispatch_gemm": 2500, "ring_attention": 1500}
 # Rows of a; the large call takes a second or more, on a fast machine too.
-_SMALL, _LARGE = (40 if HOW != "gather packets" else 8), _LARGES.get(HOW, 12000)
+_GATHERS = {"gather packets": 1, "tagged packets": 2}  # Tiling.packets: as far as there is room, so not of the large call
+_SMALL, _LARGE = (40 if HOW not in _GATHERS else 8), _LARGES.get(HOW, 12000)
 _K = 1024 if HOW == "packets" else 512
 _MOE = HOW == "moe_dispatch_gemm"
 _MOST_TOKENS, _EXPERTS = 2500, 3  # of a rank
@@ -95,7 +98,7 @@ def _options() -> dict[str, Any]:
 
 
 def _op() -> str:
-    return _ALL if _options() and not _MOE else "allgather_gemm" if HOW == "gather packets" else HOW
+    return _ALL if _options() and not _MOE else "allgather_gemm" if HOW in _GATHERS else HOW
 
 
 def _call(world: Any, a: Any, *others: Any) -> None:
@@ -109,7 +112,8 @@ def _call(world: Any, a: Any, *others: Any) -> None:
         assert (d.y[:rows] == (a.astype(np.float32) @ w[0].astype(np.float32))[d.source[:rows, 1]]).all()
         return
     (b,) = others
-    c = getattr(mk, _op())(a, b, world=world, **_options())
+    asked = {"split": Choice(None, None, Tiling(64, packets=_GATHERS[HOW]))} if HOW in _GATHERS else {}  # as a PreparedPlan passes it on
+    c = getattr(mk, _op())(a, b, world=world, **_options(), **asked)
     product = a.astype(np.float32) @ b.astype(np.float32)
     if _op() == "allgather_gemm":
         assert (c[-len(a) :] == product).all()
