@@ -121,7 +121,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
             rest = waves(mates * tiles_n, compute) * t
         all_done = max(all_done, begin + pushing + machine.flag + rest)
         # Own tiles are the first; those of the others begin when their first chunk has come.
-        behind = work.seconds - tile_rows * tiles_n / compute * t
+        behind = work.seconds * (1 - 1 / plan.planes)
         all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t))
     network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:

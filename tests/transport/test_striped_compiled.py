@@ -186,7 +186,7 @@ def test_planted_bug_is_seen(bug: Bug, tmp_path: Path, monkeypatch: pytest.Monke
     loop, first, lost = build(bug, tmp_path), pytestconfig.getoption("--seed"), bug.check == "lost"
     moods = (*(Mood(),) * (2 if lost else 1), {**MOODS, "narrow": NARROW}[bug.mood])
     with pytest.raises((AssertionError, TransportError), match=bug.message):
-        for seed in range(first, first + 12):
+        for seed in range(first, first + 100):
             then = (15 + seed % 30, lose) if lost else None
             with Cards(moods=moods, then=then, compiled=True, loop=loop, seed=seed) as network:
                 check_signal_never_before_data(network, seed)
