@@ -350,8 +350,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         begin = tile.m * BLOCK_M
         last = min(begin + BLOCK_M, self.plane_rows) - 1
         blocks = [
-            (tile.plane * self.span + shard, block)
-            for shard in range(begin // self.rows, last // self.rows + 1)
+            (source, block)
+            for shard, source in enumerate(self.sources(tile), begin // self.rows)
             for block in range(
                 max(begin - shard * self.rows, 0) // self.chunk_rows,
                 min(last - shard * self.rows, self.rows - 1) // self.chunk_rows + 1,
