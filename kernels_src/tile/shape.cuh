@@ -66,6 +66,18 @@ struct Cluster<Config, Void<Config::kCluster>> {
 };
 }  // namespace detail
 
+// Config::kCanonical: 1 where partial tiles are added in the order of the ranks, whoever adds (multiply.cuh). Kernels without such sums leave it out.
+namespace detail {
+template <class Config, class = void>
+struct Canonical {
+  static constexpr bool kValue = false;
+};
+template <class Config>
+struct Canonical<Config, Void<Config::kCanonical>> {
+  static constexpr bool kValue = Config::kCanonical != 0;
+};
+}  // namespace detail
+
 template <class Config>
 struct GemmShape {
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
@@ -73,7 +85,10 @@ struct GemmShape {
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
-  static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kStageBlocks / kConsumerWarpgroups);
+  // Panels of an addend in one stage. Of a canonical sum one: what is rounded of the own product waits in registers beside the accumulators, and two
+  // panels of it spill.
+  static constexpr uint32_t kMostAddPanels = detail::Canonical<Config>::kValue ? 1 : kStageBlocks / kConsumerWarpgroups;
+  static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kMostAddPanels);
   static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;

@@ -14,7 +14,10 @@ rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of t
 ``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
 of one both add the vendor's product (``cuBLAS``).
 
-``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows.
+``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them.
+
+``--ranked 10`` adds the ten candidates that the model of this machine predicts to be fastest (``#1`` to ``#10``, the prediction beside
+each), as far as ``split=`` and a tiling can ask for them.
 
 Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, and what
 was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
@@ -23,9 +26,11 @@ was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes throu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -41,14 +46,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
+from mkernel.bench import machine  # noqa: E402
 from mkernel.bench.baselines import NoBaselines, open_baselines  # noqa: E402
 from mkernel.bench.cases import ops  # noqa: E402
 from mkernel.bench.peers import fresh_seed, gather  # noqa: E402
 from mkernel.bench.timing import CudaTiming, open_timing  # noqa: E402
 from mkernel.ops.op import find  # noqa: E402
-from mkernel.ops.schedule import choice_of  # noqa: E402
+from mkernel.ops.schedule import Choice, choice_of  # noqa: E402
 from mkernel.planner.allgather_gemm import make_plan  # noqa: E402
-from mkernel.planner.tiling import Tiling  # noqa: E402
+from mkernel.planner.choice import ranked  # noqa: E402
+from mkernel.planner.machine import machine_of  # noqa: E402
+from mkernel.planner.predict import predict  # noqa: E402
+from mkernel.planner.split import Split, SplitError  # noqa: E402
+from mkernel.planner.tiling import Tiling, TilingError  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.compare import COOLDOWN_MS, bootstrap_upper  # noqa: E402
 
@@ -88,12 +98,14 @@ class Found:
     worst: float  # error over its bound
     isolated: list[float]
     back_to_back: list[float]
+    predicted: float = math.nan  # ms, isolated
 
     def line(self, old: Found) -> str:
         cells = []
         for mine, before in ((self.isolated, old.isolated), (self.back_to_back, old.back_to_back)):
             ratio = statistics.median(mine) / statistics.median(before)
             cells.append(f"{statistics.median(mine):9.4f} {ratio:6.3f} (<= {bootstrap_upper(list(zip(before, mine, strict=True))):5.3f})")
+        cells.append(f"{self.predicted:9.4f}")
         right = "" if self.worst <= 1.0 else f"  WRONG: {self.worst:.3g} times the bound"
         return f"{self.op:<20} {self.size:>16} {self.variant:>12} {' '.join(cells)}  {self.chosen}{right}"
 
@@ -107,6 +119,7 @@ class Rank:
         self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
         self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
         self.options = options
+        self.machine = machine_of(machine.device_name(self.world), self.world.backend.sm_count)
         self.baselines: Any = NoBaselines("not asked for")
         if (options.pairs or options.shares) and self.world.size == 1 and isinstance(self.timing, CudaTiming):
             self.baselines = open_baselines(self.world, self.timing.stream)
@@ -123,9 +136,31 @@ class Rank:
             for shares in {ctas // left, ctas // left - 1} - {0, 1} if 0 < left == plan.taken else ():
                 yield dataclasses.replace(alone, shares=shares)
 
-    def variants(self, op: str, case: Any) -> dict[str, Tiling | None]:
+    def _ranked(self, op: str, case: Any, most: int) -> dict[str, Choice]:
+        """What the model predicts to be fastest, of what a caller can ask for."""
+        known, sms = find(op).tilings, self.world.backend.sm_count
+        found: list[Choice] = []
+        for one in ranked(case.problem, case.rows, sms, self.machine):
+            plan = one.plan
+            fields = {
+                "block_n": plan.tile.block_n,
+                "span": getattr(plan, "span", None),
+                "shares": plan.shares,
+                "cluster": plan.cluster,
+                "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
+            }
+            tiling = Tiling(**{name: value for name, value in fields.items() if name in known})
+            choice = choice_of(Split(intra_comm=plan.split.intra_comm), None, tiling)
+            with contextlib.suppress(SplitError, TilingError):
+                made = find(op).make_plan(case.problem, case.rows, sms, choice.split, tiling=tiling)
+                if choice not in found and made.describe().splitlines()[1] == plan.describe().splitlines()[1]:
+                    found.append(choice)
+        return {f"#{i + 1}": choice for i, choice in enumerate(found[:most])}
+
+    def variants(self, op: str, case: Any) -> dict[str, Tiling | Choice | None]:
         known = find(op).tilings
-        found: dict[str, Tiling | None] = {"old": Tiling.parse({name: value for name, value in OLD.items() if name in known}), "new": None}
+        old = Tiling.parse({name: value for name, value in OLD.items() if name in known})
+        found: dict[str, Tiling | Choice | None] = {"old": old, "new": None}
         if self.options.all:
             wide = [Tiling(block_n=columns) for columns in (64, 128, 192, 256)] if "block_n" in known else []
             spans = [Tiling(span=span) for span in range(2, self.world.size + 1) if self.world.size % span == 0] if "span" in known else []
@@ -141,7 +176,14 @@ class Rank:
             for one in self._shared(case):
                 shares = "" if one.shares == 1 else f", {one.shares} share"
                 found[f"{one.block_n}{' pairs' if one.cluster == 2 else ''}{shares}"] = one
-        return found
+        return found | self._ranked(op, case, self.options.ranked) if self.options.ranked else found
+
+    def _plan(self, op: str, case: Any, choice: Choice) -> Any:
+        """None: there is no such plan."""
+        asked: dict[str, Any] = {} if choice.tiling is None else {"tiling": choice.tiling}
+        with contextlib.suppress(SplitError, TilingError):
+            return find(op).make_plan(case.problem, case.rows, self.world.backend.sm_count, choice.split, **asked)
+        return None
 
     def measure(self, op: str, size: str) -> list[Found]:
         """Every variant on one shape. Collective."""
@@ -151,14 +193,17 @@ class Rank:
         whole_k = k if op == GATHER else k * ranks
         case = ops()[op].case(f"{m}x{n}x{whole_k}", self.world.topology, "bfloat16")
         case.setup(self.timing, fresh_seed(self.world))
-        calls, worst, chosen = {}, {}, {}
+        calls, worst, chosen, predicted = {}, {}, {}, {}
         wanted = self.variants(op, case)
         if self.options.aligned:
             wanted["aligned"] = None
         for variant, tiling in wanted.items():
             if variant == "aligned":
                 self._align(case)
-            choice = choice_of(None, None, tiling)
+            choice = tiling if isinstance(tiling, Choice) else choice_of(None, None, tiling)
+            made = self._plan(op, case, choice)
+            if made is None:
+                continue
             calls[variant] = list(case.fused(choice))
             for out in case.outputs():
                 self.timing.poison(out)
@@ -166,12 +211,12 @@ class Rank:
             self.world.barrier()
             self.timing.warm_up(calls[variant])
             worst[variant] = max(gather(self.world, max(float(case.worst(index)) for index in range(len(calls[variant])))))
-            asked = {} if choice.tiling is None else {"tiling": choice.tiling}
-            made = find(op).make_plan(case.problem, case.rows, self.world.backend.sm_count, **asked)
-            chosen[variant] = made.describe().splitlines()[1]
+            chosen[variant] = made.describe().splitlines()[1] + f"; {made.split}"
+            prediction = predict(made, self.machine)
+            predicted[variant] = math.nan if prediction is None else prediction.seconds * 1e3
         if vendor := list(case.alone(self.baselines)):
             self.timing.warm_up(vendor)
-            calls["cuBLAS"], worst["cuBLAS"], chosen["cuBLAS"] = vendor, 0.0, ""
+            calls["cuBLAS"], worst["cuBLAS"], chosen["cuBLAS"], predicted["cuBLAS"] = vendor, 0.0, "", math.nan
         taken: dict[str, tuple[list[float], list[float]]] = {variant: ([], []) for variant in calls}
         for i in range(-1, self.options.samples):  # the first round does not count
             for variant in list(calls)[:: 1 if i % 2 == 0 else -1]:
@@ -182,7 +227,7 @@ class Rank:
                     for times, one in zip(taken[variant], slowest, strict=True):
                         times.append(one)
         self.timing.synchronize()
-        return [Found(op, size, variant, chosen[variant], worst[variant], *times) for variant, times in taken.items()]
+        return [Found(op, size, variant, chosen[variant], worst[variant], *times, predicted[variant]) for variant, times in taken.items()]
 
     def _align(self, case: Any) -> None:
         """Move operands to arrays whose rows begin at multiples of 128 bytes; the calls before keep theirs."""
@@ -248,6 +293,7 @@ def main() -> int:
     parser.add_argument("--shares", action="store_true", help="also with K shared by all SMs, and beside the vendor's product")
     parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")
     parser.add_argument("--tilings", nargs="+", default=[], metavar="FIELD=VALUE,...", help="also with these")
+    parser.add_argument("--ranked", type=int, default=0, metavar="N", help="also with the N candidates that are predicted to be fastest")
     parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no shape after so long")
     parser.add_argument("--heap", type=int, default=3072, help="MiB of the symmetric heap")
