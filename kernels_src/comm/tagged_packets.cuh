@@ -20,13 +20,10 @@ struct TaggedUnit {
   static constexpr uint32_t kPackets = kTaggedPackets;
   ptx::Words words[kPackets];
 
+  // Of an own one the same words twice: other loads to the same registers would wait for these (tile/taken.cuh).
   MK_DEVICE void look(const char* from, bool is_own) {
-    if (is_own) {
-      words[0] = ptx::load_input(from);
-    } else {
 #pragma unroll
-      for (uint32_t i = 0; i < kTaggedPackets; ++i) words[i] = ptx::load_pairs(reinterpret_cast<const ptx::Words*>(from) + i);
-    }
+    for (uint32_t i = 0; i < kTaggedPackets; ++i) words[i] = ptx::load_pairs(reinterpret_cast<const ptx::Words*>(from) + (is_own ? 0 : i));
   }
   MK_DEVICE bool has_come(uint32_t tag) const {
     bool here = true;
@@ -91,7 +88,7 @@ struct TaggedShards {
     while (true) {
       uint32_t missing = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < Most; ++i) missing |= uint32_t{(wanted >> i & 1) != 0 && !units[i].has_come(tag)} << i;
+      for (uint32_t i = 0; i < Most; ++i) missing |= (wanted >> i & uint32_t{!units[i].has_come(tag)}) << i;
       if (missing == 0) return true;
       const char* from = nullptr;  // where a pair of the last one that is missing has not come
 #pragma unroll

@@ -15,7 +15,7 @@ class TakenRounds {
   using Shape = GemmShape<Config>;
   using Unit = typename Op::Unit;
   using Row = typename Op::Row;
-  static constexpr uint32_t kUnits = 4;                                           // of a thread
+  static constexpr uint32_t kUnits = Shape::kBlockN == 64 ? 8 : 4;                // of a thread: what registers are there for
   static constexpr uint32_t kRowUnits = Shape::kBlockK * 2 / sizeof(ptx::Words);  // of a row in a k step
   static constexpr uint32_t kRowsAtOnce = kConsumerThreads / kRowUnits;           // by all threads
   static constexpr uint32_t kRowSteps = kUnits * kRowsAtOnce;                     // rows times k steps of a round
@@ -32,14 +32,13 @@ class TakenRounds {
       offset_[i] = found.offset, is_valid_ |= uint32_t{row(i) < rows} << i, is_own_ |= uint32_t{found.is_own} << i;
     }
   }
-  // Issues the loads of a round, of at most `left` k steps from `begin` on. Returns how many.
+  // Issues the loads of a round, of at most `left` k steps from `begin` on. Returns how many. No load depends on a condition: one that did would wait for
+  // those before it, since they might be to the same registers. What is not there is loaded from some place of the row.
   MK_DEVICE uint32_t look(uint32_t begin, uint32_t left) {
     const uint32_t most = kRowSteps >> shift_, room = most < Shape::kStages ? most : Shape::kStages;
     begin_ = begin, steps_ = left < room ? left : room;
 #pragma unroll
-    for (uint32_t i = 0; i < kUnits; ++i) {
-      if (is_there(i) && has_values(i)) units_[i].look(at(i), taken(i).is_own);
-    }
+    for (uint32_t i = 0; i < kUnits; ++i) units_[i].look(at(i), taken(i).is_own);
     return steps_;
   }
   // Waits until all of it has come. False: the call has failed.
@@ -69,7 +68,7 @@ class TakenRounds {
   MK_DEVICE bool is_there(uint32_t i) const { return (is_valid_ >> i & 1) != 0 && step(i) < steps_; }
   MK_DEVICE bool has_values(uint32_t i) const { return k(i) < extent_k(op_.p); }
   MK_DEVICE Row taken(uint32_t i) const { return Row{offset_[i], (is_own_ >> i & 1) != 0}; }
-  MK_DEVICE const char* at(uint32_t i) const { return op_.taken_from(call_, taken(i), k(i)); }
+  MK_DEVICE const char* at(uint32_t i) const { return op_.taken_from(call_, taken(i), has_values(i) ? k(i) : 0); }
 
   const Call& call_;
   const Op& op_;
