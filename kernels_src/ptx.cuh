@@ -402,6 +402,14 @@ MK_DEVICE Words load_pairs(const Words* p) {
   return Words{
       {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
 }
+MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {  // if not, v stays; no branch, and nothing waits for loads before it
+  uint64_t low = v.word[0] | uint64_t(v.word[1]) << 32, high = v.word[2] | uint64_t(v.word[3]) << 32;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2]; }"
+               : "+l"(low), "+l"(high)
+               : "l"(p), "r"(uint32_t{wanted})
+               : "memory");
+  v = Words{{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
+}
 MK_DEVICE void store_pairs(Words* p, const Words& v) {
   const uint64_t low = v.word[0] | uint64_t(v.word[1]) << 32, high = v.word[2] | uint64_t(v.word[3]) << 32;
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");

@@ -283,7 +283,7 @@ MACHINE = _declare(
     "a path",
     _optional(_path),
     None,
-    "the cost model's machine, a file of `mkernel calibrate` (else an H200); alike on all ranks",
+    "the cost model's machine, h100, h200 or a file of `mkernel calibrate` (else by rank 0's GPU); alike on all ranks",
 )
 OPS = _declare(
     "MKERNEL_OPS", "modules, by comma", _optional(_modules), None, "further ops, which register themselves (docs/adding_an_op.md)"

@@ -20,10 +20,12 @@ struct TaggedUnit {
   static constexpr uint32_t kPackets = kTaggedPackets;
   ptx::Words words[kPackets];
 
-  // Of an own one the same words twice: other loads to the same registers would wait for these (tile/taken.cuh).
-  MK_DEVICE void look(const char* from, bool is_own) {
+  // One kind of loads, without branches (tile/taken.cuh). Not wanted: the words stay as they are.
+  MK_DEVICE void look(bool wanted, const char* from, bool is_own) {
 #pragma unroll
-    for (uint32_t i = 0; i < kTaggedPackets; ++i) words[i] = ptx::load_pairs(reinterpret_cast<const ptx::Words*>(from) + (is_own ? 0 : i));
+    for (uint32_t i = 0; i < kTaggedPackets; ++i) {
+      ptx::load_pairs_if(wanted && (i == 0 || !is_own), words[i], reinterpret_cast<const ptx::Words*>(from) + i);
+    }
   }
   MK_DEVICE bool has_come(uint32_t tag) const {
     bool here = true;
@@ -103,9 +105,7 @@ struct TaggedShards {
         return false;
       }
 #pragma unroll
-      for (uint32_t i = 0; i < Most; ++i) {
-        if ((missing >> i & 1) != 0) units[i].look(at(i), false);
-      }
+      for (uint32_t i = 0; i < Most; ++i) units[i].look((missing >> i & 1) != 0, at(i), false);
     }
   }
 };

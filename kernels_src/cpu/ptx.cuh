@@ -313,6 +313,9 @@ MK_DEVICE Words load_pairs(const Words* p) {
   }
   return v;
 }
+MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {
+  if (wanted) v = load_pairs(p);
+}
 MK_DEVICE void store_pairs(Words* p, const Words& v) {
   mkc_check_word(p, sizeof(Words));
   const uint32_t first = mkc_random(2);

@@ -15,7 +15,7 @@ class TakenRounds {
   using Shape = GemmShape<Config>;
   using Unit = typename Op::Unit;
   using Row = typename Op::Row;
-  static constexpr uint32_t kUnits = Shape::kBlockN == 64 ? 8 : 4;                // of a thread: what registers are there for
+  static constexpr uint32_t kUnits = 4;                                           // of a thread: eight spill
   static constexpr uint32_t kRowUnits = Shape::kBlockK * 2 / sizeof(ptx::Words);  // of a row in a k step
   static constexpr uint32_t kRowsAtOnce = kConsumerThreads / kRowUnits;           // by all threads
   static constexpr uint32_t kRowSteps = kUnits * kRowsAtOnce;                     // rows times k steps of a round
@@ -32,13 +32,14 @@ class TakenRounds {
       offset_[i] = found.offset, is_valid_ |= uint32_t{row(i) < rows} << i, is_own_ |= uint32_t{found.is_own} << i;
     }
   }
-  // Issues the loads of a round, of at most `left` k steps from `begin` on. Returns how many. No load depends on a condition: one that did would wait for
-  // those before it, since they might be to the same registers. What is not there is loaded from some place of the row.
+  // Issues the loads of a round, of at most `left` k steps from `begin` on. Returns how many. Loads are predicated, not branched
+  // around, and of one kind: else each would wait for those before it, which might be to the same registers. (And loads of all that is not there from
+  // one place take L2 long.)
   MK_DEVICE uint32_t look(uint32_t begin, uint32_t left) {
     const uint32_t most = kRowSteps >> shift_, room = most < Shape::kStages ? most : Shape::kStages;
     begin_ = begin, steps_ = left < room ? left : room;
 #pragma unroll
-    for (uint32_t i = 0; i < kUnits; ++i) units_[i].look(at(i), taken(i).is_own);
+    for (uint32_t i = 0; i < kUnits; ++i) units_[i].look(is_there(i) && has_values(i), at(i), taken(i).is_own);
     return steps_;
   }
   // Waits until all of it has come. False: the call has failed.
@@ -76,7 +77,7 @@ class TakenRounds {
   uint32_t chunk_, first_;  // this thread's unit of a row, and the first of its places
   uint32_t is_valid_ = 0, is_own_ = 0, begin_ = 0, steps_ = 0;
   uint32_t offset_[kUnits];
-  Unit units_[kUnits];
+  Unit units_[kUnits] = {};
 };
 
 }  // namespace mkernel

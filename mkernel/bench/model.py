@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", action="store_true", help="instead: where the model would choose otherwise, largest gain first")
     parser.add_argument(
-        "--error", type=Path, metavar="FOLDER", help="instead: how far predictions are from the reports of `bench` in a folder"
+        "--error",
+        type=Path,
+        metavar="FOLDER",
+        help="instead: how far predictions are from reports of `bench` in a folder (without --machine: each GPU's)",
     )
     scale = "instead: OP in worlds of 1, 2, 4 .. NODES nodes like those of --world (default 1x8), on shapes of its own: one that stays, "
     scale += "and one that grows (docs/scale.md); a card per GPU unless --nics says otherwise"
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text)
         return 0
     try:
-        cases = Asked.of(options).cases
+        cases = [_on(machine, case) for case in Asked.of(options).cases]
     except SplitError as error:  # a plan that needs more SMs than there are, whatever the split
         raise ArgumentError("--world", options.world, f"{options.op}: {error.rule}", error.remedy) from None
     if options.compare:
@@ -114,11 +117,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _on(machine: Machine, case: Case) -> Case:
+    """The case, whose plans are for this machine."""
+    case.machine = machine
+    return case
+
+
 def _instead(options: argparse.Namespace, machine: Machine) -> str | None:
     """What is asked for in place of plans, if anything. Raises ArgumentError."""
     if options.error is not None:
         rows = measured(options.error)
-        return error_rows([row for row in rows if row.world == options.world], machine) if options.world else error_table(rows, machine)
+        asked = machine if options.machine or env.MACHINE.is_set() else None
+        return error_rows([row for row in rows if row.world == options.world], asked) if options.world else error_table(rows, asked)
     if options.published is not None:
         return f"{published_table(options.published, machine)}\n\n{_in_words(machine)}"
     if options.scale is None:

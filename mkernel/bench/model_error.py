@@ -11,7 +11,7 @@ from mkernel.bench.cases import Case, ops
 from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.report import FUSED, MODES, SOLO, Report
 from mkernel.bench.stats import quantile
-from mkernel.planner.machine import Machine, changed, network_of
+from mkernel.planner.machine import Machine, changed, machine_of, network_of
 from mkernel.planner.prediction import ALONE, BATCH, Conditions
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
@@ -38,6 +38,7 @@ class Measured:
     ms: float
     case: Case
     conditions: Conditions
+    machine: Machine  # that of the GPUs
     network: str = ""  # as the report names it
 
     @property
@@ -45,8 +46,12 @@ class Measured:
         nodes, per_node = map(int, self.world.split("x"))
         return nodes * per_node
 
-    def error(self, machine: Machine) -> float:
-        """Predicted over measured, as a natural logarithm: 0 is right. Raises ValueError where the model knows nothing of the op."""
+    def error(self, machine: Machine | None = None) -> float:
+        """Predicted (by ``machine``, else by the own one) over measured, as a natural logarithm: 0 is right.
+
+        Raises ValueError where the model knows nothing of the op.
+        """
+        machine = machine or self.machine
         predicted = self.case.predicted(machine.with_network(network_of(self.network, machine.network)), self.conditions)
         if predicted is None:
             raise ValueError(f"the cost model knows nothing of {self.op}")
@@ -59,6 +64,7 @@ def measured(folder: Path) -> list[Measured]:
     for path in sorted(folder.glob("*.json")):
         report = Report.from_json(path.read_text(encoding="utf-8"))
         topology = Topology(report.world["ranks"], report.world["ranks_per_node"])
+        machine = machine_of(str(report.machine.get("name", "")))
         network = str(report.settings.get("network") or "")
         rested = bool(report.settings.get("cooldown_ms") or report.settings.get("rest_ms"))  # as it was called before
         for row in report.rows:
@@ -68,12 +74,13 @@ def measured(folder: Path) -> list[Measured]:
                 local = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
                 runs.append((SOLO, "gemm", Topology(1, 1), ops()["gemm"].case(local, Topology(1, 1), report.dtype)))
             for contestant, op, of, ran in runs:
+                ran.machine = machine
                 ran.tiling = _tiling(report.settings.get("tilings", ()), op, of)
                 for mode in MODES:
                     if (ms := row.time(contestant, mode)) is not None:
                         conditions = (ALONE if mode == MODES[0] else BATCH)._replace(rested=rested)
                         world = f"{of.num_nodes}x{of.ranks_per_node}"
-                        found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions, network)
+                        found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions, machine, network)
     return list(found.values())
 
 
@@ -97,7 +104,7 @@ def quantiles(errors: Iterable[float]) -> tuple[float, float]:
     return quantile(sizes, 0.5), quantile(sizes, 0.9)
 
 
-def error_table(rows: Sequence[Measured], machine: Machine) -> str:
+def error_table(rows: Sequence[Measured], machine: Machine | None = None) -> str:
     """By op and world: how many rows, median and 90th percentile of the error, of all and of those that are left out of fits."""
     groups: dict[tuple[str, str], list[Measured]] = {}
     for row in rows:
@@ -111,7 +118,7 @@ def error_table(rows: Sequence[Measured], machine: Machine) -> str:
     return format_table(["op", "world", "rows", "median", "90th", "held out", "median", "90th"], lines)
 
 
-def error_rows(rows: Sequence[Measured], machine: Machine) -> str:
+def error_rows(rows: Sequence[Measured], machine: Machine | None = None) -> str:
     """Each row: what was measured, what is predicted, and how far that is off; and how many are within 15 %."""
     lines, near = [], 0
     for row in rows:

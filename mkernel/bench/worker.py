@@ -167,6 +167,7 @@ class _Measurer:
         sms = self.world.backend.sm_count
         of = machine_named(env.MACHINE.get(), sms) if env.MACHINE.is_set() else machine_of(machine.device_name(self.world), sms)
         of = of.with_network(network_of(_network_of(self.world), of.network))
+        self.case.machine = self.world.machine
         split, found = _split(self.settings.splits[FUSED]), dict[str, Any]()
         for mode, conditions in zip(MODES, (ISOLATED, BACK_TO_BACK), strict=True):
             prediction = self.case.predicted(of, conditions._replace(rested=self.settings.cooldown_ms > 0), split)

@@ -18,6 +18,7 @@ from mkernel.planner.allgather_gemm import OP as OP_NAME
 from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.planner.gemm import BLOCK_K
+from mkernel.planner.machine import Machine
 from mkernel.runtime import current
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
     tilings = frozenset({"block_n", "span", "shares", "cluster", "packets"})
+    modelled = True
     parameters = Parameters
     keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too
 
@@ -236,8 +238,9 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         *,
         specialize: str | None = None,
         tiling: Tiling | None = None,
+        machine: Machine | None = None,
     ) -> AllGatherGemmPlan:
-        return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+        return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling, machine=machine)
 
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""

@@ -101,6 +101,8 @@ class Op(abc.ABC, Generic[Problem]):
         Roles whose SMs ``mk.tune`` searches.
     tilings
         Fields of a ``Tiling`` that ``make_plan`` takes; it has an argument ``tiling`` if there are any.
+    modelled
+        Whether the cost model chooses among plans: ``make_plan`` then has an argument ``machine``.
     parameters
         The mirror of ``Parameters`` of the op's kernels.
     """
@@ -116,6 +118,7 @@ class Op(abc.ABC, Generic[Problem]):
     bench: ClassVar[str] = ""
     tunable: ClassVar[tuple[str, ...]] = COMMUNICATION_ROLES
     tilings: ClassVar[frozenset[str]] = frozenset()
+    modelled: ClassVar[bool] = False
     parameters: ClassVar[type[ctypes.Structure]]
 
     # ---- problem and plan

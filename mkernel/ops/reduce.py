@@ -12,6 +12,7 @@ from mkernel.ops.gemm import GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of
 from mkernel.ops.parameters import place_of, surroundings
 from mkernel.planner.choice import plan_reduce
+from mkernel.planner.machine import Machine
 from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, sums_by_node
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
     """A product whose K is spread over the ranks."""
 
     tilings = frozenset({"block_n", "shares", "cluster"})
+    modelled = True
     parameters = Parameters
 
     def problem(self, world: World, a: TensorView, b: TensorView, partials: Any, algorithm: str | None = None) -> Instance[ReduceProblem]:
@@ -97,8 +99,9 @@ class ReduceOp(GemmOp[ReduceProblem]):
         *,
         specialize: str | None = None,
         tiling: Tiling | None = None,
+        machine: Machine | None = None,
     ) -> ReducePlan:
-        return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+        return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling, machine=machine)
 
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""

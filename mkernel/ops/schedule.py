@@ -154,6 +154,8 @@ def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: C
         if not tiling.fields <= op.tilings:
             raise ArgumentError("tiling", tiling, f"{op.name} knows {', '.join(sorted(op.tilings)) or 'none'}")
         more["tiling"] = tiling
+    if op.modelled:
+        more["machine"] = world.machine
     try:
         untuned = op.make_plan(problem, rows, sms, split, **more)
     except SplitError as error:

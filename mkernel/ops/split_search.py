@@ -17,7 +17,6 @@ from mkernel.errors import ArgumentError
 from mkernel.ops.call import ask, call, stream_of
 from mkernel.ops.op import find
 from mkernel.ops.schedule import executable, tuning_name
-from mkernel.planner.machine import machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import BEHIND
 from mkernel.planner.row_classes import span
@@ -251,10 +250,9 @@ def _predicted(world: World) -> Callable[[Any], float] | None:
     """Seconds of a plan by the cost model, where it describes this world's machine: on GPUs, or where a machine is named."""
     if world.target != "cuda" and not env.MACHINE.is_set():
         return None
-    machine = machine_named(env.MACHINE.get(), world.backend.sm_count)
 
     def seconds(plan: Any) -> float:
-        prediction = predict(plan, machine, BEHIND)
+        prediction = predict(plan, world.machine, BEHIND)
         return math.inf if prediction is None else prediction.seconds  # of some ops nothing is known without a call's sizes
 
     return seconds

@@ -20,8 +20,8 @@ from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
-from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
-from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes, most_chosen
+from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
+from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
 from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
@@ -31,13 +31,13 @@ __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce
 
 _WIDTHS = (256, 192, 128, 64)
 _PAIRED_WIDTHS = (256, 128)  # of several ranks: the narrowest tiles load nearly as much of A as alone
-_PUSHING = (0, 4, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
-_PULLING = (4, 8, 14)
+_PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
+_PULLING = (14,)  # beside what the rules have
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
 _CLASSES = tuple(classes(EXAMINED_ROWS))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
-_WORTH_OF_TILES = 0.9  # and of a reduce-scatter by partial tiles, whose predictions are less sure
+_WORTH_OF_TILES = 0.9  # and between ranks, by chunks or partial tiles, which predictions are as far off
 
 
 class Ranked(NamedTuple):
@@ -53,25 +53,12 @@ def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> An
     return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
 
 
-def candidates(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None, confirmed: bool = False
-) -> Iterator[Any]:
-    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles.
-
-    ``confirmed``: those only among which GPUs have confirmed the model.
-    """
+def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
-    if confirmed and problem.topology.size > 1 and not rules.packets:
-        if isinstance(problem, ReduceProblem) and problem.op == REDUCE_SCATTER and rules.cluster == 1:
-            for width in _WIDTHS[:-1]:
-                if width != rules.tile.block_n:
-                    yield reduce.make_plan(problem, rows, sm_count, specialize=specialize, tiling=Tiling(width, 1, cluster=1))
-        return
     if isinstance(problem, AllGatherGemmProblem):
         yield from _gathers(problem, rows, sm_count, specialize, rules)
-    elif confirmed and rules.packets:
-        yield from _sharing(problem, rows, sm_count, specialize, rules)
     else:
         yield from _reductions(problem, rows, sm_count, specialize, rules)
 
@@ -152,7 +139,8 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     topology = problem.topology
     most = max(1, sm_count // 4)
     pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
-    widths = _WIDTHS if rows <= _FEW_ROWS else _WIDTHS[:-1]
+    # Partial tiles of 64 columns take up to twice as long as predicted: many small stores, and flags, over the links.
+    widths = _WIDTHS if topology.size == 1 and rows <= _FEW_ROWS else _WIDTHS[:-1]
     if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
         for width in widths:
             yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
@@ -208,19 +196,18 @@ def _fastest(
     sm_count: int,
     machine: Machine,
     specialize: str | None,
-    confirmed: bool,
     kept: frozenset[Any] | None = None,
 ) -> Any:
     """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
-    found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize, confirmed)]
+    found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize)]
     rules, allowed = found[0], [one for one in found if kept is None or one.plan.spec in kept] or found[:1]
     best = min(allowed, key=lambda one: one.seconds)
-    worth = _WORTH if not confirmed or problem.topology.size == 1 or rules.plan.packets else _WORTH_OF_TILES
+    worth = _WORTH if problem.topology.size == 1 or rules.plan.packets else _WORTH_OF_TILES
     return rules.plan if rules in allowed and best.seconds >= worth * rules.seconds else best.plan
 
 
-def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None, confirmed: bool) -> list[Any]:
-    return list(dict.fromkeys(plan.spec for plan in candidates(problem, of_class, sm_count, specialize, confirmed)))
+def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:
+    return list(dict.fromkeys(plan.spec for plan in candidates(problem, of_class, sm_count, specialize)))
 
 
 def _covering(wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kernel]]) -> frozenset[Kernel]:
@@ -243,31 +230,27 @@ def _covering(wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kerne
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool) -> frozenset[Any]:
-    """The kernels that the most classes of rows would choose: one N and K has no more of them. Between ranks those of the rules first."""
-    wanted = [_fastest(problem, rows, sm_count, machine, specialize, confirmed).spec for rows in _CLASSES]
-    if not confirmed or problem.topology.size == 1:
-        possible = functools.cache(lambda at: _kernels_of(problem, _CLASSES[at], sm_count, specialize, confirmed))
-        return _covering(wanted, possible)
-    ruled = {_rules(problem, rows, sm_count, specialize).spec for rows in _CLASSES}
-    return most_chosen([*sorted(ruled, key=wanted.count, reverse=True) * len(wanted), *wanted])
+def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None) -> frozenset[Any]:
+    """The kernels that the most classes of rows would choose: one N and K has no more of them."""
+    wanted = [_fastest(problem, rows, sm_count, machine, specialize).spec for rows in _CLASSES]
+    return _covering(wanted, functools.cache(lambda at: _kernels_of(problem, _CLASSES[at], sm_count, specialize)))
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, confirmed: bool = False) -> Any:
+def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
     """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have."""
-    plan = _fastest(problem, of_class, sm_count, machine, specialize, confirmed)
-    kept = _kept(problem, sm_count, machine, specialize, confirmed)
-    return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, confirmed, kept)
+    plan = _fastest(problem, of_class, sm_count, machine, specialize)
+    kept = _kept(problem, sm_count, machine, specialize)
+    return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, kept)
 
 
 def _model_decides(problem: Any, sm_count: int) -> bool:
-    """Whether it may: where it was confirmed, on as many SMs as an H200 has (docs/model.md); ``candidates`` says among which plans."""
+    """Whether it may: where it was confirmed, in one node, on as many SMs as an H200 has (docs/model.md)."""
     asked, topology = env.PLANNER.get(), problem.topology
     return asked == "model" or (asked == "auto" and topology.num_nodes == 1 and sm_count == CONFIRMED_SMS)
 
 
-def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None) -> Any:
+def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None, machine: Machine | None) -> Any:
     """The model's plan; None where the rules decide: where a split is given, or compiled into kernels, or the model was not confirmed."""
     if split is not None or not _model_decides(problem, sm_count):
         return None
@@ -275,8 +258,8 @@ def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, special
     fields = parse(specialize, default)
     if "split" in fields:
         return None
-    machine = machine_named(env.MACHINE.get(), sm_count)
-    return choose(problem, class_of(rows), sm_count, machine, str(fields), env.PLANNER.get() == "auto").of_rows(rows)
+    machine = machine or machine_named(env.MACHINE.get(), sm_count)
+    return choose(problem, class_of(rows), sm_count, machine, str(fields)).of_rows(rows)
 
 
 def plan_allgather_gemm(
@@ -287,9 +270,13 @@ def plan_allgather_gemm(
     *,
     specialize: str | None = None,
     tiling: Tiling | None = None,
+    machine: Machine | None = None,
 ) -> AllGatherGemmPlan:
-    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) if no tiling is asked for. Raises SplitError, TilingError."""
-    chosen: AllGatherGemmPlan | None = _chosen(problem, rows, sm_count, split, specialize) if tiling is None else None
+    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) of ``machine`` if no tiling is asked for.
+
+    Raises SplitError, TilingError.
+    """
+    chosen: AllGatherGemmPlan | None = _chosen(problem, rows, sm_count, split, specialize, machine) if tiling is None else None
     return chosen or allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
@@ -301,7 +288,11 @@ def plan_reduce(
     *,
     specialize: str | None = None,
     tiling: Tiling | None = None,
+    machine: Machine | None = None,
 ) -> ReducePlan:
-    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) if no tiling is asked for. Raises SplitError, TilingError."""
-    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize) if tiling is None else None
+    """The plan of a call, by the rules, or by the model (``MKERNEL_PLANNER``) of ``machine`` if no tiling is asked for.
+
+    Raises SplitError, TilingError.
+    """
+    chosen: ReducePlan | None = _chosen(problem, rows, sm_count, split, specialize, machine) if tiling is None else None
     return chosen or reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)

@@ -27,7 +27,7 @@ OP = "allgather_gemm"
 SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
 PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
-_TAKEN_ROWS = 256  # rows times k steps that the consumers of a CTA take at once, with 64 columns; else half of them: registers
+_TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
     *("load_rows", "span", "shares"),
@@ -145,8 +145,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Rounds in which a CTA takes a tile's rows, or its share of them, from tagged packets (kernels_src/tile/taken.cuh)."""
         rows = 1 << (min(self.plane_rows, BLOCK_M) - 1).bit_length()
         steps = math.ceil(math.ceil(self.problem.k / BLOCK_K) / self.sizes.shares)
-        at_once = _TAKEN_ROWS if self.tile.block_n == BLOCK_K else _TAKEN_ROWS // 2
-        return math.ceil(steps / min(self.tile.stages, at_once // rows))
+        return math.ceil(steps / min(self.tile.stages, _TAKEN_ROWS // rows))
 
     @derived
     def of_sizes(self) -> tuple[int, ...]:

@@ -123,6 +123,10 @@ class Machine:
         How long it has worked before a call that no rest precedes.
     sm_load
         From L2 into the shared memory of one SM.
+    boost
+        How many times ``sm_flops`` an SM has where few multiply: GPUs that multiply on all SMs are at their power limit.
+    l2
+        From L2 to all SMs together.
     sm_shared
         Into and out of the shared memory of one SM, together.
     misaligned_a, misaligned_b
@@ -171,6 +175,8 @@ class Machine:
     slow_octave: float
     warm: float
     sm_load: float
+    boost: float
+    l2: float
     sm_shared: float
     misaligned_a: float
     misaligned_b: float
@@ -212,6 +218,8 @@ H200 = Machine(
     warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
     # Fitted: 117 tilings of 10 shapes in a world of one (docs/model.md).
     sm_load=139e9,
+    boost=1.0,  # not measured
+    l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
     misaligned_a=3.0,
     misaligned_b=1.9,
@@ -236,8 +244,26 @@ H200 = Machine(
     network=EMULATED,
 )
 
-# Not measured here: an H200 with the memory of an H100 SXM, in the proportion of the data sheets (3.35 and 4.8 TB/s).
-H100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", memory=H200.memory * 3.35 / 4.8)
+# Fitted: 420 calls of 130 shapes, in a world of one and between two GPUs (docs/model.md). What they do not tell is as of the H200.
+H100 = dataclasses.replace(
+    H200,
+    name="NVIDIA H100 80GB HBM3",
+    sm_flops=6.48e12,
+    boost=1.10,
+    l2=8.1e12,
+    sm_load=154e9,
+    misaligned_a=2.7,
+    misaligned_b=2.2,
+    paired=1.12,
+    memory=2.59e12,
+    memory_latency=1.7e-6,
+    start=8.2e-6,
+    tile=2.3e-6,
+    entry=3.6e-6,
+    flag=1.75e-6,
+    cta_link=35e9,
+    warps_link=260e9,
+)
 
 MACHINES = {"h100": H100, "h200": H200}
 

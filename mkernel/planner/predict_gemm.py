@@ -6,6 +6,7 @@ of the node and those of other nodes are taken as a whole, or by groups of tiles
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -22,7 +23,11 @@ __all__ = ["predict_allgather_gemm", "predict_reduce"]
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
 _ROUND = 0.35e-6  # in which consumers take rows from tagged packets: a guess, of a load from L2, most of which waits beside products
+# Fitted: from the last product until what comes after it has been done, beside what bytes take; the same of an all-reduce's results; and
+# how much more it is for pairs of CTAs, which wait for each other.
+_SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
+_DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
 
@@ -58,11 +63,19 @@ def _work(
     guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
     speed, steps = machine.speed(busy_of(conditions, machine, guess)), math.ceil(k / (shares * BLOCK_K))
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
-    cost = tile_cost(machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, stages if tiles <= ctas else 0)
+    from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
+    costs = functools.partial(
+        tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow
+    )
+    full = math.floor(tiles / ctas + 1e-9)
+    rest = max(0.0, tiles - full * ctas)
+    cost = costs(active=min(tiles, ctas))
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
-    turns = tiles // ctas + _HALF_TILE if halved else waves(tiles, ctas)
-    seconds = blend(turns * cost.seconds, memory)
+    turns = full + _HALF_TILE if halved else waves(tiles, ctas)
+    # The last tiles are fewer than there are CTAs.
+    work = turns * cost.seconds if halved or rest < 1e-6 else full * cost.seconds + costs(active=rest).seconds
+    seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, turns * cost.tensor, turns * cost.load, memory)
 
 
@@ -142,7 +155,9 @@ def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float
     """Nothing is multiplied before all shards are there; B, of which memory brings its share meanwhile, is not waited for twice."""
     mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM * (1 + plan.tagged)
     link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
-    gathered = entry + link + (plan.rounds * _ROUND if plan.tagged else machine.flag)
+    of_tile = min(plan.plane_rows, BLOCK_M) * plan.problem.k / plan.sizes.shares * ITEM * 2  # bytes of tagged packets that a CTA reads
+    taken = plan.rounds * _ROUND + of_tile / machine.sm_load if plan.tagged else machine.flag
+    gathered = entry + link + taken
     ahead = min(gathered, _AHEAD_BYTES * machine.sms / machine.memory)
     tiles = work.tensor / work.cost.tensor * work.cost.seconds
     seconds = work.seconds - blend(tiles, work.memory) + blend(tiles, max(0.0, work.memory - ahead))
@@ -207,6 +222,17 @@ def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     )  # fmt: skip
 
 
+def _last_own(taken: int, group: int, ctas: int) -> int:
+    """Of the last ``ctas`` tiles those that are own ones: the order is others' tiles of a group, then own ones of the group before it."""
+    own, left, end, behind = 0, ctas, taken, 0
+    while end > 0 and left > 0:
+        size = (end - 1) % group + 1 if end == taken else group
+        own += min(left, size)
+        left -= size + behind  # before the own tiles of a group come others' of the next one
+        end, behind = end - size, size
+    return own
+
+
 def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
     """Group by group: others' tiles are multiplied and sent, then own ones, which wait for what the others have sent of the group before.
 
@@ -245,9 +271,11 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
             if gathers and mates:
                 # Results go over the same links as partial tiles.
                 pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + back / _STEPS / pull_rate
-    last = min(compute // plan.cluster, plan.group_tiles, plan.taken) / plan.taken  # own tiles that are done at the same time, in the end
+    last = (
+        _last_own(plan.taken, plan.group_tiles, compute // plan.cluster) / plan.taken
+    )  # own tiles that are done at the same time, in the end
     end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed
-    end += plan.partial_bytes / machine.cta_link
+    end += plan.partial_bytes / machine.cta_link + _SUMMED + (_GATHERED if gathers else 0.0) + (_PAIR_TURN if plan.cluster > 1 else 0.0)
     links = (near + back) / link_rate if mates else 0.0
     end = max(end, start + entry + links)  # both share the links
     network, adding = Sent(0.0, 0.0, 0.0), 0.0

@@ -15,6 +15,13 @@ _LINE = 128  # bytes
 _WARPGROUPS = 2  # that multiply
 _BATCH_CALLS = 20
 _BLEND = 3.0
+# How much of what all SMs load is read from L2, by columns of a tile: what neighbours ask for at the same time is read once. By ncu
+# (lts__t_sectors_op_read of l1tex__m_xbar2l1tex_read_bytes, an H100, 2212 x 2560 x 7424; docs/model.md).
+_READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
+_READ_MISALIGNED = 1.6  # fitted: so many times as much where rows do not begin at multiples of 128 bytes
+_ROW_SECONDS, _SPLIT_ROW = 1.2e-9, 1.5  # fitted: TMA takes so long for a row of 128 bytes, and more where it lies in two lines
+_SECTOR = 32  # bytes
+_SHALLOW = 1.05  # fitted: times as long with three stages as with four
 
 
 class Conditions(NamedTuple):
@@ -89,24 +96,35 @@ def blend(*seconds: float) -> float:
 
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
-    stages: int = 0,
+    stages: int = 0, active: float = 0.0, shallow: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
     ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
-    that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2.
+    that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
+    tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for.
     """
     steps = -(-k // BLOCK_K)
-    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * speed)
+    active = active or machine.sms
+    rate = machine.sm_flops * min(machine.boost, machine.sms / active)
+    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM * steps / machine.sm_shared
     of_a = machine.misaligned_a if k * ITEM % _LINE else 1.0
     of_b = machine.misaligned_b if n * ITEM % _LINE else 1.0
     load = max(shared, (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load)
+    rows_of_a, rows_of_b = (_SPLIT_ROW if size * ITEM % _LINE else 1.0 for size in (k, n))
+    load = max(load, (load_rows * rows_of_a + block_n / cluster * rows_of_b) * _ROW_SECONDS * steps)
+    # Rows that begin within a sector are one more; pairs ask at different times, so that nothing but their common columns is read once.
+    sectors = load_rows * (1.25 if k * ITEM % _SECTOR else 1.0) + block_n / cluster * (1.25 if n * ITEM % _SECTOR else 1.0)
+    aligned = k * ITEM % _LINE == 0 == n * ITEM % _LINE
+    read = min(1.0, _READ[block_n] * (1.0 if aligned else _READ_MISALIGNED)) if cluster == 1 else 1.0
+    load = max(load, read * sectors * BLOCK_K * ITEM * steps * active / machine.l2)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
     fixed = machine.tile * block_m * block_n / (128 * 256)
     together = machine.paired if cluster > 1 else 1.0
+    together *= _SHALLOW if shallow else 1.0
     return TileCost(tensor, load, max(tensor, load) * together + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

@@ -183,6 +183,7 @@ def open_world(
 
         backend, memory = together(bootstrap, "its device and memory", open_device)
         backend.sm_count = min(map(int, bootstrap.allgather(str(backend.sm_count).encode())))  # plans follow from it; ranks compare none
+        first = bootstrap.allgather(backend.name.encode())[0].decode()  # nor do they compare machines: plans are for rank 0's
         share = lambda: share_memory(control, backend, memory, topology, rank, network)  # noqa: E731
         rail = together(bootstrap, "the memory of its peers", share)
         parts = Parts(
@@ -198,6 +199,7 @@ def open_world(
             ring=memory.ring,
             device_ring=backend.allocate(ctypes.sizeof(abi.Ring)) if network.sms else 0,
             over_mpi=bootstrap.mpi,
+            machine=first,
             waiting=waiting,
             poke=thread_ranks.poke if thread_ranks is not None else None,
         )

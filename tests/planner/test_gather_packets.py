@@ -104,13 +104,13 @@ def test_packets_of_narrow_tiles_are_tagged(size: int) -> None:
 
 @each_size
 def test_rounds_in_which_rows_are_taken(rng: np.random.Generator, size: int) -> None:
-    """As many k steps at once as there are stages, and registers: 256 rows of a k step in all, of a tile rounded up to a power of two."""
+    """As many k steps at once as there are stages, and registers: 128 rows of a k step in all, of a tile rounded up to a power of two."""
     for _ in range(20):
         rows, k, shares = int(rng.integers(1, 100)), 8 * int(rng.integers(1, 200)), int(rng.integers(1, 4))
         plan = plan_of(size, rows, 64, k, tiling=Tiling(64, None, min(shares, -(-k // 64)), packets=2))
         tall = next(power for power in (1, 2, 4, 8, 16, 32, 64, 128) if power >= min(128, size * rows))
         most = max(b - a for a, b in itertools.pairwise(-(-k // 64) * i // plan.sizes.shares for i in range(plan.sizes.shares + 1)))
-        assert plan.rounds == -(-most // min(plan.tile.stages, 256 // tall))
+        assert plan.rounds == -(-most // min(plan.tile.stages, 128 // tall))
 
 
 @each_size

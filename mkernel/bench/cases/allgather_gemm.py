@@ -42,7 +42,7 @@ class AllgatherGemm(Case):
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
         rows = self.rows if rows is None else rows
-        return plan_allgather_gemm(self.problem, rows, sm_count, split, specialize=specialize, tiling=self.tiling)
+        return plan_allgather_gemm(self.problem, rows, sm_count, split, specialize=specialize, tiling=self.tiling, machine=self.machine)
 
     def setup(self, timing: Timing, seed: int) -> None:
         rank, size = timing.world.rank, timing.world.size

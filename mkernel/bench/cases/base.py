@@ -55,6 +55,7 @@ class Case(abc.ABC):
     solo: LocalGemm | None  # the local compute as a GEMM in a world of one; None: it is none
     weight_bytes: int = 0  # that it reads, where it is none
     tiling: Tiling | None = None  # what the tiles of its plans cover; None: as the planner chooses
+    machine: Machine | None = None  # for which it chooses, whatever machine a plan is predicted on; None: as the environment says
 
     @abc.abstractmethod
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:

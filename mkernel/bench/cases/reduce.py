@@ -46,7 +46,7 @@ class ReduceCase(Case):
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> ReducePlan:
         rows = self.rows if rows is None else rows
-        return plan_reduce(self.problem, rows, sm_count, split, specialize=specialize, tiling=self.tiling)
+        return plan_reduce(self.problem, rows, sm_count, split, specialize=specialize, tiling=self.tiling, machine=self.machine)
 
     def setup(self, timing: Timing, seed: int) -> None:
         self._timing, self._seed = timing, seed
