@@ -25,6 +25,7 @@ from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.runtime import clock
 from mkernel.runtime.fabric import spec_of
+from tests.nvrtc.scoreboards import waiting_loads
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
 # A compilation may take so many times as long as Python takes to compile the source below: neighbours who share the core slow down both.
@@ -184,6 +185,44 @@ def test_allgather_gemm_whose_shards_travel_in_tagged_packets(
     assert sass is not None
     (loop,) = loops(sass, "HGMMA")
     assert not any(re.search("MEMBAR|CCTL|ERRBAR|LDG|BAR.SYNC", line) for line in loop), "packets are looked at once a round"
+    assert waiting_loads(cuda.compile(plan.spec)) == [], "those of a round are under way together"
+
+
+_LOADS = """
+#include "ptx.cuh"
+namespace mkernel {
+struct alignas(64) Parameters { uint64_t from, to, own, rounds, reserved[4]; };
+MK_KERNEL(64)(MK_GRID_CONSTANT Parameters p) {
+  ptx::Words v[4] = {};
+  uint32_t sum = ptx::thread_index(), wanted = 0;
+#pragma unroll 1
+  for (uint32_t round = 0; round < p.rounds; ++round) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      if ((wanted >> i & 1) != 0) sum += v[i].word[0] ^ v[i].word[1] ^ v[i].word[2] ^ v[i].word[3];
+    }
+    wanted = round * 5 + ptx::thread_index();
+    const ptx::Words* at = reinterpret_cast<const ptx::Words*>(p.from) + wanted;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) { LOOK }
+  }
+  ptx::store_global(reinterpret_cast<ptx::Words*>(p.to) + ptx::thread_index(), ptx::Words{{sum, sum, sum, sum}});
+}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("look", "waits"),
+    [
+        ("ptx::load_pairs_if((wanted >> i & 1) != 0, v[i], at + i * 8);", False),
+        ("if ((wanted >> i & 1) != 0) v[i] = (wanted >> i & 2) != 0 ? ptx::load_input(at + i * 8) : ptx::load_pairs(at + i * 8);", True),
+    ],
+    ids=["predicated", "branched around"],
+)
+def test_loads_that_wait_for_each_other_are_seen(tmp_path: Path, look: str, waits: bool) -> None:
+    (tmp_path / "loads.cuh").write_text(_LOADS.replace("LOOK", look))
+    assert bool(waiting_loads(cuda.compile(KernelSpec("loads", (), 64, 1024, 64, tmp_path)))) == waits
 
 
 @pytest.mark.cases(

@@ -124,6 +124,23 @@ def test_kernel_of_pairs(
     loop_of_pairs(caplog, plan.spec, block_n, dtype)
 
 
+@pytest.mark.drawn(1)
+@pytest.mark.cases(
+    how=(REDUCE_SCATTER, "two_shot"),
+    world=("1x2", "1x4", "2x2", "4x1", "4x8"),
+    row_major=(True, False),
+    dtype=("bfloat16", "float16"),
+    specialize=MODES,
+)
+def test_the_kernel_that_needs_most_registers(
+    caplog: pytest.LogCaptureFixture, how: str, world: str, row_major: bool, dtype: str, specialize: str
+) -> None:
+    """Canonical sums of the widest pairs: of all kernels of pairs they alone have spilled, in 52 cases of 160."""
+    problem = plan_of(how, world, 256, dtype, row_major, "output", canonical=True).problem
+    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(256, cluster=2))
+    loop_of_pairs(caplog, plan.spec, 256, dtype)
+
+
 @pytest.mark.parametrize("specialize", [pytest.param("all", marks=pytest.mark.slow), "none"])
 @pytest.mark.cases(how=HOWS, block_n=(64, 128, 192, 256), world=("1x2", "1x4", "2x2"), canonical=(False, True))
 @pytest.mark.drawn(1)
