@@ -21,7 +21,7 @@ from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowes
 from mkernel.bench.summary import slower_than
 from mkernel.bench.timing import BATCH, CudaTiming, open_timing, require_speed
 from mkernel.ops.split_search import tune_calls
-from mkernel.planner.machine import machine_named, machine_of, network_of
+from mkernel.planner.machine import asked_or_known, network_of
 from mkernel.planner.prediction import ALONE as ISOLATED
 from mkernel.planner.prediction import BATCH as BACK_TO_BACK
 
@@ -165,9 +165,9 @@ class _Measurer:
         if self.world.target != "cuda" and not env.MACHINE.is_set():
             return {}
         sms = self.world.backend.sm_count
-        of = machine_named(env.MACHINE.get(), sms) if env.MACHINE.is_set() else machine_of(machine.device_name(self.world), sms)
+        of = asked_or_known(machine.device_name(self.world), sms)
+        self.case.machine = of
         of = of.with_network(network_of(_network_of(self.world), of.network))
-        self.case.machine = self.world.machine
         split, found = _split(self.settings.splits[FUSED]), dict[str, Any]()
         for mode, conditions in zip(MODES, (ISOLATED, BACK_TO_BACK), strict=True):
             prediction = self.case.predicted(of, conditions._replace(rested=self.settings.cooldown_ms > 0), split)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mkernel import env
 from mkernel.errors import ArgumentError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RDMA",
     "Machine",
     "Network",
+    "asked_or_known",
     "changed",
     "load",
     "machine_named",
@@ -295,6 +297,11 @@ def machine_named(text: str | Path | None, sms: int | None = None) -> Machine:
             rule = f"must be {', '.join(MACHINES)} or a file of `mkernel calibrate`: {error}"
             raise ArgumentError("MKERNEL_MACHINE", text, rule) from None
     return known if sms is None or sms == known.sms else dataclasses.replace(known, sms=sms)
+
+
+def asked_or_known(device: str, sms: int) -> Machine:
+    """The description that the environment names, else that of a device by its name. Raises ArgumentError."""
+    return machine_named(env.MACHINE.get(), sms) if env.MACHINE.is_set() else machine_of(device, sms)
 
 
 def save(machine: Machine, path: Path, remarks: Mapping[str, str]) -> None:

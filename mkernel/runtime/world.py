@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from mkernel import abi, env
+from mkernel import abi
 from mkernel.errors import CallError, Error
 from mkernel.jit.headers import sources_digest
-from mkernel.planner.machine import machine_named, machine_of
+from mkernel.planner.machine import asked_or_known
 from mkernel.proxy.ring import LaunchCount, destination
 from mkernel.runtime import closing, ending
 from mkernel.runtime.call_errors import CallErrors
@@ -97,8 +97,7 @@ class World:
         self.target, self.device, self.xp = parts.backend.target, parts.device, parts.backend.xp
         self.options, self.over_mpi = parts.options, parts.over_mpi
         self.name = f"world{next(_numbers)}"
-        sms = parts.backend.sm_count  # of what the cost model describes, for which plans are chosen
-        self.machine = machine_named(env.MACHINE.get(), sms) if env.MACHINE.is_set() else machine_of(parts.machine, sms)
+        self.machine = asked_or_known(parts.machine, parts.backend.sm_count)  # for which plans are chosen
         self.specialize = parts.options.specialize or "default"  # fields that are compiled into kernels
         self.failure: Failure | None = None  # what ended the world
         self.attention = False  # something must be looked at before the next launch

@@ -14,7 +14,7 @@ from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.report import FUSED, MODES, Report, Row
 from mkernel.bench.stats import slowest
 from mkernel.errors import ArgumentError
-from mkernel.planner.machine import H100, H200, Machine, load
+from mkernel.planner.machine import H100, H200, Machine, load, machine_of
 from mkernel.planner.prediction import ALONE, BATCH
 from mkernel.planner.topology import Topology
 
@@ -24,6 +24,7 @@ def _report(op: str, sizes: Sequence[str], world: Topology, machine: Machine) ->
     rows = []
     for size in sizes:
         case = ops()[op].case(size, world, "bfloat16")
+        case.machine = machine_of(machine.name)  # for which a world on such GPUs chooses plans
         row = Row(case.label, case.shape, case.flops, 0, 0, 0.0, 0.0, 0.5)
         row.times[FUSED] = {}
         for mode, conditions in zip(MODES, (ALONE, BATCH), strict=True):
@@ -75,6 +76,7 @@ def test_a_calibration_finds_the_machine(
     assert (found.entry == H100.entry) == (gpus == 1), "one GPU tells nothing of the others"
     for size in ("100x4096x4096", "3000x1024x4096"):  # which were not measured
         case = ops()["gemm" if gpus == 1 else "allgather_gemm"].case(size, Topology(gpus, gpus), "bfloat16")
+        case.machine = machine_of(there.name)
         right, wrong, fitted = (case.predicted(machine) for machine in (there, H100, found))
         assert right is not None
         assert wrong is not None
