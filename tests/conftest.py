@@ -84,8 +84,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: tests that press Ctrl-C would hang
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Started in the background of a script, or by nohup, which ignore these: tests that send them would hang.
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
     if config.getoption("--seed") is None:  # a worker of pytest-xdist has its parent's, which is printed
         config.option.seed = int(os.environ.setdefault(_SEED, str(secrets.randbelow(2**31))))
     if not os.environ.get("MKERNEL_CACHE_DIR"):
