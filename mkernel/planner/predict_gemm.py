@@ -92,7 +92,8 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
     shard = rows * k * ITEM
     passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
-    few = plan.num_tiles * plan.shares <= _FEW_WAVES * compute
+    worked_on = plan.planes * math.ceil(tile_rows / plan.cluster) * plan.cluster * tiles_n  # also beside zeros, by pairs
+    few = worked_on * plan.shares <= _FEW_WAVES * compute
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
@@ -223,14 +224,16 @@ def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
 
 
 def _last_own(taken: int, group: int, ctas: int) -> int:
-    """Of the last ``ctas`` tiles those that are own ones: the order is others' tiles of a group, then own ones of the group before it."""
-    own, left, end, behind = 0, ctas, taken, 0
-    while end > 0 and left > 0:
-        size = (end - 1) % group + 1 if end == taken else group
+    """Of the last ``ctas`` tiles those that are own ones: the order is others' tiles of a group, then own ones of the group before it.
+
+    The last group counts as a whole one, so that fewer tiles are no more at the end.
+    """
+    own, left = 0, ctas
+    while left > 0 and own < taken:
+        size = group if own else 2 * group  # the last two groups' follow each other
         own += min(left, size)
-        left -= size + behind  # before the own tiles of a group come others' of the next one
-        end, behind = end - size, size
-    return own
+        left -= size + group  # others' of the next group
+    return min(own, taken)
 
 
 def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
