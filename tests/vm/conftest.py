@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mkernel.jit.cpu import core_library
 from tests.vm.machines import Machines
 from tests.vm.sysroot import unavailable
 
@@ -18,5 +19,6 @@ def machines(request: pytest.FixtureRequest) -> Iterator[Machines]:
         pytest.fail(f"no virtual machines here: {reason}", pytrace=False)
     if reason is not None:
         pytest.skip(f"no virtual machines here: {reason}")
+    core_library()  # machines, which may not compile, remember for good that it was missing
     with Machines() as machines:
         yield machines
