@@ -396,12 +396,6 @@ MK_DEVICE void store_packet(Words* p, const Words& v) {
 }
 
 // Tagged packets: two pairs of words, each pair stored and loaded at once, in either order (relaxed, as above).
-MK_DEVICE Words load_pairs(const Words* p) {
-  uint64_t low, high;
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(p) : "memory");
-  return Words{
-      {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32)}};
-}
 MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {  // if not, v stays; no branch, and nothing waits for loads before it
   uint64_t low = v.word[0] | uint64_t(v.word[1]) << 32, high = v.word[2] | uint64_t(v.word[3]) << 32;
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2]; }"

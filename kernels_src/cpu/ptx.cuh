@@ -303,18 +303,14 @@ MK_DEVICE void store_packet(Words* p, const Words& v) {
   }
 }
 
-MK_DEVICE Words load_pairs(const Words* p) {
+MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {
+  if (!wanted) return;
   mkc_check_word(p, sizeof(Words));
   const uint64_t* pair = reinterpret_cast<const uint64_t*>(p);
-  Words v;
   for (uint32_t i = 0; i < 2; ++i) {
     const uint64_t both = __atomic_load_n(pair + i, __ATOMIC_RELAXED);
     v.word[2 * i] = static_cast<uint32_t>(both), v.word[2 * i + 1] = static_cast<uint32_t>(both >> 32);
   }
-  return v;
-}
-MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {
-  if (wanted) v = load_pairs(p);
 }
 MK_DEVICE void store_pairs(Words* p, const Words& v) {
   mkc_check_word(p, sizeof(Words));

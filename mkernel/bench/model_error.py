@@ -38,7 +38,6 @@ class Measured:
     ms: float
     case: Case
     conditions: Conditions
-    machine: Machine  # that of the GPUs
     network: str = ""  # as the report names it
 
     @property
@@ -47,11 +46,12 @@ class Measured:
         return nodes * per_node
 
     def error(self, machine: Machine | None = None) -> float:
-        """Predicted (by ``machine``, else by the own one) over measured, as a natural logarithm: 0 is right.
+        """Predicted (by ``machine``, else by the one that its plan is for) over measured, as a natural logarithm: 0 is right.
 
         Raises ValueError where the model knows nothing of the op.
         """
-        machine = machine or self.machine
+        machine = machine or self.case.machine
+        assert machine is not None, "a report names its GPUs"
         predicted = self.case.predicted(machine.with_network(network_of(self.network, machine.network)), self.conditions)
         if predicted is None:
             raise ValueError(f"the cost model knows nothing of {self.op}")
@@ -80,7 +80,7 @@ def measured(folder: Path) -> list[Measured]:
                     if (ms := row.time(contestant, mode)) is not None:
                         conditions = (ALONE if mode == MODES[0] else BATCH)._replace(rested=rested)
                         world = f"{of.num_nodes}x{of.ranks_per_node}"
-                        found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions, machine, network)
+                        found[path.name, op, ran.label, mode] = Measured(op, world, ran.label, mode, ms, ran, conditions, network)
     return list(found.values())
 
 

@@ -110,8 +110,8 @@ def compile_ptx(spec: KernelSpec, *, include: Sequence[Path] = ()) -> str:
     return _Job(spec, include).ptx().decode(errors="replace")
 
 
-def disassemble(cubin: bytes) -> str | None:
-    """The SASS of a cubin; None when there is no nvdisasm (CUDA toolkit, or package nvidia-cuda-nvdisasm)."""
+def disassemble(cubin: bytes, *options: str) -> str | None:
+    """The SASS of a cubin; None when there is no nvdisasm (CUDA toolkit, or package nvidia-cuda-nvdisasm), which gets ``options``."""
     import tempfile
 
     from cuda.pathfinder import find_nvidia_binary_utility
@@ -122,7 +122,9 @@ def disassemble(cubin: bytes) -> str | None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "--print-code", file.name], capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
+        return subprocess.run(
+            [tool, "--print-code", *options, file.name], capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True
+        ).stdout
 
 
 class _Job:

@@ -224,7 +224,7 @@ def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
 
 
 def _last_own(taken: int, group: int, ctas: int) -> int:
-    """Of the last ``ctas`` tiles those that are own ones: the order is others' tiles of a group, then own ones of the group before it.
+    """How many of the last ``ctas`` tiles are own ones: in the order, own tiles of a group follow others' of the next group.
 
     The last group counts as a whole one, so that fewer tiles are no more at the end.
     """
@@ -274,9 +274,8 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
             if gathers and mates:
                 # Results go over the same links as partial tiles.
                 pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + back / _STEPS / pull_rate
-    last = (
-        _last_own(plan.taken, plan.group_tiles, compute // plan.cluster) / plan.taken
-    )  # own tiles that are done at the same time, in the end
+    # Own tiles that are done at the same time, in the end.
+    last = _last_own(plan.taken, plan.group_tiles, compute // plan.cluster) / plan.taken
     end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed
     end += plan.partial_bytes / machine.cta_link + _SUMMED + (_GATHERED if gathers else 0.0) + (_PAIR_TURN if plan.cluster > 1 else 0.0)
     links = (near + back) / link_rate if mates else 0.0

@@ -182,8 +182,9 @@ def open_world(
             return backend, open_memory(backend, options.heap_bytes or HEAP_BYTES[target], topology, rank, network, undo)
 
         backend, memory = together(bootstrap, "its device and memory", open_device)
-        backend.sm_count = min(map(int, bootstrap.allgather(str(backend.sm_count).encode())))  # plans follow from it; ranks compare none
-        first = bootstrap.allgather(backend.name.encode())[0].decode()  # nor do they compare machines: plans are for rank 0's
+        # Plans follow from SMs and from rank 0's machine; ranks compare neither.
+        devices = [said.decode().split(" ", 1) for said in bootstrap.allgather(f"{backend.sm_count} {backend.name}".encode())]
+        backend.sm_count = min(int(sms) for sms, _ in devices)
         share = lambda: share_memory(control, backend, memory, topology, rank, network)  # noqa: E731
         rail = together(bootstrap, "the memory of its peers", share)
         parts = Parts(
@@ -199,7 +200,7 @@ def open_world(
             ring=memory.ring,
             device_ring=backend.allocate(ctypes.sizeof(abi.Ring)) if network.sms else 0,
             over_mpi=bootstrap.mpi,
-            machine=first,
+            machine=devices[0][1],
             waiting=waiting,
             poke=thread_ranks.poke if thread_ranks is not None else None,
         )

@@ -39,7 +39,7 @@ class Parts:
     ring: HostMemory | None  # of commands to the engine; where SMs play the network, kernels have another one, in device memory
     over_mpi: bool
     waiting: Waiting
-    machine: str = ""  # the name of rank 0's device
+    machine: str  # the name of rank 0's device
     poke: Callable[[], None] | None = None  # makes waiting kernels of the cpu target look at the abort word
     start_engine: StartEngine | None = None
     device_ring: int = 0  # its address

@@ -46,7 +46,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 
 # The checkout is on the path only from here on.
 import mkernel as mk  # noqa: E402
-from mkernel.bench import machine  # noqa: E402
 from mkernel.bench.baselines import NoBaselines, open_baselines  # noqa: E402
 from mkernel.bench.cases import ops  # noqa: E402
 from mkernel.bench.peers import fresh_seed, gather  # noqa: E402
@@ -55,7 +54,6 @@ from mkernel.ops.op import find  # noqa: E402
 from mkernel.ops.schedule import Choice, choice_of  # noqa: E402
 from mkernel.planner.allgather_gemm import make_plan  # noqa: E402
 from mkernel.planner.choice import ranked  # noqa: E402
-from mkernel.planner.machine import machine_of  # noqa: E402
 from mkernel.planner.predict import predict  # noqa: E402
 from mkernel.planner.split import Split, SplitError  # noqa: E402
 from mkernel.planner.tiling import Tiling, TilingError  # noqa: E402
@@ -119,7 +117,6 @@ class Rank:
         self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
         self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
         self.options = options
-        self.machine = machine_of(machine.device_name(self.world), self.world.backend.sm_count)
         self.baselines: Any = NoBaselines("not asked for")
         if (options.pairs or options.shares) and self.world.size == 1 and isinstance(self.timing, CudaTiming):
             self.baselines = open_baselines(self.world, self.timing.stream)
@@ -140,7 +137,7 @@ class Rank:
         """What the model predicts to be fastest, of what a caller can ask for."""
         known, sms = find(op).tilings, self.world.backend.sm_count
         found: list[Choice] = []
-        for one in ranked(case.problem, case.rows, sms, self.machine):
+        for one in ranked(case.problem, case.rows, sms, self.world.machine):
             plan = one.plan
             fields = {
                 "block_n": plan.tile.block_n,
@@ -212,7 +209,7 @@ class Rank:
             self.timing.warm_up(calls[variant])
             worst[variant] = max(gather(self.world, max(float(case.worst(index)) for index in range(len(calls[variant])))))
             chosen[variant] = made.describe().splitlines()[1] + f"; {made.split}"
-            prediction = predict(made, self.machine)
+            prediction = predict(made, self.world.machine)
             predicted[variant] = math.nan if prediction is None else prediction.seconds * 1e3
         if vendor := list(case.alone(self.baselines)):
             self.timing.warm_up(vendor)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from mkernel.jit import cuda
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(?P<text>[^;]*;)\s+/\* 0x[0-9a-f]{16} \*/\n\s*/\* 0x(?P<high>[0-9a-f]{16}) \*/")
 _CONTROL = 41  # the first of the control bits in an instruction's high word (Volta and later): stall 4, yield 1, then
@@ -22,15 +22,8 @@ class Instruction(NamedTuple):
 
 def instructions(cubin: bytes) -> Iterator[Instruction]:
     """Those of a cubin in their order, with the scoreboards that they set and wait for."""
-    from cuda.pathfinder import find_nvidia_binary_utility
-
-    tool = find_nvidia_binary_utility("nvdisasm")
-    assert tool is not None, "no nvdisasm: pip install 'mkernel[test]'"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--print-code", "--print-instruction-encoding", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    sass = cuda.disassemble(cubin, "--print-instruction-encoding")
+    assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     for found in _LINE.finditer(sass):
         control = int(found["high"], 16) >> _CONTROL
         number = control >> _SETS & 7

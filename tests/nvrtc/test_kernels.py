@@ -181,11 +181,12 @@ def test_allgather_gemm_whose_shards_travel_in_tagged_packets(
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
     assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS", "STS.128"} <= instructions, "whole packets, and straight into shared memory"
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK", "UBLKCP"}, "local memory, or bulk copies"
-    sass = cuda.disassemble(cuda.compile(plan.spec))
+    cubin = cuda.compile(plan.spec)
+    sass = cuda.disassemble(cubin)
     assert sass is not None
     (loop,) = loops(sass, "HGMMA")
     assert not any(re.search("MEMBAR|CCTL|ERRBAR|LDG|BAR.SYNC", line) for line in loop), "packets are looked at once a round"
-    assert waiting_loads(cuda.compile(plan.spec)) == [], "those of a round are under way together"
+    assert waiting_loads(cubin) == [], "those of a round are under way together"
 
 
 _LOADS = """
@@ -216,7 +217,7 @@ MK_KERNEL(64)(MK_GRID_CONSTANT Parameters p) {
     ("look", "waits"),
     [
         ("ptx::load_pairs_if((wanted >> i & 1) != 0, v[i], at + i * 8);", False),
-        ("if ((wanted >> i & 1) != 0) v[i] = (wanted >> i & 2) != 0 ? ptx::load_input(at + i * 8) : ptx::load_pairs(at + i * 8);", True),
+        ("if ((wanted >> i & 1) != 0) v[i] = (wanted >> i & 2) != 0 ? ptx::load_input(at + i * 8) : ptx::load_packet(at + i * 8);", True),
     ],
     ids=["predicated", "branched around"],
 )

@@ -247,7 +247,7 @@ def test_drawn_shapes_fit_every_op(rng: np.random.Generator) -> None:
 
 
 def test_own_tiles_of_the_last_wave_are_those_of_the_order(rng: np.random.Generator) -> None:
-    """Of whole groups in an order that is written out: others' tiles of a group, then own ones of the group before it."""
+    """In an order of whole groups that is written out: others' tiles of a group, then own ones of the group before it."""
     for _ in range(300):
         groups, group, ctas = (int(most) for most in rng.integers(1, (12, 60, 90)))
         order = [own for i in range(groups) for own in [False] * group + [True] * (group if i else 0)] + [True] * group

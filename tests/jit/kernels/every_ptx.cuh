@@ -50,7 +50,7 @@ MK_DEVICE void words(char* smem, ptx::Words* packets) {
   v.word[2] = ptx::bits(ptx::reciprocal(sum + low) + ptx::exp2(high) + ptx::from_bits(v.word[3]));
   ptx::store_packet(packets + 1, v);
   ptx::load_pairs_if(v.word[1] != 0, v, packets + 8);
-  ptx::store_pairs(packets + 6, ptx::load_pairs(packets + 7));
+  ptx::store_pairs(packets + 6, v);
   ptx::store_global(packets + 2, ptx::load_input(packets + 3));
   ptx::store_global(packets + 4, ptx::load_global(packets + 5));
   ptx::shared_add(reinterpret_cast<uint32_t*>(smem), 1);
