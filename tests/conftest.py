@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import secrets
 import shutil
@@ -10,6 +11,7 @@ import signal
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import budget
-from covering import pairwise, product
+from covering import covering, pairwise, product
 
 _SEED = "MKERNEL_TEST_SEED"
 
@@ -76,7 +78,8 @@ pytest.MonkeyPatch.undo = _undo_and_forget  # type: ignore[method-assign]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mkernel")
-    group.addoption("--full", action="store_true", help="whole products of test axes instead of pairwise coverings, and tests marked slow")
+    group.addoption("--full", action="store_true", help="all threes of values of test axes instead of all pairs, and tests marked slow")
+    group.addoption("--products", action="store_true", help="with --full: whole products of test axes")
     group.addoption("--require-vm", action="store_true", help="tests that boot virtual machines fail, not skip, where none can be booted")
     group.addoption("--budget", type=float, default=budget.BUDGET, help="seconds of one core; where tests take longer, some are drawn")
     group.addoption("--write-costs", action="store_true", help="keep what each test took in tests/costs.json")
@@ -98,8 +101,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    axes = "whole products of axes" if config.getoption("--full") else "pairwise coverings of axes"
-    return f"mkernel: inputs from --seed {config.getoption('--seed')}, {axes}"
+    return f"mkernel: inputs from --seed {config.getoption('--seed')}, {_cases_of(config)[1]}"
+
+
+def _cases_of(config: pytest.Config) -> tuple[Callable[..., list[dict[str, Any]]], str]:
+    """Which cases of test axes run, and what they are called."""
+    if not config.getoption("--full"):
+        return pairwise, "pairwise coverings of axes"
+    if not config.getoption("--products"):
+        return functools.partial(covering, strength=3), "coverings of axes by threes"
+    return product, "whole products of axes"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -108,7 +119,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     axes = dict(marker.kwargs)
     valid = axes.pop("valid", None)
-    cases = (product if metafunc.config.getoption("--full") else pairwise)(axes, valid)
+    cases = _cases_of(metafunc.config)[0](axes, valid)
     drawn = metafunc.definition.get_closest_marker("drawn")
     if drawn is not None and not metafunc.config.getoption("--full"):
         cases = [cases[at] for at in _draw(metafunc.config, metafunc.definition.nodeid, len(cases), drawn.args[0])]

@@ -1,4 +1,4 @@
-"""Which combinations of axes a test runs: all pairs of values by default, the whole product with ``--full``."""
+"""Which combinations of axes a test runs: all pairs of values, all threes with ``--full``, the whole product with ``--products``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["pairwise", "product"]
+__all__ = ["covering", "pairwise", "product"]
 
 Case = dict[str, Any]
 Valid = Callable[..., bool]
@@ -18,23 +18,26 @@ def product(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None) -> li
     return [case for case in cases if valid is None or valid(**case)]
 
 
-def pairwise(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None) -> list[Case]:
-    """A small set of cases in which every pair of values that occurs in ``product`` occurs. Greedy and deterministic."""
+def covering(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None, strength: int = 2) -> list[Case]:
+    """A small set of cases in which all values of ``strength`` axes that occur together in ``product`` do. Greedy and deterministic."""
     candidates = product(axes, valid)
-    numbers: dict[tuple[tuple[str, int], ...], int] = {}  # of pairs: each is a bit
-    pairs = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(axes, case)) for case in candidates]
+    numbers: dict[tuple[tuple[str, int], ...], int] = {}  # of tuples: each is a bit
+    tuples = [sum(1 << numbers.setdefault(one, len(numbers)) for one in _tuples(axes, case, strength)) for case in candidates]
     missing = (1 << len(numbers)) - 1
     chosen: list[Case] = []
     while missing:
-        best = max(range(len(candidates)), key=lambda at: (pairs[at] & missing).bit_count())
+        best = max(range(len(candidates)), key=lambda at: (tuples[at] & missing).bit_count())
         chosen.append(candidates[best])
-        missing &= ~pairs[best]
+        missing &= ~tuples[best]
     return chosen
 
 
-def _pairs(axes: Mapping[str, Sequence[Any]], case: Case) -> Iterator[tuple[tuple[str, int], ...]]:
+def pairwise(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None) -> list[Case]:
+    """``covering`` of all pairs."""
+    return covering(axes, valid)
+
+
+def _tuples(axes: Mapping[str, Sequence[Any]], case: Case, strength: int) -> Iterator[tuple[tuple[str, int], ...]]:
     """Values by position, not by equality: axes may hold unhashable or equal values."""
     positions = [(name, next(i for i, value in enumerate(axes[name]) if value is case[name])) for name in axes]
-    if len(positions) == 1:
-        yield (positions[0],)
-    yield from itertools.combinations(positions, 2)
+    return itertools.combinations(positions, min(strength, len(positions)))

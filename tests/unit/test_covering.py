@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from covering import pairwise, product
+from covering import covering, pairwise, product
 
 AXES = {"a": [1, 2, 3], "b": ["x", "y"], "c": [(0,), (1,), (2,)], "d": [True, False]}
 
@@ -19,6 +19,19 @@ def test_every_pair_occurs_in_few_cases() -> None:
     for one, two in itertools.combinations(AXES, 2):
         assert {(c[one], c[two]) for c in cases} == set(itertools.product(AXES[one], AXES[two]))
     assert 9 <= len(cases) <= 12
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3, 4])
+def test_values_of_so_many_axes_occur_together(strength: int) -> None:
+    cases = covering(AXES, strength=strength)
+    for names in itertools.combinations(AXES, strength):
+        assert {tuple(c[name] for name in names) for c in cases} == set(itertools.product(*(AXES[name] for name in names)))
+    assert len(cases) <= (3, 12, 24, 36)[strength - 1]
+
+
+def test_fewer_axes_than_that_are_a_product() -> None:
+    axes = {name: AXES[name] for name in "ab"}
+    assert len(covering(axes, strength=3)) == len(product(axes))
 
 
 def test_invalid_combinations_never_run_and_valid_pairs_still_do() -> None:
