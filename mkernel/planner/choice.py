@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_load_rows
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
+from mkernel.planner.predict_gemm import least_seconds
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
@@ -47,39 +48,53 @@ class Ranked(NamedTuple):
     plan: Any
 
 
+# By columns of a tile, CTAs of a cluster, and CTAs that do not multiply, at least: False where no plan with such tiles is wanted.
+MayWin = Callable[[int, int, int], bool]
+
+
+def _always(block_n: int, cluster: int, others: int) -> bool:
+    return True
+
+
 def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> Any:
     if isinstance(problem, AllGatherGemmProblem):
         return allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize)
     return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
 
 
-def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
-    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
+def candidates(
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None, may_win: MayWin = _always
+) -> Iterator[Any]:
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles.
+
+    ``may_win``: asked before a plan whose K is not shared is made.
+    """
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
     if isinstance(problem, AllGatherGemmProblem):
-        yield from _gathers(problem, rows, sm_count, specialize, rules)
+        yield from _gathers(problem, rows, sm_count, specialize, rules, may_win)
     else:
-        yield from _reductions(problem, rows, sm_count, specialize, rules)
+        yield from _reductions(problem, rows, sm_count, specialize, rules, may_win)
 
 
 def _gathers(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
     topology = problem.topology
     if topology.size == 1:
-        yield from _products(problem, rows, sm_count, specialize, rules)
+        yield from _products(problem, rows, sm_count, specialize, rules, may_win)
         return
     if rules.packets:
-        yield from _in_packets(problem, rows, sm_count, specialize, rules)
+        yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
         return
     most = max(1, sm_count // 4)
     for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if topology.num_nodes == 1 else [Split()]:
         for width in _WIDTHS:
-            plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
-            if plan != rules:
-                yield plan
-            if width in _PAIRED_WIDTHS and _may_bind(problem, rows):
+            if may_win(width, 1, 0):
+                plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
+                if plan != rules:
+                    yield plan
+            if width in _PAIRED_WIDTHS and _may_bind(problem, rows) and may_win(width, 2, 0):
                 pairs = Tiling(width, 1, 1, 2)
                 with contextlib.suppress(SplitError):  # few SMs
                     plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
@@ -104,11 +119,11 @@ def _sharings(
 
 
 def _in_packets(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
     """Where shards travel in packets: as in a world of one, without pairs."""
     for width, shares in _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS):
-        if (width, shares) != (rules.tile.block_n, rules.shares):
+        if (width, shares) != (rules.tile.block_n, rules.shares) and (shares > 1 or may_win(width, 1, 0)):
             tiling = Tiling(width, None, shares, 1)
             yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
 
@@ -119,13 +134,13 @@ def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
 
 
 def _products(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
     """In a world of one, where the width, shares and pairs are all that plans of a class differ in."""
     for width in _WIDTHS:
-        if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster):
+        if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster) and may_win(width, 1, 0):
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
-        if _may_bind(problem, rows):
+        if _may_bind(problem, rows) and may_win(width, 2, 0):
             pairs = Tiling(width, 1, 1, 2)
             with contextlib.suppress(SplitError):  # few SMs
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
@@ -135,7 +150,9 @@ def _products(
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
 
 
-def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
+def _reductions(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+) -> Iterator[ReducePlan]:
     topology = problem.topology
     most = max(1, sm_count // 4)
     pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
@@ -143,12 +160,17 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     widths = _WIDTHS if topology.size == 1 and rows <= _FEW_ROWS else _WIDTHS[:-1]
     if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
         for width in widths:
-            yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
+            if may_win(width, 1, 0):
+                yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     if rules.packets:
-        yield from _sharing(problem, rows, sm_count, specialize, rules)
+        yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
+    may_share = reduce.may_be_packed(problem) and reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
         for width in widths:
-            tile = GemmTile.deepest(width, sent=True)
+            tile, paired = GemmTile.deepest(width, sent=True), width in _PAIRED_WIDTHS and _may_bind(problem, rows)
+            pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
+            if not (may_share or may_win(width, 1, pulling) or (paired and may_win(width, 2, pulling))):
+                continue
             try:
                 # Where everyone adds up everything, groups are those of the tile that was made narrower.
                 known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
@@ -160,16 +182,18 @@ def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
             # Of several ranks not where values travel in packets, or in one step, which add in another order.
-            if width in _PAIRED_WIDTHS and _may_bind(problem, rows) and (topology.size == 1 or not plan.everywhere):
+            if paired and (topology.size == 1 or not plan.everywhere):
                 with contextlib.suppress(SplitError, TilingError):  # few SMs, or one step is asked for
                     tiling = Tiling(width, cluster=2)
                     yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
-def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
+def _sharing(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+) -> Iterator[ReducePlan]:
     """Reductions in packets, with K shared and without."""
     for width, shares in _sharings(problem, rows * rules.span, sm_count, _WIDTHS[-2:]):
-        if (width, shares) != (rules.tile.block_n, rules.shares):
+        if (width, shares) != (rules.tile.block_n, rules.shares) and (shares > 1 or may_win(width, 1, 0)):
             plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
             if plan.packets and plan.shares == shares:  # there is room
                 yield plan
@@ -198,12 +222,30 @@ def _fastest(
     specialize: str | None,
     kept: frozenset[Any] | None = None,
 ) -> Any:
-    """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
-    found = [_predicted(plan, machine) for plan in candidates(problem, of_class, sm_count, specialize)]
-    rules, allowed = found[0], [one for one in found if kept is None or one.plan.spec in kept] or found[:1]
-    best = min(allowed, key=lambda one: one.seconds)
-    worth = _WORTH if problem.topology.size == 1 or rules.plan.packets else _WORTH_OF_TILES
-    return rules.plan if rules in allowed and best.seconds >= worth * rules.seconds else best.plan
+    """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels.
+
+    Plans whose tiles alone take longer are not made: of some 12 candidates that is most of what a choice costs.
+    """
+    below = math.inf  # what a candidate must be to be chosen
+
+    @functools.cache
+    def least(block_n: int, cluster: int, others: int) -> float:
+        rows = of_class * (1 if allreduce else problem.topology.size)
+        load_rows = choose_load_rows(of_class)
+        return least_seconds(machine, ALONE, rows, problem.n, problem.k, block_n, load_rows, cluster, sm_count - others)
+
+    def may_win(block_n: int, cluster: int, others: int) -> bool:
+        return least(block_n, cluster, others) < below
+
+    allreduce, best = getattr(problem, "op", None) == ALLREDUCE, None
+    for plan in candidates(problem, of_class, sm_count, specialize, may_win):
+        is_allowed = kept is None or plan.spec in kept
+        if best is None:  # the rules' plan
+            best, worth = plan, _WORTH if problem.topology.size == 1 or plan.packets else _WORTH_OF_TILES
+            below = worth * _predicted(plan, machine).seconds if is_allowed else math.inf
+        elif is_allowed and (seconds := _predicted(plan, machine).seconds) < below:
+            best, below = plan, seconds
+    return best
 
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:

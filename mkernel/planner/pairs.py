@@ -87,9 +87,9 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     """
     if cluster == 1:
         return wanted.complete(default, sm_count, spared)
-    even = {role: -(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES}
-    found = wanted.complete(dataclasses.replace(default, **even), sm_count // cluster * cluster, spared)
-    if any((number or 0) % cluster for number in dataclasses.astuple(found)):
+    even = Split(default.compute, *(-(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES))
+    found = wanted.complete(even, sm_count // cluster * cluster, spared)
+    if any((number or 0) % cluster for number in (found.compute, *(getattr(found, role) for role in COMMUNICATION_ROLES))):
         raise SplitError(found, "each role needs an even number of SMs where CTAs are pairs", "make it even")
     return found
 

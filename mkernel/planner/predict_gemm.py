@@ -18,7 +18,7 @@ from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, Tile
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
 from mkernel.planner.spans import exchange_seconds
 
-__all__ = ["predict_allgather_gemm", "predict_reduce"]
+__all__ = ["least_seconds", "predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
@@ -42,16 +42,20 @@ class _Work(NamedTuple):
     memory: float
 
 
-def start_of(machine: Machine, conditions: Conditions, early: bool) -> float:
-    """What a call takes beside its work; ``early``: of a kernel that begins before the one before it has ended."""
+def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
+    """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
     if not conditions.hot:
         return machine.start
-    return machine.start_early if early else machine.start_hot
+    return machine.start_early if plan is None or plan.spec.early else machine.start_hot
 
 
 def waves(tiles: float, ctas: float) -> float:
     """Tiles one after the other that the busiest CTA takes."""
     return math.ceil(tiles / ctas - 1e-9) if tiles > 0 else 0.0
+
+
+def _guess(machine: Machine, m: int, n: int, k: int) -> float:
+    return 2.0 * m * n * k / (machine.sm_flops * machine.sms)
 
 
 def _work(
@@ -60,8 +64,8 @@ def _work(
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
-    guess = 2.0 * m * n * k / (machine.sm_flops * machine.sms)
-    speed, steps = machine.speed(busy_of(conditions, machine, guess)), math.ceil(k / (shares * BLOCK_K))
+    speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
+    steps = math.ceil(k / (shares * BLOCK_K))
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
@@ -72,11 +76,21 @@ def _work(
     cost = costs(active=min(tiles, ctas))
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
-    turns = full + _HALF_TILE if halved else waves(tiles, ctas)
+    turns = max(full + _HALF_TILE, tiles / ctas) if halved else waves(tiles, ctas)  # tiles were halved for fewer CTAs, if some join
     # The last tiles are fewer than there are CTAs.
     work = turns * cost.seconds if halved or rest < 1e-6 else full * cost.seconds + costs(active=rest).seconds
     seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, turns * cost.tensor, turns * cost.load, memory)
+
+
+def least_seconds(
+    machine: Machine, conditions: Conditions, m: int, n: int, k: int, block_n: int, load_rows: int, cluster: int, ctas: int
+) -> float:
+    """What no plan with such tiles, whose K is not shared, is predicted to go below: its tiles alone, evenly spread over ``ctas``."""
+    tiles = math.ceil(m / BLOCK_M) * math.ceil(n / block_n)
+    speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
+    cost = tile_cost(machine, BLOCK_M, block_n, n, k, load_rows, speed, cluster=cluster, active=min(tiles, ctas))
+    return start_of(machine, conditions) + max(1.0, tiles / ctas) * cost.seconds
 
 
 def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
@@ -85,7 +99,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     size, mates, nodes = topology.size, topology.ranks_per_node - 1, topology.num_nodes
     rows, n, k = plan.rows, problem.n, problem.k
     compute, intra = plan.split.compute or 1, plan.split.intra_comm or 0
-    start = start_of(machine, conditions, plan.spec.early)
+    start = start_of(machine, conditions, plan)
     if rows == 0 or n == 0:
         return Prediction(start, start=start)
     block_n = plan.tile.block_n
@@ -169,7 +183,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     """The time of a call of gemm_reduce_scatter or gemm_allreduce."""
     problem, topology = plan.problem, plan.problem.topology
     size = topology.size
-    start = start_of(machine, conditions, plan.spec.early)
+    start = start_of(machine, conditions, plan)
     if plan.rows == 0 or problem.n == 0:
         return Prediction(start, start=start)
     rows = plan.rows * plan.span  # that lie in tiles together,
@@ -262,18 +276,19 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     worked = summed = start  # products of the computing CTAs, sums of own tiles
     link = start + max(entry, t if mates else 0.0)  # nothing leaves before the first tile is done
     pulled, arrived = 0.0, []
+    others, own, sending, pulling = slowed * (1 - own_share), slowed * own_share, near / _STEPS / link_rate, back / _STEPS / pull_rate
     for step in range(_STEPS + lag):
         if step < _STEPS:
-            worked += slowed * (1 - own_share)
-            link = max(link + near / _STEPS / link_rate, worked)
-            arrived.append(link)
+            worked += others
+            link = max(link + sending, worked)
+            arrived.append(link + machine.flag)
         if step >= lag:
-            worked += slowed * own_share
-            summed = max(worked, summed, arrived[step - lag] + machine.flag) + add
+            worked += own
+            summed = max(worked, summed, arrived[step - lag]) + add
             worked = max(worked, summed - t)  # a CTA has one product ahead of its sums
             if gathers and mates:
                 # Results go over the same links as partial tiles.
-                pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + back / _STEPS / pull_rate
+                pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + pulling
     # Own tiles that are done at the same time, in the end.
     last = _last_own(plan.taken, plan.group_tiles, compute // plan.cluster) / plan.taken
     end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed

@@ -113,8 +113,8 @@ def tile_cost(
     split_a, split_b = k * ITEM % _LINE != 0, n * ITEM % _LINE != 0  # rows of 128 bytes lie in two lines
     of_a, of_b = machine.misaligned_a if split_a else 1.0, machine.misaligned_b if split_b else 1.0
     load = max(shared, (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load)
-    rows_of_a, rows_of_b = (_SPLIT_ROW if split else 1.0 for split in (split_a, split_b))
-    load = max(load, (load_rows * rows_of_a + block_n / cluster * rows_of_b) * _ROW_SECONDS * steps)
+    rows = load_rows * (_SPLIT_ROW if split_a else 1.0) + block_n / cluster * (_SPLIT_ROW if split_b else 1.0)
+    load = max(load, rows * _ROW_SECONDS * steps)
     # Rows that begin within a sector are one more; pairs ask at different times, so that nothing but their common columns is read once.
     sectors = load_rows * (1.25 if k * ITEM % _SECTOR else 1.0) + block_n / cluster * (1.25 if n * ITEM % _SECTOR else 1.0)
     read = min(1.0, _READ[block_n] * (_READ_MISALIGNED if split_a or split_b else 1.0)) if cluster == 1 else 1.0

@@ -1,0 +1,82 @@
+"""Plans that a choice does not make, because their tiles alone would take longer than what it has, would not have been chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel.planner import choice
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.gemm import choose_load_rows
+from mkernel.planner.machine import H100, H200, Machine
+from mkernel.planner.predict import predict
+from mkernel.planner.predict_gemm import least_seconds
+from mkernel.planner.prediction import ALONE
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.row_classes import class_of
+from mkernel.planner.topology import Topology
+
+SMS = 132
+WORLDS = [Topology(1, 1), Topology(2, 2), Topology(4, 4), Topology(8, 8)]
+
+
+def drawn(rng: np.random.Generator, world: Topology) -> tuple[Any, int, Machine]:
+    """A problem, a class of rows, and a machine on which no resource is always the one that binds."""
+    n, k = (int(rng.choice((8, 128))) * int(2 ** rng.uniform(0, 7)) for _ in range(2))
+    machine = dataclasses.replace(H100 if rng.random() < 0.5 else H200, l2=float(10 ** rng.uniform(12.6, 13.3)))
+    row_major, canonical = bool(rng.random() < 0.7), bool(rng.random() < 0.2)
+    op = str(rng.choice(("allgather_gemm", REDUCE_SCATTER, ALLREDUCE)))
+    if op == "allgather_gemm":
+        problem: Any = AllGatherGemmProblem(world, n, k, "bfloat16", row_major, canonical)
+    else:
+        partials = str(rng.choice(("output", "float32")))
+        problem = ReduceProblem(op, world, n, k, "bfloat16", row_major, partials, canonical=canonical)
+    return problem, class_of(int(2 ** rng.uniform(0, 17))), machine
+
+
+def thorough(problem: Any, rows: int, machine: Machine, kept: frozenset[Any] | None) -> Any:
+    """The choice among all plans."""
+    plans = list(choice.candidates(problem, rows, SMS))
+    seconds = [predict(plan, machine).seconds for plan in plans]  # type: ignore[union-attr]
+    allowed = [at for at, plan in enumerate(plans) if kept is None or plan.spec in kept] or [0]
+    best = min(allowed, key=seconds.__getitem__)
+    worth = choice._WORTH if problem.topology.size == 1 or plans[0].packets else choice._WORTH_OF_TILES
+    return plans[0] if 0 in allowed and seconds[best] >= worth * seconds[0] else plans[best]
+
+
+def differ(rng: np.random.Generator, world: Topology, count: int) -> int:
+    """Of so many drawn choices, how many are not the thorough one."""
+    found = 0
+    for _ in range(count):
+        problem, rows, machine = drawn(rng, world)
+        specs = list(dict.fromkeys(plan.spec for plan in choice.candidates(problem, rows, SMS)))
+        kept = None if rng.random() < 0.5 else frozenset(spec for spec in specs if rng.random() < 0.6)
+        found += choice._fastest(problem, rows, SMS, machine, None, kept) != thorough(problem, rows, machine, kept)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_what_is_chosen_is_the_best_of_all(world: Topology, rng: np.random.Generator) -> None:
+    assert differ(rng, world, 60) == 0
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_bound_that_is_too_high_is_found(world: Topology, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = 1.15 if world.size == 1 else 2.0  # between ranks all plans take more than their tiles
+    monkeypatch.setattr(choice, "least_seconds", lambda *sizes: off * least_seconds(*sizes))
+    assert any(differ(rng, world, 20) for _ in range(30))
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_no_plan_is_predicted_to_be_faster_than_its_tiles(world: Topology, rng: np.random.Generator) -> None:
+    for _ in range(60):
+        problem, rows, machine = drawn(rng, world)
+        all_rows = rows * (1 if getattr(problem, "op", None) == ALLREDUCE else world.size)
+        for plan in choice.candidates(problem, rows, SMS):
+            if plan.shares == 1:
+                sizes = all_rows, problem.n, problem.k, plan.tile.block_n, choose_load_rows(rows), plan.cluster, SMS
+                seconds = predict(plan, machine).seconds  # type: ignore[union-attr]
+                assert seconds >= 0.999999 * least_seconds(machine, ALONE, *sizes), plan.describe()
