@@ -1,5 +1,5 @@
 // Fields of a template that are either compiled into a kernel, as constants of Config, or come with every call, in p.fields (the constant is then
-// kDynamic). The choice is made by mkernel/plan/specialize.py. Included after `struct Config`: kN, kK, kIntraComm, kInterSend, kInterReduce.
+// kDynamic). The choice is made by mkernel/planner/specialize.py. Included after `struct Config`: kN, kK, kIntraComm, kInterSend, kInterReduce.
 //
 // The size of a role without CTAs is always the constant 0, so that its code is not in the kernel.
 #pragma once

@@ -1,6 +1,7 @@
 // gemm_allreduce, two-shot: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), the same bits on every rank. Included by the
-// generated source after `struct Config`. Tiles have owners, as in a reduce-scatter (reduce.cuh); an owner leaves the finished tile in its heap,
-// from where the node's other ranks pull it into their C. Across nodes it is put to each rail peer once, and that rank's node pulls it there.
+// generated source after `struct Config`. Tiles have owners, as in a reduce-scatter (reduce/owned_tiles.cuh); an owner leaves the finished
+// tile in its heap, from where the node's other ranks pull it into their C. Across nodes it is put to each rail peer once, and that rank's
+// node pulls it there.
 #pragma once
 #include "comm/intra_comm.cuh"
 #include "reduce/owned_tiles.cuh"

@@ -1,5 +1,5 @@
 // gemm_reduce_scatter: C (M/W, N) = this rank's rows of the sum over all ranks of A (M, K/W) * B (K/W, N). Included by the generated source
-// after `struct Config`. Who sends what to whom: reduce.cuh.
+// after `struct Config`. Who sends what to whom: reduce/owned_tiles.cuh.
 #pragma once
 #include "reduce/owned_tiles.cuh"
 #include "reduce/send.cuh"

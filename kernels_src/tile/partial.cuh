@@ -4,7 +4,7 @@
 // warpgroup) x 128 bytes, panel by panel, each thread's values 16 bytes at a time. Every access is then contiguous over a warp, a whole tile is
 // contiguous for copies and puts, and a tile of few rows is a prefix of every block.
 #pragma once
-#include "ptx.cuh"
+#include "tile/optional.cuh"
 
 namespace mkernel {
 
@@ -38,22 +38,9 @@ constexpr uint32_t largest_divisor(uint32_t of, uint32_t limit) {
   return divisor;
 }
 
-// Config::kPartialFloat32: 0 where partial tiles have the type of the result, else 1. Kernels without partial tiles leave it out.
-namespace detail {
-template <uint32_t>
-using Void = void;
-template <class Config, class = void>
-struct PartialFloat32 {
-  static constexpr bool kValue = false;
-};
-template <class Config>
-struct PartialFloat32<Config, Void<Config::kPartialFloat32>> {
-  static constexpr bool kValue = Config::kPartialFloat32 != 0;
-};
-}  // namespace detail
 template <class Config>
 struct Partial {
-  static constexpr bool kFloat32 = detail::PartialFloat32<Config>::kValue;
+  static constexpr bool kFloat32 = optional::kPartialFloat32<Config>;
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr uint32_t kUnit = kFloat32 ? 4 : 8;  // values in 16 bytes
   static constexpr uint32_t kPanels =

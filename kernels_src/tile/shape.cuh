@@ -42,42 +42,6 @@ struct alignas(16) TilePart {
 };
 static_assert(sizeof(TilePart) == 32, "two loads");
 
-// Config::kGated: 1 where B is [gate | up] and a result is silu(gate) * up (gated.cuh). Kernels whose results are plain products leave it out.
-namespace detail {
-template <class Config, class = void>
-struct Gated {
-  static constexpr bool kValue = false;
-};
-template <class Config>
-struct Gated<Config, Void<Config::kGated>> {
-  static constexpr bool kValue = Config::kGated != 0;
-};
-}  // namespace detail
-
-// Config::kCluster: 2 where pairs of CTAs load B together (pair.cuh). Kernels without pairs leave it out.
-namespace detail {
-template <class Config, class = void>
-struct Cluster {
-  static constexpr uint32_t kValue = 1;
-};
-template <class Config>
-struct Cluster<Config, Void<Config::kCluster>> {
-  static constexpr uint32_t kValue = Config::kCluster;
-};
-}  // namespace detail
-
-// Config::kCanonical: 1 where partial tiles are added in the order of the ranks, whoever adds (multiply.cuh). Kernels without such sums leave it out.
-namespace detail {
-template <class Config, class = void>
-struct Canonical {
-  static constexpr bool kValue = false;
-};
-template <class Config>
-struct Canonical<Config, Void<Config::kCanonical>> {
-  static constexpr bool kValue = Config::kCanonical != 0;
-};
-}  // namespace detail
-
 template <class Config>
 struct GemmShape {
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
@@ -87,18 +51,18 @@ struct GemmShape {
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   // Panels of an addend in one stage. Of a canonical sum one: what is rounded of the own product waits in registers beside the accumulators, and two
   // panels of it spill.
-  static constexpr uint32_t kMostAddPanels = detail::Canonical<Config>::kValue ? 1 : kStageBlocks / kConsumerWarpgroups;
+  static constexpr uint32_t kMostAddPanels = optional::kCanonical<Config> ? 1 : kStageBlocks / kConsumerWarpgroups;
   static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kMostAddPanels);
   static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
   static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
-  static constexpr bool kGated = detail::Gated<Config>::kValue;
+  static constexpr bool kGated = optional::kGated<Config>;
   static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kBlockN;  // columns of a result
   static constexpr uint32_t kPanels = kResultN / kPanel;                // of a result
   // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
-  static constexpr uint32_t kCluster = detail::Cluster<Config>::kValue;  // CTAs that load B together, and take tiles together
+  static constexpr uint32_t kCluster = optional::kCluster<Config>;  // CTAs that load B together, and take tiles together
   static constexpr bool kPaired = kCluster == 2;
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out

@@ -10,37 +10,16 @@
 
 namespace mkernel {
 
-// Config::kShares: 1 where p.shares may be more than 1. Kernels without shares leave it out.
-namespace detail {
-template <class Config, class = void>
-struct HasShares {
-  static constexpr bool kValue = false;
-};
-template <class Config>
-struct HasShares<Config, Void<Config::kShares>> {
-  static constexpr bool kValue = Config::kShares != 0;
-};
-// Whether consumers have rows of A in registers, too (taken.cuh): kPackets 2 of allgather_gemm.
-template <class Config, class = void>
-struct HasTagged {
-  static constexpr bool kValue = false;
-};
-template <class Config>
-struct HasTagged<Config, Void<Config::kPackets>> {
-  static constexpr bool kValue = Config::kPackets == 2;
-};
-}  // namespace detail
-
 // Numbers: those of the shares of num_tiles tiles (or pairs of tiles), tile by tile, then those of their sums. With one share there are only tiles.
 template <class Config>
 struct Shares {
   using Shape = GemmShape<Config>;
-  static constexpr bool kMay = detail::HasShares<Config>::kValue;
+  static constexpr bool kMay = optional::kShares<Config>;
   static constexpr uint32_t kPackets = Shape::kBlockN / 2 / kPacketWords;  // of a thread: two rows of 8 columns, four float32 values, each
   static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
   // Packets that a thread looks at together, of so many shares: there are registers for no more.
   static constexpr uint32_t kRoom = Shape::kBlockN <= 64 ? 16 : Shape::kBlockN <= 128 ? 12 : Shape::kBlockN <= 192 ? 8 : 6;
-  static constexpr uint32_t kLook = detail::HasTagged<Config>::kValue && Shape::kBlockN <= 192 ? kRoom - 4 : kRoom;
+  static constexpr uint32_t kLook = optional::kPackets<Config> == 2 && Shape::kBlockN <= 192 ? kRoom - 4 : kRoom;
   static constexpr uint32_t kTogether = Shape::kBlockN <= 192 ? 4 : 3;
   uint32_t num_tiles, shares;
 

@@ -1,4 +1,4 @@
-"""What the tree must not have: files longer than a reader takes in, and tests that decide by the clock whether something went well.
+"""What the tree must not have: files too long for a reader, names of files that are gone, and tests that decide by the clock.
 
 A loaded machine is slow at everything.
 """
@@ -6,6 +6,8 @@ A loaded machine is slow at everything.
 from __future__ import annotations
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,3 +108,39 @@ def test_the_check_sees_a_long_file(tmp_path: Path, name: str, lines: int, found
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text("#\n" * lines)
     assert too_long(tmp_path) == [f"{name}: {text}" for text in found]
+
+
+_NAMED = re.compile(r"(?<![\w./<*-])((?:\w+/)*\w+\.(?:cuh|hpp|py|md))\b(?![(/])")
+_USERS = {"this.py", "train.py"}  # programs of theirs
+
+
+def missing_files(text: str, files: frozenset[str], *, is_python: bool = False) -> list[str]:
+    """Files, of which there are none, that a page or the code of a kernel names, or that Python names between backticks."""
+    if is_python:
+        text = "\n".join(re.findall(r"``?([^`\n]+)``?", text))
+    named = set(_NAMED.findall(text)) - _USERS
+    return sorted(name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files))
+
+
+@functools.cache
+def _files() -> frozenset[str]:
+    folders = (path for folder in (*FOLDERS, "docs") for path in (ROOT / folder).rglob("*"))
+    return frozenset(str(path.relative_to(ROOT)) for path in (*folders, *ROOT.glob("*")) if path.is_file())
+
+
+def _naming() -> list[str]:
+    kinds = {"mkernel": {".py"}, "kernels_src": SOURCES, "tests": {".cuh", ".hpp"}, "docs": {".md"}}
+    return sorted(
+        file for file in _files() if Path(file).suffix in kinds.get(file.partition("/")[0], {".md"} if "/" not in file else set())
+    )
+
+
+@pytest.mark.parametrize("source", _naming())
+def test_files_that_are_named_exist(source: str) -> None:
+    assert missing_files((ROOT / source).read_text(), _files(), is_python=source.endswith(".py")) == []
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_the_check_sees_a_file_that_is_gone(is_python: bool) -> None:
+    text = "As ``tile/shape.cuh`` and `shape.cuh` say, not ``gone/shape.cuh`` or `tile/gone.cuh`; a.pyc and *.py are none."
+    assert missing_files(text, frozenset({"kernels_src/tile/shape.cuh"}), is_python=is_python) == ["gone/shape.cuh", "tile/gone.cuh"]

@@ -1,4 +1,4 @@
-// allgather_gemm's schedule for the host, to be compared with mkernel/plan/allgather_gemm.py.
+// allgather_gemm's schedule for the host, to be compared with mkernel/planner/gather_plan.py.
 #pragma once
 #include "allgather_gemm.cuh"
 #include "mirror_world.cuh"

@@ -1,4 +1,4 @@
-// The schedule of the reductions for the host, to be compared with mkernel/plan/reduce.py; and where their tiles and flags are. Included after
+// The schedule of the reductions for the host, to be compared with mkernel/planner/reduce_plan.py; and where their tiles and flags are. Included after
 // the kernel.
 #pragma once
 #include "mirror_world.cuh"

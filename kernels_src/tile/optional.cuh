@@ -1,0 +1,49 @@
+// Constants of Config that kernels may leave out, with what they then are: those of tiles that only some ops have.
+#pragma once
+#include "ptx.cuh"
+
+namespace mkernel::optional {
+
+// 1 where B is [gate | up] and a result is silu(gate) * up (gated.cuh).
+template <class Config>
+constexpr bool kGated = false;
+template <class Config>
+  requires requires { Config::kGated; }
+constexpr bool kGated<Config> = Config::kGated != 0;
+
+// 2 where pairs of CTAs load B together (pair.cuh).
+template <class Config>
+constexpr uint32_t kCluster = 1;
+template <class Config>
+  requires requires { Config::kCluster; }
+constexpr uint32_t kCluster<Config> = Config::kCluster;
+
+// 1 where partial tiles are added in the order of the ranks, whoever adds (multiply.cuh).
+template <class Config>
+constexpr bool kCanonical = false;
+template <class Config>
+  requires requires { Config::kCanonical; }
+constexpr bool kCanonical<Config> = Config::kCanonical != 0;
+
+// 0 where partial tiles have the type of the result, else 1 (partial.cuh).
+template <class Config>
+constexpr bool kPartialFloat32 = false;
+template <class Config>
+  requires requires { Config::kPartialFloat32; }
+constexpr bool kPartialFloat32<Config> = Config::kPartialFloat32 != 0;
+
+// 1 where CTAs may share K of a tile (shares.cuh).
+template <class Config>
+constexpr bool kShares = false;
+template <class Config>
+  requires requires { Config::kShares; }
+constexpr bool kShares<Config> = Config::kShares != 0;
+
+// 1 where shards travel in packets, 2 where in tagged ones, whose rows consumers have in registers, too (taken.cuh).
+template <class Config>
+constexpr uint32_t kPackets = 0;
+template <class Config>
+  requires requires { Config::kPackets; }
+constexpr uint32_t kPackets<Config> = Config::kPackets;
+
+}  // namespace mkernel::optional
