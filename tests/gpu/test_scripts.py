@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from mkernel.jit.headers import kernels_src
 from mkernel.planner.ring_attention import make_plan
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.topology import Topology
-from tests.gpu import late, sanitize
+from tests.gpu import late, sanitize, tilings
 from tests.gpu.exact import EVERY_OP
 from tests.ops.test_moe_dispatch_gemm import plan_of
 
@@ -159,3 +160,30 @@ def test_specialize(ranks: int | str, tmp_path: Path) -> None:
     assert {f["variant"] for f in found} == {"all", "none", "no n", "no k", "no split"}
     assert all(f["same_bits"] and len(f["samples"]) == 2 for f in found)
     assert done.stdout.count(" same") == 15, done.stdout
+
+
+def _measured(size: str, **ms: float) -> list[tilings.Found]:
+    """A row of variants, all but the vendor's predicted to take 1 ms, with three samples of which the median is given."""
+    predicted = {"cuBLAS": math.nan}
+    return [
+        tilings.Found("op", size, name, "", 0.5, [9.0, one, 0.1], [9.0, one, 0.1], predicted.get(name, 1.0)) for name, one in ms.items()
+    ]
+
+
+def test_tilings_say_how_far_the_choice_is_from_the_best() -> None:
+    found = [_measured("1x1x1", old=2.0, new=1.0, one=0.8, cuBLAS=0.2), _measured("2x2x2", old=1.0, new=1.02, one=1.0, aligned=0.2)]
+    before, lost = "geometric mean 0.714, 1 of 2 slower", "geometric mean 1.129, within 5% in 1 of 2, worst 1.25"
+    modes = [
+        line for mode in ("isolated", "back to back") for line in (f"{mode}: new / old, {before}", f"{mode}: new / the best of all, {lost}")
+    ]
+    *said, predictions = tilings.summary(found)
+    assert said == modes
+    assert predictions == "predictions, isolated: off by 2.0% (median), 50.0% (90th percentile)"
+    assert tilings.summary([]) == [f"{mode}: new / old, geometric mean nan, 0 of 0 slower" for mode in ("isolated", "back to back")]
+
+
+@pytest.mark.slow
+def test_tilings_goes_through_the_motions() -> None:
+    options = {"ranks": 2, "target": "cpu", "ranked": 2, "samples": 2, "heap": 64, "shapes": "allgather_gemm:16x64x128"}
+    code, _, text = _results(str(HERE / "tilings.py"), *(word for name, value in options.items() for word in (f"--{name}", str(value))))
+    assert code == 0 and "new / the best of all" in text and "\n0 wrong" in text, text

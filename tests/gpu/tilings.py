@@ -19,8 +19,9 @@ of one both add the vendor's product (``cuBLAS``).
 ``--ranked 10`` adds the ten candidates that the model of this machine predicts to be fastest (``#1`` to ``#10``, the prediction beside
 each), as far as ``split=`` and a tiling can ask for them.
 
-Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, and what
-was chosen. ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
+Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, what is
+predicted, and what was chosen. Then how far what is chosen is from the best of all that were measured, and predictions from the times.
+``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ from mkernel.planner.tiling import Tiling, TilingError  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
 from tests.gpu.compare import COOLDOWN_MS, bootstrap_upper  # noqa: E402
 
+_OTHERS = {"cuBLAS", "aligned"}  # variants that are no choice of the planner's
+_NEAR = 1.05  # of the best
 GATHER, SCATTER, ALL = "allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"
 OLD = {"span": 1, "shares": 1, "packets": 0}  # fields that an op does not know are left out
 ROWS = (  # op, and M x N x K of a rank
@@ -248,6 +251,27 @@ class Rank:
         self.world.close()
 
 
+def summary(found: list[list[Found]]) -> list[str]:
+    """What is chosen beside the old tilings, and beside the best of all that were measured; and how far predictions are off."""
+    lines = []
+    for at, mode in ((0, "isolated"), (1, "back to back")):
+        taken = [{one.variant: statistics.median((one.isolated, one.back_to_back)[at]) for one in row} for row in found]
+        ratios = [row["new"] / row["old"] for row in taken]
+        mean = statistics.geometric_mean(ratios) if ratios else math.nan
+        lines.append(f"{mode}: new / old, geometric mean {mean:.3f}, {sum(r > 1 for r in ratios)} of {len(ratios)} slower")
+        ours = [{name: ms for name, ms in row.items() if name not in _OTHERS} for row in taken]
+        lost = [row["new"] / min(row.values()) for row in ours]
+        if any(len(row) > 2 for row in ours):
+            near = f"within {_NEAR - 1:.0%} in {sum(r <= _NEAR for r in lost)} of {len(lost)}, worst {max(lost):.2f}"
+            lines.append(f"{mode}: new / the best of all, geometric mean {statistics.geometric_mean(lost):.3f}, {near}")
+    off = sorted(abs(one.predicted / statistics.median(one.isolated) - 1) for row in found for one in row if one.predicted > 0)
+    if off:
+        lines.append(
+            f"predictions, isolated: off by {statistics.median(off):.1%} (median), {off[int(0.9 * (len(off) - 1))]:.1%} (90th percentile)"
+        )
+    return lines
+
+
 def rank_main(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     rank = Rank(options)
@@ -271,10 +295,7 @@ def rank_main(options: argparse.Namespace) -> int:
                 options.out.write_text(json.dumps({"ranks": rank.world.size, "target": rank.world.target, "found": lines}, indent=1))
     rank.close()
     if speaks:
-        for at, mode in ((0, "isolated"), (1, "back to back")):
-            ratios = [[statistics.median((one.isolated, one.back_to_back)[at]) for one in row[:2]] for row in found]
-            mean = statistics.geometric_mean(new / old for old, new in ratios) if ratios else float("nan")
-            print(f"{mode}: new / old, geometric mean {mean:.3f}, {sum(new > old for old, new in ratios)} of {len(ratios)} slower")
+        print(*summary(found), sep="\n")
         print(f"{wrong} wrong" + (f"; not measured for lack of time: {left}" if left else ""))
     return 1 if wrong or left else 0
 
