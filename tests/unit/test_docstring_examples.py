@@ -28,7 +28,7 @@ def examples(docstring: str) -> str:
 def run(name: str, docstring: str) -> tuple[int, int]:
     """Run a docstring's examples in this process, and print what differs. Numbers of failures and of examples."""
     test = doctest.DocTestParser().get_doctest(examples(docstring), {}, name, None, None)
-    result = doctest.DocTestRunner(optionflags=_FLAGS).run(test)
+    result = doctest.DocTestRunner(verbose=False, optionflags=_FLAGS).run(test)  # else verbose where pytest is
     return result.failed, result.attempted
 
 
