@@ -8,7 +8,15 @@ import pytest
 
 from mkernel.jit.cpu import core_library
 from tests.vm.machines import Machines
-from tests.vm.sysroot import unavailable
+from tests.vm.sysroot import lacks, unavailable
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where it can be seen at once, they are skipped from the start: they take nothing of the budget of other tests."""
+    reason = None if config.getoption("--require-vm") else lacks()
+    for item in items if reason is not None else ():
+        if "machines" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason=f"no virtual machines here: {reason}"))
 
 
 @pytest.fixture(scope="package")

@@ -73,15 +73,22 @@ def sysroot() -> Sysroot:
     return found
 
 
-def _prepare() -> Sysroot:
+def lacks() -> str | None:
+    """What this host lacks to boot machines, as far as can be seen without downloading anything."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise UnavailableError("the machines are x86-64 Linux")
+        return "the machines are x86-64 Linux"
     if os.geteuid() != 0:
-        raise UnavailableError("must be root")
+        return "must be root"
     if shutil.which("qemu-system-x86_64") is None:
-        raise UnavailableError(f"no qemu-system-x86_64: {APT}")
+        return f"no qemu-system-x86_64: {APT}"
     if not all(map(shutil.which, ("apt-get", "apt-cache", "dpkg-deb", "tar"))):
-        raise UnavailableError("needs a Debian host: kernel and RDMA packages come from its archive")
+        return "needs a Debian host: kernel and RDMA packages come from its archive"
+    return None
+
+
+def _prepare() -> Sysroot:
+    if (missing := lacks()) is not None:
+        raise UnavailableError(missing)
     image = _kernel_package()
     archives = _archives(image)
     name = hashlib.sha256(f"{_FORMAT} {archives}".encode()).hexdigest()[:16]
