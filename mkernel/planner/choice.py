@@ -109,23 +109,24 @@ def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: 
 
 
 def _sharings(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, widths: tuple[int, ...]
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, widths: tuple[int, ...], rules: Any, may_win: MayWin
 ) -> Iterator[tuple[int, int]]:
-    """Widths of tiles and shares of their K, one of them among these; narrow tiles only where all are worked on at once."""
+    """Widths of tiles and shares of their K, one of them among these, but the rules'; narrow tiles only where all are worked on at once."""
     for width in widths:
         if width == _WIDTHS[-1] and math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) > sm_count:
             continue
-        yield from ((width, shares) for shares in (1, *_shares(problem, rows, sm_count, width)))
+        for shares in (1, *_shares(problem, rows, sm_count, width)):
+            if (width, shares) != (rules.tile.block_n, rules.shares) and (shares > 1 or may_win(width, 1, 0)):
+                yield width, shares
 
 
 def _in_packets(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
     """Where shards travel in packets: as in a world of one, without pairs."""
-    for width, shares in _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS):
-        if (width, shares) != (rules.tile.block_n, rules.shares) and (shares > 1 or may_win(width, 1, 0)):
-            tiling = Tiling(width, None, shares, 1)
-            yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
+    for width, shares in _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS, rules, may_win):
+        tiling = Tiling(width, None, shares, 1)
+        yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -164,11 +165,11 @@ def _reductions(
                 yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     if rules.packets:
         yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
-    may_share = reduce.may_be_packed(problem) and reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
+    may_share = reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
+        pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
         for width in widths:
             tile, paired = GemmTile.deepest(width, sent=True), width in _PAIRED_WIDTHS and _may_bind(problem, rows)
-            pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
             if not (may_share or may_win(width, 1, pulling) or (paired and may_win(width, 2, pulling))):
                 continue
             try:
@@ -192,11 +193,10 @@ def _sharing(
     problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
 ) -> Iterator[ReducePlan]:
     """Reductions in packets, with K shared and without."""
-    for width, shares in _sharings(problem, rows * rules.span, sm_count, _WIDTHS[-2:]):
-        if (width, shares) != (rules.tile.block_n, rules.shares) and (shares > 1 or may_win(width, 1, 0)):
-            plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
-            if plan.packets and plan.shares == shares:  # there is room
-                yield plan
+    for width, shares in _sharings(problem, rows * rules.span, sm_count, _WIDTHS[-2:], rules, may_win):
+        plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
+        if plan.packets and plan.shares == shares:  # there is room
+            yield plan
 
 
 def ranked(

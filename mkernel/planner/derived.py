@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar, overload
 
-__all__ = ["changed", "derived", "hashed_once"]
+__all__ = ["derived", "fields_of", "hashed_once", "replaced"]
 
 Value = TypeVar("Value")
 Kind = TypeVar("Kind", bound=type)
@@ -41,19 +41,24 @@ def _names_of(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def changed(instance: Plain, **changes: Any) -> Plain:
-    """``dataclasses.replace``, in a fifth of its time, for a frozen dataclass without slots and without ``__post_init__``."""
+def fields_of(instance: object) -> dict[str, Any]:
+    """The fields of a dataclass without slots, by name, and nothing that is derived."""
     kind: Any = type(instance)
-    names, known, made = _names_of(kind), vars(instance), object.__new__(type(instance))
-    vars(made).update({name: known[name] for name in names}, **changes)
-    assert len(vars(made)) == len(names), "fields only"
+    known = vars(instance)
+    return {name: known[name] for name in _names_of(kind)}
+
+
+def replaced(instance: Plain, **changes: Any) -> Plain:
+    """``dataclasses.replace``, in a fifth of its time, for a frozen dataclass without slots and without ``__post_init__``."""
+    fields, made = fields_of(instance), object.__new__(type(instance))
+    vars(made).update(fields, **changes)
+    assert len(vars(made)) == len(fields), "fields only"
     return made
 
 
 def hashed_once(kind: Kind) -> Kind:
     """A frozen dataclass without slots whose objects remember their hash, and their derived properties, in this process only."""
     work_out: Callable[[Any], int] = vars(kind)["__hash__"]
-    names = [field.name for field in dataclasses.fields(kind)]
 
     def remembered(self: Any) -> int:
         known: int | None = self.__dict__.get("_hash")
@@ -61,8 +66,5 @@ def hashed_once(kind: Kind) -> Kind:
             known = self.__dict__["_hash"] = work_out(self)
         return known
 
-    def fields(self: Any) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in names}
-
-    kind.__hash__, kind.__getstate__ = remembered, fields  # type: ignore[assignment]
+    kind.__hash__, kind.__getstate__ = remembered, fields_of  # type: ignore[assignment]
     return kind

@@ -9,7 +9,7 @@ import math
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from mkernel.jit.spec import KernelSpec
-from mkernel.planner.derived import derived
+from mkernel.planner.derived import derived, fields_of
 from mkernel.planner.specialize import constants_of
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -146,9 +146,7 @@ class GemmPlan(Generic[Problem]):
     @derived
     def _alike(self) -> dict[str, Any]:
         """What plans of other rows of the class have in common with this one."""
-        known = vars(self)
-        fields = {name: known[name] for name in self.__dataclass_fields__ if name in known}  # those of class variables are not
-        return fields | {name: getattr(self, name) for name in self.of_class}
+        return fields_of(self) | {name: getattr(self, name) for name in self.of_class}
 
     @derived
     def digest(self) -> int:

@@ -106,8 +106,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
     shard = rows * k * ITEM
     passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
-    worked_on = plan.planes * math.ceil(tile_rows / plan.cluster) * plan.cluster * tiles_n  # also beside zeros, by pairs
-    few = worked_on * plan.shares <= _FEW_WAVES * compute
+    few = plan.taken * plan.cluster * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),

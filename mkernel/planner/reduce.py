@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from mkernel import abi
 from mkernel.planner import pairs
-from mkernel.planner.derived import changed
+from mkernel.planner.derived import replaced
 from mkernel.planner.gemm import (
     BLOCK_K,
     BLOCK_M,
@@ -164,11 +164,11 @@ def _plan_of_class(
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
     # Tiles of one owner ask for the other kernel.
-    if may_be_packed(problem) and are_few(problem, rows) and _leaves_packets(asked, wanted) and not (scatters and asked.span == 1):
+    if are_few(problem, rows) and _leaves_packets(asked, wanted) and not (scatters and asked.span == 1):
         for packed in _packed(plan, sm_count, given, asked.shares):
             if fits_packets(packed):
                 chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
-                return changed(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
+                return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
     default = default_split(plan, sm_count)
     if asked.cluster is None and given is None and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
         product = pairs.Paired(topology.size if scatters else 1, rows, problem.n, problem.k, problem.b_row_major)
@@ -178,7 +178,7 @@ def _plan_of_class(
             return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_pairs)
     chosen = pairs.complete(wanted, default, sm_count, (), cluster)
     interleaved = saturates_link(plan, sm_count)
-    return changed(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
+    return replaced(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
 
 def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int | None) -> Iterator[ReducePlan]:
@@ -190,14 +190,14 @@ def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int 
     rows = plan.rows * (problem.topology.size if scatters else 1)  # of a reduce-scatter a tile has those of several owners
     whole = tile or (choose_tile(math.ceil(rows / BLOCK_M), problem.n, sm_count, _TAIL, sent=True) if scatters else plan.tile)
     whole = GemmTile.deepest(min(whole.block_n, _FEW_BLOCK_N), sent=True)
-    packed = changed(plan, tile=whole, load_rows=choose_load_rows(rows), packets=True)
+    packed = replaced(plan, tile=whole, load_rows=choose_load_rows(rows), packets=True)
     product = Product(Topology(1, 1), rows, problem.n, problem.k, sm_count)
     if shares != 1 and rows and problem.n:
         # The threads that add up shares store the result: there are no buffers for more than two blocks of it.
         widths = (64, _FEW_BLOCK_N) if tile is None else (whole.block_n,)
         shared = choose_shares(product, whole, [GemmTile.deepest(width) for width in widths], shares)
         if shared is not None:
-            yield changed(packed, tile=shared.tile, shares=shared.shares)
+            yield replaced(packed, tile=shared.tile, shares=shared.shares)
     yield packed
 
 
@@ -248,14 +248,14 @@ def may_be_packed(problem: ReduceProblem) -> bool:
 
 
 def are_few(problem: ReduceProblem, rows: int) -> bool:
-    """Whether the values of all ranks are so few that packets are faster; ``rows``: of a rank's result."""
+    """Whether values may travel in packets, and are so few that these are faster; ``rows``: of a rank's result."""
     ranks = problem.topology.size if problem.op == REDUCE_SCATTER else 1
-    return rows * ranks * problem.n * 2 <= _PACKET_VALUES[problem.op]
+    return may_be_packed(problem) and rows * ranks * problem.n * 2 <= _PACKET_VALUES[problem.op]
 
 
 def fits_packets(plan: ReducePlan) -> bool:
-    """Whether the values are few, and there is room for their packets."""
-    return may_be_packed(plan.problem) and are_few(plan.problem, plan.rows) and plan.packet_bytes <= abi.PACKET_BYTES
+    """Whether there is room for a plan's packets."""
+    return plan.packet_bytes <= abi.PACKET_BYTES
 
 
 def fewest_pulling(sm_count: int) -> int:

@@ -48,7 +48,7 @@ def thorough(problem: Any, rows: int, machine: Machine, kept: frozenset[Any] | N
 
 
 def differ(rng: np.random.Generator, world: Topology, count: int) -> int:
-    """Of so many drawn choices, how many are not the thorough one."""
+    """How many of so many drawn choices are not the thorough one."""
     found = 0
     for _ in range(count):
         problem, rows, machine = drawn(rng, world)
