@@ -319,6 +319,7 @@ struct Scheduler {
   Fiber* pick();
   void not_ready(Cta& cta);
   void stall_someone();
+  bool end_stalls();
   std::string describe(const Launch& launch) const;
   std::string flag_name(uint64_t address) const;
 };

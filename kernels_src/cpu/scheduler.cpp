@@ -293,6 +293,18 @@ void Scheduler::stall_someone() {
   }
 }
 
+// Those that could run only poll: who has been passed over goes on. Else a stalled CTA would look as if nobody could.
+bool Scheduler::end_stalls() {
+  bool any = false;
+  for (Cta* cta : ready) {
+    if (cta->stalled_until <= turn || is_held(*cta)) continue;
+    cta->stalled_until = turn;
+    any = true;
+  }
+  if (any) focus = nullptr, idle_polls = 0;
+  return any;
+}
+
 // A held CTA rests, and the copies under way that it has issued, even where everybody else waits for the network: see ThreadRanks._advance.
 void Scheduler::hold(Cta& cta) {
   cta.held_until = turn + cta.hold_turns;
@@ -398,7 +410,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     stall_someone();
     step_copies();
     if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16) || all_held()) {
-      if (ended || execute_some_copy(false) || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
+      if (ended || execute_some_copy(false) || end_stalls() || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
       if (virtual_time || (runnable == 0 && flag_waiters.empty())) {  // else the outside may write a flag at any time
         idle_polls = 0;
         return kBlocked;
