@@ -98,6 +98,14 @@ MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
                : "memory");
   return done != 0;
 }
+MK_DEVICE bool mbarrier_test(uint64_t* bar, uint32_t parity) {  // looks, where try_wait may wait for a while
+  uint32_t done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(shared_address(bar)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
 MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once the phase of this parity has completed
   while (!mbarrier_try_wait(bar, parity)) {
   }

@@ -8,8 +8,8 @@ namespace mkernel {
 template <uint32_t Size>
 struct RingPosition {
   uint32_t index = 0, parity = 0;
-  MK_DEVICE void advance() {
-    if (++index == Size) index = 0, parity ^= 1;
+  MK_DEVICE void advance(uint32_t size = Size) {  // of a ring that has fewer in this call
+    if (++index == size) index = 0, parity ^= 1;
   }
 };
 

@@ -82,8 +82,30 @@ struct ShardPackets {
     });
   }
 
-  // The same part of all shards, into the gather buffer. The packets of several units and sources are looked at together. `own`: as above.
-  MK_DEVICE void take(const Entered& entered, const Round& own) const {
+  // Packets that a thread looks at together: those of several units, and all sources.
+  static constexpr uint32_t kPeers = kR > 1 ? kR - 1 : 1, kUnits = kPeers < 8 ? 8 / kPeers : 1, kLook = kUnits * kPeers;
+  struct Looked {
+    ptx::Words words[kLook];
+    uint32_t missing;
+  };
+  MK_DEVICE uint32_t wanted(uint32_t at) const {  // which of the units from `at` on there are
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kLook; ++i) bits |= uint32_t{at + i / kPeers * stride() < bytes} << i;
+    return bits;
+  }
+  MK_DEVICE static uint32_t source(const abi::World& world, uint32_t i) { return local_peer(world, 1 + i % kPeers); }
+  MK_DEVICE ptx::Words* from(const Call& call, uint32_t at, uint32_t i) const {
+    return packet(call, call.world.local_rank, source(call.world, i), at + i / kPeers * stride());
+  }
+  // What comes of the first ones while this rank has not entered. They are not taken, and nothing is stored: in the gather buffer somebody may still read.
+  MK_DEVICE void look_ahead(const Call& call, EntryGate& entries, Looked& looked) const {
+    const auto at = [&](uint32_t i) { return from(call, first(), i); };
+    looked.missing = look_at_packets_until(entries, looked.words, wanted(first()), at);
+  }
+
+  // The same part of all shards, into the gather buffer. `own`, `looked`: as above.
+  MK_DEVICE void take(const Entered& entered, const Round& own, Looked& looked) const {
     const abi::World& world = entered.world();
 #pragma unroll
     for (uint32_t i = 0; i < kRound; ++i) {
@@ -94,22 +116,19 @@ struct ShardPackets {
     for (uint32_t at = first() + kRound * stride(); at < bytes; at += stride()) {
       ptx::store_global(gathered(entered, world.local_rank, at), ptx::load_input(shard + at));
     }
-    constexpr uint32_t kPeers = kR > 1 ? kR - 1 : 1, kUnits = kPeers < 8 ? 8 / kPeers : 1, kLook = kUnits * kPeers;
+    ptx::Words(&v)[kLook] = looked.words;
+    uint32_t missing = looked.missing;
 #pragma unroll 1
-    for (uint32_t at = first(); at < bytes; at += kUnits * stride()) {
-      ptx::Words v[kLook];
-      uint32_t wanted = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < kLook; ++i) wanted |= uint32_t{at + i / kPeers * stride() < bytes} << i;
-      const auto source = [&](uint32_t i) { return local_peer(world, 1 + i % kPeers); };
-      const auto from = [&](uint32_t i) { return packet(entered.call(), world.local_rank, source(i), at + i / kPeers * stride()); };
-      if (!take_packets(entered, v, wanted, from, [&](uint32_t i) { return node_mate(world, source(i)); })) return;
+    for (uint32_t at = first(); at < bytes; at += kUnits * stride(), missing = wanted(at)) {
+      const uint32_t these = wanted(at);
+      const auto place = [&](uint32_t i) { return from(entered.call(), at, i); };
+      if (!take_packets(entered, v, these, missing, place, [&](uint32_t i) { return node_mate(world, source(world, i)); })) return;
 #pragma unroll
       for (uint32_t i = 0; i < kLook; ++i) {
-        if ((wanted >> i & 1) == 0) continue;
+        if ((these >> i & 1) == 0) continue;
 #pragma unroll
         for (uint32_t j = 0; j < kPacketWords; ++j) v[i].word[j] = ~v[i].word[j];
-        ptx::store_global(gathered(entered, source(i), at + i / kPeers * stride()), v[i]);
+        ptx::store_global(gathered(entered, source(world, i), at + i / kPeers * stride()), v[i]);
       }
     }
   }
@@ -119,11 +138,13 @@ struct ShardPackets {
 // is over for the CTA that leaves last, which zeroes the counter, while others still come here. Where packets do not come the world has failed, and what
 // is counted does not matter.
 MK_DEVICE void gather_shards(const Call& call, EntryGate& entries, const ShardPackets& shards, const ShardPackets::Round& own) {
-  if (ptx::cta_index() >= shards.ctas()) return;
-  if (!is_skipped(call)) shards.send(call, own);
+  if (ptx::cta_index() >= shards.ctas() || is_skipped(call)) return;
+  shards.send(call, own);
+  ShardPackets::Looked looked;
+  shards.look_ahead(call, entries, looked);
   const MaybeEntered entered = entries.pass(call);  // the same for all threads
   if (!entered) return;
-  shards.take(*entered, own);
+  shards.take(*entered, own, looked);
   ptx::barrier_sync(kGatherBarrier, kGatherThreads);  // all have stored
   if (ptx::thread_index() == kGatherFirst) ptx::add_release(&control_block(call.world)->gathered, 1);
 }

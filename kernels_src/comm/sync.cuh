@@ -258,6 +258,7 @@ struct EntryGate {
     ptx::mbarrier_wait(&opened, 0);
     return MaybeEntered(call, refused == 0);
   }
+  MK_DEVICE bool is_open() { return ptx::mbarrier_test(&opened, 0); }  // or shut for good; any thread
   // The same for a thread that goes on to write by bulk copies: they come after what the ranks did before they entered.
   MK_DEVICE MaybeEntered pass_to_store(const Call& call) {
     const MaybeEntered entered = pass(call);

@@ -79,8 +79,25 @@ struct TaggedShards {
     });
   }
 
-  // Looks at units, for each bit of `wanted` the one at at(i), until all have come; those that have are not looked at again. One thread. False: the call
-  // has failed.
+  template <uint32_t Most>
+  MK_DEVICE static uint32_t missing_of(const TaggedUnit (&units)[Most], uint32_t wanted, uint32_t tag) {
+    uint32_t missing = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < Most; ++i) missing |= (wanted >> i & uint32_t{!units[i].has_come(tag)}) << i;
+    return missing;
+  }
+  // Looks at units, for each bit of `wanted` the one at at(i), until all have come, or this rank has entered.
+  template <uint32_t Most, class At>
+  MK_DEVICE void look_ahead(const Call& call, EntryGate& entries, TaggedUnit (&units)[Most], uint32_t wanted, const At& at) const {
+#pragma unroll 1
+    while (!entries.is_open()) {
+      const uint32_t missing = missing_of(units, wanted, tag_of(call));
+      if (missing == 0) return;
+#pragma unroll
+      for (uint32_t i = 0; i < Most; ++i) units[i].look((missing >> i & 1) != 0, at(i), false);
+    }
+  }
+  // The same, until all have come; those that have are not looked at again. One thread. False: the call has failed.
   template <uint32_t Most, class At>
   MK_DEVICE bool take(const Entered& entered, TaggedUnit (&units)[Most], uint32_t wanted, const At& at) const {
     const Call& call = entered.call();
@@ -88,9 +105,7 @@ struct TaggedShards {
     const uint32_t tag = tag_of(call);
     Deadline deadline(call, world.timeout_ns);
     while (true) {
-      uint32_t missing = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < Most; ++i) missing |= (wanted >> i & uint32_t{!units[i].has_come(tag)}) << i;
+      const uint32_t missing = missing_of(units, wanted, tag);
       if (missing == 0) return true;
       const char* from = nullptr;  // where a pair of the last one that is missing has not come
 #pragma unroll

@@ -67,6 +67,7 @@ MK_DEVICE void mbarrier_init_fence() { mkc_mbarrier_init_fence(); }
 MK_DEVICE void mbarrier_arrive(uint64_t* bar) { mkc_mbarrier_arrive(bar, 0); }
 MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) { mkc_mbarrier_arrive(bar, bytes); }
 MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) { return mkc_mbarrier_test(bar, parity); }
+MK_DEVICE bool mbarrier_test(uint64_t* bar, uint32_t parity) { return mkc_mbarrier_test(bar, parity); }
 MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
 // ---- clusters

@@ -308,6 +308,10 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE const char* taken_from(const Call& call, const Row& row, uint32_t k) const { return tagged().from(call, row, k * 2); }
   template <uint32_t Most, class At>
+  MK_DEVICE void look_ahead(const Call& call, EntryGate& entries, Unit (&units)[Most], uint32_t wanted, const At& at) const {
+    tagged().look_ahead(call, entries, units, wanted, at);
+  }
+  template <uint32_t Most, class At>
   MK_DEVICE bool take(const Entered& entered, Unit (&units)[Most], uint32_t wanted, const At& at) const {
     return tagged().take(entered, units, wanted, at);
   }

@@ -6,7 +6,7 @@
 // middle):
 //   scheduler         queue        the others         items: one part of one tile each, whose inputs are there; kStop at the end
 //   loading thread    stages       consumers          A and B of one k step, or some panels of a partial tile
-//   loading thread    tile_wanted  scheduler          the tile is nearly loaded: take the next one
+//   loading thread    tile_wanted  scheduler          the tile is nearly loaded: take the next one (of a sum of shares the consumers say so)
 //   consumers         blocks       storing thread     64 rows of a result or a partial tile, 128 bytes wide
 //   storing thread    announce     flag-raising warp  tiles whose stores are complete
 //   scheduler         entries      all that write     whether all ranks have entered the call
@@ -36,8 +36,8 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
   const bool announces = Op::kAnnouncesEntry && ptx::cta_index() + 1 == ptx::cta_count();
   [[maybe_unused]] typename Op::Read read;
   if constexpr (Op::kGathers) {
+    if (announces && warp == kGemmThreads / 32 - 1) announce_entry(call);  // before it reads: what it releases waits for that
     if (warp >= 4) read = op.read_ahead();
-    if (announces && warp == kGemmThreads / 32 - 1) announce_entry(call);
   }
   TilePart first{kStop, {}};
   if (warp < 2) {

@@ -13,7 +13,7 @@ MK_DEVICE char* stage_block(GemmStorage<Config>& storage, uint32_t stage, uint32
   return block < kInA ? storage.pipeline.a[stage] + block * kBlockBytes : storage.pipeline.b[stage] + (block - kInA) * kBlockBytes;
 }
 template <class Config>
-MK_DEVICE void load_addend(GemmStorage<Config>& storage, const RingPosition<Config::kStages>& stage, const char* addend, uint32_t part,
+MK_DEVICE void load_addend(GemmStorage<Config>& storage, const StagePosition<Config>& stage, const char* addend, uint32_t part,
                            uint32_t rows) {
   using Shape = GemmShape<Config>;
   uint32_t bytes = 0;
@@ -70,12 +70,13 @@ MK_DEVICE uint32_t bytes_of_stage(const Op& op, const TileCoordinate& c) {
 template <class Config, class Op>
 MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c) {
   using Shape = GemmShape<Config>;
-  const uint32_t steps = op.steps(c, 0), stages = steps < Shape::kStages ? steps : Shape::kStages;
-  RingPosition<Shape::kStages> stage;
+  const StageRing<Config> ring(op);
+  const uint32_t steps = op.steps(c, 0), stages = steps < ring.count() ? steps : ring.count();
+  StagePosition<Config> stage;
 #pragma unroll 1
-  for (uint32_t step = 0; step < stages; ++step, stage.advance()) {
+  for (uint32_t step = 0; step < stages; ++step, stage.advance(ring.count())) {
     uint64_t* filled = storage.stages.fill_by_tma(stage, bytes_of_stage<Config>(op, c));
-    load_b<Config>(op, storage.pipeline.b[stage.index], op.b_map(c), filled, first_column<Config>(c),
+    load_b<Config>(op, ring.b(storage, stage.index), op.b_map(c), filled, first_column<Config>(c),
                    (op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c), tile_width<Config>(c));
   }
   return stages;
@@ -85,14 +86,15 @@ MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const 
 // its way when the CTA ends.
 template <class Config, class Op>
 MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c, uint32_t stages) {
-  RingPosition<GemmShape<Config>::kStages> stage, filled;
+  const StageRing<Config> ring(op);
+  StagePosition<Config> stage, filled;
 #pragma unroll 1
-  for (uint32_t i = 0; i < stages; ++i, stage.advance()) {
-    ptx::tma_load_3d(storage.pipeline.a[stage.index], op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
+  for (uint32_t i = 0; i < stages; ++i, stage.advance(ring.count())) {
+    ptx::tma_load_3d(ring.a(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
                      op.a_plane(c, 0));
   }
 #pragma unroll 1
-  for (uint32_t i = 0; i < stages; ++i, filled.advance()) storage.stages.wait_filled(filled);
+  for (uint32_t i = 0; i < stages; ++i, filled.advance(ring.count())) storage.stages.wait_filled(filled);
 }
 
 // `first`: first_item().
@@ -100,7 +102,8 @@ template <class Config, class Op>
 MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const TilePart& first) {
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
-  RingPosition<Shape::kStages> stage;
+  const StageRing<Config> ring(op);
+  StagePosition<Config> stage;
   TilePart item = first;
   bool ahead = first.number != kStop;  // of the scheduler, by this item
   uint32_t has_b = 0;                  // stages whose B is on its way
@@ -124,22 +127,23 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
     constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
     const bool is_last = part + 1 == op.parts(c) || op.steps(c, part + 1) == 0;
-    if (steps == 0 ? part == 0 : is_last && steps <= kAhead) ptx::mbarrier_arrive(&storage.tile_wanted);
+    const bool adds_shares = Op::kShares && c.is_sum;  // then the consumers ask
+    if (steps == 0 ? part == 0 && !adds_shares : is_last && steps <= kAhead) ptx::mbarrier_arrive(&storage.tile_wanted);
     const uint32_t ask_at = is_last && steps > kAhead ? steps - kAhead : kStop;
     const uint32_t begin = op.first_step(c) * Shape::kBlockK;
     int32_t a_k = op.a_k(c, part) + begin, k = part * steps * Shape::kBlockK + begin;
 #pragma unroll 1
-    for (uint32_t step = 0; step < steps; ++step, stage.advance(), a_k += Shape::kBlockK, k += Shape::kBlockK) {
+    for (uint32_t step = 0; step < steps; ++step, stage.advance(ring.count()), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
       if (Op::kGathers && has_b != 0) {
         --has_b;
-        ptx::tma_load_3d(storage.pipeline.a[stage.index], a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
+        ptx::tma_load_3d(ring.a(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
         continue;
       }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
-      if constexpr (!Op::kTakes) ptx::tma_load_3d(storage.pipeline.a[stage.index], a, filled, a_k, a_row, a_plane);
-      load_b<Config>(op, storage.pipeline.b[stage.index], b, filled, column, k, b_plane, width);
+      if constexpr (!Op::kTakes) ptx::tma_load_3d(ring.a(storage, stage.index), a, filled, a_k, a_row, a_plane);
+      load_b<Config>(op, ring.b(storage, stage.index), b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part), rows = op.rows(c);

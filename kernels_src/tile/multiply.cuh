@@ -36,8 +36,7 @@ MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& s
   }
 }
 template <uint32_t Part, class Config>
-MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
-                          uint32_t warpgroup) {
+MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, StagePosition<Config>& stage, uint32_t warpgroup) {
   storage.stages.wait_filled(stage);
   add_stage<Part>(d, storage, stage.index, warpgroup);
   ptx::sync_warp();  // all lanes have read
@@ -51,7 +50,7 @@ MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& 
   stage.advance();
 }
 template <uint32_t Part, class Config>
-MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
+MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, StagePosition<Config>& stage,
                            uint32_t warpgroup) {
   take_stage<Part>(d, storage, stage, warpgroup);
   if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_partial<Part + 1>(d, storage, stage, warpgroup);
@@ -60,8 +59,8 @@ MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>&
 // The canonical sum (Op::kCanonical) of the own product and the addends: a part of the tile, then the next one, so that few registers hold what is
 // rounded of the own product while others' contributions before it are added up.
 template <uint32_t Part, class Config, class Op>
-MK_DEVICE void add_in_order(float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage,
-                            RingPosition<Config::kStages>& stage, uint32_t warpgroup) {
+MK_DEVICE void add_in_order(float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage, StagePosition<Config>& stage,
+                            uint32_t warpgroup) {
   using Own = Partial<Config>;
   constexpr uint32_t kUnits = GemmShape<Config>::kAddPanels * kBlockUnits, kFirst = Part * kUnits * Own::kUnit;
   ptx::Words own[kUnits];
@@ -91,8 +90,8 @@ MK_DEVICE void add_in_order(float (&d)[Config::kBlockN / 2], const Op& op, GemmS
 // One part of K for 64 rows and N columns: of a short tile the same rows as the other warpgroup's, and the columns of one half of B. Nothing is in
 // flight afterwards.
 template <uint32_t N, bool Short, class Config>
-MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, RingPosition<Config::kStages>& stage,
-                             uint32_t steps, uint32_t warpgroup, bool accumulate) {
+MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+                             StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, bool accumulate) {
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index();
   const bool reports = lane < Shape::kCluster;
@@ -108,24 +107,49 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
 #pragma unroll 1
   do {  // at least once: with a way around it ptxas may find accumulators defined outside wgmma, and serializes it
     storage.stages.wait_filled(stage);
-    const char* a = storage.pipeline.a[stage.index] + (Short ? 0 : warpgroup * 64 * kSwizzleBytes);
-    const char* b = storage.pipeline.b[stage.index] + (Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0);
+    const char* a = ring.a(storage, stage.index) + (Short ? 0 : warpgroup * 64 * kSwizzleBytes);
+    const char* b = ring.b(storage, stage.index) + (Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0);
     multiply_stage<N, Config>(d, a, b, accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
     if (previous != nullptr && reports) give_back(previous);
     previous = &storage.stages.taken[stage.index];
-    stage.advance();
+    stage.advance(ring.count());
   } while (++step < steps);
   ptx::wgmma_wait<0>(d);
   if (reports) give_back(previous);
 }
 
+// The same where the warpgroup has no rows: it gives the stages back.
+template <class Config>
+MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+                         StagePosition<Config>& stage, uint32_t steps) {
+#pragma unroll
+  for (float& e : d) e = 0.0f;
+  const bool reports = ptx::lane_index() == 0;
+#pragma unroll 1
+  for (uint32_t step = 0; step < steps; ++step, stage.advance(ring.count())) {
+    ptx::mbarrier_wait(&storage.stages.filled[stage.index], stage.parity);
+    if (reports) storage.stages.take(stage);
+  }
+}
+// A whole tile, or a warpgroup that has none of its rows.
+template <class Config>
+MK_DEVICE void multiply_rows(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+                             StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, bool accumulate) {
+  if constexpr (GemmShape<Config>::kMayBeLow) {
+    if (ring.is_low() && warpgroup != 0) return pass_part<Config>(d, storage, ring, stage, steps);
+  }
+  multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, ring, stage, steps, warpgroup, accumulate);
+}
+
 // All of K of a tile, or of its share, whose rows of A the consumers bring themselves.
 template <class Config, class Op>
 MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage,
-                              RingPosition<Config::kStages>& stage, const TileCoordinate& c, uint32_t steps, uint32_t warpgroup) {
+                              const StageRing<Config>& ring, StagePosition<Config>& stage, const TileCoordinate& c, uint32_t steps,
+                              uint32_t warpgroup) {
   TakenRounds<Config, Op> rounds(call, op, c);
   uint32_t done = 0, round = rounds.look(op.first_step(c), steps);
+  rounds.look_ahead(storage.entries);
   const MaybeEntered entered = storage.entries.pass(call);
   bool ok = static_cast<bool>(entered);
 #pragma unroll 1
@@ -136,7 +160,7 @@ MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2],
     ptx::fence_proxy_async_shared();
     ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // all have stored
     const uint32_t begun = done + round, next = rounds.look(op.first_step(c) + begun, steps - begun);
-    multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, stage, round, warpgroup, done > 0);
+    multiply_rows<Config>(d, storage, ring, stage, round, warpgroup, done > 0);
     done = begun, round = next;
   } while (done < steps);
 }
@@ -147,7 +171,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
   const bool traces = ptx::thread_index() == kWarpgroup;
   RingPosition<kTileQueue> queue;
-  RingPosition<Shape::kStages> stage;
+  const StageRing<Config> ring(op);
+  StagePosition<Config> stage;
   RingPosition<Shape::kResultBuffers> block;
   Trace trace(call.world, 1);
   float d[Shape::kBlockN / 2];
@@ -163,6 +188,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if constexpr (Op::kShares) {
       if (c.is_sum) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.add_shares(*entered, c);
+        // Not sooner: who has nothing to multiply would take one sum after the other, which wait here, while other CTAs get none.
+        if (ptx::thread_index() == kWarpgroup) ptx::mbarrier_arrive(&storage.tile_wanted);
         if (traces) trace.record(abi::kTraceReduce, tile, begin);
         continue;
       }
@@ -174,13 +201,13 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
         for (float& e : d) e = 0.0f;
       }
     } else if (Config::kSlices > 1 && c.slice != 0) {
-      multiply_part<Shape::kSliceN, false>(d, storage, stage, steps, warpgroup, part > 0);
+      multiply_part<Shape::kSliceN, false>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if (Op::kShortTiles && c.is_short) {
-      if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, stage, steps, warpgroup, part > 0);
+      if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if constexpr (Op::kTakes) {
-      multiply_taken<Config>(call, d, op, storage, stage, c, steps, warpgroup);
+      multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
     } else {
-      multiply_part<Shape::kBlockN, false>(d, storage, stage, steps, warpgroup, part > 0);
+      multiply_rows<Config>(d, storage, ring, stage, steps, warpgroup, part > 0);
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part);

@@ -95,16 +95,17 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   };
   // Whether the consumers bring rows of A into shared memory themselves (taken.cuh), in units of 8 values. Then load_rows() is 0.
   requires Same<decltype(Op::kTakes), const bool>;
-  requires !Op::kTakes ||
-               requires(typename Op::Unit(&units)[4], const char* (*at)(uint32_t), const typename Op::Row& row, const ptx::Words& values) {
-                 { op.taken_rows(c) } -> Same<uint32_t>;                // valid ones of the tile
-                 { op.taken_row(c, i) } -> Same<typename Op::Row>;      // one of them,
-                 { op.taken_from(call, row, i) } -> Same<const char*>;  // and where its unit with value i is
-                 { op.take(entered, units, i, at) } -> Same<bool>;  // waits for those whose bit is 1 in i, the caller's own not among them
-                 { op.keeps(c) } -> Same<bool>;                     // whether what the tile brings is wanted besides,
-                 op.keep(entered, row, i, values);                  // and where to
-                 requires Op::kParts == 1 && !Op::kAdds && !Op::kShortTiles && Config::kSlices == 1 && !GemmShape<Config>::kPaired;
-               };
+  requires !Op::kTakes || requires(EntryGate& entries, typename Op::Unit(&units)[4], const char* (*at)(uint32_t),
+                                   const typename Op::Row& row, const ptx::Words& values) {
+    { op.taken_rows(c) } -> Same<uint32_t>;                // valid ones of the tile
+    { op.taken_row(c, i) } -> Same<typename Op::Row>;      // one of them,
+    { op.taken_from(call, row, i) } -> Same<const char*>;  // and where its unit with value i is
+    op.look_ahead(call, entries, units, i, at);            // looks, while the gate is shut, and
+    { op.take(entered, units, i, at) } -> Same<bool>;      // waits for those whose bit is 1 in i, the caller's own not among them
+    { op.keeps(c) } -> Same<bool>;                         // whether what the tile brings is wanted besides,
+    op.keep(entered, row, i, values);                      // and where to
+    requires Op::kParts == 1 && !Op::kAdds && !Op::kShortTiles && Config::kSlices == 1 && !GemmShape<Config>::kPaired;
+  };
   requires Same<decltype(Op::kFinishes), const bool>;
   requires !Op::kFinishes || requires { op.finish(entered); };  // what consumer warps do when there are no more tiles. Warp function
 };
@@ -134,6 +135,7 @@ struct BasicOp {
   MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN; }
   MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
   MK_DEVICE uint32_t load_rows(const TileCoordinate&) const { return p.load_rows; }  // what the others hold does not matter
+  MK_DEVICE bool is_low() const { return p.load_rows <= kBlockRows; }                // of all tiles: see StageRing
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
   MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }

@@ -39,6 +39,13 @@ template <class Config>
   requires requires { Config::kShares; }
 constexpr bool kShares<Config> = Config::kShares != 0;
 
+// 1 where a call whose tiles have at most 64 rows has more stages, of less of A (storage.cuh).
+template <class Config>
+constexpr bool kLow = false;
+template <class Config>
+  requires requires { Config::kLow; }
+constexpr bool kLow<Config> = Config::kLow != 0;
+
 // 1 where shards travel in packets, 2 where in tagged ones, whose rows consumers have in registers, too (taken.cuh).
 template <class Config>
 constexpr uint32_t kPackets = 0;

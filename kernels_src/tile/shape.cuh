@@ -48,6 +48,9 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+  // Where a call's tiles have at most 64 rows, A may take half as much of a stage, and there are as many stages as then fit.
+  static constexpr bool kMayBeLow = optional::kLow<Config>;
+  static constexpr uint32_t kMostStages = kMayBeLow ? kStages * (kBytesA + kBytesB) / (kBytesA / 2 + kBytesB) : kStages;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   // Panels of an addend in one stage. Of a canonical sum one: what is rounded of the own product waits in registers beside the accumulators, and two
   // panels of it spill.
@@ -65,6 +68,7 @@ struct GemmShape {
   static constexpr uint32_t kCluster = optional::kCluster<Config>;  // CTAs that load B together, and take tiles together
   static constexpr bool kPaired = kCluster == 2;
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
+  static_assert(!kMayBeLow || (!kPaired && !kGated && Config::kSlices == 1), "of CTAs alone, whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(!kGated || (kBlockN % (2 * kPanel) == 0 && Config::kSlices == 1), "a panel of gate and one of up lie side by side");

@@ -90,13 +90,18 @@ struct Shares {
   template <class Store>
   MK_DEVICE void add_up(const Entered& entered, char* packets, const TileCoordinate& c, uint32_t rows, const Store& store) const {
     if (warp() * kWarpRows >= rows) return;
+    if (shares == 2) return add_up_together<2>(entered, packets, c, store);  // more columns at once
+    add_up_together<kTogether>(entered, packets, c, store);
+  }
+  template <uint32_t Together, class Store>
+  MK_DEVICE void add_up_together(const Entered& entered, char* packets, const TileCoordinate& c, const Store& store) const {
     ptx::Words* from = packets_of(packets, c);
     const uint32_t begin = first_packet(c.share), end = first_packet(c.share + 1);
-    constexpr uint32_t kColumns = kLook / kTogether;
+    constexpr uint32_t kColumns = kLook / Together;
 #pragma unroll 1
     for (uint32_t packet = begin; packet < end; packet += kColumns) {
       float sum[kColumns][kPacketWords] = {};
-      if (!add_columns<kTogether>(entered, from, packet, end, sum)) return;
+      if (!add_columns<Together>(entered, from, packet, end, sum)) return;
 #pragma unroll
       for (uint32_t i = 0; i < kColumns; ++i) {
         if (packet + i < end) store(packet + i, sum[i]);

@@ -29,14 +29,45 @@ struct GemmStorage {
   };
   alignas(1024) Pipeline pipeline;
   alignas(1024) char result[kConsumerWarpgroups][Shape::kResultBuffers][kBlockBytes];
-  Handshake<Shape::kStages> stages;                              // of the pipeline: loading thread, consumers
-  Handshake<kTileQueue> queue;                                   // of items: scheduler, all others
-  uint64_t tile_wanted;                                          // completes once per tile: it is nearly loaded
+  Handshake<Shape::kMostStages> stages;  // of the pipeline: loading thread, consumers
+  Handshake<kTileQueue> queue;           // of items: scheduler, all others
+  uint64_t tile_wanted;                  // completes once per tile: it is nearly loaded, or, of a sum of shares, added up
   Handshake<Shape::kResultBuffers> blocks[kConsumerWarpgroups];  // of results: a consumer warpgroup, the storing thread
   EntryGate entries;
   TilePart item[kTileQueue];
   Mailbox announce;
   [[no_unique_address]] Relay<Shape::kPaired> relay;
+};
+
+template <class Config>
+using StagePosition = RingPosition<GemmShape<Config>::kMostStages>;
+
+// The stages of a call. Where its tiles have at most 64 rows (op.is_low(), of kernels with Config::kLow), there are more of them, with 64 rows of A each:
+// a load waits as long for few bytes as for many, so the fewer a k step has, the more steps should be on their way. Then the first consumer warpgroup has
+// all rows, and the other one only gives stages back.
+template <class Config>
+class StageRing {
+  using Shape = GemmShape<Config>;
+
+ public:
+  template <class Op>
+  MK_DEVICE explicit StageRing(const Op& op) {
+    if constexpr (Shape::kMayBeLow) is_low_ = op.is_low();
+  }
+  MK_DEVICE bool is_low() const { return is_low_; }
+  MK_DEVICE uint32_t count() const { return is_low_ ? Shape::kMostStages : Shape::kStages; }
+  MK_DEVICE char* a(GemmStorage<Config>& storage, uint32_t stage) const {
+    if constexpr (!Shape::kMayBeLow) return storage.pipeline.a[stage];
+    return storage.pipeline.a[0] + stage * (bytes_a() + Shape::kBytesB);
+  }
+  MK_DEVICE char* b(GemmStorage<Config>& storage, uint32_t stage) const {
+    if constexpr (!Shape::kMayBeLow) return storage.pipeline.b[stage];
+    return a(storage, stage) + bytes_a();
+  }
+
+ private:
+  MK_DEVICE uint32_t bytes_a() const { return is_low_ ? Shape::kBytesA / 2 : Shape::kBytesA; }
+  bool is_low_ = false;
 };
 
 // The shared memory of the CTA, as a kernel lays it out.

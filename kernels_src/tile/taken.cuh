@@ -21,7 +21,7 @@ class TakenRounds {
   static constexpr uint32_t kRowSteps = kUnits * kRowsAtOnce;                     // rows times k steps of a round
 
  public:
-  MK_DEVICE TakenRounds(const Call& call, const Op& op, const TileCoordinate& c) : call_(call), op_(op) {
+  MK_DEVICE TakenRounds(const Call& call, const Op& op, const TileCoordinate& c) : call_(call), op_(op), ring_(op) {
     const uint32_t rows = op.taken_rows(c);
     while ((1u << shift_) < rows) ++shift_;
     const uint32_t thread = ptx::thread_index() - kWarpgroup;
@@ -36,27 +36,28 @@ class TakenRounds {
   // around, and of one kind: else each would wait for those before it, which might be to the same registers. (And loads of all that is not there from
   // one place take L2 long.)
   MK_DEVICE uint32_t look(uint32_t begin, uint32_t left) {
-    const uint32_t most = kRowSteps >> shift_, room = most < Shape::kStages ? most : Shape::kStages;
+    const uint32_t most = kRowSteps >> shift_, room = most < ring_.count() ? most : ring_.count();
     begin_ = begin, steps_ = left < room ? left : room;
 #pragma unroll
     for (uint32_t i = 0; i < kUnits; ++i) units_[i].look(is_there(i) && has_values(i), at(i), taken(i).is_own);
     return steps_;
   }
+  // Looks again while this rank has not entered, until all of it has come.
+  MK_DEVICE void look_ahead(EntryGate& entries) {
+    op_.look_ahead(call_, entries, units_, wanted(), [&](uint32_t i) { return at(i); });
+  }
   // Waits until all of it has come. False: the call has failed.
   MK_DEVICE bool wait(const Entered& entered) {
-    uint32_t wanted = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kUnits; ++i) wanted |= uint32_t{is_there(i) && has_values(i) && !taken(i).is_own} << i;
-    return op_.take(entered, units_, wanted, [&](uint32_t i) { return at(i); });
+    return op_.take(entered, units_, wanted(), [&](uint32_t i) { return at(i); });
   }
   // Stores it in the stages from `stage` on. What lies behind the end of K is zero there, as TMA loads have it. `keeps`: and where the op wants it.
   MK_DEVICE void store(const Entered& entered, GemmStorage<Config>& storage, uint32_t stage, bool keeps) const {
 #pragma unroll
     for (uint32_t i = 0; i < kUnits; ++i) {
       if (!is_there(i)) continue;
-      const uint32_t place = stage + step(i), at = place < Shape::kStages ? place : place - Shape::kStages;
+      const uint32_t place = stage + step(i), at = place < ring_.count() ? place : place - ring_.count();
       const ptx::Words values = has_values(i) ? units_[i].values(taken(i).is_own) : ptx::Words{};
-      ptx::store_shared(storage.pipeline.a[at] + row(i) * kSwizzleBytes + (chunk_ ^ row(i) % 8) * sizeof(ptx::Words), values);
+      ptx::store_shared(ring_.a(storage, at) + row(i) * kSwizzleBytes + (chunk_ ^ row(i) % 8) * sizeof(ptx::Words), values);
       if (keeps && has_values(i)) op_.keep(entered, taken(i), k(i), values);
     }
   }
@@ -68,11 +69,18 @@ class TakenRounds {
   MK_DEVICE uint32_t k(uint32_t i) const { return (begin_ + step(i)) * Shape::kBlockK + chunk_ * 8; }
   MK_DEVICE bool is_there(uint32_t i) const { return (is_valid_ >> i & 1) != 0 && step(i) < steps_; }
   MK_DEVICE bool has_values(uint32_t i) const { return k(i) < extent_k(op_.p); }
+  MK_DEVICE uint32_t wanted() const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kUnits; ++i) bits |= uint32_t{is_there(i) && has_values(i) && !taken(i).is_own} << i;
+    return bits;
+  }
   MK_DEVICE Row taken(uint32_t i) const { return Row{offset_[i], (is_own_ >> i & 1) != 0}; }
   MK_DEVICE const char* at(uint32_t i) const { return op_.taken_from(call_, taken(i), has_values(i) ? k(i) : 0); }
 
   const Call& call_;
   const Op& op_;
+  const StageRing<Config> ring_;
   uint32_t shift_ = 0;      // of the power of two
   uint32_t chunk_, first_;  // this thread's unit of a row, and the first of its places
   uint32_t is_valid_ = 0, is_own_ = 0, begin_ = 0, steps_ = 0;

@@ -27,6 +27,7 @@ OP = "allgather_gemm"
 SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
 PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+_LOW_WIDTH = 128  # columns of tiles, at most, of kernels with more stages where rows are few
 _TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
@@ -93,8 +94,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         plain = self.shares == self.cluster == 1 and not self.packets
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
         packets = {"kShares": int(self.shares > 1 or self.packets), "kPackets": self.packets + self.tagged}
-        more = {"kSlices": slices, "kHasParts": parts, **packets}
+        more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
+
+    @derived
+    def may_be_low(self) -> bool:
+        # Wide tiles have no registers for it, and would gain none.
+        narrow, together = self.tile.block_n <= _LOW_WIDTH, self.packets or self.shares > 1 or self.tile.block_n == 64
+        return self.cluster == 1 and narrow and together
 
     @property
     def _may_have_parts(self) -> bool:
@@ -145,7 +152,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """Rounds in which a CTA takes a tile's rows, or its share of them, from tagged packets (kernels_src/tile/taken.cuh)."""
         rows = 1 << (min(self.plane_rows, BLOCK_M) - 1).bit_length()
         steps = math.ceil(math.ceil(self.problem.k / BLOCK_K) / self.sizes.shares)
-        return math.ceil(steps / min(self.tile.stages, _TAKEN_ROWS // rows))
+        return math.ceil(steps / min(self.stages_of(self.load_rows), _TAKEN_ROWS // rows))
 
     @derived
     def of_sizes(self) -> tuple[int, ...]:

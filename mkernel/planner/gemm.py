@@ -67,6 +67,11 @@ class GemmTile:
         stages = self.stages * (BLOCK_M + self.block_n) * BLOCK_K * 2
         return max(stages + self.buffers * _RESULT_BYTES, _PIECES_BYTES) + _BARRIER_BYTES
 
+    @property
+    def low_stages(self) -> int:
+        """Stages in kernels that have more where tiles have at most 64 rows (``kernels_src/tile/storage.cuh``)."""
+        return self.stages * (BLOCK_M + self.block_n) // (BLOCK_M // 2 + self.block_n)
+
     def seconds(self, k: int) -> float:
         """How long an SM multiplies one."""
         return seconds_to_multiply(BLOCK_M, self.block_n, k, 1)
@@ -151,6 +156,15 @@ class GemmPlan(Generic[Problem]):
     @derived
     def digest(self) -> int:
         return digest_of(self)
+
+    @derived
+    def may_be_low(self) -> bool:
+        """Whether the kernel is one that has more stages where tiles have at most 64 rows."""
+        return False
+
+    def stages_of(self, load_rows: int) -> int:
+        """How many stages a call has of whose tiles so many rows are loaded."""
+        return self.tile.low_stages if self.may_be_low and load_rows <= BLOCK_M // 2 else self.tile.stages
 
     def spec_with(self, name: str, parameter_bytes: int, cluster: int = 1, alone: int = 0, **more: int) -> KernelSpec:
         """The kernel of this plan, in clusters of so many CTAs; ``more``: constants beside those of every op.

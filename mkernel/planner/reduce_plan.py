@@ -62,7 +62,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
-        *GemmPlan.of_class,
+        *(name for name in GemmPlan.of_class if name != "grid"),  # which, where K is shared, goes by the tiles that there are
         *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
         *("ends_of_tile", "of_arguments", "of_maps"),
     )
@@ -86,12 +86,16 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return self.problem.topology.size if self.packets and self.op == REDUCE_SCATTER else 1
 
     @derived
+    def may_be_low(self) -> bool:
+        return self.packets
+
+    @derived
     def spec(self) -> KernelSpec:
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if self.one_shot else self.op
         float32 = int(self.problem.partials == "float32")
         canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
-        more |= {"kShares": int(self.shares > 1)} if self.packets else {}
+        more |= {"kShares": int(self.shares > 1), "kLow": int(self.may_be_low)} if self.packets else {}
         return self.spec_with(name, PARAMETER_BYTES, self.cluster, alone=1, **more)
 
     @property

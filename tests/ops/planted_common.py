@@ -90,6 +90,31 @@ COMMON = [
         found_as="deadlock",
         sms=2,
     ),
+    Bug(
+        "no tile is asked for after a sum of shares",
+        "tile/multiply.cuh",
+        "        if (ptx::thread_index() == kWarpgroup) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
+        workload="shares",
+        found_as="deadlock",
+    ),
+    # More stages where rows are few.
+    Bug(
+        "a warpgroup without rows keeps the stages",
+        "tile/multiply.cuh",
+        "    if (reports) storage.stages.take(stage);\n",
+        workload="shares",
+        found_as="deadlock",
+    ),
+    Bug(
+        "tiles of 128 rows have low stages", "tile/op.cuh", "p.load_rows <= kBlockRows", "p.load_rows <= 2 * kBlockRows", workload="shares"
+    ),
+    Bug(
+        "more stages are as large as few",
+        "tile/storage.cuh",
+        "return is_low_ ? Shape::kBytesA / 2 : Shape::kBytesA;",
+        "return Shape::kBytesA;",
+        workload="shares",
+    ),
     # What a kernel works out step by step, or looks up, since sizes come with the call.
     Bug(
         "the thread that copies stays in its row of a part",
@@ -274,7 +299,7 @@ COMMON = [
     Bug(
         "no tile is asked for after a sum",
         "tile/load.cuh",
-        "steps == 0 ? part == 0 : is_last",
+        "steps == 0 ? part == 0 && !adds_shares : is_last",
         "steps != 0 && is_last",
         found_as="deadlock",
         world="2x2",

@@ -41,8 +41,8 @@ PACKETS = [
     Bug(
         "a CTA has gathered its part before it has",
         _FILE,
-        "  shards.take(*entered, own);\n",
-        f"{_COUNTS}  shards.take(*entered, own);\n",
+        "  shards.take(*entered, own, looked);\n",
+        f"{_COUNTS}  shards.take(*entered, own, looked);\n",
         also=((f"{_COUNTS}}}", "}"),),
         workload=_SHORT,
     ),
@@ -64,8 +64,8 @@ PACKETS = [
     Bug(
         "every other unit is not taken",
         _FILE,
-        "wanted |= uint32_t{at + i / kPeers * stride() < bytes} << i;",
-        "wanted |= uint32_t{at + i / kPeers * stride() < bytes && i / kPeers % 2 == 0} << i;",
+        "bits |= uint32_t{at + i / kPeers * stride() < bytes} << i;",
+        "bits |= uint32_t{at + i / kPeers * stride() < bytes && i / kPeers % 2 == 0} << i;",
         workload="gather packets",
     ),
     Bug(
@@ -80,14 +80,20 @@ PACKETS = [
         "      ptx::store_global(gathered(entered, world.local_rank, at), ptx::load_input(shard + at));\n",
         workload="gather packets",
     ),
-    Bug("a skipped call sends", _FILE, "  if (!is_skipped(call)) shards.send(", "  shards.send(", workload=_REFUSED),
+    Bug("a skipped call sends", _FILE, " || is_skipped(call)) return;", ") return;", workload=_REFUSED),
     Bug(
-        "a skipped call counts what it has gathered",
+        "what has been looked at before entering is taken to have come",
+        "comm/packet.cuh",
+        "missing = look_at_packets(v, missing, at);\n  return missing;",
+        "missing = look_at_packets(v, missing, at);\n  return 0;",
+        workload="gather packets",
+    ),
+    Bug(
+        "packets that have not been looked at are taken to have come",
         _FILE,
-        "  if (!entered) return;\n  shards.take(*entered, own);\n",
-        "  if (entered) shards.take(*entered, own);\n",
-        workload=_REFUSED,
-        seeds=40,
+        "at += kUnits * stride(), missing = wanted(at)) {",
+        "at += kUnits * stride(), missing = 0) {",
+        workload="gather packets",
     ),
     Bug(
         "B of the first share is loaded for every share",
