@@ -32,7 +32,6 @@ _GPC_GROUP_M, _GPC_WAVES = 4, 2
 _PACKET_RANKS = 8  # of a node: more would need more registers
 _PACKET_SHARDS = 16 << 10  # bytes of all shards, for each SM, up to which they travel in packets
 _TAGGED_MOST = 192  # columns of tiles: more leave no registers
-_TAGGED_WIDTH = 64  # of tiles whose rows come in tagged packets: of one width either kind, so that there are no more kernels
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -205,15 +204,14 @@ def _plan_with_packets(
     chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster)
     tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
-    tagged = asked.packets == 2 or (asked.packets is None and cluster == 1 and tile.block_n == _TAGGED_WIDTH)
-    if tagged and (cluster > 1 or tile.block_n > _TAGGED_MOST):
+    if asked.packets == 2 and (cluster > 1 or tile.block_n > _TAGGED_MOST):
         raise TilingError(
             f"{asked}: a CTA that takes its rows from tagged packets is alone, and has tiles of at most {_TAGGED_MOST} columns"
         )
     return AllGatherGemmPlan(
         *(problem, rows, chosen, tile, BLOCK_M, group_m, 1, 1, 1, size, shares, cluster),
         packets=True,
-        tagged=tagged,
+        tagged=asked.packets == 2,
         specialize=specialize,
     )
 

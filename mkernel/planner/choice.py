@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -34,6 +35,7 @@ _WIDTHS = (256, 192, 128, 64)
 _PAIRED_WIDTHS = (256, 128)  # of several ranks: the narrowest tiles load nearly as much of A as alone
 _PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (14,)  # beside what the rules have
+_TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
 _CLASSES = tuple(classes(EXAMINED_ROWS))
@@ -123,10 +125,16 @@ def _sharings(
 def _in_packets(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
-    """Where shards travel in packets: as in a world of one, without pairs."""
-    for width, shares in _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS, rules, may_win):
+    """Where shards travel in packets: as in a world of one, without pairs; in tagged ones, where each CTA takes its rows in few rounds."""
+    ways = _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS, rules, may_win)
+    for width, shares in itertools.chain([(rules.tile.block_n, rules.shares)], ways):
         tiling = Tiling(width, None, shares, 1)
-        yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
+        plan = allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
+        if plan != rules:
+            yield plan
+        if width == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
+            tagged = dataclasses.replace(tiling, packets=2)
+            yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tagged)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:

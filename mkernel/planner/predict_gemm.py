@@ -22,7 +22,9 @@ __all__ = ["least_seconds", "predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
-_ROUND = 0.35e-6  # in which consumers take rows from tagged packets: a guess, of a load from L2, most of which waits beside products
+# Fitted (docs/speed_log.md): what tagged packets save, because no counter is waited for, and each round but the first of those in which
+# consumers take rows.
+_UNCOUNTED, _ROUND = 2.1e-6, 1.2e-6
 # Fitted: from the last product until what comes after it has been done, beside what bytes take; the same of an all-reduce's results; and
 # how much more it is for pairs of CTAs, which wait for each other.
 _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
@@ -54,6 +56,16 @@ def waves(tiles: float, ctas: float) -> float:
     return math.ceil(tiles / ctas - 1e-9) if tiles > 0 else 0.0
 
 
+def joined(tiles: int, ctas: int, seconds: float, others: int, late: float) -> float:
+    """When ``tiles`` of so many seconds each are done by ``ctas``, and by others that come ``late``. Who is free takes the next one."""
+    turns = math.ceil(tiles / ctas)
+    if not others or late >= turns * seconds:
+        return turns * seconds
+    before = (turns - 1) * ctas  # tiles of all turns but the last
+    left = math.ceil((tiles - before) / others)  # of each of the others, if the last turn is to be theirs
+    return min(turns * seconds, max((turns - 1) * seconds, late + left * seconds))
+
+
 def _guess(machine: Machine, m: int, n: int, k: int) -> float:
     return 2.0 * m * n * k / (machine.sm_flops * machine.sms)
 
@@ -61,8 +73,12 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
+    others: int = 0, late: float = 0.0,
 ) -> _Work:  # fmt: skip
-    """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it."""
+    """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
+
+    ``others``: CTAs that come ``late``.
+    """
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
     steps = math.ceil(k / (shares * BLOCK_K))
@@ -79,6 +95,8 @@ def _work(
     turns = max(full + _HALF_TILE, tiles / ctas) if halved else waves(tiles, ctas)  # tiles were halved for fewer CTAs, if some join
     # The last tiles are fewer than there are CTAs.
     work = turns * cost.seconds if halved or rest < 1e-6 else full * cost.seconds + costs(active=rest).seconds
+    if others and not halved:
+        work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
     seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, turns * cost.tensor, turns * cost.load, memory)
 
@@ -106,26 +124,9 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
     shard = rows * k * ITEM
     passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
-    few = plan.taken * plan.cluster * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
-    helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
-    work = _work(
-        *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
-        halved=plan.slices > 1,
-        shares=plan.sizes.shares,
-        cluster=plan.cluster,
-        stages=plan.tile.stages,
-    )
-    if plan.sizes.shares > 1:
-        ctas = plan.taken * plan.sizes.shares * plan.cluster
-        work = work._replace(seconds=work.seconds + exchange_seconds(ctas, plan.plane_rows, block_n))
-    t = work.cost.seconds
-    if size == 1:
-        return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     entry = entered(machine, conditions, topology)
-    if plan.packets:
-        return _gathered_in_packets(plan, machine, start, entry, work)
-    begin, pushing, forwarding, one_chunk = start + entry, 0.0, 0.0, 0.0
-    if mates:
+    begin, pushing, one_chunk = start + entry, 0.0, 0.0
+    if mates and not plan.packets:
         # What has no CTA is pushed by a warp of each computing one. A chunk goes through one CTA.
         chunk = min(shard, plan.chunk_rows * k * ITEM) / plan.parts * mates
         most = machine.link if mates > 1 else machine.link_pair
@@ -133,6 +134,27 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         turns = waves(plan.chunks, intra) if intra else max(1.0, shard * mates / chunk / compute)  # warps of all CTAs share what they reach
         pushing = max(shard * mates / most, turns * chunk / own_rate)
         one_chunk = chunk / own_rate
+    few = plan.taken * plan.cluster * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
+    helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
+    work = _work(
+        *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
+        halved=plan.slices > 1,
+        shares=plan.sizes.shares,
+        cluster=plan.cluster,
+        stages=plan.stages_of(plan.load_rows),
+        others=intra if few and plan.cluster == nodes == 1 else 0,
+        late=entry + pushing,
+    )
+    if plan.sizes.shares > 1:
+        ctas = plan.taken * plan.sizes.shares * plan.cluster
+        work = work._replace(seconds=work.seconds + exchange_seconds(ctas, plan.plane_rows, block_n))
+    t = work.cost.seconds
+    if size == 1:
+        return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
+    if plan.packets:
+        return _gathered_in_packets(plan, machine, start, entry, work)
+    forwarding = 0.0
+    if mates:
         forwarding = shard * mates * (nodes - 1) / min(most, max(1, intra) * machine.cta_link)  # what comes from the rail peers
     # While the links carry what they can, tiles take longer.
     slowed = 1 + machine.beside * min(1.0, (pushing + forwarding) / work.seconds) * (0.5 if intra else 1.0)
@@ -170,7 +192,7 @@ def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float
     mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM * (1 + plan.tagged)
     link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
     of_tile = min(plan.plane_rows, BLOCK_M) * plan.problem.k / plan.sizes.shares * ITEM * 2  # bytes of tagged packets that a CTA reads
-    taken = plan.rounds * _ROUND + of_tile / machine.sm_load if plan.tagged else machine.flag
+    taken = max(0.0, machine.flag - _UNCOUNTED) + (plan.rounds - 1) * _ROUND + of_tile / machine.sm_load if plan.tagged else machine.flag
     gathered = entry + link + taken
     ahead = min(gathered, _AHEAD_BYTES * machine.sms / machine.memory)
     tiles = work.tensor / work.cost.tensor * work.cost.seconds
@@ -192,7 +214,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
         cluster=plan.cluster,
-        stages=plan.tile.stages,
+        stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
     )
     if plan.shares > 1:

@@ -1,7 +1,8 @@
 """Classes of rows: calls of one class use the same kernel, and share what was tuned. Arithmetic, the same on every rank.
 
-A class ends at a multiple of its step: 16 rows up to 256, 64 up to 2048, 128 up to 16384, and beyond that a 128th of the next power of two,
-so that there are about 64 classes per doubling however large a matrix is. The choice for a class is made for its largest number of rows.
+A class ends at a multiple of its step: 4 rows up to 16, 16 up to 256, 64 up to 2048, 128 up to 16384, and beyond that a 128th of the next
+power of two, so that there are about 64 classes per doubling however large a matrix is. The choice for a class is made for its largest
+number of rows.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ __all__ = ["EXAMINED_ROWS", "MOST_KERNELS", "MOST_ROWS", "class_of", "classes", 
 
 Kernel = TypeVar("Kernel")
 
-_STEPS = ((256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
-_ENDS = [end for first, (last, step) in zip((0, 256, 2048), _STEPS, strict=True) for end in range(first + step, last + 1, step)]
+_STEPS = ((16, 4), (256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
+_ENDS = [end for first, (last, step) in zip((0, 16, 256, 2048), _STEPS, strict=True) for end in range(first + step, last + 1, step)]
 _PER_POWER = 128
 MOST_ROWS = (1 << 31) - 1  # of a matrix
 MOST_KERNELS = 8  # of one N and K, however many classes there are

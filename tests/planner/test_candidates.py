@@ -67,7 +67,10 @@ def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int) 
             continue
         most = 1 if problem.canonical else min(sms // (tiles or 1), -(-problem.k // BLOCK_K) // 4)
         for shares in {1, most, max(2, most // 2), 2} if most >= 2 else {1}:
-            yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1))
+            plan = allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1))
+            yield plan
+            if width == 64 and plan.rounds <= 2:
+                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, packets=2))
 
 
 def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
