@@ -6,7 +6,7 @@
 // middle):
 //   scheduler         queue        the others         items: one part of one tile each, whose inputs are there; kStop at the end
 //   loading thread    stages       consumers          A and B of one k step, or some panels of a partial tile
-//   loading thread    tile_wanted  scheduler          the tile is nearly loaded: take the next one (of a sum of shares the consumers say so)
+//   loading thread    tile_wanted  scheduler          the tile is nearly loaded: take the next one
 //   consumers         blocks       storing thread     64 rows of a result or a partial tile, 128 bytes wide
 //   storing thread    announce     flag-raising warp  tiles whose stores are complete
 //   scheduler         entries      all that write     whether all ranks have entered the call

@@ -127,8 +127,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
     constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
     const bool is_last = part + 1 == op.parts(c) || op.steps(c, part + 1) == 0;
-    const bool adds_shares = Op::kShares && c.is_sum;  // then the consumers ask
-    if (steps == 0 ? part == 0 && !adds_shares : is_last && steps <= kAhead) ptx::mbarrier_arrive(&storage.tile_wanted);
+    if (steps == 0 ? part == 0 : is_last && steps <= kAhead) ptx::mbarrier_arrive(&storage.tile_wanted);
     const uint32_t ask_at = is_last && steps > kAhead ? steps - kAhead : kStop;
     const uint32_t begin = op.first_step(c) * Shape::kBlockK;
     int32_t a_k = op.a_k(c, part) + begin, k = part * steps * Shape::kBlockK + begin;

@@ -188,8 +188,6 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if constexpr (Op::kShares) {
       if (c.is_sum) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.add_shares(*entered, c);
-        // Not sooner: who has nothing to multiply would take one sum after the other, which wait here, while other CTAs get none.
-        if (ptx::thread_index() == kWarpgroup) ptx::mbarrier_arrive(&storage.tile_wanted);
         if (traces) trace.record(abi::kTraceReduce, tile, begin);
         continue;
       }

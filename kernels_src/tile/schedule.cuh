@@ -13,10 +13,16 @@ MK_DEVICE uint32_t given_tile(const Call& call, const Op& op) {
 
 // The tiles of this CTA, or of its pair, one after the other: those assigned to it, then one given by its index, then those it takes from the
 // counter that all CTAs of the rank share. Warp functions.
+//
+// Where CTAs share K, all begin at once and have as much to do, so that numbers are dealt: every CTA has each that is so many further as there are CTAs.
+// By the counter one that is a little sooner took several sums ahead, one after the other, and others none; and at the end nobody asks whether there
+// are more.
 template <class Config, class Op>
 class TileSource {
  public:
-  MK_DEVICE TileSource(const Call& call, const Op& op) : call_(call), op_(op), num_tiles_(op.num_tiles()) {}
+  MK_DEVICE TileSource(const Call& call, const Op& op) : call_(call), op_(op), num_tiles_(op.num_tiles()) {
+    if constexpr (Op::kShares) is_dealt_ = op.shares().shares > 1 && num_comm_ctas(op.p) == 0;
+  }
 
   MK_DEVICE bool take(uint32_t& tile) {  // false: there are no more
     tile = kStop;
@@ -29,7 +35,11 @@ class TileSource {
       own_ = kStop;
       tile = given_tile<Config>(call_, op_);  // a CTA that computes from the start has its first tile without an atomic
     }
-    if (tile == kStop) {
+    if (is_dealt_) {
+      if (tile == kStop) tile = last_ + ptx::cta_count() / kCluster;
+      last_ = tile;
+      ptx::sync_warp();  // all lanes have seen that a tile is wanted, before the next one may be
+    } else if (tile == kStop) {
       tile = ptx::lane_index() == 0 ? ptx::atomic_add(&control_block(call_.world)->tile_counter, 1) : 0;
       tile = ptx::broadcast(tile, 0) + (ptx::cta_count() - num_comm_ctas(op_.p)) / kCluster;
     }
@@ -40,6 +50,8 @@ class TileSource {
   static constexpr uint32_t kCluster = GemmShape<Config>::kCluster;
   const Call& call_;
   const Op& op_;
+  bool is_dealt_ = false;
+  uint32_t last_ = 0;             // of those dealt
   uint32_t num_tiles_, own_ = 0;  // how many tiles assigned to this CTA it has taken; kStop: all, and the one that it has by its index
 };
 

@@ -29,9 +29,9 @@ struct GemmStorage {
   };
   alignas(1024) Pipeline pipeline;
   alignas(1024) char result[kConsumerWarpgroups][Shape::kResultBuffers][kBlockBytes];
-  Handshake<Shape::kMostStages> stages;  // of the pipeline: loading thread, consumers
-  Handshake<kTileQueue> queue;           // of items: scheduler, all others
-  uint64_t tile_wanted;                  // completes once per tile: it is nearly loaded, or, of a sum of shares, added up
+  Handshake<Shape::kMostStages> stages;                          // of the pipeline: loading thread, consumers
+  Handshake<kTileQueue> queue;                                   // of items: scheduler, all others
+  uint64_t tile_wanted;                                          // completes once per tile: it is nearly loaded
   Handshake<Shape::kResultBuffers> blocks[kConsumerWarpgroups];  // of results: a consumer warpgroup, the storing thread
   EntryGate entries;
   TilePart item[kTileQueue];

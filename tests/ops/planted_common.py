@@ -91,11 +91,19 @@ COMMON = [
         sms=2,
     ),
     Bug(
-        "no tile is asked for after a sum of shares",
-        "tile/multiply.cuh",
-        "        if (ptx::thread_index() == kWarpgroup) ptx::mbarrier_arrive(&storage.tile_wanted);\n",
-        workload="shares",
+        "shares and sums are dealt one by one",
+        "tile/schedule.cuh",
+        "tile = last_ + ptx::cta_count() / kCluster;",
+        "tile = last_ + 1;",
+        workload="tagged packets shares",
+    ),
+    Bug(
+        "a lane may miss that a share is wanted",
+        "tile/schedule.cuh",
+        "      ptx::sync_warp();  // all lanes have seen that a tile is wanted, before the next one may be\n",
+        workload="tagged packets shares",
         found_as="deadlock",
+        seeds=40,
     ),
     # More stages where rows are few.
     Bug(
@@ -299,7 +307,7 @@ COMMON = [
     Bug(
         "no tile is asked for after a sum",
         "tile/load.cuh",
-        "steps == 0 ? part == 0 && !adds_shares : is_last",
+        "steps == 0 ? part == 0 : is_last",
         "steps != 0 && is_last",
         found_as="deadlock",
         world="2x2",
