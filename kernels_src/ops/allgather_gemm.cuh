@@ -307,14 +307,6 @@ struct Tiles : BasicOp<Config, Parameters> {
     return tagged().row(p.world, (c.m * Shape::kBlockM + row) * uint32_t(row_bytes(p)));
   }
   MK_DEVICE const char* taken_from(const Call& call, const Row& row, uint32_t k) const { return tagged().from(call, row, k * 2); }
-  template <uint32_t Most, class At>
-  MK_DEVICE void look_ahead(const Call& call, EntryGate& entries, Unit (&units)[Most], uint32_t wanted, const At& at) const {
-    tagged().look_ahead(call, entries, units, wanted, at);
-  }
-  template <uint32_t Most, class At>
-  MK_DEVICE bool take(const Entered& entered, Unit (&units)[Most], uint32_t wanted, const At& at) const {
-    return tagged().take(entered, units, wanted, at);
-  }
   MK_DEVICE bool keeps(const TileCoordinate& c) const { return p.keeps != 0 && c.n == 0; }  // in the gather buffer, by the first column
   MK_DEVICE void keep(const Entered& entered, const Row& row, uint32_t k, const ptx::Words& values) const {
     if (!row.is_own) ptx::store_global(shards().gathered(entered, 0, row.offset + k * 2), values);

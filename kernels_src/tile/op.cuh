@@ -97,13 +97,13 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   requires Same<decltype(Op::kTakes), const bool>;
   requires !Op::kTakes || requires(EntryGate& entries, typename Op::Unit(&units)[4], const char* (*at)(uint32_t),
                                    const typename Op::Row& row, const ptx::Words& values) {
-    { op.taken_rows(c) } -> Same<uint32_t>;                // valid ones of the tile
-    { op.taken_row(c, i) } -> Same<typename Op::Row>;      // one of them,
-    { op.taken_from(call, row, i) } -> Same<const char*>;  // and where its unit with value i is
-    op.look_ahead(call, entries, units, i, at);            // looks, while the gate is shut, and
-    { op.take(entered, units, i, at) } -> Same<bool>;      // waits for those whose bit is 1 in i, the caller's own not among them
-    { op.keeps(c) } -> Same<bool>;                         // whether what the tile brings is wanted besides,
-    op.keep(entered, row, i, values);                      // and where to
+    { op.taken_rows(c) } -> Same<uint32_t>;                     // valid ones of the tile
+    { op.taken_row(c, i) } -> Same<typename Op::Row>;           // one of them,
+    { op.taken_from(call, row, i) } -> Same<const char*>;       // and where its unit with value i is
+    op.tagged().look_ahead(call, entries, units, i, at);        // looks, while the gate is shut, and
+    { op.tagged().take(entered, units, i, at) } -> Same<bool>;  // waits for those whose bit is 1 in i, the caller's own not among them
+    { op.keeps(c) } -> Same<bool>;                              // whether what the tile brings is wanted besides,
+    op.keep(entered, row, i, values);                           // and where to
     requires Op::kParts == 1 && !Op::kAdds && !Op::kShortTiles && Config::kSlices == 1 && !GemmShape<Config>::kPaired;
   };
   requires Same<decltype(Op::kFinishes), const bool>;

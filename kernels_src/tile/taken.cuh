@@ -44,11 +44,11 @@ class TakenRounds {
   }
   // Looks again while this rank has not entered, until all of it has come.
   MK_DEVICE void look_ahead(EntryGate& entries) {
-    op_.look_ahead(call_, entries, units_, wanted(), [&](uint32_t i) { return at(i); });
+    op_.tagged().look_ahead(call_, entries, units_, wanted(), [&](uint32_t i) { return at(i); });
   }
   // Waits until all of it has come. False: the call has failed.
   MK_DEVICE bool wait(const Entered& entered) {
-    return op_.take(entered, units_, wanted(), [&](uint32_t i) { return at(i); });
+    return op_.tagged().take(entered, units_, wanted(), [&](uint32_t i) { return at(i); });
   }
   // Stores it in the stages from `stage` on. What lies behind the end of K is zero there, as TMA loads have it. `keeps`: and where the op wants it.
   MK_DEVICE void store(const Entered& entered, GemmStorage<Config>& storage, uint32_t stage, bool keeps) const {

@@ -84,11 +84,11 @@ def test_tuned_splits_are_shown_with_their_classes_of_rows(folder: Path, capsys:
             "2026-11-22",
             "yes",
         ]
-        for rows in ("1 to 16", "97 to 112", "3969 to 4096")
+        for rows in ("5 to 8", "97 to 112", "3969 to 4096")
     ] + [
         [
             "gemm_allreduce: b (2048, 8192) transposed, float16, partials float32, algorithm one_shot, 1x4 ranks",
-            "1 to 16",
+            "1 to 4",
             "intra_comm 12",
             "a GPU, 132 SMs, rc",
             "2026-11-22",

@@ -146,7 +146,10 @@ def test_a_line_of_the_table_is_what_calls_of_these_rows_do(op: str, world: Topo
     assert all(len(run.specs) == 1 for run in found), "a line is one kernel"
 
 
-def test_kernels_are_counted_with_and_without_what_is_compiled_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_counted_with_and_without_what_is_compiled_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_PLANNER", "rules")  # which choose either way
     arguments = ["allgather_gemm", "--world", "1x4", "--shapes", "8192x8192x2048", "--max-rows", "65536", "--specialize"]
     model.main([*arguments, "all"])
     specialized, dynamic = map(int, re.findall(r"(\d+) kernels?", capsys.readouterr().out))
