@@ -15,6 +15,13 @@ class Trace {
     }
   }
   MK_DEVICE uint64_t now() const { return capacity_ != 0 ? ptx::clock_ns() : 0; }
+  // The same, of an interval whose beginning waits in the buffer: where threads multiply there are no registers for it.
+  MK_DEVICE void begin() {
+    if (capacity_ != 0 && count_ + 1 < capacity_) records_[count_ + 1].begin = ptx::clock_ns();
+  }
+  MK_DEVICE void end(abi::TraceKind kind, uint32_t argument) {
+    if (capacity_ != 0 && count_ + 1 < capacity_) record(kind, argument, records_[count_ + 1].begin);
+  }
   MK_DEVICE void record(abi::TraceKind kind, uint32_t argument, uint64_t begin) {
     if (capacity_ == 0 || count_ + 1 >= capacity_) return;
     ++count_;

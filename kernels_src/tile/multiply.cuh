@@ -176,19 +176,18 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   RingPosition<Shape::kResultBuffers> block;
   Trace trace(call.world, 1);
   float d[Shape::kBlockN / 2];
-  uint64_t begin = 0;
 #pragma unroll 1
   while (true) {
     const TilePart item = take_item<Reader::kWarp>(storage, queue);
     const uint32_t part = item.number % Op::kParts, tile = item.number / Op::kParts;
     if (item.number == kStop) break;
-    if (part == 0) begin = trace.now();
+    if (traces && part == 0) trace.begin();
     // Packets of eight ranks leave no registers for what has been read: worked out again it costs none, and no time beside the loads.
     const TileCoordinate c = Op::kExchanges ? op.coordinate(tile) : known_place<Config, Op>(item);
     if constexpr (Op::kShares) {
       if (c.is_sum) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.add_shares(*entered, c);
-        if (traces) trace.record(abi::kTraceReduce, tile, begin);
+        if (traces) trace.end(abi::kTraceReduce, tile);
         continue;
       }
     }
@@ -222,19 +221,19 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if constexpr (Op::kExchanges) {
       if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
       if constexpr (Op::kStoresRows) {
-        if (traces) trace.record(abi::kTraceTile, tile, begin);
+        if (traces) trace.end(abi::kTraceTile, tile);
         continue;
       }
     }
     if constexpr (Op::kShares) {
       if (c.is_share) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.send_share(*entered, d, c);
-        if (traces) trace.record(abi::kTraceTile, tile, begin);
+        if (traces) trace.end(abi::kTraceTile, tile);
         continue;
       }
     }
     write_blocks(call, d, op, c, storage, warpgroup, block);
-    if (traces) trace.record(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile, begin);
+    if (traces) trace.end(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile);
   }
 }
 
