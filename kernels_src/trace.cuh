@@ -17,13 +17,13 @@ class Trace {
   MK_DEVICE uint64_t now() const { return capacity_ != 0 ? ptx::clock_ns() : 0; }
   // The same, of an interval whose beginning waits in the buffer: where threads multiply there are no registers for it.
   MK_DEVICE void begin() {
-    if (capacity_ != 0 && count_ + 1 < capacity_) records_[count_ + 1].begin = ptx::clock_ns();
+    if (has_room()) records_[count_ + 1].begin = ptx::clock_ns();
   }
   MK_DEVICE void end(abi::TraceKind kind, uint32_t argument) {
-    if (capacity_ != 0 && count_ + 1 < capacity_) record(kind, argument, records_[count_ + 1].begin);
+    if (has_room()) record(kind, argument, records_[count_ + 1].begin);
   }
   MK_DEVICE void record(abi::TraceKind kind, uint32_t argument, uint64_t begin) {
-    if (capacity_ == 0 || count_ + 1 >= capacity_) return;
+    if (!has_room()) return;
     ++count_;
     records_[count_].kind = kind;
     records_[count_].argument = argument;
@@ -33,6 +33,8 @@ class Trace {
   }
 
  private:
+  MK_DEVICE bool has_room() const { return capacity_ != 0 && count_ + 1 < capacity_; }
+
   uint32_t capacity_;
   uint32_t count_ = 0;
   abi::TraceRecord* records_ = nullptr;

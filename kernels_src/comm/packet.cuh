@@ -45,7 +45,7 @@ MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint3
   while (missing != 0) {
     missing = look_at_packets(v, missing, at);
     if (missing == 0) break;
-    uint32_t last = 0;
+    uint32_t last = 0;  // of those that are still missing
 #pragma unroll
     for (uint32_t i = 0; i < Most; ++i) {
       if ((missing >> i & 1) != 0) last = i;

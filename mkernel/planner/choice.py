@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
+from mkernel.planner.derived import replaced
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_load_rows
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
@@ -127,14 +127,13 @@ def _in_packets(
 ) -> Iterator[AllGatherGemmPlan]:
     """Where shards travel in packets: as in a world of one, without pairs; in tagged ones, where each CTA takes its rows in few rounds."""
     ways = _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS, rules, may_win)
-    for width, shares in itertools.chain([(rules.tile.block_n, rules.shares)], ways):
-        tiling = Tiling(width, None, shares, 1)
-        plan = allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
-        if plan != rules:
+    tilings = (Tiling(width, None, shares, 1) for width, shares in ways)
+    others = (allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling) for tiling in tilings)
+    for plan in itertools.chain([rules], others):
+        if plan is not rules:
             yield plan
-        if width == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
-            tagged = dataclasses.replace(tiling, packets=2)
-            yield allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tagged)
+        if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
+            yield replaced(plan, tagged=True)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import json
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ from mkernel.planner import choice
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.machine import H100, H200, RDMA, load, machine_named, save
 from mkernel.planner.predict import predict
-from mkernel.planner.predict_gemm import _last_own
+from mkernel.planner.predict_gemm import _last_own, joined
 from mkernel.planner.prediction import ALONE, BATCH, RESOURCES, tile_cost
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.row_classes import classes, most_chosen
@@ -252,3 +253,17 @@ def test_own_tiles_of_the_last_wave_are_those_of_the_order(rng: np.random.Genera
         groups, group, ctas = (int(most) for most in rng.integers(1, (12, 60, 90)))
         order = [own for i in range(groups) for own in [False] * group + [True] * (group if i else 0)] + [True] * group
         assert _last_own(groups * group, group, ctas) == sum(order[-ctas:])
+
+
+def test_who_is_free_takes_the_next_tile(rng: np.random.Generator) -> None:
+    """CTAs that have pushed come late, and are few: the end is that of a list of tiles, from which everyone takes one after the other."""
+    for _ in range(300):
+        ctas = int(rng.integers(1, 140))
+        tiles, others, late = int(rng.integers(1, 4 * ctas + 1)), int(rng.integers(0, ctas // 8 + 1)), float(rng.uniform(0, 5))
+        free, end = [0.0] * ctas + [late] * others, 0.0
+        heapq.heapify(free)
+        for _ in range(tiles):
+            done = heapq.heappop(free) + 1.0
+            end = max(end, done)
+            heapq.heappush(free, done)
+        assert joined(tiles, ctas, 1.0, others, late) == pytest.approx(end)
