@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import logging
 import re
 import struct
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -160,33 +163,30 @@ def structures(number: int = 77, kind: int = 2, *, alien: int = -1) -> tuple[Han
     return found, pair, [operations, parts]
 
 
-def held_by(words: list[int]) -> object:
-    """An object of Python whose own memory holds these words."""
+@contextlib.contextmanager
+def held_by(words: list[int]) -> Iterator[object]:
+    """An object of Python whose own memory holds these words, until Python, or its garbage collector, would take them for objects."""
     kind = type("Holder", (), {"__slots__": [f"word{place}" for place in range(len(words))]})
     thing: object = kind()
+    collects = gc.isenabled()
+    gc.disable()
     (ctypes.c_uint64 * len(words)).from_address(id(thing) + object.__basicsize__)[:] = words
-    return thing
-
-
-def cleared(thing: object) -> None:
-    """Take the words away before Python takes them for objects."""
-    ctypes.memset(id(thing) + object.__basicsize__, 0, type(thing).__basicsize__ - object.__basicsize__)
+    try:
+        yield thing
+    finally:
+        ctypes.memset(id(thing) + object.__basicsize__, 0, type(thing).__basicsize__ - object.__basicsize__)
+        if collects:
+            gc.enable()
 
 
 def find(words: list[int], number: int = 77, kind: Literal["RC", "SRD"] = "RC") -> Handles | None:
-    thing = held_by(words)
-    try:
+    with held_by(words) as thing:
         return handles.find(thing, number, kind)
-    finally:
-        cleared(thing)
 
 
 def find_route(words: list[int], pair: Handles) -> int | None:
-    thing = held_by(words)
-    try:
+    with held_by(words) as thing:
         return handles.find_route(thing, pair)
-    finally:
-        cleared(thing)
 
 
 def test_a_queue_pair_is_recognized(rng: np.random.Generator) -> None:
