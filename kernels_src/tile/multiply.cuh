@@ -1,6 +1,7 @@
 // The consumer warpgroups of a compute CTA: each multiplies 64 rows of a tile and adds what other ranks computed of it.
 #pragma once
 #include "tile/epilogue.cuh"
+#include "tile/pair.cuh"
 #include "tile/taken.cuh"
 #include "trace.cuh"
 
@@ -43,7 +44,7 @@ MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& 
   if constexpr (GemmShape<Config>::kPaired) {
     // To both CTAs, as stages of A and B.
     const uint32_t lane = ptx::lane_index();
-    if (lane < GemmShape<Config>::kCluster) ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);
+    if (lane < GemmShape<Config>::kCluster) Pair<Config>::give_back(&storage.stages.taken[stage.index], lane);
   } else {
     if (ptx::lane_index() == 0) storage.stages.take(stage);
   }
@@ -95,9 +96,9 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index();
   const bool reports = lane < Shape::kCluster;
-  const auto give_back = [&](uint64_t* taken) {  // to the CTA whose number is the lane's
+  const auto give_back = [&](uint64_t* taken) {
     if constexpr (Shape::kPaired) {
-      ptx::cluster_give_back(taken, lane);
+      Pair<Config>::give_back(taken, lane);
     } else {
       ptx::mbarrier_arrive(taken);
     }

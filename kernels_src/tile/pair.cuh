@@ -49,6 +49,16 @@ struct Pair {
     return item;
   }
 
+  // Gives a stage back to both CTAs: lanes 0 and 1 of a warp that has read it. The own CTA by an ordinary arrival: the way through the other one's
+  // takes longer, and the wider the tiles, the sooner their few stages are wanted again.
+  MK_DEVICE static void give_back(uint64_t* taken, uint32_t lane) {
+    if (lane == 0) {
+      ptx::mbarrier_arrive(taken);
+    } else {
+      ptx::cluster_give_back(taken, ptx::cluster_rank() ^ 1);
+    }
+  }
+
   // All threads, when one thread of each CTA has initialized its barriers, and when nothing more is to be done.
   MK_DEVICE static void begin() {
     if constexpr (kIs) {

@@ -32,7 +32,7 @@ from mkernel.planner.tiling import Tiling, TilingError
 __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
 _WIDTHS = (256, 192, 128, 64)
-_PAIRED_WIDTHS = (256, 128)  # of several ranks: the narrowest tiles load nearly as much of A as alone
+_PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly as much of A as alone
 _PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
@@ -40,7 +40,7 @@ _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
 _CLASSES = tuple(classes(EXAMINED_ROWS))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
-_WORTH_OF_TILES = 0.9  # and between ranks, by chunks or partial tiles, which predictions are as far off
+_WORTH_OF_TILES = 0.9  # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads alone
 
 
 class Ranked(NamedTuple):
@@ -96,7 +96,9 @@ def _gathers(
                 plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
                 if plan != rules:
                     yield plan
-            if width in _PAIRED_WIDTHS and _may_bind(problem, rows) and may_win(width, 2, 0):
+            # A warp that pushes stands in front of the loads of both CTAs of a pair.
+            pushed_by_warps = topology.num_nodes == 1 and not split.intra_comm
+            if width in _PAIRED_WIDTHS and not pushed_by_warps and _may_bind(problem, rows) and may_win(width, 2, 0):
                 pairs = Tiling(width, 1, 1, 2)
                 with contextlib.suppress(SplitError):  # few SMs
                     plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
@@ -244,15 +246,25 @@ def _fastest(
     def may_win(block_n: int, cluster: int, others: int) -> bool:
         return least(block_n, cluster, others) < below
 
-    allreduce, best = getattr(problem, "op", None) == ALLREDUCE, None
+    allreduce, rules, of_rules, best = getattr(problem, "op", None) == ALLREDUCE, None, math.inf, None
     for plan in candidates(problem, of_class, sm_count, specialize, may_win):
         is_allowed = kept is None or plan.spec in kept
-        if best is None:  # the rules' plan
-            best, worth = plan, _WORTH if problem.topology.size == 1 or plan.packets else _WORTH_OF_TILES
-            below = worth * _predicted(plan, machine).seconds if is_allowed else math.inf
-        elif is_allowed and (seconds := _predicted(plan, machine).seconds) < below:
+        if rules is None:
+            rules = best = plan
+            if is_allowed:
+                of_rules = _predicted(plan, machine).seconds
+                below = _WORTH * of_rules
+        elif is_allowed and (seconds := _predicted(plan, machine).seconds) < min(below, _worth(rules, plan) * of_rules):
             best, below = plan, seconds
     return best
+
+
+def _worth(rules: Any, plan: Any) -> float:
+    """The most that a plan may take of the rules' time, to be chosen instead."""
+    if rules.problem.topology.size == 1 or rules.packets:
+        return _WORTH
+    alike = (rules.tile.block_n, rules.split, rules.packets) == (plan.tile.block_n, plan.split, plan.packets)
+    return _WORTH if alike and plan.cluster > rules.cluster else _WORTH_OF_TILES
 
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:

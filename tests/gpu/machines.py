@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mkernel import env
 from tests.programs.memory import KINDS, NAN, host_plane
 
 __all__ = ["GpuMachine", "Machine"]
@@ -127,6 +128,8 @@ class GpuMachine(Machine):
         self._hold((1,), (1,), (self.xp.uint64(1000 * microseconds),))
 
     def capture(self, stream: int, library: str, body: Callable[[], None]) -> Callable[[], None]:
+        if self.world.num_nodes > 1 and env.EMULATED_ENGINE.get() == "sms":
+            return body  # plain calls, as on target cpu: no fabric of SMs would serve replays (docs/fabric.md)
         if library == "torch":
             graph = self.torch.cuda.CUDAGraph()
             # Relaxed: the engine of an emulated network copies meanwhile, in another thread of this process.

@@ -10,15 +10,15 @@ PAIRS = [
     Bug(
         "a stage is given back by the consumers of one CTA of a pair",
         "tile/multiply.cuh",
-        "ptx::cluster_give_back(taken, lane);",
+        "Pair<Config>::give_back(taken, lane);",
         "ptx::mbarrier_arrive(taken);",
         workload="pairs",
     ),
     Bug(
-        "a stage is given back to one CTA of a pair",
-        "tile/multiply.cuh",
-        "ptx::cluster_give_back(taken, lane);",
-        "ptx::cluster_give_back(taken, 0);",
+        "a stage is given back to the CTA itself twice, and not to its partner",
+        "tile/pair.cuh",
+        "ptx::cluster_give_back(taken, ptx::cluster_rank() ^ 1);",
+        "ptx::cluster_give_back(taken, ptx::cluster_rank());",
         workload="pairs",
     ),
     Bug(
@@ -83,14 +83,14 @@ PAIRS = [
     Bug(
         "a stage of partial tiles is given back by the consumers of one CTA of a pair",
         "tile/multiply.cuh",
-        "ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);",
+        "Pair<Config>::give_back(&storage.stages.taken[stage.index], lane);",
         "ptx::mbarrier_arrive(&storage.stages.taken[stage.index]);",
         workload="reduce pairs",
     ),
     Bug(
         "a stage of partial tiles is given back to one CTA of a pair",
         "tile/multiply.cuh",
-        "ptx::cluster_give_back(&storage.stages.taken[stage.index], lane);",
+        "Pair<Config>::give_back(&storage.stages.taken[stage.index], lane);",
         "ptx::cluster_give_back(&storage.stages.taken[stage.index], 0);",
         workload="reduce pairs",
     ),

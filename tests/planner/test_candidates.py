@@ -38,7 +38,8 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
         for split in [Split(intra_comm=ctas) for ctas in (0, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
             for width in WIDTHS:
                 yield allgather_gemm.make_plan(problem, rows, sms, split, GemmTile.deepest(width))
-                if topology.size > 1 and width in (256, 128) and may_bind(problem, rows):
+                pushed_by_warps = inside and not split.intra_comm
+                if topology.size > 1 and not pushed_by_warps and width in (256, 192, 128) and may_bind(problem, rows):
                     with contextlib.suppress(SplitError):
                         yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, 1, 1, 2))
         for width in WIDTHS if topology.size == 1 else ():
@@ -100,7 +101,7 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sms, split, tile, plan.tiles)
-            if width in (256, 128) and may_bind(problem, rows) and (problem.topology.size == 1 or not plan.everywhere):
+            if width in (256, 192, 128) and may_bind(problem, rows) and (problem.topology.size == 1 or not plan.everywhere):
                 with contextlib.suppress(SplitError, TilingError):
                     yield reduce.make_plan(problem, rows, sms, split, tiling=Tiling(width, cluster=2))
 

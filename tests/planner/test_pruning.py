@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkernel.planner import choice
+from mkernel.planner import choice, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.gemm import choose_load_rows
 from mkernel.planner.machine import H100, H200, Machine
@@ -17,6 +17,7 @@ from mkernel.planner.predict_gemm import least_seconds
 from mkernel.planner.prediction import ALONE
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.row_classes import class_of
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 
 SMS = 132
@@ -42,9 +43,24 @@ def thorough(problem: Any, rows: int, machine: Machine, kept: frozenset[Any] | N
     plans = list(choice.candidates(problem, rows, SMS))
     seconds = [predict(plan, machine).seconds for plan in plans]  # type: ignore[union-attr]
     allowed = [at for at, plan in enumerate(plans) if kept is None or plan.spec in kept] or [0]
-    best = min(allowed, key=seconds.__getitem__)
-    worth = choice._WORTH if problem.topology.size == 1 or plans[0].packets else choice._WORTH_OF_TILES
-    return plans[0] if 0 in allowed and seconds[best] >= worth * seconds[0] else plans[best]
+    if 0 not in allowed:
+        return plans[min(allowed, key=seconds.__getitem__)]
+    worth = [at for at in allowed[1:] if seconds[at] < choice._worth(plans[0], plans[at]) * seconds[0]]
+    return plans[min(worth, key=seconds.__getitem__, default=0)]
+
+
+def test_what_a_plan_must_save() -> None:
+    """Little where predictions are good, or as far off for both: between ranks for plans that differ in how B is loaded alone."""
+    world = Topology(2, 2)
+    problem = ReduceProblem(REDUCE_SCATTER, world, 2488, 5000, "bfloat16", True)
+    plans = {
+        (width, cluster): reduce.make_plan(problem, 4096, SMS, tiling=Tiling(width, cluster=cluster))
+        for width in (128, 256)
+        for cluster in (1, 2)
+    }
+    alone, pair, narrow = plans[256, 1], plans[256, 2], plans[128, 2]
+    assert choice._worth(alone, pair) == choice._WORTH > choice._WORTH_OF_TILES
+    assert choice._worth(alone, narrow) == choice._worth(pair, alone) == choice._WORTH_OF_TILES
 
 
 def differ(rng: np.random.Generator, world: Topology, count: int) -> int:
