@@ -1,5 +1,5 @@
-// gemm_allreduce, one-shot: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), for few rows. Included by the generated source after
-// `struct Config`. Everyone adds up the partial tiles of all ranks itself, in the order of the ranks: one step instead of two, more bytes. Inside a
+// gemm_allreduce, one-shot: C (M, N) = the sum over all ranks of A (M, K/W) * B (K/W, N), where little is sent. Included by the generated source
+// after `struct Config`. Everyone adds up the partial tiles of all ranks itself, in the order of the ranks: one step instead of two, more bytes. Inside a
 // node a tile goes to everyone by bulk stores; inter_send puts it to the rail peers, from whose heaps their node mates add it.
 #pragma once
 #include "comm/ring.cuh"

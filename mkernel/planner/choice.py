@@ -36,9 +36,14 @@ _PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly
 _PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
+# Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/speed_log.md).
+_ONE_STEP_BYTES = 64 << 20
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
-_CLASSES = tuple(classes(EXAMINED_ROWS))
+_PER_DOUBLING = 16  # classes that are examined, beyond 4096 rows: what is best changes slowly there
+_CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length() - 1) // _PER_DOUBLING) == 0)
+# How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
+_WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
 _WORTH_OF_TILES = 0.9  # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads alone
 
@@ -77,6 +82,8 @@ def candidates(
         yield from _gathers(problem, rows, sm_count, specialize, rules, may_win)
     else:
         yield from _reductions(problem, rows, sm_count, specialize, rules, may_win)
+        if problem.op == ALLREDUCE and problem.algorithm is None and problem.topology.num_nodes == 1 < problem.topology.size:
+            yield from _by_another_algorithm(problem, rows, sm_count, specialize, rules, may_win)
 
 
 def _gathers(
@@ -198,6 +205,19 @@ def _reductions(
                     yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
+def _by_another_algorithm(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+) -> Iterator[ReducePlan]:
+    """Of an all-reduce whose problem leaves it open."""
+    other, few = "two_shot" if rules.one_shot else "one_shot", reduce.are_few(problem, rows)
+    for width in _WIDTHS[:-1]:
+        if few or may_win(width, 1, 0):
+            tile = GemmTile.deepest(width, sent=True)
+            plan = reduce.make_plan(problem, rows, sm_count, Split(), tile, specialize=specialize, algorithm=other)
+            if plan.tile.block_n == width and (not plan.one_shot or plan.workspace_bytes <= _ONE_STEP_BYTES):
+                yield plan
+
+
 def _sharing(
     problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
 ) -> Iterator[ReducePlan]:
@@ -261,6 +281,8 @@ def _fastest(
 
 def _worth(rules: Any, plan: Any) -> float:
     """The most that a plan may take of the rules' time, to be chosen instead."""
+    if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
+        return _WORTH_OF_TILES
     if rules.problem.topology.size == 1 or rules.packets:
         return _WORTH
     alike = (rules.tile.block_n, rules.split, rules.packets) == (plan.tile.block_n, plan.split, plan.packets)
@@ -271,12 +293,17 @@ def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | No
     return list(dict.fromkeys(plan.spec for plan in candidates(problem, of_class, sm_count, specialize)))
 
 
-def _covering(wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kernel]]) -> frozenset[Kernel]:
+def _covering(
+    wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kernel]], weights: Sequence[float] | None = None
+) -> frozenset[Kernel]:
     """At most ``MOST_KERNELS`` kernels, one at least possible for each of the classes that want ``wanted``: those wanted most, if they do.
 
-    Where a class can have none of these, others that most such classes can have take the places of the last.
+    Where a class can have none of these, others that most such classes can have take the places of the last. ``weights``: of the classes.
     """
-    order = [kernel for kernel, _ in collections.Counter(wanted).most_common()]
+    votes: dict[Kernel, float] = {}
+    for kernel, weight in zip(wanted, weights or itertools.repeat(1.0), strict=False):
+        votes[kernel] = votes.get(kernel, 0.0) + weight
+    order = sorted(votes, key=lambda kernel: -votes[kernel])  # of equals the first
     for number in range(min(MOST_KERNELS, len(order)), -1, -1):
         kept = order[:number]
         left = [list(possible(at)) for at, kernel in enumerate(wanted) if kernel not in kept]
@@ -292,9 +319,9 @@ def _covering(wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kerne
 
 @functools.lru_cache(maxsize=64)
 def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None) -> frozenset[Any]:
-    """The kernels that the most classes of rows would choose: one N and K has no more of them."""
+    """The kernels that most numbers of rows would choose: one N and K has no more of them."""
     wanted = [_fastest(problem, rows, sm_count, machine, specialize).spec for rows in _CLASSES]
-    return _covering(wanted, functools.cache(lambda at: _kernels_of(problem, _CLASSES[at], sm_count, specialize)))
+    return _covering(wanted, functools.cache(lambda at: _kernels_of(problem, _CLASSES[at], sm_count, specialize)), _WEIGHTS)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -73,11 +73,11 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
-    others: int = 0, late: float = 0.0,
+    others: int = 0, late: float = 0.0, apart: bool = False,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
-    ``others``: CTAs that come ``late``.
+    ``others``: CTAs that come ``late``; ``apart``: as ``tile_cost`` has it.
     """
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
@@ -85,7 +85,7 @@ def _work(
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
-        tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow
+        tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow, apart=apart
     )
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -94,11 +94,13 @@ def _work(
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = max(full + _HALF_TILE, tiles / ctas) if halved else waves(tiles, ctas)  # tiles were halved for fewer CTAs, if some join
     # The last tiles are fewer than there are CTAs.
-    work = turns * cost.seconds if halved or rest < 1e-6 else full * cost.seconds + costs(active=rest).seconds
+    last = TileCost(0.0, 0.0, 0.0) if halved or rest < 1e-6 else costs(active=rest)
+    whole = turns if halved or rest < 1e-6 else full
+    tensor, load, work = (whole * of_one + of_last for of_one, of_last in zip(cost, last, strict=True))
     if others and not halved:
         work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
     seconds = blend(work, memory)
-    return _Work(tiles, cost, seconds, turns * cost.tensor, turns * cost.load, memory)
+    return _Work(tiles, cost, seconds, min(tensor, work), min(load, work), memory)
 
 
 def least_seconds(
@@ -144,6 +146,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         stages=plan.stages_of(plan.load_rows),
         others=intra if few and plan.cluster == nodes == 1 else 0,
         late=entry + pushing,
+        apart=size > 1 and not plan.packets,
     )
     if plan.sizes.shares > 1:
         ctas = plan.taken * plan.sizes.shares * plan.cluster
@@ -216,6 +219,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         cluster=plan.cluster,
         stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
+        apart=size > 1 and not plan.packets,
     )
     if plan.shares > 1:
         work = work._replace(seconds=work.seconds + exchange_seconds(plan.tiles * plan.shares, rows, plan.tile.block_n))
@@ -244,15 +248,20 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
 
 
 def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start: float, work: _Work) -> Prediction:
-    """Everyone sends its partial tiles to its node and its rail, and adds all ranks'."""
+    """Everyone sends its partial tiles to its node and its rail, wave by wave, and when all are multiplied adds all ranks'."""
     topology = plan.problem.topology
     result, mates = plan.tiles * plan.partial_bytes, topology.ranks_per_node - 1
     entry = entered(machine, conditions, topology)
     # Tiles go to the node mates, and those of the other rails, which have come to the mates, are read from there.
-    link = result * mates * topology.num_nodes / (machine.link if mates > 1 else machine.link_pair)
-    adding = waves(plan.tiles, plan.split.compute or 1) * topology.size * plan.partial_bytes / machine.add
+    filled = plan.rows / (plan.tile_rows * BLOCK_M)  # of tiles, by rows that there are: the others are left out
+    link = result * filled * mates * topology.num_nodes / (machine.link if mates > 1 else machine.link_pair)
+    turns = max(1.0, waves(plan.tiles, plan.split.compute or 1))
+    adding = turns * topology.size * plan.partial_bytes / machine.add
+    worked = work.seconds * (1 + machine.beside * min(1.0, link / work.seconds))
     network = sent(machine, topology, result, plan.put_bytes)
-    seconds = start + max(entry, work.seconds) + max(link + machine.flag, network.arrived) + adding
+    last_sent = max(max(entry, worked / turns) + link, max(entry, worked) + link / turns)
+    last = max(last_sent + machine.flag, max(entry, worked) + network.arrived) + adding / turns
+    seconds = start + max(last, max(entry, worked) + adding)
     return Prediction(
         seconds, work.tensor, work.load, work.memory, link, network.paced, start, network.engine, adding, entry
     )  # fmt: skip

@@ -18,6 +18,8 @@ _BLEND = 3.0
 # How much of what all SMs load is read from L2, by columns of a tile: what neighbours ask for at the same time is read once. By ncu
 # (lts__t_sectors_op_read of l1tex__m_xbar2l1tex_read_bytes, an H100, 2212 x 2560 x 7424; docs/model.md).
 _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
+# The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
+_READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _READ_MISALIGNED = 1.6  # fitted: so many times as much where rows do not begin at multiples of 128 bytes
 _ROW_SECONDS, _SPLIT_ROW = 1.2e-9, 1.5  # fitted: TMA takes so long for a row of 128 bytes, and more where it lies in two lines
 _SECTOR = 32  # bytes
@@ -96,13 +98,14 @@ def blend(*seconds: float) -> float:
 
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
-    stages: int = 0, active: float = 0.0, shallow: bool = False,
+    stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
     ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
     that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
-    tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for.
+    tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
+    step, because they also wait for other ranks.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -117,7 +120,8 @@ def tile_cost(
     load = max(load, rows * _ROW_SECONDS * steps)
     # Rows that begin within a sector are one more; pairs ask at different times, so that nothing but their common columns is read once.
     sectors = load_rows * (1.25 if k * ITEM % _SECTOR else 1.0) + block_n / cluster * (1.25 if n * ITEM % _SECTOR else 1.0)
-    read = min(1.0, _READ[block_n] * (_READ_MISALIGNED if split_a or split_b else 1.0)) if cluster == 1 else 1.0
+    of_width = (_READ_APART if apart else _READ)[block_n]
+    read = min(1.0, of_width * (_READ_MISALIGNED if split_a or split_b else 1.0)) if cluster == 1 else 1.0
     load = max(load, read * sectors * BLOCK_K * ITEM * steps * active / machine.l2)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)

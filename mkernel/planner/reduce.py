@@ -77,11 +77,13 @@ def make_plan(
     group_tiles: int | None = None,
     specialize: str | Iterable[str] | None = None,
     tiling: Tiling | None = None,
+    algorithm: str | None = None,
 ) -> ReducePlan:
     """The plan for ``rows`` rows of a rank's result on a device with ``sm_count`` SMs. All choices are those for the most of their class.
 
     ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what tiles cover, where it is asked for. Of a reduce-scatter a
-    ``span`` of 1 asks for partial tiles that are copied in bulk, too, and one of all ranks for packets.
+    ``span`` of 1 asks for partial tiles that are copied in bulk, too, and one of all ranks for packets. ``algorithm``: of an all-reduce
+    whose problem leaves it open, not in pairs of CTAs.
 
     Raises
     ------
@@ -96,11 +98,11 @@ def make_plan(
         asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
-    plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
+    plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked, algorithm)
     if (asked.shares is None and plan.shares > 1) or (asked.cluster is None and plan.cluster > 1):
         room = _room(problem, sm_count, fields)
         asked = dataclasses.replace(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
-        plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked)
+        plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked, algorithm)
     return plan.of_rows(rows)
 
 
@@ -144,9 +146,10 @@ def _plan_of_class(
     group_tiles: int | None,
     specialize: Specialized,
     asked: Tiling,
+    algorithm: str | None = None,
 ) -> ReducePlan:
     scatters, topology, cluster = problem.op == REDUCE_SCATTER, problem.topology, asked.cluster or 1
-    algorithm = "two_shot" if scatters or cluster > 1 else problem.algorithm
+    algorithm = "two_shot" if scatters or cluster > 1 else problem.algorithm or algorithm
     algorithm = algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
     wanted, tail, given = split or Split(), _TAIL if topology.size > 1 else 0.0, tile
     if tile is None:

@@ -50,6 +50,7 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
         return
     yield from every_reduction(problem, rows, sms)
+    yield from every_all_reduce_by_the_other_algorithm(problem, rows, sms)
 
 
 def alike(plan: Any) -> Any:
@@ -104,6 +105,17 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
             if width in (256, 192, 128) and may_bind(problem, rows) and (problem.topology.size == 1 or not plan.everywhere):
                 with contextlib.suppress(SplitError, TilingError):
                     yield reduce.make_plan(problem, rows, sms, split, tiling=Tiling(width, cluster=2))
+
+
+def every_all_reduce_by_the_other_algorithm(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
+    if problem.op != ALLREDUCE or problem.topology.num_nodes > 1 or problem.topology.size == 1:
+        return
+    other = "two_shot" if reduce.make_plan(problem, rows, sms).one_shot else "one_shot"
+    for width in WIDTHS[:-1]:
+        plan = reduce.make_plan(problem, rows, sms, Split(), GemmTile.deepest(width, sent=True), algorithm=other)
+        assert plan.algorithm == other
+        if plan.tile.block_n == width and (other == "two_shot" or plan.workspace_bytes <= 64 << 20):
+            yield plan
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

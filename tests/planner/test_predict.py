@@ -222,6 +222,15 @@ def test_kernels_that_are_kept_leave_no_class_without_one(rng: np.random.Generat
     assert rare, "the most wanted were enough: nothing was shown"
 
 
+def test_thousands_of_rows_do_not_outvote_tens() -> None:
+    """Most classes are of thousands of rows. By classes alone the kernel of the first one would be left out here."""
+    assert sum(choice._WEIGHTS) == pytest.approx(math.log(choice._CLASSES[-1] + 1))
+    wanted = [8, *(at % 8 for at in range(len(choice._CLASSES) - 1))]
+    everywhere = [list(range(9))] * len(wanted)
+    assert 8 in choice._covering(wanted, everywhere.__getitem__, choice._WEIGHTS)
+    assert 8 not in choice._covering(wanted, everywhere.__getitem__)
+
+
 # ---- machines
 def test_a_machine_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
