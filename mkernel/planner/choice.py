@@ -134,12 +134,18 @@ def _sharings(
 def _in_packets(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
-    """Where shards travel in packets: as in a world of one, without pairs; in tagged ones, where each CTA takes its rows in few rounds."""
-    ways = _sharings(problem, rows * problem.topology.size, sm_count, _WIDTHS, rules, may_win)
-    tilings = (Tiling(width, None, shares, 1) for width, shares in ways)
-    others = (allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling) for tiling in tilings)
-    for plan in itertools.chain([rules], others):
-        if plan is not rules:
+    """Where shards travel in packets: as in a world of one; in tagged ones, where each CTA takes its rows in few rounds."""
+    all_rows = rows * problem.topology.size
+    alone = (Tiling(width, None, shares, 1) for width, shares in _sharings(problem, all_rows, sm_count, _WIDTHS, rules, may_win))
+    widths = _PAIRED_WIDTHS if _may_bind(problem, all_rows) else ()
+    pairs = (Tiling(width, None, 1, 2) for width in widths if may_win(width, 2, 0))
+    for tiling in itertools.chain([None], alone, pairs):
+        plan = rules
+        if tiling is not None:
+            try:
+                plan = allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
+            except SplitError:  # one SM is no pair
+                continue
             yield plan
         if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
             yield replaced(plan, tagged=True)

@@ -73,6 +73,10 @@ def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int) 
             yield plan
             if width == 64 and plan.rounds <= 2:
                 yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, packets=2))
+    if may_bind(problem, rows * problem.topology.size):
+        for width in (256, 192, 128):
+            with contextlib.suppress(SplitError):
+                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, 2))
 
 
 def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
