@@ -248,6 +248,22 @@ def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> R
     return Ranked(prediction.seconds, plan)
 
 
+def _is_left_out(plan: Any, specialize: str | None) -> bool:
+    """Of kernels for any N and K between ranks there are sixteen at most: whether this is one of those that are seldom the fastest."""
+    if parse(specialize, allgather_gemm.SPECIALIZED) & {"n", "k"} or plan.problem.topology.size == 1:
+        return False
+    width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
+    if plan.cluster > 1:
+        return bool(width == _PAIRED_WIDTHS[-1] or plan.packets)
+    if plan.shares > 1:
+        return bool(width > _WIDTHS[-2])
+    if not gathers or plan.tagged:
+        return False
+    if plan.packets:
+        return bool(width == _WIDTHS[0])
+    return bool(width == _WIDTHS[-1] or (not plan.split.intra_comm and width < _WIDTHS[0]))
+
+
 @functools.lru_cache(maxsize=4096)
 def _fastest(
     problem: Any,
@@ -274,7 +290,7 @@ def _fastest(
 
     allreduce, rules, of_rules, best = getattr(problem, "op", None) == ALLREDUCE, None, math.inf, None
     for plan in candidates(problem, of_class, sm_count, specialize, may_win):
-        is_allowed = kept is None or plan.spec in kept
+        is_allowed = plan.spec in kept if kept is not None else not _is_left_out(plan, specialize)
         if rules is None:
             rules = best = plan
             if is_allowed:
@@ -296,7 +312,9 @@ def _worth(rules: Any, plan: Any) -> float:
 
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:
-    return list(dict.fromkeys(plan.spec for plan in candidates(problem, of_class, sm_count, specialize)))
+    plans = list(candidates(problem, of_class, sm_count, specialize))
+    known = [plan.spec for plan in plans if not _is_left_out(plan, specialize)]
+    return list(dict.fromkeys(known or [plan.spec for plan in plans]))
 
 
 def _covering(

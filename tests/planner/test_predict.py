@@ -209,6 +209,35 @@ def test_a_table_has_few_kernels(ranks: int, rng: np.random.Generator) -> None:
             assert len({plan.spec for plan in plans}) <= 8
 
 
+def kernels_of_all(world: Topology, rng: np.random.Generator) -> int:
+    """How many kernels an op of the world needs for many dims, N and K at run time."""
+    found: dict[str, set[Any]] = {}
+    for _ in range(8):
+        n, k = (int(unit) * int(2 ** rng.uniform(9, 14) / unit) for unit in rng.choice((8, 128), 2))
+        for problem in problems(world, n, k):
+            kernels = found.setdefault(f"{type(problem)} {getattr(problem, 'op', '')}", set())
+            kernels |= {choice.choose(problem, rows, 132, H100, "none").spec for rows in choice._CLASSES[::9]}
+    return max(map(len, found.values()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_all_n_and_k_have_few_kernels(ranks: int, rng: np.random.Generator) -> None:
+    assert kernels_of_all(Topology(ranks, ranks), rng) <= 16
+
+
+@pytest.mark.slow
+def test_with_kernels_that_are_seldom_the_fastest_there_would_be_more(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_is_left_out", lambda plan, specialize: False)
+    caches = (choice._fastest, choice._kept, choice.choose)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        assert any(kernels_of_all(Topology(2, 2), rng) > 16 for _ in range(10))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
 def test_kernels_that_are_kept_leave_no_class_without_one(rng: np.random.Generator) -> None:
     """Classes that want rare kernels may be able to have none of those that most others want."""
     rare = 0
