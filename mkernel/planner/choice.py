@@ -36,7 +36,7 @@ _PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly
 _PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
-# Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/speed_log.md).
+# Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
