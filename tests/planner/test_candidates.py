@@ -33,6 +33,8 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
         rules = allgather_gemm.make_plan(problem, rows, sms)
         yield rules
         if rules.packets:
+            if rules.tile.block_n == 64 and rules.rounds <= 2:  # also where the rules share K among other numbers of CTAs
+                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(64, None, rules.shares, 1, packets=2))
             yield from every_gather_in_packets(problem, rows, sms)
             return
         for split in [Split(intra_comm=ctas) for ctas in (0, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
