@@ -98,13 +98,13 @@ def _gathers(
         return
     most = max(1, sm_count // 4)
     for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if topology.num_nodes == 1 else [Split()]:
+        # A warp that pushes stands in front of the loads of both CTAs of a pair.
+        pushed_by_warps = topology.num_nodes == 1 and not split.intra_comm
         for width in _WIDTHS:
             if may_win(width, 1, 0):
                 plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
                 if plan != rules:
                     yield plan
-            # A warp that pushes stands in front of the loads of both CTAs of a pair.
-            pushed_by_warps = topology.num_nodes == 1 and not split.intra_comm
             if width in _PAIRED_WIDTHS and not pushed_by_warps and _may_bind(problem, rows) and may_win(width, 2, 0):
                 pairs = Tiling(width, 1, 1, 2)
                 with contextlib.suppress(SplitError):  # few SMs
@@ -214,7 +214,7 @@ def _reductions(
 def _by_another_algorithm(
     problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
 ) -> Iterator[ReducePlan]:
-    """Of an all-reduce whose problem leaves it open."""
+    """Plans of an all-reduce, whose problem leaves it open, by the algorithm that the rules did not choose."""
     other, few = "two_shot" if rules.one_shot else "one_shot", reduce.are_few(problem, rows)
     for width in _WIDTHS[:-1]:
         if few or may_win(width, 1, 0):
@@ -248,9 +248,9 @@ def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> R
     return Ranked(prediction.seconds, plan)
 
 
-def _is_left_out(plan: Any, specialize: str | None) -> bool:
-    """Of kernels for any N and K between ranks there are sixteen at most: whether this is one of those that are seldom the fastest."""
-    if parse(specialize, allgather_gemm.SPECIALIZED) & {"n", "k"} or plan.problem.topology.size == 1:
+def _is_left_out(plan: Any) -> bool:
+    """Whether a plan's kernel is for any N and K between ranks, of which there are sixteen at most, and seldom the fastest."""
+    if plan.specialize & {"n", "k"} or plan.problem.topology.size == 1:
         return False
     width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
     if plan.cluster > 1:
@@ -290,7 +290,7 @@ def _fastest(
 
     allreduce, rules, of_rules, best = getattr(problem, "op", None) == ALLREDUCE, None, math.inf, None
     for plan in candidates(problem, of_class, sm_count, specialize, may_win):
-        is_allowed = plan.spec in kept if kept is not None else not _is_left_out(plan, specialize)
+        is_allowed = plan.spec in kept if kept is not None else not _is_left_out(plan)
         if rules is None:
             rules = best = plan
             if is_allowed:
@@ -313,7 +313,7 @@ def _worth(rules: Any, plan: Any) -> float:
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:
     plans = list(candidates(problem, of_class, sm_count, specialize))
-    known = [plan.spec for plan in plans if not _is_left_out(plan, specialize)]
+    known = [plan.spec for plan in plans if not _is_left_out(plan)]
     return list(dict.fromkeys(known or [plan.spec for plan in plans]))
 
 

@@ -94,8 +94,7 @@ def _work(
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = max(full + _HALF_TILE, tiles / ctas) if halved else waves(tiles, ctas)  # tiles were halved for fewer CTAs, if some join
     # The last tiles are fewer than there are CTAs.
-    last = TileCost(0.0, 0.0, 0.0) if halved or rest < 1e-6 else costs(active=rest)
-    whole = turns if halved or rest < 1e-6 else full
+    whole, last = (turns, TileCost(0.0, 0.0, 0.0)) if halved or rest < 1e-6 else (full, costs(active=rest))
     tensor, load, work = (whole * of_one + of_last for of_one, of_last in zip(cost, last, strict=True))
     if others and not halved:
         work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
@@ -259,9 +258,10 @@ def _one_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     adding = turns * topology.size * plan.partial_bytes / machine.add
     worked = work.seconds * (1 + machine.beside * min(1.0, link / work.seconds))
     network = sent(machine, topology, result, plan.put_bytes)
-    last_sent = max(max(entry, worked / turns) + link, max(entry, worked) + link / turns)
-    last = max(last_sent + machine.flag, max(entry, worked) + network.arrived) + adding / turns
-    seconds = start + max(last, max(entry, worked) + adding)
+    first, multiplied = max(entry, worked / turns), max(entry, worked)  # when the first wave is done, and all
+    last_sent = max(first + link, multiplied + link / turns)
+    last = max(last_sent + machine.flag, multiplied + network.arrived) + adding / turns
+    seconds = start + max(last, multiplied + adding)
     return Prediction(
         seconds, work.tensor, work.load, work.memory, link, network.paced, start, network.engine, adding, entry
     )  # fmt: skip

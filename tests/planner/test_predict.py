@@ -227,7 +227,7 @@ def test_all_n_and_k_have_few_kernels(ranks: int, rng: np.random.Generator) -> N
 
 @pytest.mark.slow
 def test_with_kernels_that_are_seldom_the_fastest_there_would_be_more(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_is_left_out", lambda plan, specialize: False)
+    monkeypatch.setattr(choice, "_is_left_out", lambda plan: False)
     caches = (choice._fastest, choice._kept, choice.choose)
     for cache in caches:
         cache.cache_clear()

@@ -42,7 +42,8 @@ def thorough(problem: Any, rows: int, machine: Machine, kept: frozenset[Any] | N
     """The choice among all plans."""
     plans = list(choice.candidates(problem, rows, SMS))
     seconds = [predict(plan, machine).seconds for plan in plans]  # type: ignore[union-attr]
-    allowed = [at for at, plan in enumerate(plans) if kept is None or plan.spec in kept] or [0]
+    may_be = [plan.spec in kept if kept is not None else not choice._is_left_out(plan) for plan in plans]
+    allowed = [at for at, is_allowed in enumerate(may_be) if is_allowed] or [0]
     if 0 not in allowed:
         return plans[min(allowed, key=seconds.__getitem__)]
     worth = [at for at in allowed[1:] if seconds[at] < choice._worth(plans[0], plans[at]) * seconds[0]]
