@@ -216,7 +216,7 @@ def kernels_of_all(world: Topology, rng: np.random.Generator) -> int:
         n, k = (int(unit) * int(2 ** rng.uniform(9, 14) / unit) for unit in rng.choice((8, 128), 2))
         for problem in problems(world, n, k):
             kernels = found.setdefault(f"{type(problem)} {getattr(problem, 'op', '')}", set())
-            kernels |= {choice.choose(problem, rows, 132, H100, "none").spec for rows in choice._CLASSES[::9]}
+            kernels |= {choice.choose(problem, rows, 132, H100, "none").spec for rows in choice._CLASSES[::3]}
     return max(map(len, found.values()))
 
 
