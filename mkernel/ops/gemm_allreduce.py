@@ -54,7 +54,7 @@ def gemm_allreduce(
         bytes.
     algorithm
         ``"one_shot"``: everyone adds up what all ranks have sent; ``"two_shot"``: every tile has an owner that adds it up, and
-        from which the others get it. None: by world and size.
+        from which the others get it. None: by world, size, and the roles that ``split`` names.
 
     Returns
     -------

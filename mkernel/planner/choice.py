@@ -178,7 +178,7 @@ def _reductions(
 ) -> Iterator[ReducePlan]:
     topology = problem.topology
     most = max(1, sm_count // 4)
-    pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size
+    pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size and not rules.one_shot
     # Partial tiles of 64 columns take up to twice as long as predicted: many small stores, and flags, over the links.
     widths = _WIDTHS if topology.size == 1 and rows <= _FEW_ROWS else _WIDTHS[:-1]
     if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
@@ -194,12 +194,9 @@ def _reductions(
             tile, paired = GemmTile.deepest(width, sent=True), width in _PAIRED_WIDTHS and _may_bind(problem, rows)
             if not (may_share or may_win(width, 1, pulling) or (paired and may_win(width, 2, pulling))):
                 continue
-            try:
-                # Where everyone adds up everything, groups are those of the tile that was made narrower.
-                known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
-                plan = rules if known else reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
-            except SplitError:  # in one step nobody pulls
-                break
+            # Where everyone adds up everything, groups are those of the tile that was made narrower.
+            known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
+            plan = rules if known else reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
             if plan.tile.block_n == width and plan != rules:  # packets, and one step, have no wider tiles than 128 columns
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -34,7 +35,7 @@ from mkernel.planner.reduce_problem import (
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, class_of, classes
 from mkernel.planner.spans import Product, choose_shares
 from mkernel.planner.specialize import Specialized, parse
-from mkernel.planner.split import Split
+from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
@@ -150,7 +151,16 @@ def _plan_of_class(
 ) -> ReducePlan:
     scatters, topology, cluster = problem.op == REDUCE_SCATTER, problem.topology, asked.cluster or 1
     algorithm = "two_shot" if scatters or cluster > 1 else problem.algorithm or algorithm
-    algorithm = algorithm or choose_algorithm(topology, rows, problem.n, canonical=problem.canonical)
+    if algorithm is None:
+        first, *others = _algorithms(problem, rows, split)
+        make = functools.partial(_plan_of_class, problem, rows, sm_count, split, tile, group_tiles, specialize, asked)
+        try:
+            return make(first)
+        except SplitError:
+            for other in others:
+                with contextlib.suppress(SplitError):
+                    return make(other)
+            raise
     wanted, tail, given = split or Split(), _TAIL if topology.size > 1 else 0.0, tile
     if tile is None:
         tile_rows, owners = math.ceil(rows / BLOCK_M), topology.size if scatters else 1
@@ -182,6 +192,16 @@ def _plan_of_class(
     chosen = pairs.complete(wanted, default, sm_count, (), cluster)
     interleaved = saturates_link(plan, sm_count)
     return replaced(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
+
+
+def _algorithms(problem: ReduceProblem, rows: int, split: Split | None) -> list[str]:
+    """Algorithms of an all-reduce that leaves it open, the better one first. The other one may have the roles that ``split`` names.
+
+    So a split that fits many rows fits fewer, for which one step would be faster.
+    """
+    found = choose_algorithm(problem.topology, rows, problem.n, canonical=problem.canonical)
+    others = [] if split is None else [one for one in ALGORITHMS if one != found]
+    return [found, *(one for one in others if not problem.canonical or sums_by_node(one, problem.topology))]
 
 
 def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int | None) -> Iterator[ReducePlan]:

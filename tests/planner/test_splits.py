@@ -1,0 +1,71 @@
+"""A split that fits a number of rows fits fewer, too: a plan is prepared for all of them, and a program changes M with every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel.ops.op import find
+from mkernel.planner import reduce
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling
+from mkernel.planner.topology import Topology
+
+WORLDS = [Topology(1, 1), Topology(2, 2), Topology(4, 4), Topology(2, 1), Topology(4, 2), Topology(6, 2)]
+GATHER = "allgather_gemm"
+
+
+def drawn(rng: np.random.Generator, world: Topology, op: str) -> tuple[Any, int, Split]:
+    """A problem, how many SMs there are, and a split that names some roles; mostly those that are."""
+    n, k = (8 * int(2 ** rng.uniform(0, 10)) for _ in range(2))
+    sms, row_major, canonical = int(rng.choice((4, 8, 78, 132))), bool(rng.random() < 0.7), bool(rng.random() < 0.3)
+    if op == GATHER:
+        problem: Any = AllGatherGemmProblem(world, n, k, "bfloat16", row_major, canonical)
+    else:
+        partials = str(rng.choice(("output", "float32")))
+        algorithm = None if op != ALLREDUCE or canonical or rng.random() < 0.7 else str(rng.choice(ALGORITHMS))
+        problem = ReduceProblem(op, world, n, k, "bfloat16", row_major, partials, algorithm, canonical)
+    roles = [None if rng.random() < 0.5 else int(rng.choice((0, 1, 2))) for _ in range(3)]
+    compute = None if rng.random() < 0.7 else int(rng.integers(1, sms + 1))
+    return problem, sms, Split(compute, *roles)
+
+
+def fits(op: str, problem: Any, rows: int, sms: int, split: Split) -> bool:
+    try:
+        return bool(find(op).make_plan(problem, rows, sms, split).split.compute)
+    except SplitError:
+        return False
+
+
+@pytest.mark.parametrize("op", [GATHER, REDUCE_SCATTER, ALLREDUCE])
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world.num_nodes}x{world.ranks_per_node}")
+def test_a_split_that_fits_many_rows_fits_fewer(world: Topology, op: str, rng: np.random.Generator) -> None:
+    verdicts = set()
+    for _ in range(40):
+        problem, sms, split = drawn(rng, world, op)
+        found = {rows: fits(op, problem, rows, sms, split) for rows in sorted(int(2 ** rng.uniform(0, 17)) for _ in range(8))}
+        assert sorted(found.values(), reverse=True) == list(found.values()), f"{problem}, {sms} SMs, {split}: {found}"
+        verdicts |= set(found.values())
+    assert verdicts == {True, False}, "both were drawn"
+
+
+def test_an_open_all_reduce_has_the_roles_that_a_split_names() -> None:
+    """In one step nobody pulls, and nobody adds up what other nodes send."""
+    node, nodes = (ReduceProblem(ALLREDUCE, world, 512, 512, "bfloat16", True) for world in (Topology(2, 2), Topology(4, 2)))
+    assert reduce.make_plan(node, 8, 132).one_shot, "which few rows are otherwise"
+    assert not reduce.make_plan(node, 8, 132, Split(intra_comm=4)).one_shot
+    assert reduce.make_plan(node, 8, 132, Split(intra_comm=0)).one_shot
+    assert not reduce.make_plan(nodes, 8, 132, Split(inter_reduce=4)).one_shot
+    assert not reduce.make_plan(node, 1 << 16, 132).one_shot, "which many rows are otherwise"
+    assert reduce.make_plan(node, 1 << 16, 132, Split(intra_comm=0)).one_shot
+    with pytest.raises(SplitError):
+        reduce.make_plan(
+            ReduceProblem(ALLREDUCE, Topology(2, 2), 512, 512, "bfloat16", True, algorithm="one_shot"), 8, 132, Split(intra_comm=4)
+        )
+    with pytest.raises(SplitError):  # as the choice asks for it
+        reduce.make_plan(node, 8, 132, Split(intra_comm=4), algorithm="one_shot")
+    assert reduce.make_plan(node, 300, 132, Split(intra_comm=4), tiling=Tiling(cluster=2)).cluster == 2
