@@ -440,6 +440,11 @@ MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_
 MK_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
+// The same for all lanes of the warp, as it is, so that ptxas knows: it then works out what follows from it once for the warp. Otherwise four words of
+// each instruction are moved from registers of the lanes, which takes longer than its product if that is narrow. Whole warps.
+MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) {
+  return (descriptor & 0xffffffff00000000u) | broadcast(static_cast<uint32_t>(descriptor), 0);
+}
 MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <uint32_t Pending, uint32_t Count>

@@ -86,13 +86,13 @@ struct TaggedShards {
     for (uint32_t i = 0; i < Most; ++i) missing |= (wanted >> i & uint32_t{!units[i].has_come(tag)}) << i;
     return missing;
   }
-  // Looks at units, for each bit of `wanted` the one at at(i), until all have come, or this rank has entered.
+  // Looks at units, for each bit of `wanted` the one at at(i), until all have come (true), or this rank has entered.
   template <uint32_t Most, class At>
-  MK_DEVICE void look_ahead(const Call& call, EntryGate& entries, TaggedUnit (&units)[Most], uint32_t wanted, const At& at) const {
+  MK_DEVICE bool look_ahead(const Call& call, EntryGate& entries, TaggedUnit (&units)[Most], uint32_t wanted, const At& at) const {
 #pragma unroll 1
-    while (!entries.is_open()) {
+    while (true) {
       const uint32_t missing = missing_of(units, wanted, tag_of(call));
-      if (missing == 0) return;
+      if (missing == 0 || entries.is_open()) return missing == 0;
 #pragma unroll
       for (uint32_t i = 0; i < Most; ++i) units[i].look((missing >> i & 1) != 0, at(i), false);
     }

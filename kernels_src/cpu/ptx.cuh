@@ -336,6 +336,7 @@ MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_
 MK_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
+MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) { return descriptor; }
 MK_DEVICE void wgmma_fence() { mkc_wgmma_fence(); }
 MK_DEVICE void wgmma_commit() { mkc_wgmma_commit(); }
 template <uint32_t Pending, uint32_t Count>

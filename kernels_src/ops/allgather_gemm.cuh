@@ -181,7 +181,8 @@ MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
 struct Tiles : BasicOp<Config, Parameters> {
   using BasicOp::BasicOp;
 
-  MK_DEVICE uint32_t span() const { return kWorldSize > 1 ? p.span : 1; }
+  static constexpr bool kOnePlane = kPackets || kWorldSize == 1;  // few rows: divisions by what is known at run time only would take long
+  MK_DEVICE uint32_t span() const { return kOnePlane ? kWorldSize : p.span; }
   MK_DEVICE uint32_t planes() const { return kWorldSize / span(); }
   MK_DEVICE uint32_t near_planes() const { return span() < kR ? kR / span() : 1; }  // with shards of this node
   MK_DEVICE uint32_t plane_rows() const { return span() * p.rows; }
@@ -207,9 +208,9 @@ struct Tiles : BasicOp<Config, Parameters> {
     const uint32_t index = tile;
     const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes();
     uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
-    if (tile >= per_plane * near) {
+    if (!kOnePlane && tile >= per_plane * near) {
       tile -= per_plane * near, of_class = planes() - near, nearest = near;
-    } else if (tile >= per_plane) {
+    } else if (!kOnePlane && tile >= per_plane) {
       tile -= per_plane, of_class = near - 1, nearest = 1;
     }
     const RasterPosition at =

@@ -7,17 +7,27 @@
 
 namespace mkernel {
 
+// Where a stage's operands are, as wgmma has it.
+struct StageOperands {
+  uint64_t a, b;
+};
+template <class Config>
+MK_DEVICE StageOperands stage_operands(const char* a, const char* b) {
+  const uint32_t leading = Config::kBRowMajor ? GemmShape<Config>::kBlockK * kSwizzleBytes : 16;
+  return StageOperands{ptx::warp_descriptor(ptx::matrix_descriptor(a, 16, kSwizzleAtom)),
+                       ptx::warp_descriptor(ptx::matrix_descriptor(b, leading, kSwizzleAtom))};
+}
+
 // One k-step of kBlockK for 64 rows and N columns.
 template <uint32_t N, class Config>
-MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const char* a, const char* b, bool accumulate) {
+MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const StageOperands& stage, bool accumulate) {
   using Shape = GemmShape<Config>;
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kBlockK; k += kInstructionK) {
-    const uint64_t da = ptx::matrix_descriptor(a + k * 2, 16, kSwizzleAtom);
-    const uint64_t db = Config::kBRowMajor ? ptx::matrix_descriptor(b + k * kSwizzleBytes, Shape::kBlockK * kSwizzleBytes, kSwizzleAtom)
-                                           : ptx::matrix_descriptor(b + k * 2, 16, kSwizzleAtom);
-    ptx::wgmma<N, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, da, db, accumulate || k > 0);
+    const uint64_t a = ptx::advance_descriptor(stage.a, k * 2);
+    const uint64_t b = ptx::advance_descriptor(stage.b, k * (Config::kBRowMajor ? kSwizzleBytes : 2));
+    ptx::wgmma<N, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, a, b, accumulate || k > 0);
   }
   ptx::wgmma_commit();
 }
@@ -96,24 +106,26 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index();
   const bool reports = lane < Shape::kCluster;
-  const auto give_back = [&](uint64_t* taken) {
+  const auto give_back = [&](uint32_t number) {
+    uint64_t* taken = &storage.stages.taken[number];
     if constexpr (Shape::kPaired) {
       Pair<Config>::give_back(taken, lane);
     } else {
       ptx::mbarrier_arrive(taken);
     }
   };
-  uint64_t* previous = nullptr;
+  uint32_t previous = kStop;  // the stage of the step before
   uint32_t step = 0;
 #pragma unroll 1
   do {  // at least once: with a way around it ptxas may find accumulators defined outside wgmma, and serializes it
-    storage.stages.wait_filled(stage);
     const char* a = ring.a(storage, stage.index) + (Short ? 0 : warpgroup * 64 * kSwizzleBytes);
     const char* b = ring.b(storage, stage.index) + (Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0);
-    multiply_stage<N, Config>(d, a, b, accumulate || step > 0);
+    const StageOperands operands = stage_operands<Config>(a, b);
+    storage.stages.wait_filled(stage);
+    multiply_stage<N, Config>(d, operands, accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
-    if (previous != nullptr && reports) give_back(previous);
-    previous = &storage.stages.taken[stage.index];
+    if (previous != kStop && reports) give_back(previous);
+    previous = stage.index;
     stage.advance(ring.count());
   } while (++step < steps);
   ptx::wgmma_wait<0>(d);
@@ -150,12 +162,13 @@ MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2],
                               uint32_t warpgroup) {
   TakenRounds<Config, Op> rounds(call, op, c);
   uint32_t done = 0, round = rounds.look(op.first_step(c), steps);
-  rounds.look_ahead(storage.entries);
+  bool has_come = rounds.look_ahead(storage.entries);
   const MaybeEntered entered = storage.entries.pass(call);
   bool ok = static_cast<bool>(entered);
 #pragma unroll 1
   do {
-    if (ok) ok = rounds.wait(*entered);
+    if (ok && !has_come) ok = rounds.wait(*entered);
+    has_come = false;
     ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // nobody multiplies what the stages held
     if (ok) rounds.store(*entered, storage, stage.index, op.keeps(c));
     ptx::fence_proxy_async_shared();

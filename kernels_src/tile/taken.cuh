@@ -42,9 +42,9 @@ class TakenRounds {
     for (uint32_t i = 0; i < kUnits; ++i) units_[i].look(is_there(i) && has_values(i), at(i), taken(i).is_own);
     return steps_;
   }
-  // Looks again while this rank has not entered, until all of it has come.
-  MK_DEVICE void look_ahead(EntryGate& entries) {
-    op_.tagged().look_ahead(call_, entries, units_, wanted(), [&](uint32_t i) { return at(i); });
+  // Looks again while this rank has not entered, until all of it has come. False: there is more to come.
+  MK_DEVICE bool look_ahead(EntryGate& entries) {
+    return op_.tagged().look_ahead(call_, entries, units_, wanted(), [&](uint32_t i) { return at(i); });
   }
   // Waits until all of it has come. False: the call has failed.
   MK_DEVICE bool wait(const Entered& entered) {

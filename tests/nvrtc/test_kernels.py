@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
 
 from mkernel.bench.puts import PutsPlan
-from mkernel.jit import cuda
+from mkernel.jit import cuda, headers
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.planner.gemm import GemmTile
@@ -81,6 +82,7 @@ def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
     sass = cuda.disassemble(fits(caplog, spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     assert looped_tma(sass) == [], "each is a loop over lanes: its thread is not ptx::elected()"
+    assert moved_words(sass) == [], "between the products of a k step: its operands are not ptx::warp_descriptor()"
     return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
 
 
@@ -89,6 +91,14 @@ def looped_tma(sass: str) -> list[str]:
     lines = sass.splitlines()
     places = [i for i, line in enumerate(lines) if re.search("UTMALDG|UTMASTG|UBLKCP", line)]
     return [lines[i].strip() for i in places if any("BRA.U.ANY" in line for line in lines[i + 1 : i + 4])]
+
+
+def moved_words(sass: str) -> list[str]:
+    """What moves words of descriptors from registers of lanes to those of the warp, between two wgmmas of a group."""
+    lines = [line for line in sass.splitlines() if line.strip().startswith("/*")]
+    places = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    steps = [(i, j) for i, j in itertools.pairwise(places) if "gsb0" not in lines[i] and not any("BRA" in line for line in lines[i:j])]
+    return [line.strip() for i, j in steps for line in lines[i:j] if "R2UR" in line]
 
 
 _STORES = """
@@ -113,6 +123,18 @@ def test_tma_of_a_thread_that_is_not_elected_is_seen(tmp_path: Path, chosen: str
     sass = cuda.disassemble(cuda.compile(KernelSpec("stores", (), 64, 1024, 64, tmp_path)))
     assert sass is not None
     assert bool(looped_tma(sass)) == ("elected" not in chosen)
+
+
+def test_descriptors_of_each_lane_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a consumer's control flow depends on its lane, as far as ptxas can see."""
+    spec = make_plan(AllGatherGemmProblem(Topology(2, 2), 2560, 928, "bfloat16", True), 3, _SMS, tiling=Tiling(64, packets=2)).spec
+    assert moved_words(cuda.disassemble(cuda.compile(spec)) or "") == []
+    kernels = shutil.copytree(headers.kernels_src(), tmp_path / "kernels")
+    text, ours = (kernels / "ptx.cuh").read_text(), "broadcast(static_cast<uint32_t>(descriptor), 0)"
+    assert text.count(ours) == 1
+    (kernels / "ptx.cuh").write_text(text.replace(ours, "static_cast<uint32_t>(descriptor)"))
+    monkeypatch.setenv("MKERNEL_KERNELS_SRC", str(kernels))
+    assert moved_words(cuda.disassemble(cuda.compile(spec)) or "") != []
 
 
 @pytest.mark.drawn(1)

@@ -41,7 +41,7 @@ MK_DEVICE void multiply_registers(char *smem) {
   ptx::wgmma_registers<64, kElement,
                        Config::kTransposed ? ptx::Major::kK : ptx::Major::kMN>(
       d, a,
-      ptx::advance_descriptor(ptx::matrix_descriptor(smem, 16, 1024), 2048),
+      ptx::advance_descriptor(ptx::warp_descriptor(ptx::matrix_descriptor(smem, 16, 1024)), 2048),
       false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>(d);
