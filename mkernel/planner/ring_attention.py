@@ -130,7 +130,7 @@ class RingAttentionPlan:
         """Pairs whose items take turns, tile by tile: with one rank no keys are streamed, and the longest items had better come first."""
         if self.problem.rings or not self.problem.causal or not self.pairs:
             return 1
-        most = max(1, self.scale.together_bytes // (2 * self.sizes.length * self.problem.head_dim * ITEM))
+        most = max(1, self.scale.together_bytes // (2 * max(1, self.sizes.length) * self.problem.head_dim * ITEM))
         return math.ceil(self.pairs / math.ceil(self.pairs / most))
 
     @derived
