@@ -24,10 +24,11 @@ from mkernel.planner.predict_gemm import least_seconds
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
-from mkernel.planner.spans import most_shares
+from mkernel.planner.spans import most_shares, spans_of
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
+from mkernel.planner.topology import Topology
 
 __all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
@@ -39,6 +40,7 @@ _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and 
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
+_FEWER_TILES = 0.9  # of the tiles of single shards; those that span shards wait for more chunks
 CONFIRMED_SMS = 132
 _PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best changes slowly there
 _CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length() - 1) // _PER_DOUBLING) == 0)
@@ -96,7 +98,7 @@ def _gathers(
     if rules.packets:
         yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
         return
-    most = max(1, sm_count // 4)
+    most, spans = max(1, sm_count // 4), _spans(topology, rows) if topology.num_nodes == 1 else []
     for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if topology.num_nodes == 1 else [Split()]:
         # A warp that pushes stands in front of the loads of both CTAs of a pair.
         pushed_by_warps = topology.num_nodes == 1 and not split.intra_comm
@@ -105,12 +107,28 @@ def _gathers(
                 plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
                 if plan != rules:
                     yield plan
+                for span in spans:
+                    tiling = Tiling(width, span, 1)
+                    spanning = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+                    if spanning not in (plan, rules):
+                        yield spanning
             if width in _PAIRED_WIDTHS and not pushed_by_warps and _may_bind(problem, rows) and may_win(width, 2, 0):
                 pairs = Tiling(width, 1, 1, 2)
                 with contextlib.suppress(SplitError):  # few SMs
                     plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
                     if plan != rules:
                         yield plan
+
+
+def _spans(topology: Topology, rows: int) -> list[int]:
+    """Numbers of shards for tiles to span, where the last tile row of each shard is so empty that there are clearly fewer tiles then.
+
+    Of shards that are no higher than a tile the rules see to it.
+    """
+    if rows <= BLOCK_M:
+        return []
+    tiles = {span: math.ceil(span * rows / BLOCK_M) * (topology.size // span) for span in spans_of(topology)}
+    return [span for span, number in tiles.items() if number <= _FEWER_TILES * tiles[1]]
 
 
 def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, width: int) -> list[int]:

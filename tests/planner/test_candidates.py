@@ -40,6 +40,10 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
         for split in [Split(intra_comm=ctas) for ctas in (0, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
             for width in WIDTHS:
                 yield allgather_gemm.make_plan(problem, rows, sms, split, GemmTile.deepest(width))
+                for span in range(2, topology.size + 1) if inside and rows > BLOCK_M else ():
+                    spans = topology.size // span if topology.size % span == 0 else topology.size
+                    if spans * -(-span * rows // BLOCK_M) <= 0.9 * topology.size * -(-rows // BLOCK_M):
+                        yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, span, 1))
                 pushed_by_warps = inside and not split.intra_comm
                 if topology.size > 1 and not pushed_by_warps and width in (256, 192, 128) and may_bind(problem, rows):
                     with contextlib.suppress(SplitError):
@@ -82,9 +86,10 @@ def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int) 
 
 
 def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
-    yield reduce.make_plan(problem, rows, sms)
+    rules = reduce.make_plan(problem, rows, sms)
+    yield rules
     inside = problem.topology.num_nodes == 1 < problem.topology.size
-    pulls = inside and problem.op == ALLREDUCE
+    pulls = inside and problem.op == ALLREDUCE and not rules.one_shot  # in one step nobody pulls
     all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
     for width in WIDTHS[-2:] if inside else ():
         if width == 64 and -(-all_rows // BLOCK_M) * -(-problem.n // width) > sms:
@@ -100,10 +105,7 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
     for split in (Split(), *(Split(intra_comm=ctas) for ctas in (14,) if pulls and ctas <= max(1, sms // 4))):
         for width in widths:
             tile = GemmTile.deepest(width, sent=True)
-            try:
-                plan = reduce.make_plan(problem, rows, sms, split, tile)
-            except SplitError:
-                break
+            plan = reduce.make_plan(problem, rows, sms, split, tile)
             if plan.tile.block_n == width:
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
@@ -143,3 +145,12 @@ def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: n
                 assert len({plan.digest for plan in found}) == len(found), problem
             seconds = [[predict(plan, H200).seconds for plan in plans] for plans in (found, all_of_them)]  # type: ignore[union-attr]
             assert found[int(np.argmin(seconds[0]))] == all_of_them[int(np.argmin(seconds[1]))], "of equals the first"
+
+
+def test_tiles_span_shards_that_end_with_an_empty_tile_row() -> None:
+    """Four shards of 295 rows are twelve rows of tiles, ten if all is one plane; of 384 rows nothing is saved."""
+    problem = AllGatherGemmProblem(Topology(4, 4), 6880, 896, "bfloat16", True)
+    spans = {rows: {plan.span for plan in choice.candidates(problem, rows, 132)} for rows in (295, 384)}
+    assert spans == {295: {1, 2, 4}, 384: {1}}
+    chosen = choice.plan_allgather_gemm(problem, 295, 132, machine=H200)
+    assert chosen.span > 1, "which is predicted to save a fifth"

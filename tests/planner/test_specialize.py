@@ -82,8 +82,7 @@ def random_plans(rng: np.random.Generator, op: str, topology: Topology, speciali
             problem = allgather_gemm.AllGatherGemmProblem(topology, n, k, "bfloat16", True)
             plans.append(allgather_gemm.make_plan(problem, rows, _SMS, split, specialize=specialize))
         else:
-            algorithm = reduce.choose_algorithm(topology, rows, n) if op == reduce.ALLREDUCE else "two_shot"
-            problem = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True, "output", algorithm)
+            problem = reduce.ReduceProblem(op, topology, n, k, "bfloat16", True)
             plans.append(reduce.make_plan(problem, rows, _SMS, split, specialize=specialize))
     return plans
 
