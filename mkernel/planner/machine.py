@@ -90,8 +90,9 @@ class Network:
 
 # 50 GB/s and 5 us are what it is paced to. A put and the reaction are Python's: fitted to "engine alone" of docs/benchmarks/*-2x2-*.json.
 EMULATED = Network(bandwidth=50e9, latency=5e-6, put=26e-6, reaction=157e-6, reaction_hot=27e-6)
-# Played by SMs (docs/fabric.md), without an engine on the host. Assumed until it is measured: a put takes a microsecond.
-FABRIC = Network(bandwidth=50e9, latency=5e-6, put=1e-6, reaction=2e-6, reaction_hot=2e-6)
+# Played by SMs (docs/fabric.md), without an engine on the host: 5 us are asked for, the rest are fences, and looks at commands and flags.
+# Latency and reactions are fitted to docs/benchmarks/*-2x1-sms-*.json and *-2x2-sms-*.json; assumed: a put takes a microsecond.
+FABRIC = Network(bandwidth=50e9, latency=11e-6, put=1e-6, reaction=8e-6, reaction_hot=8e-6)
 # Assumed: one 400 Gb/s card per GPU. The compiled engine takes 0.16 us of CPU for a put (docs/transports.md), what its card and provider
 # take comes to that; a hot one has seen a command after 0.6 us, one that sleeps is woken; a switch takes 0.3 us.
 RDMA = Network(bandwidth=50e9, latency=4e-6, put=0.5e-6, reaction=10e-6, reaction_hot=2e-6, hop=0.3e-6)
