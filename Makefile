@@ -39,7 +39,7 @@ test: $(call stamp,test)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations 20 -m "not gpu" $(PYTEST)
 
 test-full: $(call stamp,test)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" --full $(PYTEST)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not gpu" --full --timeout 1200 $(PYTEST)
 
 test-gpu: $(call stamp,test-gpu)
 	$(PY) -m pytest -m gpu $(PYTEST)
