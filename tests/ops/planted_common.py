@@ -259,7 +259,7 @@ COMMON = [
     Bug(
         "a stage is never given back",
         "tile/multiply.cuh",
-        "    if (previous != nullptr && reports) give_back(previous);\n",
+        "    if (previous != kStop && reports) give_back(previous);\n",
         found_as="deadlock",
     ),
     Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1>(d);\n"),

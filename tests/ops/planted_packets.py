@@ -147,6 +147,14 @@ PACKETS = [
         workload="packets after a refused call, tagged",
         seeds=40,
     ),
+    Bug(
+        "tagged packets that were looked at before entering are taken to have come",
+        _TAGGED_FILE,
+        "if (missing == 0 || entries.is_open()) return missing == 0;",
+        "if (missing == 0 || entries.is_open()) return true;",
+        workload=_TAGGED,
+    ),
+    Bug("later rounds have come with the first one", "tile/multiply.cuh", "    has_come = false;\n", workload="tagged packets long"),
     Bug("a round is stored while another one is multiplied", "tile/multiply.cuh", _SETTLED, workload="tagged packets long", seeds=40),
     Bug("a round is multiplied before all have stored it", "tile/multiply.cuh", _STORED, workload=_TAGGED),
     Bug(
