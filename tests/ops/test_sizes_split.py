@@ -16,7 +16,7 @@ from tests.ops.body import Case, topology
 from tests.ops.sizes import SMS, Caller, counted, ranks
 
 _ROWS = [1, 100, 900, 1100, 2000]
-_SPLITS = [mk.Split(None, *roles) for roles in itertools.product((None, 0, 1, 2), repeat=3)]
+_SPLITS = [mk.Split(*roles) for roles in itertools.product((None, SMS), *[(None, 0, 1, 2)] * 3)]
 
 
 def _split_of_some(world: Any, case: Case, split: mk.Split, rows: list[int]) -> list[tuple[bool, bool]]:
@@ -38,7 +38,10 @@ def _split_of_some(world: Any, case: Case, split: mk.Split, rows: list[int]) -> 
 
 @pytest.mark.parametrize("world", ["1x2", "2x1", "2x2"])
 def test_a_split_is_for_the_sizes_that_it_fits(rng: np.random.Generator, world: str) -> None:
-    """One that does not fit other sizes than the call's is no error of the call; the first that it fits prepares all that it fits."""
+    """One that does not fit other sizes than the call's is no error of the call; the first that it fits prepares all that it fits.
+
+    Few rows in packets need no CTA beside those that compute; across nodes a split fits all sizes, or none (tests/planner/test_splits.py).
+    """
     shown = 0
     for op, algorithm, n in (("gemm_allreduce", None, 1024), ("gemm_allreduce", "two_shot", 64), ("allgather_gemm", None, 512)):
         case = Case("bfloat16", 64, n, op=op, algorithm=algorithm)
@@ -54,7 +57,7 @@ def test_a_split_is_for_the_sizes_that_it_fits(rng: np.random.Generator, world: 
             assert refused == [not fits[split][at] for at in order], (case, split, order)
             assert not any(costs for no, costs in by_rank[0][refused.index(False) + 1 :] if not no) if False in refused else True
             shown += len(set(refused)) == 2
-    assert shown, "every split fits all sizes, or none: nothing was shown"
+    assert shown or world != "1x2", "every split fits all sizes, or none: nothing was shown"
 
 
 def _fits(world: str, case: Case, split: mk.Split, rows: int) -> bool:
