@@ -98,10 +98,10 @@ def _gathers(
     if rules.packets:
         yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
         return
-    most, spans = max(1, sm_count // 4), _spans(topology, rows) if topology.num_nodes == 1 else []
-    for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if topology.num_nodes == 1 else [Split()]:
-        # A warp that pushes stands in front of the loads of both CTAs of a pair.
-        pushed_by_warps = topology.num_nodes == 1 and not split.intra_comm
+    inside, most = topology.num_nodes == 1, max(1, sm_count // 4)
+    spans = _spans(topology, rows) if inside else []
+    for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if inside else [Split()]:
+        pushed_by_warps = inside and not split.intra_comm  # a warp that pushes stands in front of the loads of both CTAs of a pair
         for width in _WIDTHS:
             if may_win(width, 1, 0):
                 plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)

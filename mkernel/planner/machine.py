@@ -88,7 +88,8 @@ class Network:
         return self.latency + 2 * (tiers - 1) * self.hop
 
 
-# 50 GB/s and 5 us are what it is paced to. A put and the reaction are Python's: fitted to "engine alone" of docs/benchmarks/*-2x2-*.json.
+# 50 GB/s and 5 us are what it is paced to. A put and the reaction are Python's: fitted to "engine alone" of
+# docs/benchmarks/*-2x2-2026-11-22.json.
 EMULATED = Network(bandwidth=50e9, latency=5e-6, put=26e-6, reaction=157e-6, reaction_hot=27e-6)
 # Played by SMs (docs/fabric.md), without an engine on the host: 5 us are asked for, the rest are fences, and looks at commands and flags.
 # Latency and reactions are fitted to docs/benchmarks/*-2x1-sms-*.json and *-2x2-sms-*.json; assumed: a put takes a microsecond.

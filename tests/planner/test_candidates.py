@@ -40,9 +40,9 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
         for split in [Split(intra_comm=ctas) for ctas in (0, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
             for width in WIDTHS:
                 yield allgather_gemm.make_plan(problem, rows, sms, split, GemmTile.deepest(width))
-                for span in range(2, topology.size + 1) if inside and rows > BLOCK_M else ():
-                    spans = topology.size // span if topology.size % span == 0 else topology.size
-                    if spans * -(-span * rows // BLOCK_M) <= 0.9 * topology.size * -(-rows // BLOCK_M):
+                spans = [span for span in range(2, topology.size + 1) if topology.size % span == 0]
+                for span in spans if inside and rows > BLOCK_M else ():
+                    if topology.size // span * -(-span * rows // BLOCK_M) <= 0.9 * topology.size * -(-rows // BLOCK_M):
                         yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, span, 1))
                 pushed_by_warps = inside and not split.intra_comm
                 if topology.size > 1 and not pushed_by_warps and width in (256, 192, 128) and may_bind(problem, rows):
