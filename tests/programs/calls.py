@@ -340,7 +340,8 @@ class _Reduction(Gemm):
             of = inputs(source)
             return of["a"], _contiguous(xp, of["b"])
 
-        plan = reduce.make_plan(self.problem(world), self.rows, _H200_SMS, tiling=None if self.shares > 1 else self.tiling)
+        tiling = None if self.shares > 1 else self.tiling
+        plan = reduce.make_plan(self.problem(world), self.rows, _H200_SMS, self.split, tiling=tiling)
         return worst_sum(xp, result, node_sums_of(plan, rank, operands))
 
 
