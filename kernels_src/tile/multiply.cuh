@@ -161,7 +161,8 @@ MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2],
                               const StageRing<Config>& ring, StagePosition<Config>& stage, const TileCoordinate& c, uint32_t steps,
                               uint32_t warpgroup) {
   TakenRounds<Config, Op> rounds(call, op, c);
-  uint32_t done = 0, round = rounds.look(op.first_step(c), steps);
+  const uint32_t first = op.first_step(c);
+  uint32_t done = 0, round = rounds.look(first, steps);
   bool has_come = rounds.look_ahead(storage.entries);
   const MaybeEntered entered = storage.entries.pass(call);
   bool ok = static_cast<bool>(entered);
@@ -173,7 +174,9 @@ MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2],
     if (ok) rounds.store(*entered, storage, stage.index, op.keeps(c));
     ptx::fence_proxy_async_shared();
     ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // all have stored
-    const uint32_t begun = done + round, next = rounds.look(op.first_step(c) + begun, steps - begun);
+    const uint32_t begun = done + round;
+    uint32_t next = 0;
+    if (begun < steps) next = rounds.look(first + begun, steps - begun);  // mostly there is one round: its threads need not fetch this code
     multiply_rows<Config>(d, storage, ring, stage, round, warpgroup, done > 0);
     done = begun, round = next;
   } while (done < steps);

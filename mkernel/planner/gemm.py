@@ -84,12 +84,14 @@ class GemmTile:
     @classmethod
     @functools.cache
     def deepest(cls, block_n: int, *, sent: bool = False) -> GemmTile:
-        """With as many stages as fit, at most 8.
+        """With as many stages as fit, at most 8, and as many buffers as then fit, at most those of a whole tile.
 
         ``sent``: to other ranks; then there is room for a whole tile, so that no thread that multiplies waits for stores over NVLink.
         """
-        stage, buffers = (BLOCK_M + block_n) * BLOCK_K * 2, max(2, block_n // 64) if sent else 2
-        return cls(block_n, min(8, (SHARED_LIMIT - buffers * _RESULT_BYTES - _BARRIER_BYTES) // stage), buffers)
+        stage, whole = (BLOCK_M + block_n) * BLOCK_K * 2, max(2, block_n // 64)
+        room = SHARED_LIMIT - _BARRIER_BYTES
+        stages = min(8, (room - (whole if sent else 2) * _RESULT_BYTES) // stage)
+        return cls(block_n, stages, min(whole, (room - stages * stage) // _RESULT_BYTES))
 
 
 class GemmProblem(Protocol):

@@ -133,8 +133,8 @@ class Machine:
         From L2 to all SMs together.
     sm_shared
         Into and out of the shared memory of one SM, together.
-    misaligned_a, misaligned_b
-        How many times as long a load of A, or of a row-major B, takes whose rows do not begin at multiples of 128 bytes.
+    l2_rows, l2_rows_sectors, l2_rows_split
+        How many rows of 128 bytes L2 answers all SMs together in a second: whole lines; rows in two lines that begin with a sector; others.
     paired
         How many times as long a k step takes where pairs of CTAs load B together, beside what that saves.
     memory
@@ -148,6 +148,8 @@ class Machine:
         it begin early (``KernelSpec.early``).
     tile
         Per tile of 128 x 256: its result leaves the registers, and the next tile's first loads arrive. In proportion to its size.
+    tile_split
+        How much more that takes where rows of the result do not begin at multiples of 32 bytes.
     link
         NVLink out of one GPU, or into it, to all peers together.
     link_pair
@@ -182,8 +184,9 @@ class Machine:
     boost: float
     l2: float
     sm_shared: float
-    misaligned_a: float
-    misaligned_b: float
+    l2_rows: float
+    l2_rows_sectors: float
+    l2_rows_split: float
     paired: float
     memory: float
     memory_latency: float
@@ -192,6 +195,7 @@ class Machine:
     start_hot: float
     start_early: float
     tile: float
+    tile_split: float
     link: float
     link_pair: float
     cta_link: float
@@ -221,20 +225,22 @@ H200 = Machine(
     slow_octave=0.021,
     warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
     # Fitted: 117 tilings of 10 shapes in a world of one (docs/model.md).
-    sm_load=139e9,
+    sm_load=107e9,
     boost=1.0,  # not measured
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
-    misaligned_a=3.0,
-    misaligned_b=1.9,
-    paired=1.15,
+    l2_rows=117e9,
+    l2_rows_sectors=72e9,
+    l2_rows_split=47e9,
+    paired=1.07,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
     memory_latency=1.45e-6,  # fitted: few rows by tiles of 64 and 128 columns, with 8 and 6 stages (docs/speed_log.md)
     l2_bytes=50 << 20,
     start=7.0e-6,  # fitted: "fused alone" of 2048
     start_hot=4.2e-6,
     start_early=2.6e-6,  # 1.6 us less, in the median of 26 shapes back to back (docs/speed_log.md)
-    tile=2.2e-6,  # fitted: the same
+    tile=1.15e-6,
+    tile_split=0.3e-6,
     link=320e9,  # four GPUs all to all
     link_pair=363e9,
     cta_link=40e9,
@@ -255,9 +261,6 @@ H100 = dataclasses.replace(
     sm_flops=6.48e12,
     boost=1.10,
     l2=8.1e12,
-    sm_load=154e9,
-    misaligned_a=2.7,
-    misaligned_b=2.2,
     paired=1.12,
     memory=2.59e12,
     memory_latency=1.7e-6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 from mkernel.planner.gemm import BLOCK_K
@@ -20,8 +21,8 @@ _BLEND = 3.0
 _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
-_READ_MISALIGNED = 1.6  # fitted: so many times as much where rows do not begin at multiples of 128 bytes
-_ROW_SECONDS, _SPLIT_ROW = 1.2e-9, 1.5  # fitted: TMA takes so long for a row of 128 bytes, and more where it lies in two lines
+_SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines
+_APART_A = 1.4  # fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step
 _SECTOR = 32  # bytes
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four
 
@@ -90,6 +91,28 @@ class TileCost(NamedTuple):
     seconds: float
 
 
+class _Rows(enum.Enum):
+    """Where the rows of a matrix begin, of which a load takes 128 bytes each."""
+
+    WHOLE = enum.auto()  # each is one line of L2,
+    SECTORS = enum.auto()  # or lies in two lines, in whole sectors of 32 bytes,
+    SPLIT = enum.auto()  # or in two, with half a sector at either end
+
+    @classmethod
+    def of(cls, columns: int) -> _Rows:
+        """The rows of a matrix with so many columns."""
+        return cls.WHOLE if columns * ITEM % _LINE == 0 else cls.SECTORS if columns * ITEM % _SECTOR == 0 else cls.SPLIT
+
+    @property
+    def of_sm(self) -> float:
+        """How many times as long such a row takes an SM."""
+        return 1.0 if self is _Rows.WHOLE else _SPLIT_ROW
+
+    def of_l2(self, machine: Machine) -> float:
+        """How many of them L2 answers in a second."""
+        return {_Rows.WHOLE: machine.l2_rows, _Rows.SECTORS: machine.l2_rows_sectors, _Rows.SPLIT: machine.l2_rows_split}[self]
+
+
 def blend(*seconds: float) -> float:
     """Seconds of things that are done side by side and disturb each other: more than the longest, less than the sum."""
     most = max(seconds)
@@ -113,19 +136,18 @@ def tile_cost(
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM * steps / machine.sm_shared
-    split_a, split_b = k * ITEM % _LINE != 0, n * ITEM % _LINE != 0  # rows of 128 bytes lie in two lines
-    of_a, of_b = machine.misaligned_a if split_a else 1.0, machine.misaligned_b if split_b else 1.0
-    load = max(shared, (load_rows * of_a + block_n / cluster * of_b) * BLOCK_K * ITEM * steps / machine.sm_load)
-    rows = load_rows * (_SPLIT_ROW if split_a else 1.0) + block_n / cluster * (_SPLIT_ROW if split_b else 1.0)
-    load = max(load, rows * _ROW_SECONDS * steps)
-    # Rows that begin within a sector are one more; pairs ask at different times, so that nothing but their common columns is read once.
-    sectors = load_rows * (1.25 if k * ITEM % _SECTOR else 1.0) + block_n / cluster * (1.25 if n * ITEM % _SECTOR else 1.0)
-    of_width = (_READ_APART if apart else _READ)[block_n]
-    read = min(1.0, of_width * (_READ_MISALIGNED if split_a or split_b else 1.0)) if cluster == 1 else 1.0
-    load = max(load, read * sectors * BLOCK_K * ITEM * steps * active / machine.l2)
+    of_a, of_b = _Rows.of(k), _Rows.of(n)
+    width = block_n / cluster  # of B that this CTA loads
+    # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
+    of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / machine.sm_load
+    of_l2 = load_rows * (_APART_A if apart and of_a != _Rows.WHOLE else 1.0) / of_a.of_l2(machine) + width / of_b.of_l2(machine)
+    # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
+    read = (_READ_APART if apart else _READ)[block_n] if cluster == 1 else 1.0
+    whole = load_rows * (of_a == _Rows.WHOLE) + width * (of_b == _Rows.WHOLE)
+    load = max(shared, of_sm * steps, of_l2 * steps * active, read * whole * _LINE * steps * active / machine.l2)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
-    fixed = machine.tile * block_m * block_n / (128 * 256)
+    fixed = (machine.tile + (machine.tile_split if of_b == _Rows.SPLIT else 0.0)) * block_m * block_n / (128 * 256)
     together = machine.paired if cluster > 1 else 1.0
     together *= _SHALLOW if shallow else 1.0
     return TileCost(tensor, load, max(tensor, load) * together + fixed + sums * block_m * block_n * ITEM / machine.add)

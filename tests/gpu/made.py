@@ -1,12 +1,14 @@
-"""Calls of any sizes on one rank: made with fresh operands, and checked element by element. What ``sizes.py`` works with."""
+"""Calls of any sizes on one rank: made with fresh operands, timed, and checked element by element. What ``sizes.py`` works with."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import gc
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mkernel as mk
@@ -16,9 +18,10 @@ from tests.gpu.machines import GpuMachine, Machine
 from tests.programs.calls import AllGatherGemm, AllReduce, Array, Gemm, ReduceScatter
 from tests.programs.memory import KINDS, NAN, pitch
 
-__all__ = ["CONFIGS", "OPS", "Config", "Made", "Site"]
+__all__ = ["BATCH", "CONFIGS", "OPS", "Config", "Made", "NewSizes", "Site", "microseconds", "new_sizes"]
 
 OPS: tuple[type[Gemm], ...] = (AllGatherGemm, ReduceScatter, AllReduce)
+BATCH = 10  # sizes between two waits, so that the queue is never full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Config:
     k: int
     max_rows: int
     calls: int
+    checked: int  # more calls, between which results are checked
     pieces: int  # calls whose pieces are timed
     heap: int
     grow_n: int
@@ -42,8 +46,8 @@ class Config:
 
 
 CONFIGS = {
-    "cuda": Config(4096, 4096, 16384, 200, 60, 4 << 30, 512, 16384, 64, 1 << 30, 500, 5, 20, 60),
-    "cpu": Config(64, 64, 300, 12, 6, 16 << 20, 16, 256, 16, 512 << 10, 12, 2, 4, 6),
+    "cuda": Config(4096, 4096, 16384, 200, 100, 60, 4 << 30, 512, 16384, 64, 1 << 30, 500, 5, 20, 60),
+    "cpu": Config(64, 64, 300, 12, 12, 6, 16 << 20, 16, 256, 16, 512 << 10, 12, 2, 4, 6),
 }
 
 
@@ -181,3 +185,49 @@ class Site:
         """Prepare the problem of a call. Collective."""
         made = self.make(call)
         return mk.plan(call.op, *made.operands(), world=self.world, max_rows=max_rows, **call.options)
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+@dataclasses.dataclass
+class NewSizes:
+    """Microseconds of calls by what was new, the largest error of their results over its bound, and device memory taken meanwhile."""
+
+    times: dict[str, list[float]]
+    error: float = 0.0
+    taken: int = 0
+
+
+def new_sizes(site: Site, calls: Sequence[Gemm], together: int) -> NewSizes:
+    """Time calls of sizes never seen. Results are checked after so many ``together``; every ten wait, so that no queue is full."""
+    counters, found = site.counters, NewSizes({"new": [], "other arrays": [], "again": []})
+    for first in range(0, len(calls), together):
+        pairs = []
+        for i, call in enumerate(calls[first : first + together], first):
+            library = site.libraries[i // len(OPS) % len(site.libraries)]
+            pairs.append((site.make(call, library), site.make(call, library)))
+        bound = [[site.bound(made) for made in pair] for pair in pairs]
+        gc.collect()
+        site.together()
+        free = site.free_bytes()
+        for i, ((one, _), (call, other)) in enumerate(zip(pairs, bound, strict=True)):
+            if i % BATCH == 0:
+                site.machine.synchronize()
+            with counters.armed():
+                found.times["new"].append(microseconds(call))
+            one.saved[...] = one.words["out"]
+            site.poison(one)
+            with counters.armed():
+                found.times["other arrays"].append(microseconds(other))
+                found.times["again"].append(microseconds(call))
+        found.taken = max(found.taken, free - site.free_bytes())
+        site.together()
+        for one, two in pairs:
+            found.error = max(found.error, site.error(one, one.saved), site.error(two, two.words["out"]))
+            if bool((one.saved != one.words["out"]).any()):
+                found.error = float("inf")
+    return found

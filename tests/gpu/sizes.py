@@ -4,9 +4,10 @@
 
 Stages (default: all):
 
-new      after ``mk.plan(max_rows=)``, calls with random new M of every op: host time of a size never seen, of the same size with other
-         arrays, and of the same call again; the pieces of the first; what of the driver and of the ranks' agreements was used meanwhile
-         (must be nothing); every element of the results
+new      after ``mk.plan(max_rows=)``, 200 calls with random new M of every op: host time of a size never seen, of the same size with
+         other arrays, and of the same call again; then 100 calls between which results are checked, so that no cache holds the host's code
+         at the first of each ten; the pieces of a new size; what of the driver and of the ranks' agreements was used meanwhile (must be
+         nothing); every element of the results
 grow     rows grow by a step per call until the heap refuses: how full it was, results, and that the world goes on
 loop     random M against the same M sorted, on the device: the ratio of the medians of whole loops
 graphs   graphs of many sizes, then a larger call, then their replays in random order
@@ -21,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import json
 import os
 import statistics
@@ -44,11 +44,10 @@ from mkernel.tools import launcher  # noqa: E402
 from mkernel.tools.table import format_table  # noqa: E402
 from tests.gpu.compilations import Compilations, shown  # noqa: E402
 from tests.gpu.counters import Counters, Pieces  # noqa: E402
-from tests.gpu.made import CONFIGS, OPS, Site  # noqa: E402
+from tests.gpu.made import BATCH, CONFIGS, OPS, Site, microseconds, new_sizes  # noqa: E402
 from tests.programs.calls import AllGatherGemm, Gemm  # noqa: E402
 
 STAGES = ("new", "grow", "loop", "graphs", "prepare")
-BATCH = 10  # sizes between two waits, so that the queue is never full
 COLUMNS = ("stage", "what", "found", "limit", "outcome")
 
 
@@ -65,12 +64,6 @@ class Line:
     @property
     def cells(self) -> tuple[str, ...]:
         return self.stage, self.what, self.found, self.limit, {None: "", True: "ok", False: "FAILED"}[self.fine]
-
-
-def _microseconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - begin) / 1e3
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -94,36 +87,16 @@ def stage_new(site: Site) -> Iterator[tuple[Line, Any]]:
     for op in OPS:
         site.plan(site.call(op, 1), config.max_rows)
     counters.counts.clear()
-    each = -(-(config.calls + config.pieces) // len(OPS))
+    each = -(-(config.calls + config.checked + config.pieces) // len(OPS))
     drawn = {op: site.sizes(op, each) for op in OPS}
     order = [site.call(op, drawn[op][i]) for i in range(each) for op in OPS if i < len(drawn[op])]
-    times: dict[str, list[float]] = {"new": [], "other arrays": [], "again": []}
-    counted, split = order[: config.calls], order[config.calls :]
-    error, taken = 0.0, 0
-    for first in range(0, len(counted), BATCH):
-        pairs = []
-        for i, call in enumerate(counted[first : first + BATCH], first):
-            library = site.libraries[i // len(OPS) % len(site.libraries)]
-            pairs.append((site.make(call, library), site.make(call, library)))
-        bound = [[site.bound(made) for made in pair] for pair in pairs]
-        gc.collect()
-        site.together()
-        free = site.free_bytes()
-        for (one, _), (call, other) in zip(pairs, bound, strict=True):
-            with counters.armed():
-                times["new"].append(_microseconds(call))
-            one.saved[...] = one.words["out"]
-            site.poison(one)
-            with counters.armed():
-                times["other arrays"].append(_microseconds(other))
-                times["again"].append(_microseconds(call))
-        taken = max(taken, free - site.free_bytes())
-        site.together()
-        for one, two in pairs:
-            error = max(error, site.error(one, one.saved), site.error(two, two.words["out"]))
-            if bool((one.saved != one.words["out"]).any()):
-                error = float("inf")
-    times["new, the first after a wait"] = times["new"][::BATCH]
+    counted, checked, split = order[: config.calls], order[config.calls :][: config.checked], order[config.calls + config.checked :]
+    in_turn = new_sizes(site, counted, len(counted))
+    site.forget()
+    between = new_sizes(site, checked, BATCH)
+    times, error, taken = in_turn.times, max(in_turn.error, between.error), max(in_turn.taken, between.taken)
+    times["new, the program checks results after each ten"] = between.times["new"]
+    times["of these, the first of each ten"] = between.times["new"][::BATCH]
     pieces = _pieces(site, split)
     everywhere = gather(world, {"times": times, "counts": dict(counters.counts), "taken": taken, "pieces": pieces})
     real = world.target == "cuda"
@@ -136,11 +109,11 @@ def stage_new(site: Site) -> Iterator[tuple[Line, Any]]:
         found = percentiles([one for rank in everywhere for one in rank["pieces"][name]])
         yield Line("new", f"  piece of a new size: {name}", _shown(found)), found
     used = {f"rank {i}: {name}": count for i, rank in enumerate(everywhere) for name, count in rank["counts"].items()}
-    yield Line("new", f"forbidden in {len(counted)} new sizes", str(used or "nothing"), "nothing", not used), used
+    yield Line("new", f"forbidden in {len(counted) + len(checked)} new sizes", str(used or "nothing"), "nothing", not used), used
     grown = max(rank["taken"] for rank in everywhere)
     yield Line("new", "device memory taken meanwhile", f"{grown} bytes", "0", grown <= 0), grown
     worst = site.worst(error)
-    yield Line("new", f"error / bound of {2 * len(counted)} results", f"{worst:.2f}", "1", worst <= 1.0), worst
+    yield Line("new", f"error / bound of {2 * (len(counted) + len(checked))} results", f"{worst:.2f}", "1", worst <= 1.0), worst
 
 
 def _pieces(site: Site, calls: Sequence[Gemm]) -> dict[str, list[float]]:
@@ -165,7 +138,7 @@ def _pieces(site: Site, calls: Sequence[Gemm]) -> dict[str, list[float]]:
         site.together()
         with pieces.of(parts):
             for call in bound:
-                whole = _microseconds(call)
+                whole = microseconds(call)
                 found.setdefault("all", []).append(whole)
                 split = {name: 1e6 * seconds for name, seconds in pieces.take().items()}
                 for name, value in {**split, "the rest": whole - sum(split.values())}.items():
@@ -190,7 +163,7 @@ def stage_grow(site: Site) -> Iterator[tuple[Line, Any]]:
     def one(number: int, check: bool) -> float:
         made = site.make(site.call(AllGatherGemm, number, config.grow_n, config.grow_k), buffers=buffers)
         made.seeds = base.seeds
-        host.append(_microseconds(site.bound(made)))
+        host.append(microseconds(site.bound(made)))
         if not check:
             return 0.0
         site.machine.synchronize()
@@ -269,7 +242,7 @@ def stage_loop(site: Site) -> Iterator[tuple[Line, Any]]:
 def _loop_ms(site: Site, calls: Sequence[Callable[[], Any]]) -> float:
     """Milliseconds of all calls on the device; on the host on target cpu. The device is idle afterwards."""
     if site.world.target != "cuda":
-        return _microseconds(lambda: [call() for call in calls]) / 1e3
+        return microseconds(lambda: [call() for call in calls]) / 1e3
     cuda = site.world.xp.cuda
     begin, end = cuda.Event(), cuda.Event()
     begin.record()
@@ -343,7 +316,7 @@ def prepare(options: argparse.Namespace, max_rows: int | None) -> None:
             world.barrier()
             kernels, begin = len(world.problems._kernels), time.perf_counter()
             with pieces.of(parts):
-                seconds = _microseconds(functools.partial(mk.plan, op.op, *arrays, world=world, max_rows=max_rows)) / 1e6
+                seconds = microseconds(functools.partial(mk.plan, op.op, *arrays, world=world, max_rows=max_rows)) / 1e6
                 split = pieces.take()
             ranks = gather(world, {"seconds": seconds, "compiled": compilations.since(begin), "pieces": split})
             found[op.op] = {"ranks": ranks, "kernels": len(world.problems._kernels) - kernels}

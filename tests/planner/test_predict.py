@@ -119,8 +119,9 @@ def test_fewer_rows_of_a_plan_take_no_longer(world: Topology, rng: np.random.Gen
 @pytest.mark.parametrize("world", [*WORLDS, *LARGE], ids=str)
 def test_half_a_machine_is_never_faster(world: Topology, rng: np.random.Generator) -> None:
     """A machine with one rate halved, or one cost doubled, takes as long or longer for the same plan."""
-    rates = ("sm_flops", "sm_load", "memory", "link", "link_pair", "cta_link", "warps_link", "add")
-    costs = ("start", "tile", "entry", "flag", "misaligned_a", "misaligned_b", "paired", "beside", "poll")
+    of_l2 = ("l2", "l2_rows", "l2_rows_sectors", "l2_rows_split")
+    rates = ("sm_flops", "sm_load", *of_l2, "memory", "link", "link_pair", "cta_link", "warps_link", "add")
+    costs = ("start", "tile", "entry", "flag", "tile_split", "paired", "beside", "poll")
     whole = H200 if world in WORLDS else RDMA_H200
     slower = [dataclasses.replace(whole, **{name: getattr(whole, name) / 2}) for name in rates]
     slower += [dataclasses.replace(whole, **{name: getattr(whole, name) * 2}) for name in costs]
@@ -141,7 +142,7 @@ def test_half_a_machine_is_never_faster(world: Topology, rng: np.random.Generato
 
 def test_rows_that_begin_between_lines_are_loaded_longer() -> None:
     aligned = tile_cost(H200, 128, 128, 2048, 4096, 128, 1.0)
-    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0).load > aligned.load
+    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0).load > tile_cost(H200, 128, 128, 2064, 4096, 128, 1.0).load > aligned.load
     assert tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0).load > tile_cost(H200, 128, 128, 2048, 4160, 128, 1.0).load
     assert tile_cost(H200, 128, 128, 2048, 4096, 16, 1.0).load < aligned.load
     assert tile_cost(H200, 128, 128, 2048, 4096, 128, 0.5).tensor == 2 * aligned.tensor
@@ -168,21 +169,36 @@ def test_small_devices_have_plans_too(sms: int) -> None:
             assert choice.choose(problem, choice.class_of(rows), sms, H200, None).split.total <= sms
 
 
-def test_the_switch_is_explicit() -> None:
+def where_they_differ(topology: Topology, sms: int, rng: np.random.Generator) -> tuple[AllGatherGemmProblem, int]:
+    """A problem and a number of rows for which the model and the rules choose differently."""
+    for _ in range(200):
+        n, k, rows = (8 * round(2 ** rng.uniform(low, high)) for low, high in ((6, 11), (6, 10), (5, 9)))
+        problem = AllGatherGemmProblem(topology, n, k, "bfloat16", True)
+        plans = []
+        for planner in ("rules", "model"):
+            with env.override(MKERNEL_PLANNER=planner):
+                plans.append(choice.plan_allgather_gemm(problem, rows, sms).digest)
+        if plans[0] != plans[1]:
+            return problem, rows
+    raise AssertionError("the rules and the model agree everywhere")
+
+
+def test_the_switch_is_explicit(rng: np.random.Generator) -> None:
     """On another number of SMs than the model was confirmed on."""
-    problem, rows, sms = AllGatherGemmProblem(Topology(2, 2), 5632, 5264, "bfloat16", True), 1273, 114
+    sms = 114
+    problem, rows = where_they_differ(Topology(2, 2), sms, rng)
     rules = choice.plan_allgather_gemm(problem, rows, sms)
     with env.override(MKERNEL_PLANNER="model"):
         chosen = choice.plan_allgather_gemm(problem, rows, sms)
         assert chosen.rows == rows
-        assert chosen.digest != rules.digest, "a shape where the two differ"
+        assert chosen.digest != rules.digest
         assert choice.plan_allgather_gemm(problem, rows, sms, rules.split).digest == rules.digest, "a split that is given decides"
         compiled_in = choice.plan_allgather_gemm(problem, rows, sms, specialize="all")
     assert compiled_in.digest == choice.plan_allgather_gemm(problem, rows, sms, specialize="all").digest
     assert choice.plan_allgather_gemm(problem, rows, sms).digest == rules.digest
 
 
-def test_the_model_decides_where_it_was_confirmed() -> None:
+def test_the_model_decides_where_it_was_confirmed(rng: np.random.Generator) -> None:
     """In one node, on as many SMs as an H200 has."""
     for topology, sms, decides in (
         (Topology(1, 1), 132, True),
@@ -190,13 +206,11 @@ def test_the_model_decides_where_it_was_confirmed() -> None:
         (Topology(2, 2), 132, True),
         (Topology(2, 1), 132, False),
     ):
-        n, k, rows = (2456, 5360, 2336) if topology.size == 1 else (5632, 5264, 1273)
-        problem = AllGatherGemmProblem(topology, n, k, "bfloat16", True)
+        problem, rows = where_they_differ(topology, sms, rng)
         with env.override(MKERNEL_PLANNER="rules"):
             rules = choice.plan_allgather_gemm(problem, rows, sms)
         with env.override(MKERNEL_PLANNER="model"):
             model = choice.plan_allgather_gemm(problem, rows, sms)
-        assert rules.digest != model.digest or topology.num_nodes > 1, "a shape where the two differ"
         assert choice.plan_allgather_gemm(problem, rows, sms).digest == (model if decides else rules).digest
 
 

@@ -115,7 +115,7 @@ def test_the_script(ranks: int, nodes: int, stages: list[str], tmp_path: Path) -
     found = json.loads(out.read_text())
     lines = {(line["stage"], line["what"]): line for line in found["lines"]}
     assert {stage for stage, _ in lines} == set(stages or (_STAGES if ranks > 1 else ["new", "loop", "prepare"]))
-    assert lines["new", "forbidden in 12 new sizes"]["found"] == "nothing"
+    assert lines["new", "forbidden in 24 new sizes"]["found"] == "nothing"
     assert all(line["fine"] for (_, what), line in lines.items() if "error / bound" in what)
     assert len(found["numbers"]["new: host us, new"]["ranks"]) == ranks
     assert "0 FAILED" in done.stdout
