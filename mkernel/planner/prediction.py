@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple
 
 from mkernel.planner.gemm import BLOCK_K
@@ -91,26 +90,19 @@ class TileCost(NamedTuple):
     seconds: float
 
 
-class _Rows(enum.Enum):
-    """Where the rows of a matrix begin, of which a load takes 128 bytes each."""
+class _Rows(NamedTuple):
+    """What rows of 128 bytes of a matrix cost: how many times as long one takes an SM, and how many L2 answers in a second."""
 
-    WHOLE = enum.auto()  # each is one line of L2,
-    SECTORS = enum.auto()  # or lies in two lines, in whole sectors of 32 bytes,
-    SPLIT = enum.auto()  # or in two, with half a sector at either end
+    of_sm: float
+    of_l2: float
+    whole: bool  # each is one line of L2
 
-    @classmethod
-    def of(cls, columns: int) -> _Rows:
-        """The rows of a matrix with so many columns."""
-        return cls.WHOLE if columns * ITEM % _LINE == 0 else cls.SECTORS if columns * ITEM % _SECTOR == 0 else cls.SPLIT
 
-    @property
-    def of_sm(self) -> float:
-        """How many times as long such a row takes an SM."""
-        return 1.0 if self is _Rows.WHOLE else _SPLIT_ROW
-
-    def of_l2(self, machine: Machine) -> float:
-        """How many of them L2 answers in a second."""
-        return {_Rows.WHOLE: machine.l2_rows, _Rows.SECTORS: machine.l2_rows_sectors, _Rows.SPLIT: machine.l2_rows_split}[self]
+def _rows(machine: Machine, columns: int) -> _Rows:
+    """The rows of a matrix with so many columns: lines; or in two lines each, in whole sectors or with half a sector at either end."""
+    if columns * ITEM % _LINE == 0:
+        return _Rows(1.0, machine.l2_rows, True)
+    return _Rows(_SPLIT_ROW, machine.l2_rows_sectors if columns * ITEM % _SECTOR == 0 else machine.l2_rows_split, False)
 
 
 def blend(*seconds: float) -> float:
@@ -135,19 +127,19 @@ def tile_cost(
     rate = machine.sm_flops * min(machine.boost, machine.sms / active)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
-    shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM * steps / machine.sm_shared
-    of_a, of_b = _Rows.of(k), _Rows.of(n)
+    shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
+    of_a, of_b = _rows(machine, k), _rows(machine, n)
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
     of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / machine.sm_load
-    of_l2 = load_rows * (_APART_A if apart and of_a != _Rows.WHOLE else 1.0) / of_a.of_l2(machine) + width / of_b.of_l2(machine)
+    of_l2 = load_rows * (_APART_A if apart and not of_a.whole else 1.0) / of_a.of_l2 + width / of_b.of_l2
     # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
     read = (_READ_APART if apart else _READ)[block_n] if cluster == 1 else 1.0
-    whole = load_rows * (of_a == _Rows.WHOLE) + width * (of_b == _Rows.WHOLE)
-    load = max(shared, of_sm * steps, of_l2 * steps * active, read * whole * _LINE * steps * active / machine.l2)
+    lines = load_rows * of_a.whole + width * of_b.whole
+    load = steps * max(shared, of_sm, of_l2 * active, read * lines * _LINE * active / machine.l2)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
-    fixed = (machine.tile + (machine.tile_split if of_b == _Rows.SPLIT else 0.0)) * block_m * block_n / (128 * 256)
+    fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
     together = machine.paired if cluster > 1 else 1.0
     together *= _SHALLOW if shallow else 1.0
     return TileCost(tensor, load, max(tensor, load) * together + fixed + sums * block_m * block_n * ITEM / machine.add)
