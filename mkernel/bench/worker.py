@@ -124,6 +124,7 @@ class _Measurer:
 
     def __init__(self, world: Any, timing: Timing, baselines: Baselines, settings: Settings, case: Case) -> None:
         self.world, self.timing, self.baselines, self.settings, self.case = world, timing, baselines, settings, case
+        self.splits = {name: _split(split) for name, split in settings.splits.items()}  # of mkernel's contestants
 
     def row(self, seed: int) -> Row:
         case, settings = self.case, self.settings
@@ -137,11 +138,11 @@ class _Measurer:
             network_ms=milliseconds(case.network_bytes, settings.network_gb_per_s),
         )
         case.setup(self.timing, seed)
-        contestants: dict[str, Sequence[Call]] = {name: case.fused(_split(split)) for name, split in settings.splits.items()}
+        contestants: dict[str, Sequence[Call]] = {name: case.fused(split) for name, split in self.splits.items()}
         if TUNED not in settings.without and self.world.size > 1 and self.timing.tunes:
             contestants |= self._tuned(row)
         row.predicted = self._predicted()
-        row.worst = max(self._check(calls) for calls in contestants.values())
+        row.worst = max(self._check(name, calls) for name, calls in contestants.items())
         if row.correct:
             others = self._others(row)
             row.worst = max(row.worst, self._time(row, contestants, others, self._samples(len(contestants) + len(others))))
@@ -168,7 +169,7 @@ class _Measurer:
         of = asked_or_known(machine.device_name(self.world), sms)
         self.case.machine = of
         of = of.with_network(network_of(_network_of(self.world), of.network))
-        split, found = _split(self.settings.splits[FUSED]), dict[str, Any]()
+        split, found = self.splits[FUSED], dict[str, Any]()
         for mode, conditions in zip(MODES, (ISOLATED, BACK_TO_BACK), strict=True):
             prediction = self.case.predicted(of, conditions._replace(rested=self.settings.cooldown_ms > 0), split)
             if prediction is None:
@@ -185,6 +186,7 @@ class _Measurer:
         if result.best == result.default:
             row.missing[TUNED] = "nothing was faster than mkernel's own choice"
             return {}
+        self.splits[TUNED] = result.best
         return {TUNED: self.case.fused(result.best)}
 
     def _others(self, row: Row) -> dict[str, Sequence[Call]]:
@@ -201,20 +203,20 @@ class _Measurer:
         row.missing.update(baselines.missing)
         return {name: calls for name, calls in found.items() if calls and name not in self.settings.without}
 
-    def _check(self, calls: Sequence[Call]) -> float:
+    def _check(self, name: str, calls: Sequence[Call]) -> float:
         """The worst error after calls of every set, back to back on poisoned outputs; looks at the first, a middle and the last."""
         self._poison()
         for call in calls:
             call()
         self.timing.synchronize()
-        return self._agreed_worst(sorted({0, len(calls) // 2, len(calls) - 1}))
+        return self._agreed_worst(name, sorted({0, len(calls) // 2, len(calls) - 1}))
 
     def _poison(self) -> None:
         for c in self.case.outputs():
             self.timing.poison(c)
 
-    def _agreed_worst(self, sets: Sequence[int]) -> float:
-        worst = max(self.case.worst(i) for i in sets)
+    def _agreed_worst(self, name: str, sets: Sequence[int]) -> float:
+        worst = max(self.case.worst(i, self.splits[name]) for i in sets)
         self.timing.synchronize()
         return max(float(text) for text in gather(self.world, str(worst)))  # as text: JSON has no infinity
 
@@ -232,7 +234,7 @@ class _Measurer:
             taken = measure(contestants[name], samples)
             if name in ours:
                 self.timing.synchronize()
-                worst = max(worst, self._agreed_worst([taken.last]))
+                worst = max(worst, self._agreed_worst(name, [taken.last]))
             return taken
 
         taken: dict[tuple[str, str], list[Taken]] = {}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mkernel
+from mkernel.bench.cases.allgather_gemm import AllgatherGemm
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ENGINE, FUSED, MODES, TUNED, Report, render
 from mkernel.bench.timing import CpuTiming, CudaTiming
@@ -25,8 +26,18 @@ needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_run_measures_every_split_in_both_modes(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     calls = stand_in(monkeypatch)
+    held_to: list[bool] = []  # results are held to the bound of the split that wrote them
+    worst = AllgatherGemm.worst
+
+    def checked(case: AllgatherGemm, index: int, split: Any = None) -> float:
+        held_to.append(split == calls[-1]["split"])
+        return worst(case, index, split)
+
+    monkeypatch.setattr(AllgatherGemm, "worst", checked)
     report = measure(World(), settings(dtype=dtype, splits={FUSED: None, "fused compute=4": {"compute": 4}}))
     assert report.correct
+    assert held_to
+    assert all(held_to)
     assert [row.label for row in report.rows] == ["64x72x520", "40x8x8"]
     for row in report.rows:
         assert set(row.times) == {FUSED, "fused compute=4"}

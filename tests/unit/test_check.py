@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 from mkernel.bench.cases import ops
 from mkernel.bench.timing import CpuTiming
 from mkernel.planner.reduce import ALLREDUCE, PARTIALS, REDUCE_SCATTER, ReduceProblem, make_plan
+from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
 from mkernel.tools.check import UNIT_ROUNDOFF, NodeSum, Product, node_sums, to_float64, worst_product, worst_sum
 
@@ -204,6 +206,18 @@ class _FourRanks:
     """Rank 2 of two nodes of two, as far as a case looks."""
 
     rank, size, num_nodes, ranks_per_node, target, xp = 2, 4, 2, 2, "cpu", np
+    backend = types.SimpleNamespace(sm_count=132)
+
+
+@pytest.mark.parametrize("split", [None, Split(inter_send=1, inter_reduce=1)], ids=str)
+def test_a_split_that_asks_for_two_steps_has_their_roundings(monkeypatch: pytest.MonkeyPatch, split: Split | None) -> None:
+    """Few rows of an all-reduce go in one step, unless a split names roles that only two steps have."""
+    case: Any = ops()["gemm_allreduce"].case("8x72x96", Topology(4, 2), "bfloat16")
+    case.setup(CpuTiming(_FourRanks(), "bfloat16"), 7)
+    rounded: list[bool] = []
+    monkeypatch.setattr("mkernel.bench.cases.reduce.worst_sum", lambda xp, out, nodes: rounded.extend(node.rounded for node in nodes))
+    case.worst(0, split)
+    assert rounded == [split is not None] * 2
 
 
 @pytest.mark.parametrize("partials", PARTIALS)

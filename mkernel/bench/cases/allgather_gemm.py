@@ -76,7 +76,7 @@ class AllgatherGemm(Case):
     def outputs(self) -> list[Any]:
         return self._c
 
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         return worst_product(self._timing.xp, self._c[index], self.gathered(index), self._b[index])
 
     def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:

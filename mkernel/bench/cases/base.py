@@ -86,8 +86,8 @@ class Case(abc.ABC):
         """Where call i leaves its result."""
 
     @abc.abstractmethod
-    def worst(self, index: int) -> float:
-        """Largest error of set ``index``'s output over its bound: right if <= 1."""
+    def worst(self, index: int, split: Any = None) -> float:
+        """Largest error of set ``index``'s output over its bound, written by calls with this split: right if <= 1."""
 
     @abc.abstractmethod
     def baselines(self, baselines: Any) -> dict[str, Sequence[Call]]:

@@ -63,7 +63,7 @@ class MoeCombineCase(MoeCase):
     def outputs(self) -> list[Any]:
         return self._out
 
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         xp, formed = self._timing.xp, functools.cache(lambda owner: self.expert_rows(index, owner, self.hidden))
         sums = self.combined(index, lambda owner, expert, tokens, rows: exact(xp, formed(owner)[rows]))
         return worst_rows(xp, self._out[index], sums.result())

@@ -82,7 +82,7 @@ class MoeDispatchGemmCase(MoeCase):
     def outputs(self) -> list[Any]:
         return [out.y for out in self._out]
 
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         """Also inf where rows are not where they should be, or have another weight."""
         xp, rank, out = self._timing.xp, self._timing.world.rank, self._out[index]
         known, (_, _, w) = self.known(index % DRAWN)[rank], self._operands[index]

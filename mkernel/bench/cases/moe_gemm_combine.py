@@ -67,7 +67,7 @@ class MoeGemmCombineCase(MoeCase):
     def outputs(self) -> list[Any]:
         return self._out
 
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         xp = self._timing.xp
 
         @functools.lru_cache(maxsize=1)

@@ -87,7 +87,7 @@ class MoeLayerCase(MoeCase):
     def outputs(self) -> list[Any]:
         return self._out
 
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         xp, x = self._timing.xp, self._operands[index][0]
         formed = functools.lru_cache(maxsize=1)(lambda owner: self._experts(index, owner))
 

@@ -72,8 +72,10 @@ class ReduceCase(Case):
     def outputs(self) -> list[Any]:
         return self._c
 
-    def worst(self, index: int) -> float:
-        nodes = node_sums(self.plan(_SMS), self._timing.world.rank, lambda rank: self._operands(index, rank))
+    def worst(self, index: int, split: Any = None) -> float:
+        world = self._timing.world
+        plan = self.plan(world.backend.sm_count, split)  # the roles that a split names may ask for another algorithm, with other roundings
+        nodes = node_sums(plan, world.rank, lambda rank: self._operands(index, rank))
         return worst_sum(self._timing.xp, self._c[index], nodes)
 
     def _sets(self, outputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -113,7 +113,7 @@ class RingAttentionCase(Case):
         return self._o
 
     # ---- the reference
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         xp, rank, shape = self._timing.xp, self._timing.world.rank, self.of
         ranks = range(self.topology.size)
         held = [xp.asarray(positions(self.rows, source, len(ranks), self.layout)) for source in ranks]
