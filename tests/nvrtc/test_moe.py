@@ -21,13 +21,15 @@ _WORLDS = {"1x1": Topology(1, 1), "1x2": Topology(2, 2), "1x4": Topology(4, 4), 
 
 
 def _spills(world: str, gated: bool, **_: object) -> bool:
-    """The number of the call, 8 bytes, finds no registers: see the test below."""
+    """The number of the call, 8 bytes, finds no registers: see the test below. NVRTC 13.0 spills 16 bytes of others, too."""
     return world == "4x8" and gated
 
 
 @pytest.mark.cases(
     world=tuple(_WORLDS),
-    n=(128, 2048),
+    n=(128, 2048, 3368, 13280),
+    k=(7168, 7432),
+    experts=(4, 29, _EXPERTS // 4),
     dtype=("bfloat16", "float16"),
     row_major=(True, False),
     topk=(1, 8),
@@ -37,12 +39,10 @@ def _spills(world: str, gated: bool, **_: object) -> bool:
 )
 @pytest.mark.drawn(2)
 def test_dispatch(
-    caplog: pytest.LogCaptureFixture, world: str, n: int, dtype: str, row_major: bool, topk: int, weighted: bool, gated: bool
-) -> None:
-    topology = _WORLDS[world]
-    problem = MoeDispatchGemmProblem(
-        topology, n, 7168, dtype, row_major, _EXPERTS // topology.size, topk, 8192, 65536, 1, weighted, gated, 0.0
-    )
+    caplog: pytest.LogCaptureFixture, world: str, n: int, k: int, experts: int, dtype: str, row_major: bool, topk: int, weighted: bool,
+    gated: bool,
+) -> None:  # fmt: skip
+    problem = MoeDispatchGemmProblem(_WORLDS[world], n, k, dtype, row_major, experts, topk, 8192, 65536, 1, weighted, gated, 0.0)
     assert any(name.startswith("HGMMA") for name in compiled(caplog, moe_dispatch_gemm.make_plan(problem, _SMS).spec))
 
 

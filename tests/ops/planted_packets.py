@@ -177,8 +177,8 @@ PACKETS = [
     Bug(
         "every share begins with the first k step",
         "tile/multiply.cuh",
-        "rounds.look(op.first_step(c), steps)",
-        "rounds.look(0, steps)",
+        "const uint32_t first = op.first_step(c);",
+        "const uint32_t first = 0;",
         workload="tagged packets shares",
     ),
     Bug("the own rows are those of rank 0", _TAGGED_FILE, "TaggedRow{at - own, true}", "TaggedRow{at, true}", workload=_TAGGED),
