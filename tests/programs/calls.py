@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import mkernel as mk
 from mkernel.ops.schedule import Choice
 from mkernel.planner import allgather_gemm, reduce
+from mkernel.planner.choice import plan_allgather_gemm, plan_reduce
 from mkernel.planner.split import SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
@@ -276,7 +277,7 @@ class AllGatherGemm(Gemm):
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)
-        return allgather_gemm.make_plan(problem, self.rows, sm_count, self.split, tiling=self.tiling)
+        return plan_allgather_gemm(problem, self.rows, sm_count, self.split, tiling=self.tiling)
 
     def _rows_of_a(self, world: Topology) -> int:
         return self.rows
@@ -324,7 +325,7 @@ class _Reduction(Gemm):
         return reduce.ReduceProblem(self.op, world, self.n, self.k, self.dtype, not self.transposed, self.partials)
 
     def _plan(self, world: Topology, sm_count: int) -> reduce.ReducePlan:
-        return reduce.make_plan(self.problem(world), self.rows, sm_count, self.split, tiling=self.tiling)
+        return plan_reduce(self.problem(world), self.rows, sm_count, self.split, tiling=self.tiling)
 
     def is_packed(self, world: Topology, sm_count: int) -> bool:
         """Whether its values travel in packets."""

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Sequence
 
+from mkernel import env
 from mkernel.planner.row_classes import classes
 from mkernel.planner.topology import Topology
 from tests.programs.calls import OPS, Call, Limits, fits, log_uniform
@@ -81,7 +82,10 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A program for one world. ``sms`` and ``put_bytes``: what target cpu has, and how large puts should be there."""
+    """A program for one world. ``sms`` and ``put_bytes``: what target cpu has, and how large puts should be there.
+
+    ``planner``: whose plans the calls have, as MKERNEL_PLANNER says it.
+    """
 
     world: str  # nodes x ranks per node
     seed: int
@@ -90,6 +94,7 @@ class Program:
     put_bytes: int = 512 << 10
     network: Network = Network()
     prepared: bool = True  # all plans are made before the first call: nothing but calls follows
+    planner: str = "auto"
 
     @property
     def topology(self) -> Topology:
@@ -97,6 +102,7 @@ class Program:
 
     def __str__(self) -> str:
         head = f"program {self.seed} on {self.world}, {self.sms} SMs, puts of {self.put_bytes}, {self.network}, prepared {self.prepared}"
+        head += f", plans of {self.planner}"
         return "\n".join([head, *(f"  {step}" for step in self.steps)])
 
 
@@ -107,9 +113,9 @@ def topology(world: str) -> Topology:
 
 @functools.lru_cache(maxsize=64)  # programs of a family share theirs
 def palette(
-    world: str, seed: int, kernels: int, sms: int, target: int, limits: Limits, ops: tuple[type[Call], ...] = OPS
+    world: str, seed: int, kernels: int, sms: int, target: int, limits: Limits, ops: tuple[type[Call], ...] = OPS, planner: str = "auto"
 ) -> tuple[Call, ...]:
-    """Calls of at most so many kernels: every mechanism of every op once, then any.
+    """Calls of at most so many kernels: every mechanism of every op once, then any. ``planner``: the one that is asked now.
 
     Their workspaces are about ``target`` bytes large: what one call leaves where another one writes is what sequences are about, and
     workspaces of any sizes have little in common.
@@ -140,14 +146,26 @@ def draw(
     ops: Sequence[type[Call]] = OPS,
     sms: int | None = None,
 ) -> Program:
-    """The program of a seed: the same for the same arguments. ``sms``: of each rank; None: some that target cpu has."""
+    """The program of a seed: the same for the same arguments. ``sms``: of each rank; None: some that target cpu has.
+
+    On target cpu the rules or the model choose plans, one of them for all programs of a family.
+    """
+    family = seed >> SHARED_BITS
+    planner = "auto" if sms is not None else random.Random(f"planner {world} {family}").choice(("rules", "model"))
+    with env.override(MKERNEL_PLANNER=planner):
+        return dataclasses.replace(_drawn(world, seed, steps, kernels, limits, tuple(ops), sms, planner), planner=planner)
+
+
+def _drawn(
+    world: str, seed: int, steps: int, kernels: int, limits: Limits, ops: tuple[type[Call], ...], sms: int | None, planner: str
+) -> Program:
     shape, family = topology(world), seed >> SHARED_BITS
     shared = random.Random(f"shared {world} {family}")
     few_sms = shared.choice((4, 6, 8))
     sms = sms or few_sms
     put_bytes = shared.choice((512 << 10, 64 << 10, 16 << 10))
     target = log_uniform(shared, *WORKSPACES)
-    base = palette(world, family, kernels, sms, target, limits, tuple(ops))
+    base = palette(world, family, kernels, sms, target, limits, ops, planner)
     compiled = {call.kernel(shape, sms) for call in base}
     rng = random.Random(f"program {world} {seed}")
     few = rng.sample(base, min(len(base), rng.randint(3, 5)))

@@ -61,7 +61,7 @@ def run(program: Program, scheduler_seed: int, timeout: float = 5.0) -> Failure 
             "MKERNEL_CPU_SEED": scheduler_seed,  # of the order, too
         }
     with (
-        env.override(MKERNEL_CPU_SMS=program.sms, **emulated_by),
+        env.override(MKERNEL_CPU_SMS=program.sms, MKERNEL_PLANNER=program.planner, **emulated_by),
         mock.patch.object(emulated, "Faults", lambda: faults),
         mock.patch("mkernel.planner.gemm._PUT_BYTES", (program.put_bytes, program.put_bytes)),
     ):
@@ -74,10 +74,11 @@ def run(program: Program, scheduler_seed: int, timeout: float = 5.0) -> Failure 
         except mk.Error as error:
             notes = "\n".join(getattr(error, "__notes__", ()))
             return Failure(program, scheduler_seed, "error", max(at), f"{type(error).__name__}: {error}\n{notes}")
-    for i, step in enumerate(program.steps):
-        text = problem_of(program, step, [results[i] for results in by_rank])
-        if text is not None:
-            return Failure(program, scheduler_seed, "wrong", step.number, text)
+    with env.override(MKERNEL_PLANNER=program.planner):  # a bound is that of the plan
+        for i, step in enumerate(program.steps):
+            text = problem_of(program, step, [results[i] for results in by_rank])
+            if text is not None:
+                return Failure(program, scheduler_seed, "wrong", step.number, text)
     return None
 
 
