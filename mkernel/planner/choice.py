@@ -5,7 +5,6 @@ Where GPUs have not confirmed it, the rules of thumb of each op choose (docs/pla
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import functools
@@ -288,12 +287,10 @@ def _fastest(
     machine: Machine,
     specialize: str | None,
     kept: frozenset[Any] | None = None,
-    tiles: tuple[int, int] | None = None,
 ) -> Any:
     """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels.
 
-    Plans whose tiles alone take longer are not made, nor others than of ``tiles`` (columns, CTAs of a cluster) that K is not shared of: of
-    some 12 candidates that is most of what a choice costs.
+    Plans whose tiles alone take longer than they may are not made: of some 12 candidates that is most of what a choice costs.
     """
     below = math.inf  # what a candidate must be to be chosen
 
@@ -301,10 +298,11 @@ def _fastest(
     def least(block_n: int, cluster: int, others: int) -> float:
         rows = of_class * (1 if allreduce else problem.topology.size)
         load_rows = choose_load_rows(of_class)
-        return least_seconds(machine, ALONE, rows, problem.n, problem.k, block_n, load_rows, cluster, sm_count - others)
+        n, k, b_columns = problem.n, problem.k, problem.n if problem.b_row_major else problem.k
+        return least_seconds(machine, ALONE, rows, n, k, block_n, load_rows, cluster, sm_count - others, b_columns)
 
     def may_win(block_n: int, cluster: int, others: int) -> bool:
-        return tiles in (None, (block_n, cluster)) and least(block_n, cluster, others) < below
+        return least(block_n, cluster, others) < min(below, _worth_of(rules, block_n, cluster) * of_rules)
 
     allreduce, rules, of_rules, best = getattr(problem, "op", None) == ALLREDUCE, None, math.inf, None
     for plan in candidates(problem, of_class, sm_count, specialize, may_win):
@@ -317,6 +315,13 @@ def _fastest(
         elif is_allowed and (seconds := _predicted(plan, machine).seconds) < min(below, _worth(rules, plan) * of_rules):
             best, below = plan, seconds
     return best
+
+
+def _worth_of(rules: Any, block_n: int, cluster: int) -> float:
+    """The most that ``_worth`` says of any plan with such tiles."""
+    if rules.problem.topology.size == 1 or rules.packets or (block_n == rules.tile.block_n and cluster > rules.cluster):
+        return _WORTH
+    return _WORTH_OF_TILES
 
 
 def _worth(rules: Any, plan: Any) -> float:
@@ -368,22 +373,10 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
-    """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have, or of its neighbours' one."""
-    near = [choose(problem, rows, sm_count, machine, specialize) for rows in _neighbours(of_class)]
-    if near and near[0].spec == near[-1].spec:  # of classes between two with one kernel, most have it, too
-        tiles = near[0].tile.block_n, near[0].cluster
-        plan = _fastest(problem, of_class, sm_count, machine, specialize, frozenset((near[0].spec,)), tiles)
-        if plan.spec == near[0].spec:
-            return plan
+    """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have."""
     plan = _fastest(problem, of_class, sm_count, machine, specialize)
     kept = _kept(problem, sm_count, machine, specialize)
     return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, kept)
-
-
-def _neighbours(of_class: int) -> tuple[int, ...]:
-    """The classes before and after it that are examined; none if it is itself, and one beyond all of them."""
-    at = bisect.bisect_left(_CLASSES, of_class)
-    return () if _CLASSES[at : at + 1] == (of_class,) else _CLASSES[max(0, at - 1) : at + 1]
 
 
 def _model_decides(problem: Any, sm_count: int) -> bool:

@@ -224,7 +224,7 @@ H200 = Machine(
     slow_after=1e-3,  # fitted: cuBLAS alone of 8192 to 32768, isolated and back to back
     slow_octave=0.021,
     warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
-    # Fitted: 117 tilings of 10 shapes in a world of one (docs/model.md).
+    # Fitted: 166 times of 22 shapes in a world of one (docs/speed_log.md, "Large tiles, taken apart"); sm_shared and l2 before these.
     sm_load=107e9,
     boost=1.0,  # not measured
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80

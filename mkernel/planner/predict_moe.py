@@ -37,13 +37,16 @@ def expected_tiles(rows: float) -> float:
 
 
 def _product(
-    machine: Machine, conditions: Conditions, topology: Topology, experts: int, rows: float, n: int, k: int, tile: GemmTile, ctas: float
-) -> tuple[float, float, float, TileCost]:
+    machine: Machine, conditions: Conditions, topology: Topology, experts: int, rows: float, n: int, k: int, tile: GemmTile, ctas: float,
+    b_columns: int,
+) -> tuple[float, float, float, TileCost]:  # fmt: skip
     """A grouped product of ``rows`` rows per expert: seconds of it, of its tensor work and of memory; and the cost of a tile."""
     tiles = experts * expected_tiles(rows) * math.ceil(n / tile.block_n)
     guess = 2.0 * tiles * BLOCK_M * tile.block_n * k / (machine.sm_flops * machine.sms)
     load_rows = int(min(BLOCK_M, max(64.0, rows)))
-    cost = tile_cost(machine, BLOCK_M, tile.block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)))
+    cost = tile_cost(
+        machine, BLOCK_M, tile.block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)), b_columns=b_columns
+    )
     touched = experts * (1 - math.exp(-rows))
     memory = (touched * n * k + experts * rows * (n + k)) * ITEM / machine.memory
     turns = math.ceil(tiles / ctas) if tiles < 4 * ctas else tiles / ctas + 0.5
@@ -66,7 +69,8 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     slots = tokens * problem.topk / size * problem.row_bytes
     fetching = max(link_bytes / machine.link, (link_bytes + slots) / (intra * machine.cta_link * 2))
     seconds, tensor, memory, cost = _product(
-        machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra / 2
+        *(machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra / 2),
+        b_columns=n if problem.b_row_major else problem.k,
     )
     # Every rank learns the choices of all tokens, over the network, too, and finds a place for each.
     told = sent(machine, topology, tokens / size * problem.topk * _ID * (2 if problem.weighted else 1), plan.put_bytes)
@@ -93,7 +97,8 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
     per_expert = tokens * combined.topk / experts
     compute, intra = plan.split.compute or 1, plan.split.intra_comm or 1
     seconds, tensor, memory, cost = _product(
-        machine, conditions, topology, combined.experts, per_expert, problem.n, problem.k, plan.tile, compute
+        *(machine, conditions, topology, combined.experts, per_expert, problem.n, problem.k, plan.tile, compute),
+        b_columns=problem.n if problem.b_row_major else problem.k,
     )
     rows = tokens * combined.topk / size
     link_bytes = rows * (topology.ranks_per_node - 1) / size * combined.row_bytes * topology.num_nodes
