@@ -17,7 +17,7 @@ from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_load_rows
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_load_rows, row_of_b
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import least_seconds
@@ -298,8 +298,9 @@ def _fastest(
     def least(block_n: int, cluster: int, others: int) -> float:
         rows = of_class * (1 if allreduce else problem.topology.size)
         load_rows = choose_load_rows(of_class)
-        n, k, b_columns = problem.n, problem.k, problem.n if problem.b_row_major else problem.k
-        return least_seconds(machine, ALONE, rows, n, k, block_n, load_rows, cluster, sm_count - others, b_columns)
+        n, k = problem.n, problem.k
+        b_row = row_of_b(n, k, problem.b_row_major)
+        return least_seconds(machine, ALONE, rows, n, k, block_n, load_rows, cluster, sm_count - others, b_row)
 
     def may_win(block_n: int, cluster: int, others: int) -> bool:
         return least(block_n, cluster, others) < min(below, _worth_of(rules, block_n, cluster) * of_rules)
@@ -317,21 +318,22 @@ def _fastest(
     return best
 
 
+def _is_sure(rules: Any) -> bool:
+    """Whether predictions are nearer than between ranks by chunks or partial tiles."""
+    return bool(rules.problem.topology.size == 1 or rules.packets)
+
+
 def _worth_of(rules: Any, block_n: int, cluster: int) -> float:
     """The most that ``_worth`` says of any plan with such tiles."""
-    if rules.problem.topology.size == 1 or rules.packets or (block_n == rules.tile.block_n and cluster > rules.cluster):
-        return _WORTH
-    return _WORTH_OF_TILES
+    return _WORTH if _is_sure(rules) or (block_n == rules.tile.block_n and cluster > rules.cluster) else _WORTH_OF_TILES
 
 
 def _worth(rules: Any, plan: Any) -> float:
     """The most that a plan may take of the rules' time, to be chosen instead."""
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
-    if rules.problem.topology.size == 1 or rules.packets:
-        return _WORTH
-    alike = (rules.tile.block_n, rules.split, rules.packets) == (plan.tile.block_n, plan.split, plan.packets)
-    return _WORTH if alike and plan.cluster > rules.cluster else _WORTH_OF_TILES
+    alike = (rules.split, rules.packets) == (plan.split, plan.packets)
+    return _worth_of(rules, plan.tile.block_n, plan.cluster) if alike or _is_sure(rules) else _WORTH_OF_TILES
 
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:

@@ -28,6 +28,7 @@ __all__ = [
     "choose_tile",
     "digest_of",
     "raster",
+    "row_of_b",
     "seconds_to_multiply",
     "shift_of",
 ]
@@ -240,6 +241,11 @@ def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, 
     group, inside = divmod(tile, group_m * tiles_n)
     rows = min(group_m, tile_rows - group * group_m)
     return group * group_m + inside % rows, inside // rows
+
+
+def row_of_b(n: int, k: int, row_major: bool) -> int:
+    """How many values a row of B (``k x n``, or transposed) has as it is stored."""
+    return n if row_major else k
 
 
 def shift_of(power: int) -> int:

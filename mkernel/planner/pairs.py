@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Container
 
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
 __all__ = ["Paired", "choose", "complete", "loads_bind", "lone_row", "may_pay", "upper_tile"]
@@ -40,7 +40,7 @@ class Paired:
 
 def loads_bind(product: Paired) -> bool:
     """Whether rows of B begin at no multiple of 128 bytes: each 128 bytes of them that are loaded then lie in two lines of L2."""
-    return (product.n if product.b_row_major else product.k) % BLOCK_K != 0
+    return row_of_b(product.n, product.k, product.b_row_major) % BLOCK_K != 0
 
 
 def may_pay(product: Paired) -> bool:

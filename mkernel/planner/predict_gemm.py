@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
@@ -73,11 +73,11 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
-    others: int = 0, late: float = 0.0, apart: bool = False, b_columns: int = 0,
+    others: int = 0, late: float = 0.0, apart: bool = False, b_row: int = 0,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
-    ``others``: CTAs that come ``late``; ``apart``, ``b_columns``: as ``tile_cost`` has them.
+    ``others``: CTAs that come ``late``; ``apart``, ``b_row``: as ``tile_cost`` has them.
     """
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
@@ -86,7 +86,7 @@ def _work(
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow, apart=apart,
-        b_columns=b_columns,
+        b_row=b_row,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -105,12 +105,12 @@ def _work(
 
 def least_seconds(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, block_n: int, load_rows: int, cluster: int, ctas: int,
-    b_columns: int = 0,
+    b_row: int = 0,
 ) -> float:  # fmt: skip
     """What no plan with such tiles, whose K is not shared, is predicted to go below: its tiles alone, evenly spread over ``ctas``."""
     tiles = math.ceil(m / BLOCK_M) * math.ceil(n / block_n)
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
-    cost = tile_cost(machine, BLOCK_M, block_n, n, k, load_rows, speed, cluster=cluster, active=min(tiles, ctas), b_columns=b_columns)
+    cost = tile_cost(machine, BLOCK_M, block_n, n, k, load_rows, speed, cluster=cluster, active=min(tiles, ctas), b_row=b_row)
     return start_of(machine, conditions) + max(1.0, tiles / ctas) * cost.seconds
 
 
@@ -148,7 +148,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         others=intra if few and plan.cluster == nodes == 1 else 0,
         late=entry + pushing,
         apart=size > 1 and not plan.packets,
-        b_columns=n if problem.b_row_major else k,
+        b_row=row_of_b(n, k, problem.b_row_major),
     )
     if plan.sizes.shares > 1:
         ctas = plan.taken * plan.sizes.shares * plan.cluster
@@ -222,7 +222,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
         apart=size > 1 and not plan.packets,
-        b_columns=problem.n if problem.b_row_major else problem.k,
+        b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
     )
     if plan.shares > 1:
         work = work._replace(seconds=work.seconds + exchange_seconds(plan.tiles * plan.shares, rows, plan.tile.block_n))

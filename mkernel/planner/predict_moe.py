@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mkernel.planner.gemm import BLOCK_M, GemmTile
+from mkernel.planner.gemm import BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
@@ -38,15 +38,13 @@ def expected_tiles(rows: float) -> float:
 
 def _product(
     machine: Machine, conditions: Conditions, topology: Topology, experts: int, rows: float, n: int, k: int, tile: GemmTile, ctas: float,
-    b_columns: int,
+    b_row: int,
 ) -> tuple[float, float, float, TileCost]:  # fmt: skip
     """A grouped product of ``rows`` rows per expert: seconds of it, of its tensor work and of memory; and the cost of a tile."""
     tiles = experts * expected_tiles(rows) * math.ceil(n / tile.block_n)
     guess = 2.0 * tiles * BLOCK_M * tile.block_n * k / (machine.sm_flops * machine.sms)
     load_rows = int(min(BLOCK_M, max(64.0, rows)))
-    cost = tile_cost(
-        machine, BLOCK_M, tile.block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)), b_columns=b_columns
-    )
+    cost = tile_cost(machine, BLOCK_M, tile.block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)), b_row=b_row)
     touched = experts * (1 - math.exp(-rows))
     memory = (touched * n * k + experts * rows * (n + k)) * ITEM / machine.memory
     turns = math.ceil(tiles / ctas) if tiles < 4 * ctas else tiles / ctas + 0.5
@@ -70,7 +68,7 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     fetching = max(link_bytes / machine.link, (link_bytes + slots) / (intra * machine.cta_link * 2))
     seconds, tensor, memory, cost = _product(
         *(machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra / 2),
-        b_columns=n if problem.b_row_major else problem.k,
+        b_row=row_of_b(n, problem.k, problem.b_row_major),
     )
     # Every rank learns the choices of all tokens, over the network, too, and finds a place for each.
     told = sent(machine, topology, tokens / size * problem.topk * _ID * (2 if problem.weighted else 1), plan.put_bytes)
@@ -98,7 +96,7 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
     compute, intra = plan.split.compute or 1, plan.split.intra_comm or 1
     seconds, tensor, memory, cost = _product(
         *(machine, conditions, topology, combined.experts, per_expert, problem.n, problem.k, plan.tile, compute),
-        b_columns=problem.n if problem.b_row_major else problem.k,
+        b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
     )
     rows = tokens * combined.topk / size
     link_bytes = rows * (topology.ranks_per_node - 1) / size * combined.row_bytes * topology.num_nodes

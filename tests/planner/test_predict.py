@@ -145,7 +145,7 @@ def test_rows_that_begin_between_lines_are_loaded_longer() -> None:
     assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0).load > tile_cost(H200, 128, 128, 2064, 4096, 128, 1.0).load > aligned.load
     assert tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0).load > tile_cost(H200, 128, 128, 2048, 4160, 128, 1.0).load
     assert tile_cost(H200, 128, 128, 2048, 4096, 16, 1.0).load < aligned.load
-    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0, b_columns=4096).load == aligned.load, "rows of a transposed B are along K"
+    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0, b_row=4096).load == aligned.load, "rows of a transposed B are along K"
     assert tile_cost(H200, 128, 128, 2048, 4096, 128, 0.5).tensor == 2 * aligned.tensor
 
 

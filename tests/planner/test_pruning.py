@@ -94,7 +94,7 @@ def test_no_plan_is_predicted_to_be_faster_than_its_tiles(world: Topology, rng: 
         all_rows = rows * (1 if getattr(problem, "op", None) == ALLREDUCE else world.size)
         for plan in choice.candidates(problem, rows, SMS):
             if plan.shares == 1:
-                b_columns = problem.n if problem.b_row_major else problem.k
-                sizes = all_rows, problem.n, problem.k, plan.tile.block_n, choose_load_rows(rows), plan.cluster, SMS, b_columns
+                b_row = problem.n if problem.b_row_major else problem.k
+                sizes = all_rows, problem.n, problem.k, plan.tile.block_n, choose_load_rows(rows), plan.cluster, SMS, b_row
                 seconds = predict(plan, machine).seconds  # type: ignore[union-attr]
                 assert seconds >= 0.999999 * least_seconds(machine, ALONE, *sizes), plan.describe()

@@ -153,7 +153,7 @@ def draw(
     family = seed >> SHARED_BITS
     planner = "auto" if sms is not None else random.Random(f"planner {world} {family}").choice(("rules", "model"))
     with env.override(MKERNEL_PLANNER=planner):
-        return dataclasses.replace(_drawn(world, seed, steps, kernels, limits, tuple(ops), sms, planner), planner=planner)
+        return _drawn(world, seed, steps, kernels, limits, tuple(ops), sms, planner)
 
 
 def _drawn(
@@ -181,7 +181,7 @@ def _drawn(
     network, prepared = _network(rng, shape), rng.random() < 0.85
     if prepared:  # else the others may wait for that rank on their hosts, where no virtual time passes
         drawn = _plans(rng, [_maybe_asleep(rng, step, shape, sms) for step in drawn], shape, sms, compiled)
-    return Program(world, seed, tuple(drawn), sms, put_bytes, network, prepared)
+    return Program(world, seed, tuple(drawn), sms, put_bytes, network, prepared, planner)
 
 
 def _sized(rng: random.Random, call: Call, world: Topology, sms: int, limits: Limits, compiled: set[object], target: int) -> Call:
