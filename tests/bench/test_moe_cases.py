@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,16 @@ def rows_of(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Any:
 
 def to_bfloat16(array: Any) -> Any:
     return array.astype(np.float32).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [MoeCombineCase, MoeDispatchGemmCase, MoeGemmCombineCase, MoeLayerCase])
+def test_a_case_that_nobody_needs_is_gone(kind: type[moe.MoeCase]) -> None:
+    """It holds gigabytes on the device, which the next row needs: no cache may know it."""
+    case = kind(SIZE, Topology(4, 4), "bfloat16")
+    assert case.known(1) is case.known(1)
+    gone = weakref.ref(case)
+    del case
+    assert gone() is None
 
 
 class Made:

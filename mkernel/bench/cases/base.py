@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from mkernel.ops.op import find, names
 from mkernel.planner.predict import predict
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
 
-__all__ = ["Case", "LocalGemm", "Op", "up"]
+__all__ = ["Case", "Kept", "LocalGemm", "Op", "up"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +98,27 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def alone(self, baselines: Any) -> Sequence[Call]:
         """The local compute by the vendor's library, all inputs already there."""
+
+
+class Kept(Generic[T]):
+    """What a function of numbers returned for the last few of them, for as long as its owner lives: a cache of the class would keep arrays.
+
+    Parameters
+    ----------
+    count
+        How many results are kept.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._results = count, dict[int, T]()
+
+    def get(self, index: int, make: Callable[[int], T]) -> T:
+        """The result for ``index``; ``make(index)`` where it is not kept."""
+        if index not in self._results:
+            while len(self._results) >= self._count:  # room is made before: two of them may not fit
+                del self._results[next(iter(self._results))]
+            self._results[index] = make(index)
+        return self._results[index]
 
 
 def up(extent: int, unit: int) -> int:

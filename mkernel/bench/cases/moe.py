@@ -6,6 +6,7 @@ are not: the i-th set of inputs has the routing of call i modulo ``DRAWN``.
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkernel.bench.cases.base import Case, LocalGemm, Op, up
+from mkernel.bench.cases.base import Case, Kept, LocalGemm, Op, up
 from mkernel.bench.moe_baselines import Route, on_device
 from mkernel.bench.routings import Routed, draw, expand, parse, rows_of, tokens_of
 from mkernel.tools.check_moe import Combined, Rows
@@ -29,6 +30,7 @@ __all__ = ["DRAWN", "MoeCase", "MoeOp"]
 DRAWN = 4  # routings, in turn
 _ROUTING_SEED = 16
 _ITEM = 2  # bytes of a 16-bit element
+_REFERENCES = 4  # that are kept: the first, a middle and the last set are looked at, and where a measurement ends
 _ROWS = 64  # max_rows is a multiple
 _SLACK = 64 << 20
 _X, _ROWS_IN, _W, _W_DOWN, _ADD = range(5)  # what is drawn
@@ -50,20 +52,24 @@ class MoeCase(Case):
         self.shape = {"T": size.tokens, "H": model.hidden, "F": model.inner, "E": model.experts, "K": model.topk}
         self.tokens = tokens_of(size.tokens, topology.size)
         self.max_tokens = max(1, *self.tokens)
+        self._routed, self._known = Kept[list[Routed]](DRAWN), Kept[list[RankRouting]](DRAWN)
+        self._references = Kept[Rows](_REFERENCES)
         self.title = f"{self.op}: H {self.hidden}, F {self.inner}, {self.all_experts} experts, top-{self.topk}, {self.kind}, {dtype}, "
         self.title += f"{topology.num_nodes}x{topology.ranks_per_node} ranks"
 
     # ---- routing
-    @functools.cache  # noqa: B019 - a case lives as long as the command
     def routed(self, call: int) -> list[Routed]:
         """Choices of every rank's tokens, in a call."""
-        return draw(self.kind, self.tokens, self.all_experts, self.topk, _ROUTING_SEED, call)
+        return self._routed.get(call, lambda call: draw(self.kind, self.tokens, self.all_experts, self.topk, _ROUTING_SEED, call))
 
-    @functools.cache  # noqa: B019
     def known(self, call: int) -> list[RankRouting]:
         """What every rank knows of it."""
-        ids = [routed.ids for routed in self.routed(call)]
-        return reference_routing(ids, self.topology, self.all_experts, self.max_tokens, self.max_rows)
+
+        def make(call: int) -> list[RankRouting]:
+            ids = [routed.ids for routed in self.routed(call)]
+            return reference_routing(ids, self.topology, self.all_experts, self.max_tokens, self.max_rows)
+
+        return self._known.get(call, make)
 
     @functools.cached_property
     def expert_loads(self) -> Any:
@@ -201,6 +207,13 @@ class MoeCase(Case):
         return [(route, torch.tensor(xp.asarray(weight))) for route, weight in zip(routes, weights, strict=True)]
 
     # ---- reference
+    def reference(self, index: int) -> Rows:
+        """What set ``index`` makes, in float64; kept."""
+        return self._references.get(index, self._reference)
+
+    @abc.abstractmethod
+    def _reference(self, index: int) -> Rows: ...
+
     def combined(self, index: int, rows_of_expert: Any) -> Combined:
         """Sums of this rank's tokens. ``rows_of_expert(owner, expert, tokens, rows)``: ``Rows`` that ``owner``'s expert makes of them."""
         xp, rank, topology, call = self._timing.xp, self._timing.world.rank, self.topology, index % DRAWN

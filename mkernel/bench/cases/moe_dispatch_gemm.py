@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from mkernel.bench.cases.moe import DRAWN, MoeCase, MoeOp
 from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem, make_plan
-from mkernel.tools.check_moe import exact, product, rounded, worst_rows
+from mkernel.tools.check_moe import Rows, exact, product, rounded, worst_rows
 
 if TYPE_CHECKING:
     from mkernel.bench.baselines import TorchBaselines
@@ -85,23 +86,31 @@ class MoeDispatchGemmCase(MoeCase):
     def worst(self, index: int, split: Any = None) -> float:
         """Also inf where rows are not where they should be, or have another weight."""
         xp, rank, out = self._timing.xp, self._timing.world.rank, self._out[index]
-        known, (_, _, w) = self.known(index % DRAWN)[rank], self._operands[index]
+        known = self.known(index % DRAWN)[rank]
         source = known.source[: known.expert_offsets[-1]]
         weights = [routed.weights for routed in self.routed(index % DRAWN)]
         of_rows = np.array([weights[r][t, k] for r, t, k in source], np.float32)
         told = (out.source[: len(source)], source), (out.expert_offsets, known.expert_offsets), (out.row_weight[: len(source)], of_rows)
         if not all(bool((found == xp.asarray(expected)).all()) for found, expected in told):
             return float("inf")
+        made, worst = self.reference(index), 0.0
+        for begin, end in pairwise(int(row) for row in known.expert_offsets):
+            worst = max(worst, worst_rows(xp, out.y[begin:end], made[begin:end]))
+        return worst
+
+    def _reference(self, index: int) -> Rows:
+        xp, known, (_, _, w) = self._timing.xp, self.known(index % DRAWN)[self._timing.world.rank], self._operands[index]
+        source = known.source[: known.expert_offsets[-1]]
         x = [self.x(index, other) for other in range(self.topology.size)]
         first = np.cumsum([0, *self.tokens])
         gathered = xp.concatenate([part.view(xp.uint16) for part in x]).view(self._timing.numpy_dtype)
-        worst = 0.0
+        made = Rows(*(xp.empty((len(source), self.inner), dtype=xp.float64) for _ in range(3)))
         for expert in range(self.experts):
             rows = slice(*(int(row) for row in known.expert_offsets[expert : expert + 2]))
             of_expert = gathered[xp.asarray(first[source[rows, 0]] + source[rows, 1])]
-            made = rounded(xp, product(xp, exact(xp, of_expert), w[expert]), self.dtype)
-            worst = max(worst, worst_rows(xp, out.y[rows], made))
-        return worst
+            of_rows = rounded(xp, product(xp, exact(xp, of_expert), w[expert]), self.dtype)
+            made.value[rows], made.off[rows], made.square[rows] = of_rows.value, of_rows.off, of_rows.square
+        return made
 
     def _tensors(self, torch: TorchBaselines) -> list[tuple[Any, Any, Any]]:
         """Route, x and w of each set."""

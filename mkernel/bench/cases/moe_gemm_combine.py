@@ -68,6 +68,9 @@ class MoeGemmCombineCase(MoeCase):
         return self._out
 
     def worst(self, index: int, split: Any = None) -> float:
+        return worst_rows(self._timing.xp, self._out[index], self.reference(index))
+
+    def _reference(self, index: int) -> Rows:
         xp = self._timing.xp
 
         @functools.lru_cache(maxsize=1)
@@ -78,7 +81,7 @@ class MoeGemmCombineCase(MoeCase):
             a, w = formed(owner)
             return rounded(xp, product(xp, exact(xp, a[rows]), w[expert]), self.dtype)
 
-        return worst_rows(xp, self._out[index], self.combined(index, made).result())
+        return self.combined(index, made).result()
 
     def _tensors(self, torch: TorchBaselines) -> list[tuple[Any, Any, Any, Any]]:
         """Route, rows, w and weights of each set."""

@@ -88,6 +88,9 @@ class MoeLayerCase(MoeCase):
         return self._out
 
     def worst(self, index: int, split: Any = None) -> float:
+        return worst_rows(self._timing.xp, self._out[index], self.reference(index))
+
+    def _reference(self, index: int) -> Rows:
         xp, x = self._timing.xp, self._operands[index][0]
         formed = functools.lru_cache(maxsize=1)(lambda owner: self._experts(index, owner))
 
@@ -96,7 +99,7 @@ class MoeLayerCase(MoeCase):
             hidden = rounded(xp, swiglu(xp, product(xp, exact(xp, x[tokens]), gate_up[expert])), self.dtype)
             return rounded(xp, product(xp, hidden, down[expert]), self.dtype)
 
-        return worst_rows(xp, self._out[index], self.combined(index, made).result())
+        return self.combined(index, made).result()
 
     def _tensors(self, torch: TorchBaselines) -> list[tuple[Any, ...]]:
         """Route, x, both weights of experts, and weights of choices of each set."""
