@@ -6,16 +6,15 @@
 
 namespace mkernel {
 
-constexpr uint32_t kPieceBytes = 16 * 1024;
-constexpr uint32_t kPieceStages = 8;
-constexpr uint32_t kPiecesAhead = 5;   // loads in flight before their store is issued
-constexpr uint32_t kPiecesBehind = 4;  // stores in flight before a finished chunk is announced
-
-struct CopyPieces {
-  alignas(128) char piece[kPieceStages][kPieceBytes];
+// A ring of 128 KiB. What is copied in small pieces needs more of them: as many bytes must be under way.
+constexpr uint32_t kCopyRingBytes = 128 * 1024;
+template <uint32_t kStages>
+struct CopyPiecesOf {
+  alignas(128) char piece[kStages][kCopyRingBytes / kStages];
 };
-struct CopyBarriers {
-  uint64_t piece_arrived[kPieceStages];
+template <uint32_t kStages>
+struct CopyBarriersOf {
+  uint64_t piece_arrived[kStages];
 };
 
 // What CopyRing copies. One thread copies, and every instruction that it spends on a piece delays all pieces; so an Item holds what is worked out
@@ -45,13 +44,20 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
 };
 
 // Where one thread stands in a ring of pieces; lives across several copies. Once per kernel: it initializes the barriers.
-class CopyRing {
+template <uint32_t kStages>
+class CopyRingOf {
  public:
-  MK_DEVICE CopyRing(CopyPieces& pieces, CopyBarriers& barriers) : pieces_(pieces), barriers_(barriers) {
-    for (uint32_t s = 0; s < kPieceStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
+  using Pieces = CopyPiecesOf<kStages>;
+  using Barriers = CopyBarriersOf<kStages>;
+  static constexpr uint32_t kBytes = kCopyRingBytes / kStages;  // of a piece, at most
+  static constexpr uint32_t kAhead = kStages * 5 / 8;           // loads in flight before their store is issued
+  static constexpr uint32_t kBehind = kStages / 2;              // stores in flight before a finished chunk is announced
+
+  MK_DEVICE CopyRingOf(Pieces& pieces, Barriers& barriers) : pieces_(pieces), barriers_(barriers) {
+    for (uint32_t s = 0; s < kStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
     ptx::mbarrier_init_fence();
   }
-  MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
+  MK_DEVICE ~CopyRingOf() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
   // Copies the chunks that `chunks` enumerates and announces each once it is complete at all its destinations. Nothing is in flight afterwards.
   template <CopiedChunks Chunks>
@@ -61,9 +67,9 @@ class CopyRing {
 #pragma unroll 1
     while (storing.index < chunks.end()) {
 #pragma unroll 1
-      while (ahead < kPiecesAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
-        ptx::store_wait_read<kPieceStages - kPiecesAhead>();
-        load(chunks, loading, (stage_ + ahead) % kPieceStages);
+      while (ahead < kAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
+        ptx::store_wait_read<kStages - kAhead>();
+        load(chunks, loading, (stage_ + ahead) % kStages);
         advance(chunks, loading);
         ++ahead;
       }
@@ -76,8 +82,8 @@ class CopyRing {
       store(chunks, storing);
       advance(chunks, storing);
       --ahead;
-      if (++behind > kPiecesBehind) {
-        ptx::store_wait<kPiecesBehind>();
+      if (++behind > kBehind) {
+        ptx::store_wait<kBehind>();
         announce(chunks, announcing);
         --behind;
       }
@@ -123,7 +129,7 @@ class CopyRing {
     ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
     chunks.store(at.item, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
     ptx::store_commit();
-    if (++stage_ == kPieceStages) stage_ = 0, parity_ ^= 1;
+    if (++stage_ == kStages) stage_ = 0, parity_ ^= 1;
   }
   template <class Chunks>
   MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored
@@ -131,10 +137,16 @@ class CopyRing {
     advance(chunks, at);
   }
 
-  CopyPieces& pieces_;
-  CopyBarriers& barriers_;
+  Pieces& pieces_;
+  Barriers& barriers_;
   uint32_t stage_ = 0, parity_ = 0;
 };
+
+// What copies chunks of many pieces.
+using CopyRing = CopyRingOf<8>;
+using CopyPieces = CopyRing::Pieces;
+using CopyBarriers = CopyRing::Barriers;
+constexpr uint32_t kPieceBytes = CopyRing::kBytes;
 
 // One warp copies `bytes` (a multiple of 16) by ordinary loads and stores, which need no shared memory: load() reads the lane's next 16 bytes of the
 // source, from lane_index() * kWarpUnit on, each time kWarpStride further; store(offset, words) writes them to all destinations.

@@ -1,7 +1,7 @@
 // Rows that a CTA copies by bulk copies, one after the other, as one of its warps finds them.
 #pragma once
-#include "comm/copy.cuh"
 #include "comm/handshake.cuh"
+#include "moe/rows.cuh"
 #include "trace.cuh"
 
 namespace mkernel {
@@ -14,11 +14,11 @@ struct FetchBatch {
   uint32_t rows;  // fewer than kFetchGroup: the last batch
 };
 struct FetchStorage {
-  CopyPieces pieces;
+  RowPieces pieces;
   FetchBatch batch[kFetchBatches];
 };
 struct FetchBarriers {
-  CopyBarriers copy;
+  RowBarriers copy;
   Handshake<kFetchBatches> batches;
   MK_DEVICE void init() {  // one thread, before an mbarrier_init_fence and a sync_cta
     batches.init(1, 1);
@@ -77,7 +77,7 @@ class FoundRows {
   bool begun_ = false;
 };
 
-// What CopyRing copies: rows from batches, until the last batch.
+// What RowRing copies: rows from batches, until the last batch.
 struct FetchCopies {
   struct Item {
     uint32_t bytes, row;
@@ -104,7 +104,7 @@ struct FetchCopies {
     ended = rows < kFetchGroup;
     return item.row < seen;
   }
-  MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
+  MK_DEVICE uint32_t piece_bytes() const { return RowRing::kBytes; }
   MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {

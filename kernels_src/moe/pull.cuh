@@ -1,9 +1,9 @@
 // intra_comm of a dispatch: fetches each row once, from wherever it is, and stores it into all of its slots. Warp 2 finds the rows, thread 0 copies
 // them, warp 1 counts what has arrived.
 #pragma once
-#include "comm/copy.cuh"
 #include "comm/mailbox.cuh"
 #include "moe/routing.cuh"
+#include "moe/rows.cuh"
 #include "trace.cuh"
 
 namespace mkernel {
@@ -17,11 +17,11 @@ struct RowBatch {  // a row per lane of the warp that has found them
   uint32_t rows;                                // 0: the call has failed
 };
 struct PullStorage {
-  CopyPieces pieces;
+  RowPieces pieces;
   RowBatch batch[kBatches];
 };
 struct PullBarriers {
-  CopyBarriers copy;
+  RowBarriers copy;
   Handshake<kBatches> batches;  // warp 2 fills them, warp 1 gives them back
   Mailbox done;                 // the last of the rows that are stored, thread 0 to warp 1
   MK_DEVICE void init() {       // one thread, before a sync_cta
@@ -80,7 +80,7 @@ MK_DEVICE void find_rows(const Entered& entered, const Parameters& p, PullStorag
   }
 }
 
-// What CopyRing copies: rows from batches, in order.
+// What RowRing copies: rows from batches, in order.
 template <class Parameters>
 struct RowCopies {
   struct Item {
@@ -110,7 +110,7 @@ struct RowCopies {
     seen += kGroup;
     return true;
   }
-  MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
+  MK_DEVICE uint32_t piece_bytes() const { return RowRing::kBytes; }
   MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
@@ -121,7 +121,7 @@ struct RowCopies {
     char* slots = shared_heap(entered, p.world.local_rank) + p.slots_offset + offset;
 #pragma unroll 1
     for (uint32_t i = 0; i < of.slots[item.row % kGroup]; ++i) {
-      ptx::bulk_store(slots + uint64_t(of.slot[item.row % kGroup][i]) * p.routing.row_bytes, smem, bytes);
+      ptx::bulk_store(slots + uint64_t(of.slot[item.row % kGroup][i]) * p.routing.slot_bytes, smem, bytes);
     }
   }
   MK_DEVICE void announce(const Item& item) {
@@ -187,7 +187,7 @@ MK_DEVICE void pull_rows(const Entered& entered, const Parameters& p, PullStorag
       Trace trace(p.world, 2);
       const uint64_t begin = trace.now();
       RowCopies<Parameters> copies{entered, p, storage, barriers, rows.count};
-      CopyRing ring(storage.pieces, barriers.copy);
+      RowRing ring(storage.pieces, barriers.copy);
       ring.copy(copies);
       barriers.done.end(copies.at);
       trace.record(abi::kTraceFetch, index, begin);

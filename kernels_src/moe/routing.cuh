@@ -44,8 +44,8 @@ struct RoutingArguments {
   uint32_t alignment;  // each expert's rows begin at a multiple
   uint32_t id_bytes;   // 4 or 8
   uint32_t row_bytes;
-  uint32_t put_rows;  // rows of a put
-  uint32_t reserved;
+  uint32_t put_rows;    // rows of a put
+  uint32_t slot_bytes;  // from a slot to the next one: whole lines
 };
 constexpr uint64_t kStaged = ~uint64_t(0);
 

@@ -1,8 +1,8 @@
 // inter_send of a dispatch: packs the rows that a node lists and puts them to this rank's rail peer there; tells this node's ranks what came here.
 #pragma once
-#include "comm/copy.cuh"
 #include "comm/ring.cuh"
 #include "moe/routing.cuh"
+#include "moe/rows.cuh"
 
 namespace mkernel {
 
@@ -37,7 +37,7 @@ struct PackedRows {
   }
   MK_DEVICE bool ready(const Item&) const { return true; }
   MK_DEVICE bool wait(const Item&) const { return true; }
-  MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
+  MK_DEVICE uint32_t piece_bytes() const { return RowRing::kBytes; }
   MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
@@ -53,11 +53,11 @@ struct PackedRows {
 template <class Parameters>
 struct RowsToSend {
   const Parameters& p;
-  CopyRing& ring;
+  RowRing& ring;
   uint32_t most;  // puts to one node
   uint32_t distance = 0, first = 0, rows = 0;
 
-  MK_DEVICE RowsToSend(const Parameters& parameters, CopyRing& copies) : p(parameters), ring(copies), most(0) {
+  MK_DEVICE RowsToSend(const Parameters& parameters, RowRing& copies) : p(parameters), ring(copies), most(0) {
 #pragma unroll 1
     for (uint32_t d = 1; d < kNodes; ++d) {
       const uint32_t chunks = (num_sent(p.world, p.routing, d) + p.routing.put_rows - 1) / p.routing.put_rows;
@@ -107,11 +107,11 @@ MK_DEVICE void forward_rows(const Entered& entered, const Parameters& p) {
 
 // All threads of the CTA.
 template <class Parameters>
-MK_DEVICE void send_rows(const Entered& entered, const Parameters& p, CopyPieces& pieces, CopyBarriers& barriers, uint32_t index) {
+MK_DEVICE void send_rows(const Entered& entered, const Parameters& p, RowPieces& pieces, RowBarriers& barriers, uint32_t index) {
   const uint32_t warp = ptx::warp_index();
   if (warp == 0 && ptx::elected()) {
     Trace trace(p.world, 2);
-    CopyRing ring(pieces, barriers);
+    RowRing ring(pieces, barriers);
     RowsToSend<Parameters> rows(p, ring);
     put_chunks(entered, rows, 2 + index, index, num_inter_send(p), trace);
   } else if (warp == 2 && index == 0) {

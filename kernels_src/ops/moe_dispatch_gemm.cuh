@@ -15,7 +15,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kExperts, kWeighted, kGated; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kExperts, kWeighted, kGated, kRowStages; kSharedBytes, kParameterBytes
 
 // ---- arguments
 struct alignas(64) Parameters {
@@ -23,7 +23,7 @@ struct alignas(64) Parameters {
   abi::Fields fields;
   RoutingArguments routing;
   uint64_t c;             // (max_rows, N): y
-  uint64_t slots_offset;  // data heap, read by this rank only: rows by slot
+  uint64_t slots_offset;  // data heap, read by this rank only: rows by slot, slot_bytes apart
   uint64_t flag_offset;   // signal segment
   uint32_t c_row_bytes;
   uint32_t group_m;      // tile rows of an expert that share columns of B

@@ -16,7 +16,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kWeighted, kExperts, kWarps; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kWeighted, kExperts, kWarps, kRowStages; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Experts = ExpertTable<Config::kExperts>;
 static_assert(Config::kWarps * 32 == kGemmThreads, "warps that combine");
@@ -192,7 +192,7 @@ MK_DEVICE void find_all_rows(const Entered& entered, const Parameters& p, FetchS
 MK_DEVICE void copy_rows(const Entered& entered, const Parameters& p, FetchStorage& storage, FetchBarriers& barriers) {
   Trace trace(p.world, 2);
   const uint64_t begin = trace.now();
-  CopyRing ring(storage.pieces, barriers.copy);
+  RowRing ring(storage.pieces, barriers.copy);
   FetchCopies copies{storage, barriers, p.combining.row_bytes};
   ring.copy(copies);
   if (ZeroedFlag{p}.wait(entered, 0)) ptx::add_release(&counters(entered, p).fetched, 1);

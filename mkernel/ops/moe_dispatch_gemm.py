@@ -26,12 +26,14 @@ from mkernel.ops.moe import (
 )
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
+from mkernel.planner.choose_moe import plan_moe_dispatch_gemm
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.moe import SEGMENT_ROWS
 from mkernel.planner.moe_dispatch_gemm import OP as OP_NAME
-from mkernel.planner.moe_dispatch_gemm import PARAMETER_BYTES, MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
+from mkernel.planner.moe_dispatch_gemm import PARAMETER_BYTES, MoeDispatchGemmPlan, MoeDispatchGemmProblem
 
 if TYPE_CHECKING:
+    from mkernel.planner.machine import Machine
     from mkernel.planner.split import Split
     from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.prepared import Executable
@@ -51,7 +53,7 @@ class RoutingArguments(ctypes.Structure):
         *("source", "row_weight", "expert_counts"),
         *("records_offset", "staged_offset", "sending_offset", "arrived_offset", "tables_offset", "x_offset"),
     )
-    _sizes = ("tokens", "max_tokens", "max_rows", "alignment", "id_bytes", "row_bytes", "put_rows", "reserved")
+    _sizes = ("tokens", "max_tokens", "max_rows", "alignment", "id_bytes", "row_bytes", "put_rows", "slot_bytes")
     _fields_ = [*((name, ctypes.c_uint64) for name in _names), *((name, ctypes.c_uint32) for name in _sizes)]
 
 
@@ -77,7 +79,7 @@ class Parameters(ctypes.Structure):
 
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
-_ROUTING_AT, _ROUTING = place_of(RoutingArguments, "ids", "put_rows")
+_ROUTING_AT, _ROUTING = place_of(RoutingArguments, "ids", "slot_bytes")
 
 
 class Dispatched(NamedTuple):
@@ -223,6 +225,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
     options: ClassVar[Mapping[str, Any]] = {"activation": None, "clamp": None, "max_tokens": None, "max_rows": None, "alignment": 1}
     result = Dispatched
     by_rows = False
+    modelled = True
     bench = "mkernel.bench.cases.moe_dispatch_gemm"
     tunable = ("intra_comm", "inter_send")
     parameters = Parameters
@@ -258,9 +261,16 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         return Instance(world.held.get(key) or hold(world, key, MoeDispatchGemmProblem(*key[1:])), 0)
 
     def make_plan(
-        self, problem: MoeDispatchGemmProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+        self,
+        problem: MoeDispatchGemmProblem,
+        rows: int,
+        sm_count: int,
+        split: Split | None = None,
+        *,
+        specialize: str | None = None,
+        machine: Machine | None = None,
     ) -> MoeDispatchGemmPlan:
-        return make_plan(problem, sm_count, split, specialize=specialize)
+        return plan_moe_dispatch_gemm(problem, sm_count, split, specialize=specialize, machine=machine)
 
     # ---- one call
     def results(self, instance: Instance[MoeDispatchGemmProblem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
@@ -339,6 +349,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
             8 if ids.dtype == "int64" else 4,
             problem.row_bytes,
             plan.put_rows,
+            problem.slot_bytes,
         )
         return parameters
 
@@ -357,7 +368,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         _, _, row_major, stride = layout_of_experts("w", w, k, dtype)
         inner, outer = (columns, k) if row_major else (k, columns)
         box = BLOCK_K if row_major or problem.gated else plan.tile.block_n
-        a = (world.heap_address + slots_offset, dtype, (k, slots, 1), (k * ITEM, slots * k * ITEM))
+        a = (world.heap_address + slots_offset, dtype, (k, slots, 1), (problem.slot_bytes, slots * problem.slot_bytes))
         plane = w.strides[0] if w.shape[0] > 1 else stride * outer
         maps = {
             "a_map": tensor_map(*a, (BLOCK_K, BLOCK_M, 1)),

@@ -14,11 +14,13 @@ from mkernel.ops.moe import Routing, layout_of_experts
 from mkernel.ops.moe_combine import Combining, bind_combining, check_combined, problem_of
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
+from mkernel.planner.choose_moe import plan_moe_gemm_combine
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
 from mkernel.planner.moe_gemm_combine import OP as OP_NAME
-from mkernel.planner.moe_gemm_combine import PARAMETER_BYTES, MoeGemmCombinePlan, MoeGemmCombineProblem, make_plan
+from mkernel.planner.moe_gemm_combine import PARAMETER_BYTES, MoeGemmCombinePlan, MoeGemmCombineProblem
 
 if TYPE_CHECKING:
+    from mkernel.planner.machine import Machine
     from mkernel.planner.split import Split
     from mkernel.runtime.arrays.views import TensorView
     from mkernel.runtime.prepared import Executable
@@ -139,6 +141,7 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
     operands = ("a", "w", *(f"routing.{name}" for name in Routing._fields), "topk_weights", "add")
     optional: ClassVar[frozenset[str]] = frozenset({"topk_weights", "add"})
     by_rows = False
+    modelled = True
     bench = "mkernel.bench.cases.moe_gemm_combine"
     tunable = ("intra_comm", "inter_send")
     parameters = Parameters
@@ -163,9 +166,16 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
         return Instance(world.held.get(key) or hold(world, key, MoeGemmCombineProblem(*key[1:])), 0)
 
     def make_plan(
-        self, problem: MoeGemmCombineProblem, rows: int, sm_count: int, split: Split | None = None, *, specialize: str | None = None
+        self,
+        problem: MoeGemmCombineProblem,
+        rows: int,
+        sm_count: int,
+        split: Split | None = None,
+        *,
+        specialize: str | None = None,
+        machine: Machine | None = None,
     ) -> MoeGemmCombinePlan:
-        return make_plan(problem, rows, sm_count, split, specialize=specialize)
+        return plan_moe_gemm_combine(problem, sm_count, split, specialize=specialize, machine=machine)
 
     # ---- one call
     def results(self, instance: Instance[MoeGemmCombineProblem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "OPTIONS", "Between", "check", "moe_layer"]
 
 NAME = "moe_layer"
+_LINE = 64  # values of a line of L2
 OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
 
 
@@ -120,13 +121,16 @@ def moe_layer(
             between = w.kept.get(shape)
             if between is not None:
                 home = libraries[type(x)]
-                known = between.of(home, views[0].shape[0], home.stream() if stream is None else w.backend.stream(stream))
+                known = between.of(home, views[0].shape[0], _queue(w, home, stream))
         more: dict[str, Any] = {"world": w, "split": split, "stream": stream}
         rows = moe_dispatch_gemm(x, topk_ids, w_gate_up, expert_counts=expert_counts, out=known, **options, **more)
         if shape is not None:
-            remember(w, asked, rows)
             if between is None:
-                w.kept[shape] = Between(rows)
+                home = libraries[type(x)]
+                between = w.kept[shape] = Between(home, rows, _queue(w, home, stream))
+                remember(w, asked, between.of(home, rows.routing.topk_ids.shape[0], _queue(w, home, stream)))
+            else:
+                remember(w, asked, rows)
         return moe_gemm_combine(rows.y, w_down, rows.routing, topk_weights=topk_weights, add=add, out=out, **more)
 
 
@@ -147,13 +151,22 @@ def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, 
     return h, x.dtype, topk, experts, columns
 
 
+def _queue(world: World, home: Library, stream: Any) -> Any:
+    return home.stream() if stream is None else world.backend.stream(stream)
+
+
 class Between:
     """The arrays between the two kernels of a layer, which all calls of a shape use one after the other, whatever their tokens."""
 
     __slots__ = ("_dispatched", "_ids")
 
-    def __init__(self, dispatched: Dispatched) -> None:
-        """``dispatched``: of the first call, or made for it."""
+    def __init__(self, home: Library, dispatched: Dispatched, queue: Any) -> None:
+        """``dispatched``: of the first call, or made for it. Rows of y begin at whole lines here, which the second kernel loads faster."""
+        rows, columns = dispatched.y.shape
+        if columns % _LINE:
+            dtype = home.view(dispatched.y).dtype
+            whole = home.empty((rows, -(-columns // _LINE) * _LINE), dtype, queue)
+            dispatched = dispatched._replace(y=whole[:, :columns])
         self._dispatched, self._ids = dispatched, dispatched.routing.topk_ids
 
     def of(self, home: Library, tokens: int, queue: Any) -> Dispatched:

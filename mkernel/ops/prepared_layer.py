@@ -74,7 +74,7 @@ def plan_layer(
         between = w.kept.get((*shape, *given.values()))
         if between is None:
             made = dispatch.returned([home.empty(*spec, queue) for spec in specs])
-            between = w.kept[*shape, *given.values()] = Between(made)
+            between = w.kept[*shape, *given.values()] = Between(home, made, queue)
         between.of(home, first._instance.problem.max_tokens, queue)  # so that later calls need none
         rows, most = between.of(home, views[0].shape[0], queue), first._instance.problem.max_tokens
         if views[0].shape[0] > most:  # calls will be refused on the device, not here

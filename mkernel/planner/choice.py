@@ -30,7 +30,7 @@ from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
-__all__ = ["Ranked", "candidates", "choose", "plan_allgather_gemm", "plan_reduce", "ranked"]
+__all__ = ["Ranked", "candidates", "choose", "model_decides", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
 _WIDTHS = (256, 192, 128, 64)
 _PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly as much of A as alone
@@ -381,7 +381,7 @@ def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, special
     return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, kept)
 
 
-def _model_decides(problem: Any, sm_count: int) -> bool:
+def model_decides(problem: Any, sm_count: int) -> bool:
     """Whether it may: where it was confirmed, in one node, on as many SMs as an H200 has (docs/model.md)."""
     asked, topology = env.PLANNER.get(), problem.topology
     return asked == "model" or (asked == "auto" and topology.num_nodes == 1 and sm_count == CONFIRMED_SMS)
@@ -389,7 +389,7 @@ def _model_decides(problem: Any, sm_count: int) -> bool:
 
 def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, specialize: str | None, machine: Machine | None) -> Any:
     """The model's plan; None where the rules decide: where a split is given, or compiled into kernels, or the model was not confirmed."""
-    if split is not None or not _model_decides(problem, sm_count):
+    if split is not None or not model_decides(problem, sm_count):
         return None
     default = allgather_gemm.SPECIALIZED if isinstance(problem, AllGatherGemmProblem) else reduce.SPECIALIZED[problem.op]
     fields = parse(specialize, default)

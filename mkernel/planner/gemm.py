@@ -95,6 +95,14 @@ class GemmTile:
         return cls(block_n, stages, min(whole, (room - stages * stage) // _RESULT_BYTES))
 
 
+def fitting(block_n: int, bytes_beside: int) -> GemmTile:
+    """The deepest tile that leaves room for so many bytes of shared memory."""
+    tile = GemmTile.deepest(block_n)
+    while tile.shared_bytes + bytes_beside > SHARED_LIMIT:
+        tile = dataclasses.replace(tile, stages=tile.stages - 1)
+    return tile
+
+
 class GemmProblem(Protocol):
     """What the ranks agree on once; the number of rows is each call's. ``n`` and ``k``: of a rank's operands or result, as the op says."""
 

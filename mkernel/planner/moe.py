@@ -7,13 +7,33 @@ import math
 from mkernel.errors import CallError, CallReport
 from mkernel.planner.topology import Topology
 
-__all__ = ["MAX_TOPK", "SEGMENT_ROWS", "STAGED_ROWS", "RoutingError", "columns", "most_rows", "routing_error", "slot_blocks"]
+__all__ = [
+    "LINE",
+    "MAX_TOPK",
+    "SEGMENT_ROWS",
+    "STAGED_ROWS",
+    "RoutingError",
+    "columns",
+    "most_rows",
+    "routing_error",
+    "row_stages",
+    "slot_blocks",
+]
 
 MAX_TOPK = 16
 SEGMENT_ROWS = 64  # an expert's slots begin at a multiple
+LINE = 128  # bytes of a line of L2
 STAGED_ROWS = 32  # rows that are staged, and flagged, at once
 
 _BAD_EXPERT, _TWICE, _TOO_MANY_TOKENS, _TOO_MANY_ROWS = 1, 2, 3, 4  # RoutingFault of kernels_src/moe/routing.cuh
+
+
+_RING_BYTES, _PIECE_BYTES = 128 << 10, (4 << 10, 8 << 10, 16 << 10)  # of CopyRingOf in kernels_src/comm/copy.cuh
+
+
+def row_stages(row_bytes: int) -> int:
+    """Pieces of the ring through which rows are copied: the smaller a row, the more of them are under way."""
+    return _RING_BYTES // next((piece for piece in _PIECE_BYTES if row_bytes <= piece), _PIECE_BYTES[-1])
 
 
 class RoutingError(CallError):

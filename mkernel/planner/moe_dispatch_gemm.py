@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 from mkernel.errors import CallReport
 from mkernel.jit.spec import KernelSpec
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, SHARED_LIMIT, GemmPlan, GemmTile
-from mkernel.planner.moe import SEGMENT_ROWS, STAGED_ROWS, RoutingError, columns, routing_error, slot_blocks
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmPlan, GemmTile, fitting
+from mkernel.planner.moe import LINE, SEGMENT_ROWS, STAGED_ROWS, RoutingError, columns, routing_error, row_stages, slot_blocks
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -60,6 +61,11 @@ class MoeDispatchGemmProblem:
         return self.k * ITEM
 
     @property
+    def slot_bytes(self) -> int:
+        """From a slot to the next one: whole lines, which L2 answers at more than twice the rate of others (docs/speed_log.md)."""
+        return -(-self.row_bytes // LINE) * LINE
+
+    @property
     def blocks(self) -> int:
         return slot_blocks(self.max_rows, self.experts)
 
@@ -96,6 +102,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
             "kExperts": problem.experts,
             "kWeighted": int(problem.weighted),
             "kGated": int(problem.gated),
+            "kRowStages": row_stages(problem.row_bytes),
         }
         spec = self.spec_with(OP, PARAMETER_BYTES, **constants)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(problem.experts))
@@ -110,7 +117,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
             others * rows,
             others * rows,
             self.table_bytes,
-            problem.blocks * SEGMENT_ROWS * problem.row_bytes,
+            problem.blocks * SEGMENT_ROWS * problem.slot_bytes,
         )
         ends = [0]
         for size in sizes:
@@ -197,14 +204,19 @@ def table_bytes(experts: int) -> int:
     return max(0, math.ceil((512 + 8 * (experts + 2)) / _MAX_SHARED) * _MAX_SHARED - _MAX_SHARED)
 
 
-def choose_tile(problem: MoeDispatchGemmProblem, block_n: int | None = None) -> GemmTile:
-    """The widest tile that fits the columns, with as many stages as shared memory has room for."""
-    width = 2 * problem.n if problem.gated else problem.n
-    chosen = block_n or (256 if width > 128 or problem.gated else 128)
-    tile = GemmTile.deepest(chosen)
-    while tile.shared_bytes + table_bytes(problem.experts) > SHARED_LIMIT:
-        tile = dataclasses.replace(tile, stages=tile.stages - 1)
-    return tile
+def widest(problem: MoeDispatchGemmProblem) -> int:
+    """Columns of the product of a row and an expert's weights."""
+    return 2 * problem.n if problem.gated else problem.n
+
+
+def choose_tile(problem: MoeDispatchGemmProblem) -> GemmTile:
+    """The widest tile that fits the columns."""
+    return fitting_tile(problem)(256 if widest(problem) > 128 or problem.gated else 128)
+
+
+def fitting_tile(problem: MoeDispatchGemmProblem) -> Callable[[int], GemmTile]:
+    """Tiles of a width, with as many stages as shared memory has room for beside barriers and table."""
+    return functools.partial(fitting, bytes_beside=table_bytes(problem.experts))
 
 
 def make_plan(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner import moe_combine
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, SHARED_LIMIT, GemmPlan, GemmTile
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, GemmTile, fitting
+from mkernel.planner.moe import row_stages
 from mkernel.planner.moe_combine import WARPS, CombineLayout, MoeCombineProblem, Scale, aligned
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
@@ -66,7 +68,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
     def spec(self) -> KernelSpec:
         combined = self.problem.combined
         of_combined = {"kTopK": combined.topk, "kWeighted": int(combined.weighted), "kCanonical": int(combined.canonical)}
-        more = {"kSlices": 1, **of_combined, "kExperts": combined.experts, "kWarps": WARPS}
+        more = {"kSlices": 1, **of_combined, "kExperts": combined.experts, "kWarps": WARPS, "kRowStages": row_stages(combined.row_bytes)}
         spec = self.spec_with(OP, PARAMETER_BYTES, **more)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(combined.experts))
 
@@ -185,11 +187,13 @@ def make_plan(
 
 
 def choose_tile(problem: MoeGemmCombineProblem) -> GemmTile:
-    """Tiles as wide as the columns need, with as many stages as shared memory has room for beside the table of experts."""
-    tile = GemmTile.deepest(256 if problem.n > 128 else 128)
-    while tile.shared_bytes + table_bytes(problem.combined.experts) > SHARED_LIMIT:
-        tile = dataclasses.replace(tile, stages=tile.stages - 1)
-    return tile
+    """Tiles as wide as the columns need."""
+    return fitting_tile(problem)(256 if problem.n > 128 else 128)
+
+
+def fitting_tile(problem: MoeGemmCombineProblem) -> Callable[[int], GemmTile]:
+    """Tiles of a width, with as many stages as shared memory has room for beside the table of experts."""
+    return functools.partial(fitting, bytes_beside=table_bytes(problem.combined.experts))
 
 
 def table_bytes(experts: int) -> int:

@@ -21,6 +21,7 @@ __all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm
 
 _ROUTING = 25e-6  # seconds until rows have places, of few tokens: three meetings of all CTAs (docs/moe.md),
 _ROUTING_TOKEN = 4e-9  # and for every token: fitted to docs/benchmarks/moe_*.json
+_COPY, _COPY_RATE = 85e-9, 150e9  # seconds that a CTA takes to load or store a row, and bytes in a second (docs/speed_log.md)
 _ID = 4  # bytes of a choice, and of its weight
 
 
@@ -38,17 +39,33 @@ def expected_tiles(rows: float) -> float:
 
 def _product(
     machine: Machine, conditions: Conditions, topology: Topology, experts: int, rows: float, n: int, k: int, tile: GemmTile, ctas: float,
-    b_row: int,
+    a_row: int, b_row: int,
 ) -> tuple[float, float, float, TileCost]:  # fmt: skip
     """A grouped product of ``rows`` rows per expert: seconds of it, of its tensor work and of memory; and the cost of a tile."""
     tiles = experts * expected_tiles(rows) * math.ceil(n / tile.block_n)
     guess = 2.0 * tiles * BLOCK_M * tile.block_n * k / (machine.sm_flops * machine.sms)
     load_rows = int(min(BLOCK_M, max(64.0, rows)))
-    cost = tile_cost(machine, BLOCK_M, tile.block_n, n, k, load_rows, machine.speed(busy_of(conditions, machine, guess)), b_row=b_row)
+    speed, from_memory = machine.speed(busy_of(conditions, machine, guess)), rows <= BLOCK_M  # B of a tile that nobody else reads
+    stages, active = tile.stages if from_memory else 0, min(ctas, tiles)
+    cost = tile_cost(machine, BLOCK_M, tile.block_n, n, k, load_rows, speed, stages=stages, active=active, a_row=a_row, b_row=b_row)
     touched = experts * (1 - math.exp(-rows))
     memory = (touched * n * k + experts * rows * (n + k)) * ITEM / machine.memory
     turns = math.ceil(tiles / ctas) if tiles < 4 * ctas else tiles / ctas + 0.5
     return blend(turns * cost.seconds, memory), turns * cost.tensor, memory, cost
+
+
+def _overlapped(fetching: float, seconds: float, experts: int, chosen: float, fetch_share: float) -> float:
+    """When products that take ``seconds`` on all SMs are done, of rows that come meanwhile, in order of their first expert here.
+
+    ``chosen``: the share of tokens that choose an expert; ``fetch_share``: of SMs that fetch first, and then multiply.
+    """
+    end, here = 0.0, 1 - (1 - chosen) ** experts
+    for expert in range(experts):
+        come = fetching * (1 - (1 - chosen) ** (expert + 1)) / here
+        left = seconds * (experts - expert) / experts
+        # Those that still fetch do not multiply.
+        end = max(end, come + left + fetch_share * min(fetching - come, left))
+    return end
 
 
 def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, conditions: Conditions, tokens: int) -> Prediction:
@@ -64,10 +81,11 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     # A row crosses once to every rank of the node that has an expert of its token; every copy of it is stored into its slots.
     wanted = 1 - (1 - 1 / size) ** problem.topk
     link_bytes = tokens * (topology.ranks_per_node - 1) / size * wanted * problem.row_bytes * topology.num_nodes
-    slots = tokens * problem.topk / size * problem.row_bytes
-    fetching = max(link_bytes / machine.link, (link_bytes + slots) / (intra * machine.cta_link * 2))
+    copies = tokens * (wanted + problem.topk / size)  # a load of each row, and a store to each of its slots
+    fetching = max(link_bytes / machine.link, copies / intra * (_COPY + problem.row_bytes / _COPY_RATE))
     seconds, tensor, memory, cost = _product(
-        *(machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra / 2),
+        *(machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra),
+        a_row=problem.slot_bytes // ITEM,
         b_row=row_of_b(n, problem.k, problem.b_row_major),
     )
     # Every rank learns the choices of all tokens, over the network, too, and finds a place for each.
@@ -75,7 +93,8 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     entry = entered(machine, conditions, topology)
     routing = told.arrived + _ROUTING + tokens * _ROUTING_TOKEN
     begin = start + entry + routing
-    end = begin + max(seconds, fetching + cost.seconds)
+    end = begin + _overlapped(fetching, seconds, problem.experts, problem.topk / problem.all_experts, intra / (compute + intra))
+    end = max(end, begin + fetching + cost.seconds)
     network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
         network = _rows_sent(machine, topology, tokens, problem.topk, problem.row_bytes, plan.put_bytes)
@@ -96,6 +115,7 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
     compute, intra = plan.split.compute or 1, plan.split.intra_comm or 1
     seconds, tensor, memory, cost = _product(
         *(machine, conditions, topology, combined.experts, per_expert, problem.n, problem.k, plan.tile, compute),
+        a_row=problem.k,
         b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
     )
     rows = tokens * combined.topk / size

@@ -113,14 +113,14 @@ def blend(*seconds: float) -> float:
 
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
-    stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: int = 0,
+    stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: int = 0, a_row: int = 0,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
     ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
     that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
     tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
-    step, because they also wait for other ranks; ``b_row``: values of a row of B as it is stored (0: ``n``).
+    step, because they also wait for other ranks; ``b_row``, ``a_row``: values of a row of B and of A as it is stored (0: ``n``, ``k``).
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -128,7 +128,7 @@ def tile_cost(
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
-    of_a, of_b = _rows(machine, k), _rows(machine, b_row or n)
+    of_a, of_b = _rows(machine, a_row or k), _rows(machine, b_row or n)
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
     of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / machine.sm_load

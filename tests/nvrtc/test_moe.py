@@ -35,15 +35,17 @@ def _spills(world: str, gated: bool, **_: object) -> bool:
     topk=(1, 8),
     weighted=(True, False),
     gated=(True, False),
-    valid=lambda **case: not _spills(**case),
+    width=(64, 128, 192, 256),
+    valid=lambda **case: not _spills(**case) and (not case["gated"] or case["width"] % 128 == 0),
 )
 @pytest.mark.drawn(2)
 def test_dispatch(
     caplog: pytest.LogCaptureFixture, world: str, n: int, k: int, experts: int, dtype: str, row_major: bool, topk: int, weighted: bool,
-    gated: bool,
+    gated: bool, width: int,
 ) -> None:  # fmt: skip
     problem = MoeDispatchGemmProblem(_WORLDS[world], n, k, dtype, row_major, experts, topk, 8192, 65536, 1, weighted, gated, 0.0)
-    assert any(name.startswith("HGMMA") for name in compiled(caplog, moe_dispatch_gemm.make_plan(problem, _SMS).spec))
+    plan = moe_dispatch_gemm.make_plan(problem, _SMS, tile=moe_dispatch_gemm.fitting_tile(problem)(width))
+    assert any(name.startswith("HGMMA") for name in compiled(caplog, plan.spec))
 
 
 @pytest.mark.xfail(strict=True, reason="of several nodes of 8 ranks, gated, 8 bytes spill")
@@ -66,13 +68,15 @@ def _combined(world: str, dtype: str, topk: int, weighted: bool, canonical: bool
     topk=(1, 8),
     weighted=(True, False),
     canonical=(True, False),
+    width=(64, 128, 192, 256),
 )
 @pytest.mark.drawn(2)
 def test_gemm_combine(
-    caplog: pytest.LogCaptureFixture, world: str, dtype: str, row_major: bool, topk: int, weighted: bool, canonical: bool
+    caplog: pytest.LogCaptureFixture, world: str, dtype: str, row_major: bool, topk: int, weighted: bool, canonical: bool, width: int
 ) -> None:
     problem = MoeGemmCombineProblem(_combined(world, dtype, topk, weighted, canonical), 2048, row_major)
-    assert any(name.startswith("HGMMA") for name in compiled(caplog, moe_gemm_combine.make_plan(problem, 0, _SMS).spec))
+    plan = moe_gemm_combine.make_plan(problem, 0, _SMS, tile=moe_gemm_combine.fitting_tile(problem)(width))
+    assert any(name.startswith("HGMMA") for name in compiled(caplog, plan.spec))
 
 
 @pytest.mark.cases(world=tuple(_WORLDS), dtype=("bfloat16", "float16"), topk=(1, 8), weighted=(True, False), canonical=(True, False))

@@ -11,7 +11,8 @@ import numpy as np
 
 from mkernel.bench.cases.moe import DRAWN, MoeCase, MoeOp
 from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
-from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem, make_plan
+from mkernel.planner.choose_moe import plan_moe_dispatch_gemm
+from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
 from mkernel.tools.check_moe import Rows, exact, product, rounded, worst_rows
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class MoeDispatchGemmCase(MoeCase):
             *(topology, self.inner, self.hidden, dtype, True, self.experts, self.topk, self.max_tokens, self.max_rows),
             alignment=1, weighted=True, gated=False, clamp=0.0,
         )  # fmt: skip
-        self.heap_bytes = make_plan(self.problem, 132).workspace_bytes + _SLACK
+        self.heap_bytes = self.plan(132).workspace_bytes + _SLACK
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
-        return make_plan(self.problem, sm_count, split, specialize=specialize)
+        return plan_moe_dispatch_gemm(self.problem, sm_count, split, specialize=specialize, machine=self.machine)
 
     def setup(self, timing: Timing, seed: int) -> None:
         rank = timing.world.rank

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.moe import MoeCase, MoeOp
 from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
+from mkernel.planner.choose_moe import plan_moe_gemm_combine
 from mkernel.planner.moe_combine import MoeCombineProblem
-from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem, make_plan
+from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
 from mkernel.tools.check_moe import Rows, exact, product, rounded, worst_rows
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ class MoeGemmCombineCase(MoeCase):
         self.link_bytes, self.network_bytes = self.combined_bytes()
         combined = MoeCombineProblem(topology, self.hidden, dtype, self.topk, self.experts, self.max_tokens, self.max_rows, weighted=True)
         self.problem = MoeGemmCombineProblem(combined, self.inner, True)
-        self.heap_bytes = make_plan(self.problem, 0, 132).workspace_bytes + _SLACK
+        self.heap_bytes = self.plan(132).workspace_bytes + _SLACK
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
-        return make_plan(self.problem, 0, sm_count, split, specialize=specialize)
+        return plan_moe_gemm_combine(self.problem, sm_count, split, specialize=specialize, machine=self.machine)
 
     def setup(self, timing: Timing, seed: int) -> None:
         rank = timing.world.rank

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mkernel.bench.cases.moe import MoeCase, MoeOp
 from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner import moe_dispatch_gemm, moe_gemm_combine
+from mkernel.planner.choose_moe import plan_moe_dispatch_gemm, plan_moe_gemm_combine
 from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions, Prediction
@@ -43,17 +44,19 @@ class MoeLayerCase(MoeCase):
         self.problem = moe_dispatch_gemm.MoeDispatchGemmProblem(*sizes, alignment=1, weighted=False, gated=True, clamp=0.0)
         combined = MoeCombineProblem(topology, self.hidden, dtype, self.topk, self.experts, self.max_tokens, self.max_rows, weighted=True)
         self._second = moe_gemm_combine.MoeGemmCombineProblem(combined, self.inner, True)
-        second = moe_gemm_combine.make_plan(self._second, 0, 132)
+        second = plan_moe_gemm_combine(self._second, 132)
         self.heap_bytes = max(self.plan(132).workspace_bytes, second.workspace_bytes) + _SLACK
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
-        return moe_dispatch_gemm.make_plan(self.problem, sm_count, split, specialize=specialize)
+        return plan_moe_dispatch_gemm(self.problem, sm_count, split, specialize=specialize, machine=self.machine)
 
     def predicted(self, machine: Machine, conditions: Conditions = ALONE, split: Split | None = None) -> Prediction | None:
         """Times of both kernels, one after the other; ``split``: of the first."""
         tokens = self.shape["T"]
         first = predict(self.plan(machine.sms, split), machine, conditions, tokens)
-        second = predict(moe_gemm_combine.make_plan(self._second, 0, machine.sms), machine, conditions._replace(hot=True), tokens)
+        second = predict(
+            plan_moe_gemm_combine(self._second, machine.sms, machine=self.machine), machine, conditions._replace(hot=True), tokens
+        )
         return None if first is None or second is None else Prediction(*(one + other for one, other in zip(first, second, strict=True)))
 
     def setup(self, timing: Timing, seed: int) -> None:

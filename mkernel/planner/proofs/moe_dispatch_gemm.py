@@ -41,7 +41,7 @@ class _Call:
         self.sending = _area("rows to send", areas.sending, (nodes - 1) * rows, {"put"}, {"put"})
         self.arrived = _area("rows arrived", areas.arrived, (nodes - 1) * rows, {"put"}, {"pull"})
         self.tables = _area("where tokens go", areas.tables, plan.table_bytes, {"route", "pull"}, {"put", "pull", "tile"})
-        slots = self.problem.blocks * SEGMENT_ROWS * self.problem.row_bytes
+        slots = self.problem.blocks * SEGMENT_ROWS * self.problem.slot_bytes
         self.slots = _area("rows by expert", areas.slots, slots, {"pull"}, {"tile"})
         self.flags = Area("flags of routing, rows and CTAs", FLAGS, 0, plan.flag_words * _WORD, _RAISING, _WAITING)
         self.listed = {(rank, node): self.tokens_for(rank, node) for rank in self.ranks for node in range(nodes)}
@@ -230,7 +230,7 @@ class _Call:
         number = self.problem.experts
         rows = [sum(rank * number + e in ids for of_rank in self.ids for ids in of_rank) for e in range(number)]
         blocks = [-(-(-(-count // self.problem.alignment) * self.problem.alignment) // SEGMENT_ROWS) for count in rows]
-        size = SEGMENT_ROWS * self.problem.row_bytes
+        size = SEGMENT_ROWS * self.problem.slot_bytes
         return sum(blocks[:expert]) * size, blocks[expert] * size
 
     def rows(self, step: Step, rank: int, area: Area, first: int, number: int, of: int, *, writes: bool) -> Access:

@@ -1,0 +1,102 @@
+"""Which tiles the MoE ops multiply, and how many CTAs fetch rows: what is predicted to be fastest with as many tokens as there may be.
+
+A plan serves calls of any number of tokens. Where GPUs have not confirmed the model, the rules of each op choose, as in ``planner.choice``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from mkernel import env
+from mkernel.planner import moe_dispatch_gemm, moe_gemm_combine
+from mkernel.planner.choice import model_decides
+from mkernel.planner.gemm import GemmTile
+from mkernel.planner.machine import Machine, machine_named
+from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem
+from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan, MoeGemmCombineProblem
+from mkernel.planner.predict import predict
+from mkernel.planner.split import Split
+
+__all__ = ["plan_moe_dispatch_gemm", "plan_moe_gemm_combine"]
+
+_WIDTHS = (256, 192, 128, 64)
+_GATED_WIDTHS = (256, 128)  # gate and up, half each
+_FETCHING = (8, 16, 24, 32, 48, 64)  # CTAs
+_WORTH = 0.97  # of the time of what the rules choose, at most: the model is not better than that
+
+_Plan = TypeVar("_Plan", MoeDispatchGemmPlan, MoeGemmCombinePlan)
+
+
+def plan_moe_dispatch_gemm(
+    problem: MoeDispatchGemmProblem,
+    sm_count: int,
+    split: Split | None = None,
+    *,
+    specialize: str | None = None,
+    machine: Machine | None = None,
+) -> MoeDispatchGemmPlan:
+    """The plan of all calls of a problem on ``machine`` (None: as the environment says). Raises SplitError."""
+    rules = moe_dispatch_gemm.make_plan(problem, sm_count, split, specialize=specialize)
+    if not model_decides(problem, sm_count):
+        return rules
+    return _dispatch(problem, sm_count, split, specialize, machine or machine_named(env.MACHINE.get(), sm_count), rules)
+
+
+@functools.lru_cache(maxsize=256)
+def _dispatch(
+    problem: MoeDispatchGemmProblem,
+    sm_count: int,
+    split: Split | None,
+    specialize: str | None,
+    machine: Machine,
+    rules: MoeDispatchGemmPlan,
+) -> MoeDispatchGemmPlan:
+    def plans() -> Iterable[MoeDispatchGemmPlan]:
+        splits = [split] if split is not None else [None, *(Split(intra_comm=n) for n in _FETCHING if n <= sm_count // 2)]
+        for tile in _tiles(rules.tile, moe_dispatch_gemm.widest(problem), moe_dispatch_gemm.fitting_tile(problem), problem.gated):
+            for one in splits:
+                yield moe_dispatch_gemm.make_plan(problem, sm_count, one, tile, specialize)
+
+    return _fastest(rules, plans(), machine, problem.max_tokens * problem.topology.size)
+
+
+def plan_moe_gemm_combine(
+    problem: MoeGemmCombineProblem,
+    sm_count: int,
+    split: Split | None = None,
+    *,
+    specialize: str | None = None,
+    machine: Machine | None = None,
+) -> MoeGemmCombinePlan:
+    """The plan of all calls of a problem on ``machine`` (None: as the environment says). Raises SplitError."""
+    rules = moe_gemm_combine.make_plan(problem, 0, sm_count, split, specialize=specialize)
+    if not model_decides(problem, sm_count):
+        return rules
+    return _combine(problem, machine or machine_named(env.MACHINE.get(), sm_count), rules)
+
+
+@functools.lru_cache(maxsize=256)
+def _combine(problem: MoeGemmCombineProblem, machine: Machine, rules: MoeGemmCombinePlan) -> MoeGemmCombinePlan:
+    tiles = _tiles(rules.tile, problem.n, moe_gemm_combine.fitting_tile(problem), gated=False)
+    plans = (dataclasses.replace(rules, tile=tile) for tile in tiles)
+    return _fastest(rules, plans, machine, problem.combined.max_tokens * problem.topology.size)
+
+
+def _tiles(usual: GemmTile, columns: int, fitting: Callable[[int], GemmTile], gated: bool) -> Iterable[GemmTile]:
+    """What the rules take, and tiles of other widths, none of them wider than needed by a panel or more."""
+    yield usual
+    for width in _GATED_WIDTHS if gated else _WIDTHS:
+        if width != usual.block_n and width < columns + 64:
+            yield fitting(width)
+
+
+def _fastest(rules: _Plan, plans: Iterable[_Plan], machine: Machine, tokens: int) -> _Plan:
+    def seconds(plan: Any) -> float:
+        prediction = predict(plan, machine, tokens=tokens)
+        return prediction.seconds if prediction is not None else float("inf")
+
+    best = min(plans, key=seconds)
+    return best if seconds(best) < _WORTH * seconds(rules) else rules
