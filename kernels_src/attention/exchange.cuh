@@ -133,7 +133,7 @@ struct ChunkPieces {
   const Parameters& p;
   uint32_t to_rank;  // local rank of whose window it is
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
+  MK_DEVICE uint32_t loaded(const Item&, uint32_t bytes) const { return bytes; }
   MK_DEVICE void next_piece(CopiedChunk&) const {}
   MK_DEVICE static int32_t column(uint32_t offset) { return offset / kPieceBytes % kPanels * 64; }
   MK_DEVICE static uint32_t which(uint32_t offset) { return offset / (kPieceBytes * kPanels) % 2; }  // 0: K, 1: V

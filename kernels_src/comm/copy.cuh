@@ -6,15 +6,16 @@
 
 namespace mkernel {
 
-// A ring of 128 KiB. What is copied in small pieces needs more of them: as many bytes must be under way.
-constexpr uint32_t kCopyRingBytes = 128 * 1024;
-template <uint32_t kStages>
-struct CopyPiecesOf {
-  alignas(128) char piece[kStages][kCopyRingBytes / kStages];
+constexpr uint32_t kPieceBytes = 16 * 1024;
+constexpr uint32_t kPieceStages = 8;
+constexpr uint32_t kPiecesAhead = 5;   // loads in flight before their store is issued
+constexpr uint32_t kPiecesBehind = 4;  // stores in flight before a finished chunk is announced
+
+struct CopyPieces {
+  alignas(128) char piece[kPieceStages][kPieceBytes];
 };
-template <uint32_t kStages>
-struct CopyBarriersOf {
-  uint64_t piece_arrived[kStages];
+struct CopyBarriers {
+  uint64_t piece_arrived[kPieceStages];
 };
 
 // What CopyRing copies. One thread copies, and every instruction that it spends on a piece delays all pieces; so an Item holds what is worked out
@@ -31,12 +32,12 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
   { chunks.item(index) } -> Same<typename Chunks::Item>;
 
   // ---- their source
-  { chunks.ready(item) } -> Same<bool>;          // whether it is complete; true once for each chunk
-  { chunks.wait(item) } -> Same<bool>;           // waits until it is complete; false: the call has failed
-  { chunks.piece_bytes() } -> Same<uint32_t>;    // at most kPieceBytes
-  chunks.load(item, offset, stage, bytes, bar);  // issues the load of one piece,
-  { chunks.loaded(bytes) } -> Same<uint32_t>;    // which brings so many bytes
-  chunks.next_piece(mutable_item);               // goes on to the next piece of the chunk
+  { chunks.ready(item) } -> Same<bool>;              // whether it is complete; true once for each chunk
+  { chunks.wait(item) } -> Same<bool>;               // waits until it is complete; false: the call has failed
+  { chunks.piece_bytes() } -> Same<uint32_t>;        // at most kPieceBytes
+  chunks.load(item, offset, stage, bytes, bar);      // issues the load of one piece,
+  { chunks.loaded(item, bytes) } -> Same<uint32_t>;  // which brings so many bytes
+  chunks.next_piece(mutable_item);                   // goes on to the next piece of the chunk
 
   // ---- their destinations
   chunks.store(item, offset, smem, bytes);  // issues the stores of one piece
@@ -44,20 +45,13 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
 };
 
 // Where one thread stands in a ring of pieces; lives across several copies. Once per kernel: it initializes the barriers.
-template <uint32_t kStages>
-class CopyRingOf {
+class CopyRing {
  public:
-  using Pieces = CopyPiecesOf<kStages>;
-  using Barriers = CopyBarriersOf<kStages>;
-  static constexpr uint32_t kBytes = kCopyRingBytes / kStages;  // of a piece, at most
-  static constexpr uint32_t kAhead = kStages * 5 / 8;           // loads in flight before their store is issued
-  static constexpr uint32_t kBehind = kStages / 2;              // stores in flight before a finished chunk is announced
-
-  MK_DEVICE CopyRingOf(Pieces& pieces, Barriers& barriers) : pieces_(pieces), barriers_(barriers) {
-    for (uint32_t s = 0; s < kStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
+  MK_DEVICE CopyRing(CopyPieces& pieces, CopyBarriers& barriers) : pieces_(pieces), barriers_(barriers) {
+    for (uint32_t s = 0; s < kPieceStages; ++s) ptx::mbarrier_init(&barriers.piece_arrived[s], 1);
     ptx::mbarrier_init_fence();
   }
-  MK_DEVICE ~CopyRingOf() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
+  MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
   // Copies the chunks that `chunks` enumerates and announces each once it is complete at all its destinations. Nothing is in flight afterwards.
   template <CopiedChunks Chunks>
@@ -67,9 +61,9 @@ class CopyRingOf {
 #pragma unroll 1
     while (storing.index < chunks.end()) {
 #pragma unroll 1
-      while (ahead < kAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
-        ptx::store_wait_read<kStages - kAhead>();
-        load(chunks, loading, (stage_ + ahead) % kStages);
+      while (ahead < kPiecesAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
+        ptx::store_wait_read<kPieceStages - kPiecesAhead>();
+        load(chunks, loading, (stage_ + ahead) % kPieceStages);
         advance(chunks, loading);
         ++ahead;
       }
@@ -82,8 +76,8 @@ class CopyRingOf {
       store(chunks, storing);
       advance(chunks, storing);
       --ahead;
-      if (++behind > kBehind) {
-        ptx::store_wait<kBehind>();
+      if (++behind > kPiecesBehind) {
+        ptx::store_wait<kPiecesBehind>();
         announce(chunks, announcing);
         --behind;
       }
@@ -121,7 +115,7 @@ class CopyRingOf {
   template <class Chunks>
   MK_DEVICE void load(Chunks& chunks, const Cursor<Chunks>& at, uint32_t stage) {
     const uint32_t bytes = piece_bytes(chunks, at);
-    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], chunks.loaded(bytes));
+    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], chunks.loaded(at.item, bytes));
     chunks.load(at.item, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
   }
   template <class Chunks>
@@ -129,7 +123,7 @@ class CopyRingOf {
     ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
     chunks.store(at.item, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
     ptx::store_commit();
-    if (++stage_ == kStages) stage_ = 0, parity_ ^= 1;
+    if (++stage_ == kPieceStages) stage_ = 0, parity_ ^= 1;
   }
   template <class Chunks>
   MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored
@@ -137,16 +131,10 @@ class CopyRingOf {
     advance(chunks, at);
   }
 
-  Pieces& pieces_;
-  Barriers& barriers_;
+  CopyPieces& pieces_;
+  CopyBarriers& barriers_;
   uint32_t stage_ = 0, parity_ = 0;
 };
-
-// What copies chunks of many pieces.
-using CopyRing = CopyRingOf<8>;
-using CopyPieces = CopyRing::Pieces;
-using CopyBarriers = CopyRing::Barriers;
-constexpr uint32_t kPieceBytes = CopyRing::kBytes;
 
 // One warp copies `bytes` (a multiple of 16) by ordinary loads and stores, which need no shared memory: load() reads the lane's next 16 bytes of the
 // source, from lane_index() * kWarpUnit on, each time kWarpStride further; store(offset, words) writes them to all destinations.

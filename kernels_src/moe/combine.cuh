@@ -109,15 +109,19 @@ struct Chosen {
   float weight[kTopK];
 };
 
+template <class Parameters>
+MK_DEVICE Choice make_choice(const Parameters& p, uint64_t index, int32_t row, uint32_t expert) {
+  if (row < 0) return Choice{index, 0, 0, 0, false};
+  return Choice{index, row / p.combining.max_rows, row % p.combining.max_rows, expert, true};
+}
+
 // Choice i of a token of the rail's rank in `node`; there is none from kTopK on.
 template <class Parameters, CombinedRows Rows>
 MK_DEVICE Choice choice_of(const Parameters& p, const Rows&, uint32_t node, uint32_t token, uint32_t i) {
   const Combining& c = p.combining;
   const uint64_t index = token_index(c, node, token) * kTopK + i;
   const int32_t row = i < kTopK ? load_index(c.row_of, index) : -1;
-  if (row < 0) return Choice{index, 0, 0, 0, false};
-  const uint32_t expert = Rows::kByExpert ? load_index(c.expert_of, index) : 0;
-  return Choice{index, row / c.max_rows, row % c.max_rows, expert, true};
+  return make_choice(p, index, row, row >= 0 && Rows::kByExpert ? load_index(c.expert_of, index) : 0);
 }
 
 template <class Rows>

@@ -1,5 +1,6 @@
 // Rows that a CTA copies by bulk copies, one after the other, as one of its warps finds them.
 #pragma once
+#include "comm/copy.cuh"
 #include "comm/handshake.cuh"
 #include "moe/rows.cuh"
 #include "trace.cuh"
@@ -7,6 +8,7 @@
 namespace mkernel {
 
 constexpr uint32_t kFetchGroup = 32;  // rows of a batch: all batches but the last are full
+static_assert(kFetchGroup % kRowsPerPiece == 0, "those of a piece are of one batch");
 constexpr uint32_t kFetchBatches = 2;
 struct FetchBatch {
   const char* from[kFetchGroup];
@@ -14,11 +16,11 @@ struct FetchBatch {
   uint32_t rows;  // fewer than kFetchGroup: the last batch
 };
 struct FetchStorage {
-  RowPieces pieces;
+  CopyPieces pieces;
   FetchBatch batch[kFetchBatches];
 };
 struct FetchBarriers {
-  RowBarriers copy;
+  CopyBarriers copy;
   Handshake<kFetchBatches> batches;
   MK_DEVICE void init() {  // one thread, before an mbarrier_init_fence and a sync_cta
     batches.init(1, 1);
@@ -29,12 +31,11 @@ struct FetchBarriers {
 class FoundRows {
  public:
   MK_DEVICE FoundRows(FetchStorage& storage, FetchBarriers& barriers) : storage_(storage), barriers_(barriers) {}
-  // A row of each lane that has one (`exists`). What the lanes have acquired, the copies see.
+  // A row of each lane that has one (`exists`). The copies see what the lanes have acquired before a fence_proxy_async.
   MK_DEVICE void add(bool exists, const char* from, char* to) {
     const uint32_t lane = ptx::lane_index(), all = ptx::votes(exists);
     const uint32_t place = rows_ + ptx::count_bits(all & ((1u << lane) - 1)), end = rows_ + ptx::count_bits(all);
     if (all == 0) return;
-    ptx::fence_proxy_async();
     begin();
     if (exists && place < kFetchGroup) write(place, from, to);
     rows_ = end;
@@ -77,7 +78,7 @@ class FoundRows {
   bool begun_ = false;
 };
 
-// What RowRing copies: rows from batches, until the last batch.
+// What CopyRing copies: rows from batches, kRowsPerPiece at a time, until the last batch.
 struct FetchCopies {
   struct Item {
     uint32_t bytes, row;
@@ -93,7 +94,11 @@ struct FetchCopies {
   MK_DEVICE uint32_t first() const { return 0; }
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
   MK_DEVICE uint32_t end() const { return 0xffffffffu; }
-  MK_DEVICE Item item(uint32_t index) const { return Item{row_bytes, index}; }
+  MK_DEVICE Item item(uint32_t index) const { return Item{kRowsPerPiece * row_bytes, index * kRowsPerPiece}; }
+  MK_DEVICE uint32_t rows(const Item& item) const {  // once its batch has come
+    const uint32_t left = batch(item).rows - item.row % kFetchGroup;
+    return kRowsPerPiece == 1 || left >= kRowsPerPiece ? kRowsPerPiece : left;
+  }
   MK_DEVICE bool ready(const Item& item) { return item.row < seen || (!ended && barriers.batches.is_filled(coming) && wait(item)); }
   MK_DEVICE bool wait(const Item& item) {  // false: there are no more
     if (ended) return false;
@@ -104,16 +109,17 @@ struct FetchCopies {
     ended = rows < kFetchGroup;
     return item.row < seen;
   }
-  MK_DEVICE uint32_t piece_bytes() const { return RowRing::kBytes; }
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
+  MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
+  MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return loaded_rows(rows(item), row_bytes, bytes); }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    ptx::bulk_load(smem, batch(item).from[item.row % kFetchGroup] + offset, bytes, bar);
+    load_rows(rows(item), row_bytes, smem, bytes, bar, [&](uint32_t i) { return batch(item).from[item.row % kFetchGroup + i] + offset; });
   }
   MK_DEVICE void store(const Item& item, uint32_t offset, const char* smem, uint32_t bytes) {
-    const uint32_t place = item.row % kFetchGroup;
-    ptx::bulk_store(batch(item).to[place] + offset, smem, bytes);
-    if (place + 1 < kFetchGroup || offset + bytes < item.bytes) return;
+    const uint32_t place = item.row % kFetchGroup, number = rows(item), of_row = kRowsPerPiece == 1 ? bytes : row_bytes;
+#pragma unroll 1
+    for (uint32_t i = 0; i < number; ++i) ptx::bulk_store(batch(item).to[place + i] + offset, smem + i * of_row, of_row);
+    if (place + number < kFetchGroup || (kRowsPerPiece == 1 && offset + bytes < item.bytes)) return;
     barriers.batches.take(stored);
     stored.advance();
   }

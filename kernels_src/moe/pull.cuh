@@ -1,6 +1,7 @@
 // intra_comm of a dispatch: fetches each row once, from wherever it is, and stores it into all of its slots. Warp 2 finds the rows, thread 0 copies
 // them, warp 1 counts what has arrived.
 #pragma once
+#include "comm/copy.cuh"
 #include "comm/mailbox.cuh"
 #include "moe/routing.cuh"
 #include "moe/rows.cuh"
@@ -10,18 +11,18 @@ namespace mkernel {
 
 constexpr uint32_t kBatches = 2;
 constexpr uint32_t kTold = 8;  // rows that are told of at once: a release takes about as long as storing two of them
-static_assert(kGroup % kTold == 0, "those are of one batch");
+static_assert(kGroup % kTold == 0 && kTold % kRowsPerPiece == 0, "those are of one batch");
 struct RowBatch {  // a row per lane of the warp that has found them
   uint64_t from[kGroup];
   uint32_t slots[kGroup], slot[kGroup][kTopK];  // how many, and which
   uint32_t rows;                                // 0: the call has failed
 };
 struct PullStorage {
-  RowPieces pieces;
+  CopyPieces pieces;
   RowBatch batch[kBatches];
 };
 struct PullBarriers {
-  RowBarriers copy;
+  CopyBarriers copy;
   Handshake<kBatches> batches;  // warp 2 fills them, warp 1 gives them back
   Mailbox done;                 // the last of the rows that are stored, thread 0 to warp 1
   MK_DEVICE void init() {       // one thread, before a sync_cta
@@ -80,7 +81,7 @@ MK_DEVICE void find_rows(const Entered& entered, const Parameters& p, PullStorag
   }
 }
 
-// What RowRing copies: rows from batches, in order.
+// What CopyRing copies: rows from batches, in order, kRowsPerPiece at a time.
 template <class Parameters>
 struct RowCopies {
   struct Item {
@@ -99,8 +100,11 @@ struct RowCopies {
   MK_DEVICE RowBatch& batch(const Item& item) const { return storage.batch[item.row / kGroup % kBatches]; }
   MK_DEVICE uint32_t first() const { return 0; }
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
-  MK_DEVICE uint32_t end() const { return count; }
-  MK_DEVICE Item item(uint32_t index) const { return Item{p.routing.row_bytes, index}; }
+  MK_DEVICE uint32_t end() const { return (count + kRowsPerPiece - 1) / kRowsPerPiece; }
+  MK_DEVICE Item item(uint32_t index) const { return Item{kRowsPerPiece * p.routing.row_bytes, index * kRowsPerPiece}; }
+  MK_DEVICE uint32_t rows(const Item& item) const {
+    return kRowsPerPiece == 1 || count - item.row >= kRowsPerPiece ? kRowsPerPiece : count - item.row;
+  }
   MK_DEVICE bool ready(const Item& item) { return item.row < seen || (barriers.batches.is_filled(coming) && wait(item)); }
   MK_DEVICE bool wait(const Item&) {
     tell();  // it may take long
@@ -110,22 +114,31 @@ struct RowCopies {
     seen += kGroup;
     return true;
   }
-  MK_DEVICE uint32_t piece_bytes() const { return RowRing::kBytes; }
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
+  MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
+  MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return loaded_rows(rows(item), p.routing.row_bytes, bytes); }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    ptx::bulk_load(smem, reinterpret_cast<const char*>(batch(item).from[item.row % kGroup]) + offset, bytes, bar);
+    load_rows(rows(item), p.routing.row_bytes, smem, bytes, bar,
+              [&](uint32_t i) { return reinterpret_cast<const char*>(batch(item).from[item.row % kGroup + i]) + offset; });
   }
   MK_DEVICE void store(const Item& item, uint32_t offset, const char* smem, uint32_t bytes) const {
     const RowBatch& of = batch(item);
+    const uint32_t of_row = kRowsPerPiece == 1 ? bytes : p.routing.row_bytes;
     char* slots = shared_heap(entered, p.world.local_rank) + p.slots_offset + offset;
 #pragma unroll 1
-    for (uint32_t i = 0; i < of.slots[item.row % kGroup]; ++i) {
-      ptx::bulk_store(slots + uint64_t(of.slot[item.row % kGroup][i]) * p.routing.slot_bytes, smem, bytes);
+    for (uint32_t row = item.row % kGroup, end = row + rows(item); row < end; ++row, smem += of_row) {
+      const uint32_t wanted = of.slots[row];
+      uint32_t slot[kTopK];  // read at once: a thread that waits for each copies less
+#pragma unroll
+      for (uint32_t i = 0; i < kTopK; ++i) slot[i] = of.slot[row][i];
+#pragma unroll
+      for (uint32_t i = 0; i < kTopK; ++i) {
+        if (i < wanted) ptx::bulk_store(slots + uint64_t(slot[i]) * p.routing.slot_bytes, smem, of_row);
+      }
     }
   }
   MK_DEVICE void announce(const Item& item) {
-    stored = item.row + 1;
+    stored = item.row + rows(item);
     if (stored % kTold == 0 || stored == count) tell();
   }
   MK_DEVICE void tell() {
@@ -187,7 +200,7 @@ MK_DEVICE void pull_rows(const Entered& entered, const Parameters& p, PullStorag
       Trace trace(p.world, 2);
       const uint64_t begin = trace.now();
       RowCopies<Parameters> copies{entered, p, storage, barriers, rows.count};
-      RowRing ring(storage.pieces, barriers.copy);
+      CopyRing ring(storage.pieces, barriers.copy);
       ring.copy(copies);
       barriers.done.end(copies.at);
       trace.record(abi::kTraceFetch, index, begin);

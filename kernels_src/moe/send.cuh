@@ -1,5 +1,6 @@
 // inter_send of a dispatch: packs the rows that a node lists and puts them to this rank's rail peer there; tells this node's ranks what came here.
 #pragma once
+#include "comm/copy.cuh"
 #include "comm/ring.cuh"
 #include "moe/routing.cuh"
 #include "moe/rows.cuh"
@@ -20,9 +21,7 @@ MK_DEVICE uint32_t num_sent(const abi::World& world, const RoutingArguments& r, 
 // Rows of one put, from x to where they lie one after the other.
 struct PackedRows {
   struct Item {
-    uint32_t bytes;
-    const char* from;
-    char* to;
+    uint32_t bytes, first;
   };
   const RoutingArguments& r;
   const uint32_t* tokens;
@@ -30,21 +29,22 @@ struct PackedRows {
   uint32_t rows;
   MK_DEVICE uint32_t first() const { return 0; }
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
-  MK_DEVICE uint32_t end() const { return rows; }
+  MK_DEVICE uint32_t end() const { return (rows + kRowsPerPiece - 1) / kRowsPerPiece; }
   MK_DEVICE Item item(uint32_t index) const {
-    return Item{r.row_bytes, reinterpret_cast<const char*>(r.x) + uint64_t(tokens[index]) * r.row_bytes,
-                to + uint64_t(index) * r.row_bytes};
+    const uint32_t first = index * kRowsPerPiece, left = rows - first;
+    return Item{(left < kRowsPerPiece ? left : kRowsPerPiece) * r.row_bytes, first};
   }
   MK_DEVICE bool ready(const Item&) const { return true; }
   MK_DEVICE bool wait(const Item&) const { return true; }
-  MK_DEVICE uint32_t piece_bytes() const { return RowRing::kBytes; }
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return bytes; }
+  MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
+  MK_DEVICE uint32_t loaded(const Item&, uint32_t bytes) const { return bytes; }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
-    ptx::bulk_load(smem, item.from + offset, bytes, bar);
+    load_rows(item.bytes / r.row_bytes, r.row_bytes, smem, bytes, bar,
+              [&](uint32_t i) { return reinterpret_cast<const char*>(r.x) + uint64_t(tokens[item.first + i]) * r.row_bytes + offset; });
   }
   MK_DEVICE void store(const Item& item, uint32_t offset, const char* smem, uint32_t bytes) const {
-    ptx::bulk_store(item.to + offset, smem, bytes);
+    ptx::bulk_store(to + uint64_t(item.first) * r.row_bytes + offset, smem, bytes);
   }
   MK_DEVICE void announce(const Item&) const {}
 };
@@ -53,11 +53,11 @@ struct PackedRows {
 template <class Parameters>
 struct RowsToSend {
   const Parameters& p;
-  RowRing& ring;
+  CopyRing& ring;
   uint32_t most;  // puts to one node
   uint32_t distance = 0, first = 0, rows = 0;
 
-  MK_DEVICE RowsToSend(const Parameters& parameters, RowRing& copies) : p(parameters), ring(copies), most(0) {
+  MK_DEVICE RowsToSend(const Parameters& parameters, CopyRing& copies) : p(parameters), ring(copies), most(0) {
 #pragma unroll 1
     for (uint32_t d = 1; d < kNodes; ++d) {
       const uint32_t chunks = (num_sent(p.world, p.routing, d) + p.routing.put_rows - 1) / p.routing.put_rows;
@@ -107,11 +107,11 @@ MK_DEVICE void forward_rows(const Entered& entered, const Parameters& p) {
 
 // All threads of the CTA.
 template <class Parameters>
-MK_DEVICE void send_rows(const Entered& entered, const Parameters& p, RowPieces& pieces, RowBarriers& barriers, uint32_t index) {
+MK_DEVICE void send_rows(const Entered& entered, const Parameters& p, CopyPieces& pieces, CopyBarriers& barriers, uint32_t index) {
   const uint32_t warp = ptx::warp_index();
   if (warp == 0 && ptx::elected()) {
     Trace trace(p.world, 2);
-    RowRing ring(pieces, barriers);
+    CopyRing ring(pieces, barriers);
     RowsToSend<Parameters> rows(p, ring);
     put_chunks(entered, rows, 2 + index, index, num_inter_send(p), trace);
   } else if (warp == 2 && index == 0) {

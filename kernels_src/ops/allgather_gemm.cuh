@@ -347,7 +347,7 @@ struct ShardPieces {
   using Item = Copied;
   const Parameters& p;
   MK_DEVICE uint32_t piece_bytes() const { return has_parts(p) ? p.piece_rows * p.piece_units * kUnitBytes : kPieceBytes; }
-  MK_DEVICE uint32_t loaded(uint32_t bytes) const { return has_parts(p) ? piece_bytes() : bytes; }
+  MK_DEVICE uint32_t loaded(const Copied&, uint32_t bytes) const { return has_parts(p) ? piece_bytes() : bytes; }
   // The piece at offset. What a box has beyond the chunk is loaded, too, and not stored.
   MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     if (has_parts(p)) {

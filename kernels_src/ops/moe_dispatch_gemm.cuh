@@ -15,7 +15,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kExperts, kWeighted, kGated, kRowStages; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kExperts, kWeighted, kGated, kRowsPerPiece; kSharedBytes, kParameterBytes
 
 // ---- arguments
 struct alignas(64) Parameters {

@@ -16,7 +16,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kWeighted, kExperts, kWarps, kRowStages; kSharedBytes, kParameterBytes
+// kNumNodes, kRanksPerNode, kSlices (1), kTopK, kWeighted, kExperts, kWarps, kRowsPerPiece; kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 using Experts = ExpertTable<Config::kExperts>;
 static_assert(Config::kWarps * 32 == kGemmThreads, "warps that combine");
@@ -158,17 +158,22 @@ MK_DEVICE void find_rows(const Entered& entered, const Parameters& p, FoundRows&
   char* own = shared_heap(entered, p.world.local_rank);
 #pragma unroll 1
   for (uint32_t base = ptx::lane_index(); base - ptx::lane_index() < mine * kTopK; base += kLooks * 32) {  // a choice per lane and look
-    Choice choice[kLooks];
+    uint64_t index[kLooks];
+    int32_t row[kLooks];
+    uint32_t expert[kLooks];
 #pragma unroll
     for (uint32_t look = 0; look < kLooks; ++look) {
       const uint32_t i = base + look * 32, place = cta + i / kTopK * stride;
       const bool exists = i < mine * kTopK;
       const uint32_t token = distance == 0 || !exists ? place : load_index(p.combining.listed, token_index(p.combining, node, place));
-      choice[look] = choice_of(p, rows, node, token, exists ? i % kTopK : kTopK);
+      index[look] = token_index(p.combining, node, token) * kTopK + i % kTopK;
+      row[look] = exists ? load_index(p.combining.row_of, index[look]) : -1;
     }
 #pragma unroll
+    for (uint32_t look = 0; look < kLooks; ++look) expert[look] = row[look] >= 0 ? load_index(p.combining.expert_of, index[look]) : 0;
+#pragma unroll
     for (uint32_t look = 0; look < kLooks; ++look) {
-      const Choice& c = choice[look];
+      const Choice c = make_choice(p, index[look], row[look], expert[look]);
       const bool wanted = c.exists && rows.is_fetched(c) && rows.window(c) == window;
       found.add(wanted, wanted ? rows.product(c) : nullptr, own + rows.fetched_offset(c.index));
     }
@@ -182,6 +187,7 @@ MK_DEVICE void find_all_rows(const Entered& entered, const Parameters& p, FetchS
   for (uint32_t window = 0; window + 1 < p.windows; ++window) {
     const uint32_t first = rows.first_expert(window), count = rows.first_expert(window + 1) - first;
     if (!wait_all(entered, WindowFlags{rows, first, count}, count * (kR - 1))) break;
+    ptx::fence_proxy_async();  // what was acquired is copied by bulk copies
 #pragma unroll 1
     for (uint32_t distance = 1; distance <= kNodes; ++distance) find_rows(entered, p, found, window, distance % kNodes);
   }
@@ -192,7 +198,7 @@ MK_DEVICE void find_all_rows(const Entered& entered, const Parameters& p, FetchS
 MK_DEVICE void copy_rows(const Entered& entered, const Parameters& p, FetchStorage& storage, FetchBarriers& barriers) {
   Trace trace(p.world, 2);
   const uint64_t begin = trace.now();
-  RowRing ring(storage.pieces, barriers.copy);
+  CopyRing ring(storage.pieces, barriers.copy);
   FetchCopies copies{storage, barriers, p.combining.row_bytes};
   ring.copy(copies);
   if (ZeroedFlag{p}.wait(entered, 0)) ptx::add_release(&counters(entered, p).fetched, 1);

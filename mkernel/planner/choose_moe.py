@@ -5,7 +5,6 @@ A plan serves calls of any number of tokens. Where GPUs have not confirmed the m
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -24,8 +23,8 @@ __all__ = ["plan_moe_dispatch_gemm", "plan_moe_gemm_combine"]
 
 _WIDTHS = (256, 192, 128, 64)
 _GATED_WIDTHS = (256, 128)  # gate and up, half each
-_FETCHING = (8, 16, 24, 32, 48, 64)  # CTAs
-_WORTH = 0.97  # of the time of what the rules choose, at most: the model is not better than that
+_FETCHING, _COMBINING = (8, 16, 24, 32, 48, 64), (8, 12, 16, 24, 32)  # CTAs
+_WORTH, _TILE_WORTH = 0.97, 0.95  # of the time of what the rules choose, and with their tile, at most: the model is not better than that
 
 _Plan = TypeVar("_Plan", MoeDispatchGemmPlan, MoeGemmCombinePlan)
 
@@ -75,14 +74,20 @@ def plan_moe_gemm_combine(
     rules = moe_gemm_combine.make_plan(problem, 0, sm_count, split, specialize=specialize)
     if not model_decides(problem, sm_count):
         return rules
-    return _combine(problem, machine or machine_named(env.MACHINE.get(), sm_count), rules)
+    return _combine(problem, sm_count, split, specialize, machine or machine_named(env.MACHINE.get(), sm_count), rules)
 
 
 @functools.lru_cache(maxsize=256)
-def _combine(problem: MoeGemmCombineProblem, machine: Machine, rules: MoeGemmCombinePlan) -> MoeGemmCombinePlan:
-    tiles = _tiles(rules.tile, problem.n, moe_gemm_combine.fitting_tile(problem), gated=False)
-    plans = (dataclasses.replace(rules, tile=tile) for tile in tiles)
-    return _fastest(rules, plans, machine, problem.combined.max_tokens * problem.topology.size)
+def _combine(
+    problem: MoeGemmCombineProblem, sm_count: int, split: Split | None, specialize: str | None, machine: Machine, rules: MoeGemmCombinePlan
+) -> MoeGemmCombinePlan:
+    def plans() -> Iterable[MoeGemmCombinePlan]:
+        splits = [split] if split is not None else [None, *(Split(intra_comm=n) for n in _COMBINING if n <= sm_count // 4)]
+        for tile in _tiles(rules.tile, problem.n, moe_gemm_combine.fitting_tile(problem), gated=False):
+            for one in splits:
+                yield moe_gemm_combine.make_plan(problem, 0, sm_count, one, tile, specialize)
+
+    return _fastest(rules, plans(), machine, problem.combined.max_tokens * problem.topology.size)
 
 
 def _tiles(usual: GemmTile, columns: int, fitting: Callable[[int], GemmTile], gated: bool) -> Iterable[GemmTile]:
@@ -96,7 +101,8 @@ def _tiles(usual: GemmTile, columns: int, fitting: Callable[[int], GemmTile], ga
 def _fastest(rules: _Plan, plans: Iterable[_Plan], machine: Machine, tokens: int) -> _Plan:
     def seconds(plan: Any) -> float:
         prediction = predict(plan, machine, tokens=tokens)
-        return prediction.seconds if prediction is not None else float("inf")
+        known = prediction.seconds if prediction is not None else float("inf")
+        return known if plan.tile == rules.tile else known / _TILE_WORTH
 
     best = min(plans, key=seconds)
     return best if seconds(best) < _WORTH * seconds(rules) else rules

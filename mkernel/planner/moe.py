@@ -16,7 +16,7 @@ __all__ = [
     "columns",
     "most_rows",
     "routing_error",
-    "row_stages",
+    "rows_per_piece",
     "slot_blocks",
 ]
 
@@ -28,12 +28,12 @@ STAGED_ROWS = 32  # rows that are staged, and flagged, at once
 _BAD_EXPERT, _TWICE, _TOO_MANY_TOKENS, _TOO_MANY_ROWS = 1, 2, 3, 4  # RoutingFault of kernels_src/moe/routing.cuh
 
 
-_RING_BYTES, _PIECE_BYTES = 128 << 10, (4 << 10, 8 << 10, 16 << 10)  # of CopyRingOf in kernels_src/comm/copy.cuh
+_PIECE_BYTES, _MOST_PER_PIECE = 16 << 10, 8  # kPieceBytes of kernels_src/comm/copy.cuh; kTold of kernels_src/moe/pull.cuh
 
 
-def row_stages(row_bytes: int) -> int:
-    """Pieces of the ring through which rows are copied: the smaller a row, the more of them are under way."""
-    return _RING_BYTES // next((piece for piece in _PIECE_BYTES if row_bytes <= piece), _PIECE_BYTES[-1])
+def rows_per_piece(row_bytes: int) -> int:
+    """How many rows a CTA copies at once: a power of two, so that those of a batch fill pieces."""
+    return min(_MOST_PER_PIECE, 1 << max(0, (_PIECE_BYTES // row_bytes).bit_length() - 1))
 
 
 class RoutingError(CallError):

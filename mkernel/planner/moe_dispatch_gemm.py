@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mkernel.errors import CallReport
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmPlan, GemmTile, fitting
-from mkernel.planner.moe import LINE, SEGMENT_ROWS, STAGED_ROWS, RoutingError, columns, routing_error, row_stages, slot_blocks
+from mkernel.planner.moe import LINE, SEGMENT_ROWS, STAGED_ROWS, RoutingError, columns, routing_error, rows_per_piece, slot_blocks
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -102,7 +102,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
             "kExperts": problem.experts,
             "kWeighted": int(problem.weighted),
             "kGated": int(problem.gated),
-            "kRowStages": row_stages(problem.row_bytes),
+            "kRowsPerPiece": rows_per_piece(problem.row_bytes),
         }
         spec = self.spec_with(OP, PARAMETER_BYTES, **constants)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(problem.experts))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner import moe_combine
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, GemmTile, fitting
-from mkernel.planner.moe import row_stages
+from mkernel.planner.moe import rows_per_piece
 from mkernel.planner.moe_combine import WARPS, CombineLayout, MoeCombineProblem, Scale, aligned
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
@@ -68,7 +68,13 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
     def spec(self) -> KernelSpec:
         combined = self.problem.combined
         of_combined = {"kTopK": combined.topk, "kWeighted": int(combined.weighted), "kCanonical": int(combined.canonical)}
-        more = {"kSlices": 1, **of_combined, "kExperts": combined.experts, "kWarps": WARPS, "kRowStages": row_stages(combined.row_bytes)}
+        more = {
+            "kSlices": 1,
+            **of_combined,
+            "kExperts": combined.experts,
+            "kWarps": WARPS,
+            "kRowsPerPiece": rows_per_piece(combined.row_bytes),
+        }
         spec = self.spec_with(OP, PARAMETER_BYTES, **more)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(combined.experts))
 

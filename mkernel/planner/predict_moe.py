@@ -10,6 +10,7 @@ import math
 
 from mkernel.planner.gemm import BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.machine import Machine
+from mkernel.planner.moe import rows_per_piece
 from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
 from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
@@ -21,7 +22,8 @@ __all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm
 
 _ROUTING = 25e-6  # seconds until rows have places, of few tokens: three meetings of all CTAs (docs/moe.md),
 _ROUTING_TOKEN = 4e-9  # and for every token: fitted to docs/benchmarks/moe_*.json
-_COPY, _COPY_RATE = 85e-9, 150e9  # seconds that a CTA takes to load or store a row, and bytes in a second (docs/speed_log.md)
+# What a CTA that copies rows takes for a piece, and to load or store a row beside its bytes; and bytes in a second (docs/speed_log.md).
+_PIECE, _COPY, _COPY_RATE = 250e-9, 35e-9, 150e9
 _ID = 4  # bytes of a choice, and of its weight
 
 
@@ -54,6 +56,11 @@ def _product(
     return blend(turns * cost.seconds, memory), turns * cost.tensor, memory, cost
 
 
+def _copied(row_bytes: int, stores: float) -> float:
+    """Seconds that a CTA takes for a row that it loads once, and stores so many times."""
+    return _PIECE / rows_per_piece(row_bytes) + (1 + stores) * (_COPY + row_bytes / _COPY_RATE)
+
+
 def _overlapped(fetching: float, seconds: float, experts: int, chosen: float, fetch_share: float) -> float:
     """When products that take ``seconds`` on all SMs are done, of rows that come meanwhile, in order of their first expert here.
 
@@ -81,8 +88,8 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     # A row crosses once to every rank of the node that has an expert of its token; every copy of it is stored into its slots.
     wanted = 1 - (1 - 1 / size) ** problem.topk
     link_bytes = tokens * (topology.ranks_per_node - 1) / size * wanted * problem.row_bytes * topology.num_nodes
-    copies = tokens * (wanted + problem.topk / size)  # a load of each row, and a store to each of its slots
-    fetching = max(link_bytes / machine.link, copies / intra * (_COPY + problem.row_bytes / _COPY_RATE))
+    stores = problem.topk / size / wanted  # of a row, to each of its slots
+    fetching = max(link_bytes / machine.link, tokens * wanted / intra * _copied(problem.row_bytes, stores))
     seconds, tensor, memory, cost = _product(
         *(machine, conditions, topology, problem.experts, per_expert, n, problem.k, plan.tile, compute + intra),
         a_row=problem.slot_bytes // ITEM,
@@ -121,17 +128,18 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
     rows = tokens * combined.topk / size
     link_bytes = rows * (topology.ranks_per_node - 1) / size * combined.row_bytes * topology.num_nodes
     # Rows of all but the last window are fetched while tiles are multiplied; all SMs then sum what a token's experts have made.
-    fetching = link_bytes / min(machine.link, intra * machine.cta_link)
+    link = link_bytes / machine.link
+    fetching = max(link, link_bytes / combined.row_bytes / intra * _copied(combined.row_bytes, 1))
     share = 1 / plan.windows
     summing = rows * combined.row_bytes / min(machine.memory, machine.add * machine.sms)
     entry = entered(machine, conditions, topology)
     begin = start + entry
-    end = begin + max(seconds, fetching * (1 - share) + cost.seconds) + fetching * share + summing + 2 * machine.flag
+    fetched = seconds * share + fetching * (1 - share) + cost.seconds if plan.windows > 1 else 0.0
+    end = begin + max(seconds, fetched) + link * share + summing + 2 * machine.flag
     network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
         network = _rows_sent(machine, topology, tokens, combined.topk, combined.row_bytes, plan.put_bytes)
         end = max(end, begin + seconds * share + network.arrived + summing)
-    link = link_bytes / machine.link
     return Prediction(end, tensor, 0.0, memory + summing, link, network.paced, start, network.engine, entry=entry)
 
 

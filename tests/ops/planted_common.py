@@ -26,7 +26,7 @@ COMMON = [
     ),
     # The chunk flag is raised for data that is not there yet, or seen too early.
     Bug("flag before the last data", "comm/copy.cuh", "    ptx::store_wait<0>();\n    while (behind", "    while (behind"),
-    Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<kBehind>();\n"),
+    Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
     Bug(
         "tiles do not wait for chunks",
         "tile/schedule.cuh",
@@ -241,7 +241,7 @@ COMMON = [
         "    ptx::store_wait_read<0>();\n    while (on_their_way",
         "    while (on_their_way",
     ),
-    Bug("a piece is overwritten", "comm/copy.cuh", "        ptx::store_wait_read<kStages - kAhead>();\n", world="1x4"),
+    Bug("a piece is overwritten", "comm/copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
     Bug(
         "nobody waits for the result's stores",
         "tile/epilogue.cuh",

@@ -26,7 +26,7 @@ MOE = [
         "return scratch_.ids[ptx::warp_index()][",
         found_as="the warp has diverged",
     ),
-    _Bug("one slot only", _PULL, "i < of.slots[item.row % kGroup]; ++i", "i < 1; ++i", slow=True),
+    _Bug("one slot only", _PULL, "if (i < wanted) ptx::bulk_store(", "if (i < 1) ptx::bulk_store(", slow=True),
     _Bug("a slot off by one", _ROUTER, "scratch_.first_slot[expert] + at;", "scratch_.first_slot[expert] + (at ^ 1);"),
     _Bug("blocks are released a message early", _ROUTER, "kSegmentRows - left : 0;", "kSegmentRows - left + 8 : 8;", seeds=20),
     _Bug(

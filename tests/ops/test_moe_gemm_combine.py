@@ -184,6 +184,14 @@ BUGS = [
         workload="windows",
         slow=True,
     ),
+    Bug(
+        "bulk copies of rows that they may not see",
+        _OP,
+        "    ptx::fence_proxy_async();  // what was acquired is copied by bulk copies\n",
+        "",
+        workload="windows",
+        slow=True,
+    ),
     Bug("fetched rows are not waited for", _OP, "? wait_fetched(entered) :", "? true :", workload="windows"),
     Bug(
         "rows are told of as fetched too soon",
