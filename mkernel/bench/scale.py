@@ -16,6 +16,7 @@ from mkernel.ops.moe import check_columns
 from mkernel.planner import moe_combine, moe_dispatch_gemm, moe_gemm_combine, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.allgather_gemm import make_plan as plan_allgather
+from mkernel.planner.choose_moe import plan_moe_dispatch_gemm, plan_moe_gemm_combine
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ITEM, Prediction
@@ -131,8 +132,8 @@ def moe_plans(machine: Machine, world: Topology, tokens: int, sizes: tuple[int, 
     )  # fmt: skip
     combined = moe_combine.MoeCombineProblem(world, hidden, _DTYPE, topk, experts, mine, most, True)
     return (
-        moe_dispatch_gemm.make_plan(dispatched, machine.sms),
-        moe_gemm_combine.make_plan(moe_gemm_combine.MoeGemmCombineProblem(combined, inner, True), 0, machine.sms),
+        plan_moe_dispatch_gemm(dispatched, machine.sms, machine=machine),
+        plan_moe_gemm_combine(moe_gemm_combine.MoeGemmCombineProblem(combined, inner, True), machine.sms, machine=machine),
     )
 
 

@@ -86,7 +86,8 @@ def moe_layer(
     Notes
     -----
     Collective, asynchronous and capturable as ``mk.moe_dispatch_gemm``; ``mk.plan("moe_layer", ...)`` prepares both kernels. Rows
-    between the two stay with the world: at most ``max_rows`` x F values and the arrays of ``mk.Routing``, once for each shape of layer.
+    between the two stay with the world: ``max_rows`` of them, of F values rounded up to a multiple of 64, and the arrays of
+    ``mk.Routing``, once for each shape of layer.
 
     Raises
     ------
