@@ -14,6 +14,7 @@ import pytest
 import mkernel as mk
 from mkernel.errors import ArgumentError, MismatchError
 from mkernel.ops.moe_dispatch_gemm import Parameters
+from mkernel.planner import moe_dispatch_gemm as planner
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
 from mkernel.planner.topology import Topology
 from mkernel.transport import emulated
@@ -48,6 +49,25 @@ def test_more(rng: np.random.Generator, world: str, number: int) -> None:
 def test_rows_longer_than_a_piece(rng: np.random.Generator) -> None:
     model = dataclasses.replace(SMALL, h=8200 + 8 * int(rng.integers(9)), f=8, experts=1)
     assert found_wrong("1x2", model, int(rng.integers(1 << 30)), ("uniform", "some")) is None
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_as_many_rows_in_a_piece_as_fit(rng: np.random.Generator, world: str) -> None:
+    """H of any length, so that one to eight rows are copied at once; the last piece of a batch may have fewer."""
+    model = dataclasses.replace(SMALL, h=8 * int(2 ** rng.uniform(5, 10)), f=8, max_tokens=int(rng.integers(1, 80)))
+    seed = int(rng.integers(1 << 30))
+    assert found_wrong(world, model, seed, tuple(rng.permutation(ROUTINGS)[:3])) is None, f"{model}, seed {seed}"
+
+
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.drawn(2)
+def test_tiles_of_any_width(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, width: int) -> None:
+    """As the model may choose them on GPUs; what is gated needs a multiple of 128 columns."""
+    monkeypatch.setattr(planner, "choose_tile", lambda problem: planner.fitting_tile(problem)(width))
+    model = draw_model(rng, 2)
+    model = dataclasses.replace(model, gated=model.gated and width % 128 == 0)
+    seed = int(rng.integers(1 << 30))
+    assert found_wrong("1x2", model, seed, tuple(rng.permutation(ROUTINGS)[:3])) is None, f"{model}, seed {seed}"
 
 
 def test_arrays_on_the_heap_and_of_the_caller(rng: np.random.Generator) -> None:

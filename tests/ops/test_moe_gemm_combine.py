@@ -16,6 +16,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError, CompileError, Error
 from mkernel.jit.headers import kernels_src
 from mkernel.planner import moe_combine as planner
+from mkernel.planner import moe_gemm_combine as multiplied
 from mkernel.transport import emulated
 from tests.ops.combine_body import KINDS, WORLDS, Drawn, program, routing_of
 from tests.ops.planted_bug import Bug
@@ -66,6 +67,21 @@ def test_every_element(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
     monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=window_rows))
     drawn = draw(rng, world)
     assert launch(program, world, drawn, seed=drawn.seed) == [[]] * WORLDS[world][0], drawn
+
+
+def test_as_many_rows_in_a_piece_as_fit(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Rows of any length, fetched one to eight at once; the last piece may have fewer."""
+    monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=0))
+    drawn = draw(rng, "1x4", columns=8 * int(2 ** rng.uniform(5, 10.1)), max_tokens=int(rng.integers(1, 40)))
+    assert launch(program, "1x4", drawn, seed=drawn.seed) == [[]] * 4, drawn
+
+
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.drawn(2)
+def test_tiles_of_any_width(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, width: int) -> None:
+    monkeypatch.setattr(multiplied, "choose_tile", lambda problem: multiplied.fitting_tile(problem)(width))
+    drawn = draw(rng, "1x2")
+    assert launch(program, "1x2", drawn, seed=drawn.seed) == [[]] * 2, drawn
 
 
 @pytest.mark.slow
@@ -189,6 +205,14 @@ BUGS = [
         _OP,
         "    ptx::fence_proxy_async();  // what was acquired is copied by bulk copies\n",
         "",
+        workload="windows",
+        slow=True,
+    ),
+    Bug(
+        "a last piece of too many rows",
+        "moe/fetch.cuh",
+        "left >= kRowsPerPiece ? kRowsPerPiece : left;",
+        "true ? kRowsPerPiece : left;",
         workload="windows",
         slow=True,
     ),
