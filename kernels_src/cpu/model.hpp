@@ -235,7 +235,7 @@ struct Scheduler {
   }
   [[noreturn]] void fail_fiber(const char* format, ...) __attribute__((format(printf, 2, 3)));
   void fail_launch(Launch& launch, const std::string& what);  // from the scheduler's own context
-  void progress() { idle_polls = 0; }
+  void progress() { idle_polls = 0, settling = false; }
   uint64_t now() const;
 
   void hold(Cta& cta);
@@ -302,6 +302,7 @@ struct Scheduler {
   bool released = false;             // since the last look at the flags
   bool released_since_wake = false;  // since everyone who waits for a flag last looked again
   uint64_t idle_polls = 0;           // turns that only polled since the last progress
+  bool settling = false;             // all stalls were ended since then: nobody is stalled until there is progress
   uint32_t poke = 0;                 // atomic: another thread asks for a look at the flags
   uint64_t stall_check = 0;
   char published = 0;  // ThreadSanitizer: everything fibers released, for engines

@@ -245,8 +245,9 @@ void Scheduler::park(const Waiting& waiting) {
 
 void Scheduler::yield(bool polling) {
   const uint64_t polls = polling ? idle_polls + 1 : 0;
+  const bool still_settling = polling && settling;
   make_runnable(current);
-  idle_polls = polls;
+  idle_polls = polls, settling = still_settling;
   Fiber& fiber = *current;
   tsan::switch_fiber(main_tsan);
   switch_context(fiber.context, main);
@@ -283,7 +284,7 @@ Fiber* Scheduler::pick() {
 }
 
 void Scheduler::stall_someone() {
-  if (turn < stall_check || ready.empty()) return;
+  if (turn < stall_check || settling || ready.empty()) return;
   stall_check = turn + kStallCheckTurns;
   if (chance(2)) ready[random() % ready.size()]->stalled_until = turn + random() % kLongestStall;
   if (!chance(kLagOdds)) return;
@@ -293,7 +294,8 @@ void Scheduler::stall_someone() {
   }
 }
 
-// Those that could run only poll: who has been passed over goes on. Else a stalled CTA would look as if nobody could.
+// Those that could run only poll: who has been passed over goes on. Else a stalled CTA would look as if nobody could. And nobody is stalled anew before
+// there is progress: where thousands of threads poll, somebody always is, and the run would never count as idle.
 bool Scheduler::end_stalls() {
   bool any = false;
   for (Cta* cta : ready) {
@@ -301,7 +303,7 @@ bool Scheduler::end_stalls() {
     cta->stalled_until = turn;
     any = true;
   }
-  if (any) focus = nullptr, idle_polls = 0;
+  if (any) focus = nullptr, idle_polls = 0, settling = true;
   return any;
 }
 

@@ -96,6 +96,15 @@ def test_two_shot_allreduce_whose_last_pulls_are_slow() -> None:
         assert failure is None, str(failure)
 
 
+@pytest.mark.timeout(100)
+def test_a_cta_that_rests_after_every_copy_among_thousands_of_threads_that_poll() -> None:
+    """Each rest ends when nobody else can go on. Where some CTA was always stalled, that was found after minutes, if at all."""
+    call = AllGatherGemm(rows=36, n=16, k=1032, dtype="float16", transposed=False, packets=1)
+    steps = [Step(i, call, ("heap", "ordinary"), "fresh", late=((1, 1, 1, 10**12),)) for i in range(4)]
+    failure = run(Program("1x4", 1, tuple(steps), sms=8), 1)
+    assert failure is None, str(failure)
+
+
 # ---- the generator
 
 
