@@ -51,6 +51,7 @@ struct Storage {
 // ---- compute
 struct Tiles : GroupedTiles<Config, Parameters, kExperts> {
   using GroupedTiles::GroupedTiles;
+  static_assert(kShortTiles, "a tile of few rows loads slots of its own expert only: those of the next one may be written meanwhile");
   static constexpr bool kAnnouncesEntry = false;  // done when the tiles begin
   MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return true; }
   struct Blocks {

@@ -22,7 +22,7 @@ from mkernel.planner.split import Split
 __all__ = ["plan_moe_dispatch_gemm", "plan_moe_gemm_combine"]
 
 _WIDTHS = (256, 192, 128, 64)
-_GATED_WIDTHS = (256, 128)  # gate and up, half each
+_DISPATCHED_WIDTHS = (256, 128)  # with others, tiles of few rows would load slots of the next expert, which are being written
 _FETCHING, _COMBINING = (8, 16, 24, 32, 48, 64), (8, 12, 16, 24, 32)  # CTAs
 _WORTH, _TILE_WORTH = 0.97, 0.95  # of the time of what the rules choose, and with their tile, at most: the model is not better than that
 
@@ -55,7 +55,8 @@ def _dispatch(
 ) -> MoeDispatchGemmPlan:
     def plans() -> Iterable[MoeDispatchGemmPlan]:
         splits = [split] if split is not None else [None, *(Split(intra_comm=n) for n in _FETCHING if n <= sm_count // 2)]
-        for tile in _tiles(rules.tile, moe_dispatch_gemm.widest(problem), moe_dispatch_gemm.fitting_tile(problem), problem.gated):
+        widths = () if problem.gated else _DISPATCHED_WIDTHS
+        for tile in _tiles(rules.tile, moe_dispatch_gemm.widest(problem), moe_dispatch_gemm.fitting_tile(problem), widths):
             for one in splits:
                 yield moe_dispatch_gemm.make_plan(problem, sm_count, one, tile, specialize)
 
@@ -83,17 +84,17 @@ def _combine(
 ) -> MoeGemmCombinePlan:
     def plans() -> Iterable[MoeGemmCombinePlan]:
         splits = [split] if split is not None else [None, *(Split(intra_comm=n) for n in _COMBINING if n <= sm_count // 4)]
-        for tile in _tiles(rules.tile, problem.n, moe_gemm_combine.fitting_tile(problem), gated=False):
+        for tile in _tiles(rules.tile, problem.n, moe_gemm_combine.fitting_tile(problem), _WIDTHS):
             for one in splits:
                 yield moe_gemm_combine.make_plan(problem, 0, sm_count, one, tile, specialize)
 
     return _fastest(rules, plans(), machine, problem.combined.max_tokens * problem.topology.size)
 
 
-def _tiles(usual: GemmTile, columns: int, fitting: Callable[[int], GemmTile], gated: bool) -> Iterable[GemmTile]:
+def _tiles(usual: GemmTile, columns: int, fitting: Callable[[int], GemmTile], widths: Iterable[int]) -> Iterable[GemmTile]:
     """What the rules take, and tiles of other widths, none of them wider than needed by a panel or more."""
     yield usual
-    for width in _GATED_WIDTHS if gated else _WIDTHS:
+    for width in widths:
         if width != usual.block_n and width < columns + 64:
             yield fitting(width)
 

@@ -35,8 +35,8 @@ def _spills(world: str, gated: bool, **_: object) -> bool:
     topk=(1, 8),
     weighted=(True, False),
     gated=(True, False),
-    width=(64, 128, 192, 256),
-    valid=lambda **case: not _spills(**case) and (not case["gated"] or case["width"] % 128 == 0),
+    width=(128, 256),
+    valid=lambda **case: not _spills(**case) and (not case["gated"] or case["width"] == 256),
 )
 @pytest.mark.drawn(2)
 def test_dispatch(
