@@ -95,10 +95,9 @@ struct FetchCopies {
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
   MK_DEVICE uint32_t end() const { return 0xffffffffu; }
   MK_DEVICE Item item(uint32_t index) const { return Item{kRowsPerPiece * row_bytes, index * kRowsPerPiece}; }
-  MK_DEVICE uint32_t rows(const Item& item) const {  // once its batch has come
-    const uint32_t left = batch(item).rows - item.row % kFetchGroup;
-    return kRowsPerPiece == 1 || left >= kRowsPerPiece ? kRowsPerPiece : left;
-  }
+  MK_DEVICE uint32_t rows(const Item& item) const {
+    return rows_of_piece(batch(item).rows - item.row % kFetchGroup);
+  }  // once its batch has come
   MK_DEVICE bool ready(const Item& item) { return item.row < seen || (!ended && barriers.batches.is_filled(coming) && wait(item)); }
   MK_DEVICE bool wait(const Item& item) {  // false: there are no more
     if (ended) return false;
@@ -110,13 +109,13 @@ struct FetchCopies {
     return item.row < seen;
   }
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
-  MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return loaded_rows(rows(item), row_bytes, bytes); }
+  MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return rows(item) * bytes_of_row(row_bytes, bytes); }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     load_rows(rows(item), row_bytes, smem, bytes, bar, [&](uint32_t i) { return batch(item).from[item.row % kFetchGroup + i] + offset; });
   }
   MK_DEVICE void store(const Item& item, uint32_t offset, const char* smem, uint32_t bytes) {
-    const uint32_t place = item.row % kFetchGroup, number = rows(item), of_row = kRowsPerPiece == 1 ? bytes : row_bytes;
+    const uint32_t place = item.row % kFetchGroup, number = rows(item), of_row = bytes_of_row(row_bytes, bytes);
 #pragma unroll 1
     for (uint32_t i = 0; i < number; ++i) ptx::bulk_store(batch(item).to[place + i] + offset, smem + i * of_row, of_row);
     if (place + number < kFetchGroup || (kRowsPerPiece == 1 && offset + bytes < item.bytes)) return;

@@ -102,9 +102,7 @@ struct RowCopies {
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
   MK_DEVICE uint32_t end() const { return (count + kRowsPerPiece - 1) / kRowsPerPiece; }
   MK_DEVICE Item item(uint32_t index) const { return Item{kRowsPerPiece * p.routing.row_bytes, index * kRowsPerPiece}; }
-  MK_DEVICE uint32_t rows(const Item& item) const {
-    return kRowsPerPiece == 1 || count - item.row >= kRowsPerPiece ? kRowsPerPiece : count - item.row;
-  }
+  MK_DEVICE uint32_t rows(const Item& item) const { return rows_of_piece(count - item.row); }
   MK_DEVICE bool ready(const Item& item) { return item.row < seen || (barriers.batches.is_filled(coming) && wait(item)); }
   MK_DEVICE bool wait(const Item&) {
     tell();  // it may take long
@@ -115,7 +113,7 @@ struct RowCopies {
     return true;
   }
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
-  MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return loaded_rows(rows(item), p.routing.row_bytes, bytes); }
+  MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return rows(item) * bytes_of_row(p.routing.row_bytes, bytes); }
   MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     load_rows(rows(item), p.routing.row_bytes, smem, bytes, bar,
@@ -123,7 +121,7 @@ struct RowCopies {
   }
   MK_DEVICE void store(const Item& item, uint32_t offset, const char* smem, uint32_t bytes) const {
     const RowBatch& of = batch(item);
-    const uint32_t of_row = kRowsPerPiece == 1 ? bytes : p.routing.row_bytes;
+    const uint32_t of_row = bytes_of_row(p.routing.row_bytes, bytes);
     char* slots = shared_heap(entered, p.world.local_rank) + p.slots_offset + offset;
 #pragma unroll 1
     for (uint32_t row = item.row % kGroup, end = row + rows(item); row < end; ++row, smem += of_row) {

@@ -7,11 +7,12 @@ namespace mkernel {
 
 constexpr uint32_t kRowsPerPiece = Config::kRowsPerPiece;
 
-// Of a piece of `rows` rows; `bytes`: of the piece where it is one row, or a part of one.
-MK_DEVICE uint32_t loaded_rows(uint32_t rows, uint32_t row_bytes, uint32_t bytes) { return kRowsPerPiece == 1 ? bytes : rows * row_bytes; }
+// How many rows the next piece has, of those that are left; and bytes of each, of a piece of `bytes`: all of them where it is one row, or a part of one.
+MK_DEVICE uint32_t rows_of_piece(uint32_t left) { return kRowsPerPiece == 1 || left >= kRowsPerPiece ? kRowsPerPiece : left; }
+MK_DEVICE uint32_t bytes_of_row(uint32_t row_bytes, uint32_t bytes) { return kRowsPerPiece == 1 ? bytes : row_bytes; }
 template <class From>
 MK_DEVICE void load_rows(uint32_t rows, uint32_t row_bytes, void* smem, uint32_t bytes, uint64_t* bar, const From& from) {
-  const uint32_t of_row = kRowsPerPiece == 1 ? bytes : row_bytes;
+  const uint32_t of_row = bytes_of_row(row_bytes, bytes);
 #pragma unroll 1
   for (uint32_t i = 0; i < rows; ++i) ptx::bulk_load(static_cast<char*>(smem) + i * of_row, from(i), of_row, bar);
 }

@@ -31,8 +31,8 @@ struct PackedRows {
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
   MK_DEVICE uint32_t end() const { return (rows + kRowsPerPiece - 1) / kRowsPerPiece; }
   MK_DEVICE Item item(uint32_t index) const {
-    const uint32_t first = index * kRowsPerPiece, left = rows - first;
-    return Item{(left < kRowsPerPiece ? left : kRowsPerPiece) * r.row_bytes, first};
+    const uint32_t first = index * kRowsPerPiece;
+    return Item{rows_of_piece(rows - first) * r.row_bytes, first};
   }
   MK_DEVICE bool ready(const Item&) const { return true; }
   MK_DEVICE bool wait(const Item&) const { return true; }

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_matrix
+from mkernel.ops.arguments import ITEM, check_matrix
 from mkernel.ops.call import remember
 from mkernel.ops.moe import check_ids, check_weights, layout_of_experts
 from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
+from mkernel.planner.moe import whole_lines
 from mkernel.runtime import current
 
 if TYPE_CHECKING:
@@ -20,10 +21,9 @@ if TYPE_CHECKING:
     from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["NAME", "OPTIONS", "Between", "check", "moe_layer"]
+__all__ = ["NAME", "OPTIONS", "Between", "check", "moe_layer", "queue_of"]
 
 NAME = "moe_layer"
-_LINE = 64  # values of a line of L2
 OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
 
 
@@ -122,14 +122,15 @@ def moe_layer(
             between = w.kept.get(shape)
             if between is not None:
                 home = libraries[type(x)]
-                known = between.of(home, views[0].shape[0], _queue(w, home, stream))
+                known = between.of(home, views[0].shape[0], queue_of(w, home, stream))
         more: dict[str, Any] = {"world": w, "split": split, "stream": stream}
         rows = moe_dispatch_gemm(x, topk_ids, w_gate_up, expert_counts=expert_counts, out=known, **options, **more)
         if shape is not None:
             if between is None:
                 home = libraries[type(x)]
-                between = w.kept[shape] = Between(home, rows, _queue(w, home, stream))
-                remember(w, asked, between.of(home, rows.routing.topk_ids.shape[0], _queue(w, home, stream)))
+                queue = queue_of(w, home, stream)
+                between = w.kept[shape] = Between(home, rows, queue)
+                remember(w, asked, between.of(home, rows.routing.topk_ids.shape[0], queue))
             else:
                 remember(w, asked, rows)
         return moe_gemm_combine(rows.y, w_down, rows.routing, topk_weights=topk_weights, add=add, out=out, **more)
@@ -152,7 +153,8 @@ def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, 
     return h, x.dtype, topk, experts, columns
 
 
-def _queue(world: World, home: Library, stream: Any) -> Any:
+def queue_of(world: World, home: Library, stream: Any) -> Any:
+    """The stream of a call that was asked for ``stream``; None: where ``home``, the library of its arrays, works now."""
     return home.stream() if stream is None else world.backend.stream(stream)
 
 
@@ -164,9 +166,8 @@ class Between:
     def __init__(self, home: Library, dispatched: Dispatched, queue: Any) -> None:
         """``dispatched``: of the first call, or made for it. Rows of y begin at whole lines here, which the second kernel loads faster."""
         rows, columns = dispatched.y.shape
-        if columns % _LINE:
-            dtype = home.view(dispatched.y).dtype
-            whole = home.empty((rows, -(-columns // _LINE) * _LINE), dtype, queue)
+        if (pitch := whole_lines(columns * ITEM) // ITEM) != columns:
+            whole = home.empty((rows, pitch), home.view(dispatched.y).dtype, queue)
             dispatched = dispatched._replace(y=whole[:, :columns])
         self._dispatched, self._ids = dispatched, dispatched.routing.topk_ids
 

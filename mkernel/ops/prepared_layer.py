@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.moe import note_refused
-from mkernel.ops.moe_layer import NAME, OPTIONS, Between, check, moe_layer
+from mkernel.ops.moe_layer import NAME, OPTIONS, Between, check, moe_layer, queue_of
 from mkernel.ops.op import find
 from mkernel.ops.prepared_plan import PreparedPlan, plan_kernel
 from mkernel.runtime import current
@@ -68,7 +68,7 @@ def plan_layer(
         dispatched = options | {"activation": given["activation"]}
         first = plan_kernel("moe_dispatch_gemm", [x, ids, up, None, counts], dispatched, max_rows=max_rows, world=w, **how)
         dispatch, home = find("moe_dispatch_gemm"), libraries[type(x)]
-        queue = home.stream() if how.get("stream") is None else w.backend.stream(how["stream"])
+        queue = queue_of(w, home, how.get("stream"))
         operands: list[Any] = [views[0], views[1], views[3], None, views[6]]
         specs = dispatch.results(first._instance, operands)
         between = w.kept.get((*shape, *given.values()))

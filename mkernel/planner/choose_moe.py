@@ -5,8 +5,7 @@ A plan serves calls of any number of tokens. Where GPUs have not confirmed the m
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from mkernel import env
@@ -38,29 +37,15 @@ def plan_moe_dispatch_gemm(
     machine: Machine | None = None,
 ) -> MoeDispatchGemmPlan:
     """The plan of all calls of a problem on ``machine`` (None: as the environment says). Raises SplitError."""
-    rules = moe_dispatch_gemm.make_plan(problem, sm_count, split, specialize=specialize)
+
+    def make(split: Split | None, tile: GemmTile | None = None) -> MoeDispatchGemmPlan:
+        return moe_dispatch_gemm.make_plan(problem, sm_count, split, tile, specialize)
+
     if not model_decides(problem, sm_count):
-        return rules
-    return _dispatch(problem, sm_count, split, specialize, machine or machine_named(env.MACHINE.get(), sm_count), rules)
-
-
-@functools.lru_cache(maxsize=256)
-def _dispatch(
-    problem: MoeDispatchGemmProblem,
-    sm_count: int,
-    split: Split | None,
-    specialize: str | None,
-    machine: Machine,
-    rules: MoeDispatchGemmPlan,
-) -> MoeDispatchGemmPlan:
-    def plans() -> Iterable[MoeDispatchGemmPlan]:
-        splits = [split] if split is not None else [None, *(Split(intra_comm=n) for n in _FETCHING if n <= sm_count // 2)]
-        widths = () if problem.gated else _DISPATCHED_WIDTHS
-        for tile in _tiles(rules.tile, moe_dispatch_gemm.widest(problem), moe_dispatch_gemm.fitting_tile(problem), widths):
-            for one in splits:
-                yield moe_dispatch_gemm.make_plan(problem, sm_count, one, tile, specialize)
-
-    return _fastest(rules, plans(), machine, problem.max_tokens * problem.topology.size)
+        return make(split)
+    widths = () if problem.gated else _fitting(_DISPATCHED_WIDTHS, problem.n)
+    tiles = map(moe_dispatch_gemm.fitting_tile(problem), widths)
+    return _fastest(make, tiles, _splits(split, _FETCHING, sm_count // 2), machine, sm_count, problem.max_tokens * problem.topology.size)
 
 
 def plan_moe_gemm_combine(
@@ -72,38 +57,42 @@ def plan_moe_gemm_combine(
     machine: Machine | None = None,
 ) -> MoeGemmCombinePlan:
     """The plan of all calls of a problem on ``machine`` (None: as the environment says). Raises SplitError."""
-    rules = moe_gemm_combine.make_plan(problem, 0, sm_count, split, specialize=specialize)
+
+    def make(split: Split | None, tile: GemmTile | None = None) -> MoeGemmCombinePlan:
+        return moe_gemm_combine.make_plan(problem, 0, sm_count, split, tile, specialize)
+
     if not model_decides(problem, sm_count):
-        return rules
-    return _combine(problem, sm_count, split, specialize, machine or machine_named(env.MACHINE.get(), sm_count), rules)
+        return make(split)
+    tiles = map(moe_gemm_combine.fitting_tile(problem), _fitting(_WIDTHS, problem.n))
+    tokens = problem.combined.max_tokens * problem.topology.size
+    return _fastest(make, tiles, _splits(split, _COMBINING, sm_count // 4), machine, sm_count, tokens)
 
 
-@functools.lru_cache(maxsize=256)
-def _combine(
-    problem: MoeGemmCombineProblem, sm_count: int, split: Split | None, specialize: str | None, machine: Machine, rules: MoeGemmCombinePlan
-) -> MoeGemmCombinePlan:
-    def plans() -> Iterable[MoeGemmCombinePlan]:
-        splits = [split] if split is not None else [None, *(Split(intra_comm=n) for n in _COMBINING if n <= sm_count // 4)]
-        for tile in _tiles(rules.tile, problem.n, moe_gemm_combine.fitting_tile(problem), _WIDTHS):
-            for one in splits:
-                yield moe_gemm_combine.make_plan(problem, 0, sm_count, one, tile, specialize)
-
-    return _fastest(rules, plans(), machine, problem.combined.max_tokens * problem.topology.size)
+def _fitting(widths: Iterable[int], columns: int) -> Iterable[int]:
+    """Those that are no wider than needed by a panel or more."""
+    return (width for width in widths if width < columns + 64)
 
 
-def _tiles(usual: GemmTile, columns: int, fitting: Callable[[int], GemmTile], widths: Iterable[int]) -> Iterable[GemmTile]:
-    """What the rules take, and tiles of other widths, none of them wider than needed by a panel or more."""
-    yield usual
-    for width in widths:
-        if width != usual.block_n and width < columns + 64:
-            yield fitting(width)
+def _splits(asked: Split | None, counts: Iterable[int], most: int) -> list[Split | None]:
+    """The split that was asked for, or the rules' and those with so many CTAs that copy rows."""
+    return [asked] if asked is not None else [None, *(Split(intra_comm=n) for n in counts if n <= most)]
 
 
-def _fastest(rules: _Plan, plans: Iterable[_Plan], machine: Machine, tokens: int) -> _Plan:
+def _fastest(
+    make: Callable[..., _Plan],
+    tiles: Iterable[GemmTile],
+    splits: Sequence[Split | None],
+    machine: Machine | None,
+    sm_count: int,
+    tokens: int,
+) -> _Plan:
+    """What the rules choose, or the fastest of all tiles with all splits, if it is faster by more than the model can tell apart."""
+    machine, rules = machine or machine_named(env.MACHINE.get(), sm_count), make(splits[0])
+
     def seconds(plan: Any) -> float:
         prediction = predict(plan, machine, tokens=tokens)
         known = prediction.seconds if prediction is not None else float("inf")
         return known if plan.tile == rules.tile else known / _TILE_WORTH
 
-    best = min(plans, key=seconds)
+    best = min((make(split, tile) for tile in (rules.tile, *tiles) for split in splits), key=seconds)
     return best if seconds(best) < _WORTH * seconds(rules) else rules

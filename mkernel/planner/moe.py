@@ -18,6 +18,7 @@ __all__ = [
     "routing_error",
     "rows_per_piece",
     "slot_blocks",
+    "whole_lines",
 ]
 
 MAX_TOPK = 16
@@ -29,6 +30,11 @@ _BAD_EXPERT, _TWICE, _TOO_MANY_TOKENS, _TOO_MANY_ROWS = 1, 2, 3, 4  # RoutingFau
 
 
 _PIECE_BYTES, _MOST_PER_PIECE = 16 << 10, 8  # kPieceBytes of kernels_src/comm/copy.cuh; kTold of kernels_src/moe/pull.cuh
+
+
+def whole_lines(row_bytes: int) -> int:
+    """Bytes from a row to the next one where each begins with a line: L2 answers those at more than twice the rate (docs/speed_log.md)."""
+    return -(-row_bytes // LINE) * LINE
 
 
 def rows_per_piece(row_bytes: int) -> int:

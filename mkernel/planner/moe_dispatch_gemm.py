@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mkernel.errors import CallReport
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmPlan, GemmTile, fitting
-from mkernel.planner.moe import LINE, SEGMENT_ROWS, STAGED_ROWS, RoutingError, columns, routing_error, rows_per_piece, slot_blocks
+from mkernel.planner.moe import SEGMENT_ROWS, STAGED_ROWS, RoutingError, columns, routing_error, rows_per_piece, slot_blocks, whole_lines
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -62,8 +62,8 @@ class MoeDispatchGemmProblem:
 
     @property
     def slot_bytes(self) -> int:
-        """From a slot to the next one: whole lines, which L2 answers at more than twice the rate of others (docs/speed_log.md)."""
-        return -(-self.row_bytes // LINE) * LINE
+        """From a slot to the next one."""
+        return whole_lines(self.row_bytes)
 
     @property
     def blocks(self) -> int:
@@ -204,14 +204,9 @@ def table_bytes(experts: int) -> int:
     return max(0, math.ceil((512 + 8 * (experts + 2)) / _MAX_SHARED) * _MAX_SHARED - _MAX_SHARED)
 
 
-def widest(problem: MoeDispatchGemmProblem) -> int:
-    """Columns of the product of a row and an expert's weights."""
-    return 2 * problem.n if problem.gated else problem.n
-
-
 def choose_tile(problem: MoeDispatchGemmProblem) -> GemmTile:
     """The widest tile that fits the columns."""
-    return fitting_tile(problem)(256 if widest(problem) > 128 or problem.gated else 128)
+    return fitting_tile(problem)(256 if problem.gated or problem.n > 128 else 128)
 
 
 def fitting_tile(problem: MoeDispatchGemmProblem) -> Callable[[int], GemmTile]:

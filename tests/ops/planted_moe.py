@@ -29,16 +29,8 @@ MOE = [
     _Bug(
         "a last piece of too many rows",
         _PULL,
-        "count - item.row >= kRowsPerPiece ? kRowsPerPiece : count - item.row;",
-        "true ? kRowsPerPiece : 0;",
-        slow=True,
-    ),
-    _Bug(
-        "of a piece, one row is sent",
-        _SEND,
-        "(left < kRowsPerPiece ? left : kRowsPerPiece) * r.row_bytes, first}",
-        "r.row_bytes, first}",
-        world="2x2",
+        "return rows_of_piece(count - item.row);",
+        "return kRowsPerPiece;",
         slow=True,
     ),
     _Bug("one slot only", _PULL, "if (i < wanted) ptx::bulk_store(", "if (i < 1) ptx::bulk_store(", slow=True),

@@ -211,8 +211,8 @@ BUGS = [
     Bug(
         "a last piece of too many rows",
         "moe/fetch.cuh",
-        "left >= kRowsPerPiece ? kRowsPerPiece : left;",
-        "true ? kRowsPerPiece : left;",
+        "return rows_of_piece(batch(item).rows - item.row % kFetchGroup);",
+        "return kRowsPerPiece;",
         workload="windows",
         slow=True,
     ),

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
 
-__all__ = ["Case", "Kept", "LocalGemm", "Op", "up"]
+__all__ = ["REFERENCES", "Case", "Kept", "LocalGemm", "Op", "up"]
 
-T = TypeVar("T")
+REFERENCES = 4  # that are kept: the first, a middle and the last set are looked at, and where a measurement ends
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Case(abc.ABC):
         """The local compute by the vendor's library, all inputs already there."""
 
 
-class Kept(Generic[T]):
+class Kept(Generic[_T]):
     """What a function of numbers returned for the last few of them, for as long as its owner lives: a cache of the class would keep arrays.
 
     Parameters
@@ -110,9 +111,9 @@ class Kept(Generic[T]):
     """
 
     def __init__(self, count: int) -> None:
-        self._count, self._results = count, dict[int, T]()
+        self._count, self._results = count, dict[int, _T]()
 
-    def get(self, index: int, make: Callable[[int], T]) -> T:
+    def get(self, index: int, make: Callable[[int], _T]) -> _T:
         """The result for ``index``; ``make(index)`` where it is not kept."""
         if index not in self._results:
             while len(self._results) >= self._count:  # room is made before: two of them may not fit

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkernel.bench.cases.base import Case, Kept, LocalGemm, Op, up
+from mkernel.bench.cases.base import REFERENCES, Case, Kept, LocalGemm, Op, up
 from mkernel.bench.moe_baselines import Route, on_device
 from mkernel.bench.routings import Routed, draw, expand, parse, rows_of, tokens_of
-from mkernel.tools.check_moe import Combined, Rows
+from mkernel.tools.check_moe import Combined, Rows, worst_rows
 from mkernel.tools.routing import RankRouting, reference_routing
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = ["DRAWN", "MoeCase", "MoeOp"]
 DRAWN = 4  # routings, in turn
 _ROUTING_SEED = 16
 _ITEM = 2  # bytes of a 16-bit element
-_REFERENCES = 4  # that are kept: the first, a middle and the last set are looked at, and where a measurement ends
 _ROWS = 64  # max_rows is a multiple
 _SLACK = 64 << 20
 _X, _ROWS_IN, _W, _W_DOWN, _ADD = range(5)  # what is drawn
@@ -53,7 +52,7 @@ class MoeCase(Case):
         self.tokens = tokens_of(size.tokens, topology.size)
         self.max_tokens = max(1, *self.tokens)
         self._routed, self._known = Kept[list[Routed]](DRAWN), Kept[list[RankRouting]](DRAWN)
-        self._references = Kept[Rows](_REFERENCES)
+        self._references = Kept[Rows](REFERENCES)
         self.title = f"{self.op}: H {self.hidden}, F {self.inner}, {self.all_experts} experts, top-{self.topk}, {self.kind}, {dtype}, "
         self.title += f"{topology.num_nodes}x{topology.ranks_per_node} ranks"
 
@@ -207,6 +206,9 @@ class MoeCase(Case):
         return [(route, torch.tensor(xp.asarray(weight))) for route, weight in zip(routes, weights, strict=True)]
 
     # ---- reference
+    def worst(self, index: int, split: Any = None) -> float:
+        return worst_rows(self._timing.xp, self.outputs()[index], self.reference(index))
+
     def reference(self, index: int) -> Rows:
         """What set ``index`` makes, in float64; kept."""
         return self._references.get(index, self._reference)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mkernel.bench.cases.moe import MoeCase, MoeOp
 from mkernel.bench.moe_baselines import MoeBaseline, moe_baseline
 from mkernel.planner.moe_combine import MoeCombineProblem, make_plan
-from mkernel.tools.check_moe import Rows, exact, worst_rows
+from mkernel.tools.check_moe import Rows, exact
 
 if TYPE_CHECKING:
     from mkernel.bench.baselines import TorchBaselines
@@ -62,9 +62,6 @@ class MoeCombineCase(MoeCase):
 
     def outputs(self) -> list[Any]:
         return self._out
-
-    def worst(self, index: int, split: Any = None) -> float:
-        return worst_rows(self._timing.xp, self._out[index], self.reference(index))
 
     def _reference(self, index: int) -> Rows:
         xp, formed = self._timing.xp, functools.cache(lambda owner: self.expert_rows(index, owner, self.hidden))

@@ -11,7 +11,7 @@ from mkernel.bench.moe_baselines import MoeBaseline, grouped_alone, moe_baseline
 from mkernel.planner.choose_moe import plan_moe_gemm_combine
 from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
-from mkernel.tools.check_moe import Rows, exact, product, rounded, worst_rows
+from mkernel.tools.check_moe import Rows, exact, product, rounded
 
 if TYPE_CHECKING:
     from mkernel.bench.baselines import TorchBaselines
@@ -67,9 +67,6 @@ class MoeGemmCombineCase(MoeCase):
 
     def outputs(self) -> list[Any]:
         return self._out
-
-    def worst(self, index: int, split: Any = None) -> float:
-        return worst_rows(self._timing.xp, self._out[index], self.reference(index))
 
     def _reference(self, index: int) -> Rows:
         xp = self._timing.xp

@@ -13,7 +13,7 @@ from mkernel.planner.choose_moe import plan_moe_dispatch_gemm, plan_moe_gemm_com
 from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions, Prediction
-from mkernel.tools.check_moe import Rows, exact, product, rounded, swiglu, worst_rows
+from mkernel.tools.check_moe import Rows, exact, product, rounded, swiglu
 
 if TYPE_CHECKING:
     from mkernel.bench.baselines import TorchBaselines
@@ -89,9 +89,6 @@ class MoeLayerCase(MoeCase):
 
     def outputs(self) -> list[Any]:
         return self._out
-
-    def worst(self, index: int, split: Any = None) -> float:
-        return worst_rows(self._timing.xp, self._out[index], self.reference(index))
 
     def _reference(self, index: int) -> Rows:
         xp, x = self._timing.xp, self._operands[index][0]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mkernel.bench.attention_baselines import attention_alone, attention_baseline
-from mkernel.bench.cases.base import Case, Kept, Op, up
+from mkernel.bench.cases.base import REFERENCES, Case, Kept, Op, up
 from mkernel.errors import ArgumentError
 from mkernel.planner.ring_attention import make_plan
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
@@ -30,7 +30,6 @@ _SLACK = 16 << 20
 _ALL_SCORES = 1 << 36  # up to which every element is checked,
 _SAMPLED_ROWS = 512  # and so many rows beyond
 _BLOCK_SCORES = 1 << 26  # of the reference, at a time: 512 MiB in float64
-_REFERENCES = 4  # that are kept
 _ALONE_FLOPS = 60e-3 * 600e12  # 60 ms of cuDNN
 _Q, _K, _V = range(3)  # what is drawn
 
@@ -63,7 +62,7 @@ class RingAttentionCase(Case):
         self.of, self.topology, self.dtype, self.label = shape, topology, dtype, str(shape)
         self.shape = {"B": shape.batches, "Hq": shape.heads, "Hkv": shape.kv_heads, "S": shape.length, "D": shape.d}
         self.rows = shape.length // topology.size
-        self._references = Kept[list[tuple[int, int, Any, Attention]]](_REFERENCES)
+        self._references = Kept[list[tuple[int, int, Any, Attention]]](REFERENCES)
         self.layout = "zigzag" if shape.causal else "contiguous"
         self.scale = 1 / math.sqrt(shape.d)
         self.problem = RingAttentionProblem(topology, shape.heads, shape.kv_heads, shape.d, dtype, shape.causal, self.layout, self.scale)
