@@ -1,4 +1,8 @@
-"""A transformer block trained beside torch's own tensor parallelism. Run: torchrun --nproc-per-node 2 examples/torch_tensor_parallel.py."""
+"""A transformer block trained beside torch's own tensor parallelism. Run: torchrun --nproc-per-node 2 examples/torch_tensor_parallel.py.
+
+``--compile`` hands both blocks to ``torch.compile``, which takes most of the host's time off them; ``--async-tp`` trains a third one,
+compiled by torch with its asynchronous tensor parallelism (GPUs only).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -42,19 +47,26 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
 
-def parallel(options: argparse.Namespace, mesh: Any, device: torch.device, module: Any) -> nn.Module:
-    """The block, the same in both cases, whose linear layers the styles of ``module`` have spread over the ranks."""
+def parallel(options: argparse.Namespace, mesh: Any, device: torch.device, module: Any, pipelined: bool) -> nn.Module:
+    """The block, the same in all cases, whose linear layers the styles of ``module`` have spread over the ranks.
+
+    ``pipelined``: torch splits gathers and scatters, and overlaps their parts with products.
+    """
     torch.manual_seed(0)
     column, row = module.ColwiseParallel, module.RowwiseParallel
     plan = {name: column(input_layouts=Shard(0)) for name in ("qkv", "up")} | {
         name: row(output_layouts=Shard(0)) for name in ("out", "down")
     }
     block = Block(options.hidden, options.heads).to(device, torch.bfloat16)
-    return torch_parallel.parallelize_module(block, mesh, plan)
+    block = torch_parallel.parallelize_module(block, mesh, plan)
+    if pipelined:
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    torch._dynamo.reset()
+    return torch.compile(block, options={"_micro_pipeline_tp": pipelined}) if options.compile or pipelined else block
 
 
 def train(block: nn.Module, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
-    """Losses of all steps, and their seconds."""
+    """Losses of all steps, and their seconds on the slowest rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     shape = (options.sequence, options.batch, options.hidden)
@@ -67,7 +79,9 @@ def train(block: nn.Module, options: argparse.Namespace, device: torch.device) -
         loss = (block(x).float() - target.float()).square().sum() / target.numel() / size  # this rank's part of the mean
         loss.backward()
         optimizer.step()
-        seconds.append(now(device) - begin)
+        took = torch.tensor(now(device) - begin, dtype=torch.float64, device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        seconds.append(float(took))
         whole = loss.detach().clone()
         dist.all_reduce(whole)
         losses.append(float(whole))
@@ -82,7 +96,7 @@ def now(device: torch.device) -> float:
 
 
 def main() -> int:
-    """Train both blocks on the same data; their losses may differ by what bfloat16 rounds at other places."""
+    """Train the blocks on the same data; their losses may differ by what bfloat16 rounds at other places."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, help="default: 4096 on GPUs, else 64")
     parser.add_argument("--heads", type=int, help="default: 32 on GPUs, else 4")
@@ -90,6 +104,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the blocks")
+    parser.add_argument("--async-tp", action="store_true", help="also torch's asynchronous tensor parallelism, compiled")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     for name, values in (("hidden", (4096, 64)), ("heads", (32, 4)), ("sequence", (4096, 32))):
@@ -105,9 +121,12 @@ def main() -> int:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     with mk.init(mesh.get_group()) as world:
         results = {}
-        for name, module in (("torch", torch_parallel), ("mkernel", mkt)):
-            results[name] = train(parallel(options, mesh, device, module), options, device)
-        worst = max(abs(a - b) / a for a, b in zip(results["torch"][0], results["mkernel"][0], strict=True))
+        trained = [("torch", torch_parallel, False), ("mkernel", mkt, False)]
+        for name, module, pipelined in trained + [("torch, async-TP", torch_parallel, True)] * options.async_tp:
+            results[name], seconds = train(parallel(options, mesh, device, module, pipelined), options, device)
+            if world.rank == 0:
+                print(f"{name}: median of a step {statistics.median(seconds[len(seconds) // 5 :]) * 1e3:.2f} ms (slowest rank)", flush=True)
+        worst = max(abs(a - b) / a for losses in results.values() for a, b in zip(results["torch"], losses, strict=True))
         right = worst <= options.steps**0.5 * 2**-8  # each step rounds the parameters anew
         if world.rank == 0:
             show(results, options, world, worst, right)
@@ -115,13 +134,12 @@ def main() -> int:
     return 0 if right else 1
 
 
-def show(results: dict[str, Any], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
-    """Losses of some steps, and the time of one."""
-    print(f"{world.size} ranks on {world.target}: hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}, bfloat16")
+def show(results: dict[str, list[float]], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
+    """Losses of some steps, and whether they agree."""
+    sizes = f"hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}"
+    print(f"{world.size} ranks on {world.target}: {sizes}, bfloat16{', compiled' * options.compile}")
     for step in sorted({0, *range(9, options.steps, 10), options.steps - 1}):
-        print(f"step {step + 1:3d}: " + ", ".join(f"{name} {losses[step]:.5f}" for name, (losses, _) in results.items()))
-    for name, (_, seconds) in results.items():
-        print(f"{name}: median of a step {statistics.median(seconds[len(seconds) // 5 :]) * 1e3:.2f} ms")
+        print(f"step {step + 1:3d}: " + ", ".join(f"{name} {losses[step]:.5f}" for name, losses in results.items()))
     print(f"losses differ by at most {worst:.1e} of their value: {'right' if right else 'WRONG'}")
 
 

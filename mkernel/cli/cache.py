@@ -1,4 +1,4 @@
-"""``mkernel cache``: shows where compiled kernels and tuned splits are kept and how large they are, or clears them."""
+"""``mkernel cache``: shows where compiled kernels, plans and tuned splits are kept and how large they are, or clears them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from mkernel.tools.table import format_table
 
 __all__ = ["main"]
 
-# What mkernel.jit and mk.tune write. Nothing else is touched: MKERNEL_CACHE_DIR may name a folder that holds other things.
+# What mkernel.jit, preparations and mk.tune write. Nothing else is touched: MKERNEL_CACHE_DIR may name a folder that holds other things.
 _PARTS = {
     "cpu": ("*.so", "*.cpp", "*.lock", "*.partial"),
     "cuda": ("entries", "tmp", "source", "locks"),
+    "plans": ("*.plans", "*.partial"),
     "tuned": ("*.json*",),
 }
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mkernel cache", description="The cache of compiled kernels and tuned splits (MKERNEL_CACHE_DIR moves it)."
+        prog="mkernel cache", description="The cache of compiled kernels, plans and tuned splits (MKERNEL_CACHE_DIR moves it)."
     )
     parser.add_argument("action", nargs="?", choices=("show", "clear"), default="show")
     return parser

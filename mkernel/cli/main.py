@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "trace": ("mkernel.cli.trace", "show what every CTA does in calls of an op, and which rank waits for which"),
     "calibrate": ("mkernel.bench.calibrate", "measure what the cost model needs to know of this machine, in a minute, and save it"),
-    "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels and tuned splits"),
+    "cache": ("mkernel.cli.cache", "show or clear the cache of compiled kernels, plans and tuned splits"),
     "completion": ("mkernel.cli.completion", "print what makes bash, zsh or tcsh complete these commands and their options"),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mkernel.errors import ArgumentError
+from mkernel.ops import remembered
 from mkernel.ops.arguments import check_split
 from mkernel.ops.op import Instance, Op
 from mkernel.planner.row_classes import MOST_ROWS, examined, span
@@ -102,15 +103,20 @@ class Table:
         What the ranks have agreed on, once a call has needed it.
     ready
         Those of ``plans`` whose kernel is loaded, and whose class has the memory of every size.
+    untuned
+        The same without what tuning has found, and those that an earlier process has made: ``recalled`` from ``file``, so many.
     schedule
         What tells the choice from others in reports.
     """
 
-    __slots__ = ("plans", "prepared", "ready", "schedule")
+    __slots__ = ("file", "plans", "prepared", "ready", "recalled", "schedule", "untuned")
 
     def __init__(self, choice: Choice) -> None:
         self.plans: dict[int, Any] = {}
         self.ready: dict[int, Any] = {}
+        self.untuned: dict[int, Any] = {}
+        self.file: str | None = None
+        self.recalled = 0
         self.prepared: Prepared | None = None
         self.schedule = schedule_number(choice.split, choice.tiling)
 
@@ -141,23 +147,39 @@ def plan_for(world: World, op: Op[Any], instance: Instance[Any], choice: Choice,
 
 def _largest(world: World, op: Op[Any], problem: Hashable, choice: Choice, table: Table, of_class: int) -> Any:
     """The plan of the most rows of a class, made now."""
-    made = table.plans[of_class] = _plan_of_class(world, op, Instance(problem, of_class), choice)
+    made = table.plans[of_class] = _plan_of_class(world, op, Instance(problem, of_class), choice, table)
     return made
 
 
-def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: Choice) -> Any:
+def _recall(world: World, op: Op[Any], problem: Hashable, choice: Choice, table: Table) -> None:
+    """Bring back what an earlier process has planned, where all classes are planned at once: that may take as long as loading kernels."""
+    table.file = ""
+    if world.backend.compiles_ahead:
+        table.file = remembered.name_of(world, op, problem, choice, _specialized(world, choice))
+        table.untuned = remembered.recall(table.file)
+        table.recalled = len(table.untuned)
+
+
+def _specialized(world: World, choice: Choice) -> str | None:
+    return world.specialize if choice.specialize is None else choice.specialize
+
+
+def _plan_of_class(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, table: Table) -> Any:
     problem, rows = instance
-    split, specialize = choice.split, world.specialize if choice.specialize is None else choice.specialize
-    sms, tiling = world.backend.sm_count, choice.tiling
-    more: dict[str, Any] = {"specialize": specialize}
+    split, sms, tiling = choice.split, world.backend.sm_count, choice.tiling
+    more: dict[str, Any] = {"specialize": _specialized(world, choice)}
     if tiling is not None:
         if not tiling.fields <= op.tilings:
             raise ArgumentError("tiling", tiling, f"{op.name} knows {', '.join(sorted(op.tilings)) or 'none'}")
         more["tiling"] = tiling
     if op.modelled:
         more["machine"] = world.machine
+    if table.file is None:
+        _recall(world, op, problem, choice, table)
     try:
-        untuned = op.make_plan(problem, rows, sms, split, **more)
+        untuned = table.untuned.get(rows)
+        if untuned is None:
+            untuned = table.untuned[rows] = op.make_plan(problem, rows, sms, split, **more)
     except SplitError as error:
         raise _wrong(world, split, error) from None
     except TilingError as error:
@@ -278,6 +300,8 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
         return found
 
     grid, table = max(plan.grid for plan in plans.values()), table_of(world, problem, choice)
+    if table.file and len(table.untuned) > table.recalled and world.local_rank == 0:
+        remembered.keep(table.file, table.untuned)
     table.prepared = world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)
     for plan in plans.values():
         plan.of_rows(0)  # works out what plans of a class have in common: not in the first call of each class

@@ -44,7 +44,7 @@ from mkernel.tools import launcher  # noqa: E402
 from mkernel.tools.table import format_table  # noqa: E402
 from tests.gpu.compilations import Compilations, shown  # noqa: E402
 from tests.gpu.counters import Counters, Pieces  # noqa: E402
-from tests.gpu.made import BATCH, CONFIGS, OPS, Site, microseconds, new_sizes  # noqa: E402
+from tests.gpu.made import BATCH, CONFIGS, OPS, Config, Site, microseconds, new_sizes  # noqa: E402
 from tests.programs.calls import AllGatherGemm, Gemm  # noqa: E402
 
 STAGES = ("new", "grow", "loop", "graphs", "prepare")
@@ -298,6 +298,22 @@ def stage_graphs(site: Site) -> Iterator[tuple[Line, Any]]:
 # ---- preparing
 
 
+def _operands(config: Config, world: Any) -> dict[str, list[tuple[tuple[int, ...], str]]]:
+    """Shapes and dtypes of every op's operands."""
+    found = {}
+    for op in OPS:
+        call = op(rows=1, n=config.n, k=config.k, dtype="float16", transposed=False)
+        found[op.op] = [(array.stored, "float16") for array in call.inputs(world.topology, world.rank).values()]
+    heads = config.k // 128
+    found["ring_attention"] = [((1, 2 * 64, heads, 128), "float16")] * 3
+    tokens, experts, topk, h, f = 64, 2, 2, config.k, config.n  # experts: of a rank
+    x, ids, weights = ((tokens, h), "float16"), ((tokens, topk), "int32"), ((tokens, topk), "float32")
+    up, down = ((experts, h, 2 * f), "float16"), ((experts, f, h), "float16")
+    found["moe_dispatch_gemm"] = [x, ids, up]
+    found["moe_layer"] = [x, ids, weights, up, down]
+    return found
+
+
 def prepare(options: argparse.Namespace, max_rows: int | None) -> None:
     """On one rank: the first preparation of each op, one after the other."""
     import mkernel as mk
@@ -310,32 +326,35 @@ def prepare(options: argparse.Namespace, max_rows: int | None) -> None:
         pieces, xp = Pieces(), world.xp
         parts = {"plans": (schedule, "plan_for"), "loading": (world.backend, "load"), "compiling": (world.problems, "_compile")}
         parts["the other ranks"] = world, "collective"
-        for op in OPS:
-            call = op(rows=1, n=config.n, k=config.k, dtype="float16", transposed=False)
-            arrays = [xp.zeros(array.stored, dtype="float16") for array in call.inputs(world.topology, world.rank).values()]
+        for op, shapes in _operands(config, world).items():
+            arrays = [xp.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+            most = max_rows if op in {each.op for each in OPS} else None  # of others the arrays say for how many
             world.barrier()
             kernels, begin = len(world.problems._kernels), time.perf_counter()
             with pieces.of(parts):
-                seconds = microseconds(functools.partial(mk.plan, op.op, *arrays, world=world, max_rows=max_rows)) / 1e6
+                seconds = microseconds(functools.partial(mk.plan, op, *arrays, world=world, max_rows=most)) / 1e6
                 split = pieces.take()
             ranks = gather(world, {"seconds": seconds, "compiled": compilations.since(begin), "pieces": split})
-            found[op.op] = {"ranks": ranks, "kernels": len(world.problems._kernels) - kernels}
+            found[op] = {"ranks": ranks, "kernels": len(world.problems._kernels) - kernels}
         if world.rank == 0:
             Path(options.result).write_text(json.dumps({"cores": len(os.sched_getaffinity(0)), "ops": found}))
+
+
+_KERNELS = {"moe_layer": "moe_"}  # beginnings of their names, where they are not the op's
 
 
 def prepare_lines(cold: dict[str, Any], cached: dict[str, Any], name: str, target: str) -> Iterator[Line]:
     for op in cold:
         for what, found, limit in ((f"{op}, {name}, cold", cold[op], 2.0), (f"{op}, {name}, from the cache", cached[op], 0.2)):
             seconds = max(rank["seconds"] for rank in found["ranks"])
-            each = [one for rank in found["ranks"] for one in rank["compiled"] if one["what"].startswith(op)]
+            each = [one for rank in found["ranks"] for one in rank["compiled"] if one["what"].startswith(_KERNELS.get(op, op))]
             pieces = max(found["ranks"], key=lambda rank: rank["seconds"])["pieces"]
             split = ", ".join(f"{part} {value:.2f}" for part, value in pieces.items() if value >= 0.005)
             total = sum(one["seconds"] for one in each)
             nvrtc = f", {len(each)} by NVRTC in {total:.2f} s, at most {max(one['seconds'] for one in each):.2f} s each" if each else ""
             text = f"{seconds:.2f} s, {found['kernels']} kernels{nvrtc} ({split})"
             yield Line("prepare", what, text, f"{limit} s", seconds <= limit if target == "cuda" else None)
-            beside = [one for rank in found["ranks"] for one in rank["compiled"] if not one["what"].startswith(op)]
+            beside = [one for rank in found["ranks"] for one in rank["compiled"] if one not in each]
             for one in [*beside, *sorted(each, key=lambda one: -one["seconds"])[:1]]:
                 yield Line("prepare", "  of these", shown(one))
 
