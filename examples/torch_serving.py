@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 import mkernel as mk
 import mkernel.torch
@@ -50,6 +50,7 @@ class Block:
         self.w_out = weight(self.heads * d, hidden, shape.heads * d)
         self.w_gate_up = weight(hidden, 2 * inner, hidden)
         self.w_down = weight(inner, hidden, shape.inner)
+        self.slots, self.places = torch.arange(slots, device=device), torch.arange(context, device=device)
         self.cache = torch.zeros(2, slots, self.kv_heads, context, d, dtype=torch.bfloat16, device=device)
         rows = (
             torch.empty(1, self.heads * d, dtype=torch.bfloat16, device=device),
@@ -96,17 +97,17 @@ class Block:
         """One token of each of the first slots, at its position."""
         batch = len(x)
         q, k, v = self._qkv(x)
-        slots = torch.arange(batch, device=x.device)
+        slots = self.slots[:batch]
         self.cache[0, slots, :, positions], self.cache[1, slots, :, positions] = k, v
         keys, values = self.cache[:, :batch]
-        seen = torch.arange(keys.shape[2], device=x.device) <= positions[:, None]
+        seen = self.places <= positions[:, None]
         attended = scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True)
         return self._rest(x, attended[:, :, 0].flatten(1), reduce)
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
     """RMSNorm without weights."""
-    return (x.float() * x.float().square().mean(1, keepdim=True).add(1e-5).rsqrt()).bfloat16()
+    return rms_norm(x, x.shape[1:], eps=1e-5)
 
 
 def captured(step: Callable[[], torch.Tensor], graphs: bool) -> tuple[Callable[[], object], torch.Tensor]:
@@ -121,18 +122,20 @@ def captured(step: Callable[[], torch.Tensor], graphs: bool) -> tuple[Callable[[
     return graph.replay, result
 
 
-def milliseconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:
-    """The median."""
-    times = []
+def milliseconds(runs: list[Callable[[], object]], device: torch.device, repeat: int) -> list[float]:
+    """The median of each, which take turns."""
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeat):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+        for run, own in zip(runs, times, strict=True):
+            dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            own.append((time.perf_counter() - begin) * 1e3)
+    return [statistics.median(own) for own in times]
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -160,7 +163,7 @@ def main() -> int:
     batches = options.batches or ([1, 2, 4, 8, 16, 32, 64, 128, 256] if gpu else [1, 3, 8])
     prompts = options.prompts or ([700, 33, 1291, 512, 8, 77] if gpu else [5, 12, 1])
     repeat, context = options.repeat or (50 if gpu else 1), max(prompts) + 8
-    right = True
+    right, ratios = True, dict[str, list[float]](prefill=[], decode=[])
     with mk.init(dist.group.WORLD) as world, torch.no_grad():
         block = Block(shape, world, device, max(*batches, len(prompts)), context, max(*batches, sum(prompts)))
         generator = torch.Generator(device).manual_seed(99)  # the same rows on all ranks
@@ -169,22 +172,24 @@ def main() -> int:
                 rows = sum(size) if isinstance(size, list) else size
                 x = torch.randn(rows, shape.hidden, generator=generator, device=device).bfloat16()
                 positions = torch.full((rows,), context - 1, device=device)
-                found = []
+                steps = []
                 for reduce in (block.fused, block.separate):
                     if isinstance(size, list):
-                        run, result = captured(lambda x=x, size=size, reduce=reduce: block.prefill(x, size, reduce), False)
+                        steps.append(captured(lambda x=x, size=size, reduce=reduce: block.prefill(x, size, reduce), False))
                     else:
-                        run, result = captured(lambda x=x, at=positions, reduce=reduce: block.decode(x, at, reduce), gpu)
-                    took = milliseconds(run, device, repeat)
-                    found.append((took, result.clone()))
-                distance = differ(found[0][1], found[1][1])
-                right = right and distance <= 2
+                        steps.append(captured(lambda x=x, at=positions, reduce=reduce: block.decode(x, at, reduce), gpu))
+                fused, separate = milliseconds([run for run, _ in steps], device, repeat)
+                distance = differ(steps[0][1], steps[1][1])
+                del steps  # a graph that holds NCCL's kernels must be gone before its process group is destroyed
+                right, ratios[kind] = right and distance <= 2, [*ratios[kind], separate / fused]
                 if world.rank == 0:
                     what = f"{kind} of {rows} rows" + (
                         f" ({len(size)} prompts)" if isinstance(size, list) else " in a graph" if gpu else ""
                     )
-                    print(f"{what}: mkernel {found[0][0]:.3f} ms, torch {found[1][0]:.3f} ms, {distance:.2f} roundings apart")
+                    print(f"{what}: mkernel {fused:.3f} ms, torch {separate:.3f} ms, {distance:.2f} roundings apart")
         if world.rank == 0:
+            for kind, each in ratios.items():
+                print(f"{kind}: torch / mkernel {statistics.geometric_mean(each):.3f} in the geometric mean, least {min(each):.3f}")
             print("right" if right else "WRONG")
     dist.destroy_process_group()
     return 0 if right else 1

@@ -61,31 +61,37 @@ def parallel(options: argparse.Namespace, mesh: Any, device: torch.device, modul
     block = torch_parallel.parallelize_module(block, mesh, plan)
     if pipelined:
         enable_symm_mem_for_group(mesh.get_group().group_name)
-    torch._dynamo.reset()
     return torch.compile(block, options={"_micro_pipeline_tp": pipelined}) if options.compile or pipelined else block
 
 
-def train(block: nn.Module, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
-    """Losses of all steps, and their seconds on the slowest rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(1)
-    shape = (options.sequence, options.batch, options.hidden)
-    x, target = (torch.randn(shape).to(device, torch.bfloat16).chunk(size)[rank] for _ in range(2))
-    optimizer = torch.optim.AdamW(block.parameters(), lr=options.lr, foreach=False)
-    losses, seconds = [], []
-    for _ in range(options.steps):
-        begin = now(device)
-        optimizer.zero_grad()
-        loss = (block(x).float() - target.float()).square().sum() / target.numel() / size  # this rank's part of the mean
+class Training:
+    """A block with its optimizer, its losses so far, and the seconds of its steps on the slowest rank."""
+
+    def __init__(self, block: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
+        self.block, self.device, self.size = block, device, dist.get_world_size()
+        torch.manual_seed(1)
+        shape = (options.sequence, options.batch, options.hidden)
+        self.x, self.target = (torch.randn(shape).to(device, torch.bfloat16).chunk(self.size)[dist.get_rank()] for _ in range(2))
+        self.optimizer = torch.optim.AdamW(block.parameters(), lr=options.lr, fused=True)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """One step, between two waits for the device."""
+        dist.barrier()
+        begin = now(self.device)
+        self.optimizer.zero_grad()
+        loss = (
+            (self.block(self.x).float() - self.target.float()).square().sum() / self.target.numel() / self.size
+        )  # of the mean, a rank's part
         loss.backward()
-        optimizer.step()
-        took = torch.tensor(now(device) - begin, dtype=torch.float64, device=device)
+        self.optimizer.step()
+        took = torch.tensor(now(self.device) - begin, dtype=torch.float64, device=self.device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        seconds.append(float(took))
+        self.seconds.append(float(took))
         whole = loss.detach().clone()
         dist.all_reduce(whole)
-        losses.append(float(whole))
-    return losses, seconds
+        self.losses.append(float(whole))
 
 
 def now(device: torch.device) -> float:
@@ -103,13 +109,14 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, help="of all ranks; default: 4096 on GPUs, else 32")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="default: 0.064 / hidden, since wide blocks diverge at what narrow ones learn by")
     parser.add_argument("--compile", action="store_true", help="torch.compile the blocks")
     parser.add_argument("--async-tp", action="store_true", help="also torch's asynchronous tensor parallelism, compiled")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     for name, values in (("hidden", (4096, 64)), ("heads", (32, 4)), ("sequence", (4096, 32))):
         setattr(options, name, getattr(options, name) or values[0 if gpu else 1])
+    options.lr = options.lr or 0.064 / options.hidden
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -120,26 +127,31 @@ def main() -> int:
         dist.init_process_group("gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     with mk.init(mesh.get_group()) as world:
-        results = {}
-        trained = [("torch", torch_parallel, False), ("mkernel", mkt, False)]
-        for name, module, pipelined in trained + [("torch, async-TP", torch_parallel, True)] * options.async_tp:
-            results[name], seconds = train(parallel(options, mesh, device, module, pipelined), options, device)
-            if world.rank == 0:
-                print(f"{name}: median of a step {statistics.median(seconds[len(seconds) // 5 :]) * 1e3:.2f} ms (slowest rank)", flush=True)
-        worst = max(abs(a - b) / a for losses in results.values() for a, b in zip(results["torch"], losses, strict=True))
+        kinds = {"torch": (torch_parallel, False), "mkernel": (mkt, False)}
+        if options.async_tp:
+            kinds["torch, async-TP"] = torch_parallel, True
+        trainings = {name: Training(parallel(options, mesh, device, *kind), options, device) for name, kind in kinds.items()}
+        for _ in range(options.steps):
+            for training in trainings.values():  # in turn, so that nobody has the device cooler, or the host busier
+                training.step()
+        losses = {name: training.losses for name, training in trainings.items()}
+        worst = max(abs(a - b) / a for each in losses.values() for a, b in zip(losses["torch"], each, strict=True))
         right = worst <= options.steps**0.5 * 2**-8  # each step rounds the parameters anew
         if world.rank == 0:
-            show(results, options, world, worst, right)
+            show(trainings, options, world, worst, right)
     dist.destroy_process_group()
     return 0 if right else 1
 
 
-def show(results: dict[str, list[float]], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
-    """Losses of some steps, and whether they agree."""
+def show(trainings: dict[str, Training], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
+    """Losses of some steps, and the time of one."""
     sizes = f"hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}"
     print(f"{world.size} ranks on {world.target}: {sizes}, bfloat16{', compiled' * options.compile}")
     for step in sorted({0, *range(9, options.steps, 10), options.steps - 1}):
-        print(f"step {step + 1:3d}: " + ", ".join(f"{name} {losses[step]:.5f}" for name, losses in results.items()))
+        print(f"step {step + 1:3d}: " + ", ".join(f"{name} {training.losses[step]:.5f}" for name, training in trainings.items()))
+    for name, training in trainings.items():
+        low, median, high = (x * 1e3 for x in statistics.quantiles(training.seconds[options.steps // 5 :], n=10)[::4])
+        print(f"{name}: median of a step {median:.2f} ms (p10 {low:.2f}, p90 {high:.2f}; slowest rank)")
     print(f"losses differ by at most {worst:.1e} of their value: {'right' if right else 'WRONG'}")
 
 

@@ -216,9 +216,7 @@ _natural, _positive = _between(0, 2**16), _between(1, 2**16)
 _byte, _nibble = _between(0, 255), _between(0, 15)
 
 # ---- compiling
-CACHE_DIR = _declare(
-    "MKERNEL_CACHE_DIR", "a path", _path, _cache_home, "kernels, plans and tuned splits ($XDG_CACHE_HOME/mkernel)"
-)
+CACHE_DIR = _declare("MKERNEL_CACHE_DIR", "a path", _path, _cache_home, "kernels, plans and tuned splits ($XDG_CACHE_HOME/mkernel)")
 DUMP = _declare(
     "MKERNEL_DUMP", "a path", _optional(_path), None, "folder that receives source, PTX, cubin and SASS of every compiled kernel"
 )

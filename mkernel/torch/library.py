@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from mkernel.runtime import current
 from mkernel.runtime.world import named
@@ -17,7 +18,7 @@ from mkernel.runtime.world import named
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["define", "name_of", "named", "plain"]
+__all__ = ["define", "is_watched", "name_of", "named", "plain"]
 
 _library = torch.library.Library("mkernel", "DEF")
 # Inductor must hand over what it traced: kernels take some strides only.
@@ -32,7 +33,10 @@ def define(
     backward: Callable[..., Any] | None = None,
     save: Callable[..., Any] | None = None,
 ) -> Any:
-    """Register the op ``mkernel::<schema>``; returns it, to be called.
+    """Register the op ``mkernel::<schema>``; returns what calls it.
+
+    An eager call of plain tensors that nobody watches goes past torch's dispatcher, which takes longer than all else of a call: ``call``
+    itself, or one ``torch.autograd.Function`` where a gradient is wanted. All other calls are of the registered op, which is its ``op``.
 
     Parameters
     ----------
@@ -43,16 +47,64 @@ def define(
     fake
         The results without values.
     backward, save
-        Of autograd: gradients of all arguments, and what is kept for them. None: there is no gradient.
+        Of autograd: gradients of all arguments, and what is kept for them. None: there is no gradient, and a backward pass says so, where
+        torch would go on without it.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
     for device in ("CPU", "CUDA"):
         _library.impl(name, call, device)
     torch.library.register_fake(f"mkernel::{name}", fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(f"mkernel::{name}", backward, setup_context=save, lib=_library)
-    return getattr(torch.ops.mkernel, name).default
+    backward = backward or _refused(name)
+    torch.library.register_autograd(f"mkernel::{name}", backward, setup_context=save, lib=_library)
+    op, function = getattr(torch.ops.mkernel, name).default, _function(name, call, save, backward)
+
+    def run(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or is_watched():
+            return op(*arguments)
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        if not all(type(each) in _PLAIN for each in tensors):
+            return op(*arguments)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            return function.apply(*arguments)
+        return call(*arguments)
+
+    run.op = op  # type: ignore[attr-defined]
+    return run
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_watched() -> bool:
+    """Whether somebody wants to see the ops of this thread: a mode (fake tensors, counting), a trace, a transform, or the profiler."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(f"mkernel::{name} has no gradient: call it under torch.no_grad(), or with detached arguments")
+
+    return backward
+
+
+def _function(name: str, call: Callable[..., Any], save: Callable[..., Any] | None, backward: Callable[..., Any]) -> Any:
+    """The op's gradient as a Function: forward and what is kept for it in one step."""
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = call(*arguments)
+        if save is not None:
+            save(ctx, arguments, output)
+        return output
+
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

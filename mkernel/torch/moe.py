@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 import mkernel as mk
-from mkernel.ops.call import ask
 from mkernel.ops.moe import check_rows
-from mkernel.ops.moe_dispatch_gemm import OP
-from mkernel.ops.schedule import executable
+from mkernel.ops.moe_slots import slots_after
 from mkernel.planner.moe import SEGMENT_ROWS
 from mkernel.torch.library import define, name_of, named, plain
 
@@ -117,11 +115,9 @@ def _do_dispatch(
         d = mk.moe_dispatch_gemm(*operands[:3], topk_weights=operands[3], max_tokens=max_tokens, max_rows=max_rows, world=it)
         rows = x.new_empty((max_rows if keep else 0, x.shape[1]))
         if keep:
-            _, instance = ask(it, OP, operands, (None, None, max_tokens, max_rows, 1))
             stream = it.backend.libraries[torch.Tensor].stream()
-            made = executable(it, OP, instance, None, stream)
-            place = it.heap_address + made.scratch_offset + made.plan.areas.slots
-            slots = _over(it, place, (instance.problem.blocks * SEGMENT_ROWS, x.shape[1]), x.dtype)
+            words = slots_after(it, operands, max_tokens, max_rows, stream)
+            slots = torch.as_tensor(words, device=None if it.target == "cpu" else f"cuda:{it.device}").view(x.dtype)
             it.backend.after(stream, lambda: torch.index_select(slots, 0, _slots_of(d.expert_offsets, max_rows, len(slots)), out=rows))
     weight = x.new_empty(0, dtype=torch.float32) if d.row_weight is None else d.row_weight
     return d.y, d.expert_offsets, d.source, weight, *d.routing[:6], rows
@@ -135,12 +131,6 @@ def _slots_of(offsets: Any, rows: int, slots: int) -> Tensor:
     row = torch.arange(rows, device=offsets.device)
     expert = torch.searchsorted(offsets[1:], row.int(), right=True).clamp_(max=len(counts) - 1)
     return (row + shift[expert]).clamp_(max=slots - 1)
-
-
-def _over(world: Any, address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor over memory of the heap."""
-    words = world.backend.wrap(address, shape, "int16", world.heap)
-    return torch.as_tensor(words, device=None if world.target == "cpu" else f"cuda:{world.device}").view(dtype)
 
 
 def _do_gemm_combine(a: Tensor, w: Tensor, *more: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +15,9 @@ import pytest
 import mkernel as mk
 from mkernel.errors import ArgumentError, MismatchError
 from mkernel.ops.moe_dispatch_gemm import Parameters
+from mkernel.ops.moe_slots import slots_after
 from mkernel.planner import moe_dispatch_gemm as planner
+from mkernel.planner.moe import SEGMENT_ROWS
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
 from mkernel.planner.topology import Topology
 from mkernel.transport import emulated
@@ -98,6 +101,30 @@ def test_arrays_on_the_heap_and_of_the_caller(rng: np.random.Generator) -> None:
         )
 
     assert mk.launch(use, 2, target="cpu", heap_bytes=HEAP) == [True, True]
+
+
+@pytest.mark.parametrize("world", ["1x1", "1x2", "2x2"])
+def test_rows_that_experts_got(rng: np.random.Generator, world: str) -> None:
+    """They can be read behind the call, of any length: gradients of weights need them (mkernel.torch)."""
+    seed, (nodes, per_node) = int(rng.integers(1 << 30)), map(int, world.split("x"))
+    model = dataclasses.replace(SMALL, h=8 * int(rng.integers(1, 40)))
+    ids = draw_ids(rng, model, nodes * per_node, "uniform")
+    most = model.max_tokens * nodes * per_node * ids[0].shape[1]
+
+    def use(world: Any) -> int:
+        tokens = [inputs(model, seed, rank, 0, len(own))[0] for rank, own in enumerate(ids)]
+        x, w, _ = inputs(model, seed, world.rank, 0, len(ids[world.rank]))
+        d = mk.moe_dispatch_gemm(x, ids[world.rank], w, max_tokens=model.max_tokens, max_rows=most)
+        slots = slots_after(world, (x, ids[world.rank], w, None, None), model.max_tokens, most, None)
+        slot = wrong = 0
+        for begin, end in itertools.pairwise(d.expert_offsets):
+            for row in range(begin, end):
+                rank, token, _ = d.source[row]
+                wrong += not np.array_equal(slots[slot + row - begin], tokens[rank][token].view(np.int16))
+            slot += -(-int(end - begin) // SEGMENT_ROWS) * SEGMENT_ROWS
+        return wrong
+
+    assert mk.launch(use, nodes * per_node, per_node, target="cpu", heap_bytes=HEAP) == [0] * (nodes * per_node), model
 
 
 @pytest.mark.parametrize("world", ["1x2", "2x2"])

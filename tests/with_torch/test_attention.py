@@ -91,6 +91,6 @@ def test_opcheck() -> None:
         from mkernel.torch import attention
 
         q, k, v, _ = (t.requires_grad_() for t in draw(0, 1, torch.bfloat16))
-        torch.library.opcheck(attention._ring_attention, (q, k, v, True, None, "zigzag", world.name))
+        torch.library.opcheck(attention._ring_attention.op, (q, k, v, True, None, "zigzag", world.name))
 
     mk.launch(rank, 1, **WORLD)

@@ -37,7 +37,7 @@ def test_training_beside_torchs_tensor_parallelism() -> None:
 
 def test_serving() -> None:
     shown = finish("torch_serving", 2)
-    assert [line.partition(":")[0] for line in shown.splitlines() if line.startswith(("prefill", "decode"))] == [
+    assert [line.partition(":")[0] for line in shown.splitlines() if line.startswith(("prefill of", "decode of"))] == [
         *("prefill of 18 rows (3 prompts)", "prefill of 18 rows (3 prompts)", "prefill of 17 rows (2 prompts)"),
         *("decode of 1 rows", "decode of 3 rows", "decode of 8 rows"),
     ]

@@ -189,8 +189,8 @@ def test_opcheck() -> None:
     """Schemas, results without values, autograd and AOT dispatch, as torch's own checker sees them."""
 
     def rank(world: Any) -> None:
-        for op, arguments in _samples(world):
-            torch.library.opcheck(op, arguments)
+        for function, arguments in _samples(world):
+            torch.library.opcheck(function.op, arguments)
 
     mk.launch(rank, 1, **WORLD)
 

@@ -142,13 +142,13 @@ def test_opcheck() -> None:
         most = 24 * TOPK
         more = (24, most, True, world.name)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # rows that there are not differ from run to run
-        torch.library.opcheck(moe._dispatch, (x, given["ids"], up, None, *more), test_utils=checks)
+        torch.library.opcheck(moe._dispatch.op, (x, given["ids"], up, None, *more), test_utils=checks)
         d = mkt.moe_dispatch_gemm(x.detach(), given["ids"], up.detach(), max_tokens=24, max_rows=most)
         a = d.y.detach()[:, :F].contiguous().requires_grad_()
-        torch.library.opcheck(moe._gemm_combine, (a, down, *d.routing, given["weights"], None, world.name), test_utils=checks)
-        torch.library.opcheck(moe._combine, (given["x"].repeat(3, 1), *d.routing, None, given["add"], world.name), test_utils=checks)
+        torch.library.opcheck(moe._gemm_combine.op, (a, down, *d.routing, given["weights"], None, world.name), test_utils=checks)
+        torch.library.opcheck(moe._combine.op, (given["x"].repeat(3, 1), *d.routing, None, given["add"], world.name), test_utils=checks)
         arguments = given["x"], given["ids"], given["weights"], up.detach(), down.detach(), None, 24, most, world.name
-        torch.library.opcheck(moe._layer, arguments, test_utils=checks)
-        torch.library.opcheck(moe._grouped, (d.y, a.detach(), d.expert_offsets), test_utils=checks)
+        torch.library.opcheck(moe._layer.op, arguments, test_utils=checks)
+        torch.library.opcheck(moe._grouped.op, (d.y, a.detach(), d.expert_offsets), test_utils=checks)
 
     mk.launch(rank, 1, **WORLD)

@@ -1,0 +1,200 @@
+"""Which way a call takes: past torch's dispatcher where nobody watches, through it where somebody does, with the same results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: `make test-torch`")
+
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mkernel.torch import library
+
+X = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+calls: list[str] = []  # of what the op does
+
+
+def _call(x: torch.Tensor, y: torch.Tensor, by: float) -> torch.Tensor:
+    calls.append("call")
+    return x.detach() * y.detach() * by
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    x, y = ctx.saved_tensors
+    return product(gradient, y, ctx.by), product(gradient, x, ctx.by), None
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    x, y, ctx.by = inputs
+    ctx.save_for_backward(x, y)
+
+
+product = library.define(
+    "product_of_tests(Tensor x, Tensor y, float by) -> Tensor",
+    _call,
+    lambda x, y, by: x.new_empty(x.shape),
+    backward=_backward,
+    save=_save,
+)
+plain = library.define("copy_of_tests(Tensor x) -> Tensor", lambda x: x.detach().clone(), lambda x: x.new_empty(x.shape))
+
+
+@pytest.fixture(autouse=True)
+def _as_it_is(monkeypatch: pytest.MonkeyPatch, _watched: None) -> None:
+    monkeypatch.undo()  # what this folder draws
+    calls.clear()
+
+
+@contextlib.contextmanager
+def dispatched() -> Iterator[list[str]]:
+    """Names of the ops that are looked up at torch's dispatcher meanwhile, but for modes, which would be watching."""
+    seen, real = [], library.torch.ops.mkernel.product_of_tests.default
+    original = type(real).__call__
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        if self is real:
+            seen.append(str(self))
+        return original(self, *args, **options)
+
+    type(real).__call__ = noted
+    try:
+        yield seen
+    finally:
+        type(real).__call__ = original
+
+
+def test_nobody_watches() -> None:
+    """Neither forward nor backward pass, with gradients or without, asks the dispatcher."""
+    x, y = X.clone().requires_grad_(), torch.nn.Parameter(X.t())
+    with dispatched() as seen:
+        product(x, y, 2.0).sum().backward()
+        with torch.no_grad():
+            product(x, y, 2.0)
+        product(X, X, 2.0)
+    assert seen == []
+    assert len(calls) == 5
+    assert torch.equal(x.grad, 2 * y)
+    assert torch.equal(y.grad, 2 * x)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_are_those_of_the_op(again: bool) -> None:
+    """Of first and second order."""
+    found = []
+    for function in (product, product.op):
+        x, y = X.clone().requires_grad_(), (X + 1).requires_grad_()
+        (first,) = torch.autograd.grad(product(function(x, y, 3.0), x, 1.0).sum(), x, create_graph=again)
+        if again:
+            first.square().sum().backward()
+        found.append([first] + ([x.grad, y.grad] if again else []))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_a_gradient_it_is_said() -> None:
+    """An op that has none says so, where torch would go on with a part of the gradient and a warning."""
+    for function in (plain, plain.op):
+        x = X.clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match="copy_of_tests has no gradient"):
+            (function(x) + x).sum().backward()
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mode(function: Callable[..., Any]) -> list[str]:
+    seen: list[str] = []
+    with _Noting(seen):
+        function(X, X, 1.0)
+    return seen
+
+
+def _by_profiler(function: Callable[..., Any]) -> list[str]:
+    with torch.profiler.profile() as profiler:
+        function(X, X, 1.0)
+    return [event.key for event in profiler.key_averages()]
+
+
+def _by_trace(function: Callable[..., Any]) -> list[str]:
+    return [node.kind() for node in torch.jit.trace(lambda x: function(x, x, 1.0), X).graph.nodes()]
+
+
+def _by_fx(function: Callable[..., Any]) -> list[str]:
+    return [str(node.target) for node in make_fx(lambda x: function(x, x, 1.0))(X).graph.nodes]
+
+
+def _by_compiling(function: Callable[..., Any]) -> list[str]:
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(lambda x: function(x, x, 1.0), backend=backend, fullgraph=True)(X)
+    return seen
+
+
+def _by_subclass(function: Callable[..., Any]) -> list[str]:
+    seen: list[str] = []
+
+    class Noting(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return torch.zeros(2, 2)
+
+    function(torch.Tensor._make_subclass(Noting, X), X, 1.0)
+    return seen
+
+
+@pytest.mark.parametrize("by", [_by_mode, _by_profiler, _by_trace, _by_fx, _by_compiling, _by_subclass])
+@pytest.mark.filterwarnings("ignore")
+def test_who_watches_sees_the_op(by: Callable[[Any], list[str]]) -> None:
+    assert any("product_of_tests" in name for name in by(product)), by(product)
+
+
+def test_nothing_is_computed_of_fake_tensors() -> None:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(X)
+        assert product(fake, fake, 1.0).shape == X.shape
+    assert calls == []
+
+
+def _transformed(function: Callable[..., Any]) -> Any:
+    return torch.func.grad(lambda x: function(x, X, 2.0).sum())(X)
+
+
+def _mapped(function: Callable[..., Any]) -> Any:
+    return torch.vmap(lambda x: function(x, X, 2.0))(torch.stack([X, X]))
+
+
+def _forward(function: Callable[..., Any]) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(X, X), X, 1.0)).tangent
+
+
+@pytest.mark.parametrize("what", [_transformed, _mapped, _forward])
+def test_transforms(what: Callable[[Any], Any]) -> None:
+    """Of torch.func, and derivatives in forward mode: refused, or done, as by the op itself."""
+    outcomes = []
+    for function in (product, product.op):
+        try:
+            found = what(function)
+            outcomes.append(None if found is None else found.tolist())
+        except (RuntimeError, NotImplementedError) as error:
+            outcomes.append(f"{type(error)}: {error}")
+    assert outcomes[0] == outcomes[1]
