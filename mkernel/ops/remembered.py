@@ -16,7 +16,6 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mkernel
 from mkernel import env
 from mkernel.jit import cache
 
@@ -35,7 +34,7 @@ _log = logging.getLogger("mkernel")
 
 @functools.cache
 def _code_digest() -> str:
-    package, state = Path(mkernel.__file__).parent, hashlib.sha256()
+    package, state = Path(env.__file__).parent, hashlib.sha256()
     for part in CODE:
         place = package / part
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
