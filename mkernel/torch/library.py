@@ -6,6 +6,7 @@ on threads of its own, where no world is current.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,8 @@ def _function(name: str, call: Callable[..., Any], save: Callable[..., Any] | No
             save(ctx, arguments, output)
         return output
 
-    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

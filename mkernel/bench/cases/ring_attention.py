@@ -27,7 +27,7 @@ __all__ = ["OP", "RingAttentionCase", "Shape"]
 
 _ITEM = 2  # bytes of a 16-bit element
 _SLACK = 16 << 20
-_ALL_SCORES = 1 << 36  # up to which every element is checked,
+_ALL_SCORES = 1 << 36  # of all ranks, up to which every element is checked,
 _SAMPLED_ROWS = 512  # and so many rows beyond
 _BLOCK_SCORES = 1 << 26  # of the reference, at a time: 512 MiB in float64
 _ALONE_FLOPS = 60e-3 * 600e12  # 60 ms of cuDNN
@@ -142,7 +142,7 @@ class RingAttentionCase(Case):
         """Batch, head and rows of what is compared: everything, or rows that are drawn."""
         shape, everything = self.of, np.arange(self.rows)
         heads = [(batch, head) for batch in range(shape.batches) for head in range(shape.heads)]
-        if len(heads) * self.rows * shape.length <= _ALL_SCORES:
+        if len(heads) * shape.length**2 <= _ALL_SCORES:
             return [(batch, head, everything) for batch, head in heads]
         rng = np.random.default_rng([self._seed, rank, index])
         some = [heads[at] for at in rng.permutation(len(heads))[:16]]
