@@ -7,8 +7,11 @@ code runs here, too.
 
 from __future__ import annotations
 
+import copyreg
+import dataclasses
 import functools
 import hashlib
+import io
 import logging
 import pickle
 import sys
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel import env
 from mkernel.jit import cache
+from mkernel.planner.derived import fields_of
 
 if TYPE_CHECKING:
     from mkernel.ops.op import Op
@@ -61,9 +65,20 @@ def recall(name: str) -> dict[int, Any]:
         return {}
 
 
+class _Fields(pickle.Pickler):
+    """Of dataclasses the fields alone: ranks that are threads share plans, and work out derived properties meanwhile."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if dataclasses.is_dataclass(thing) and not isinstance(thing, type) and hasattr(thing, "__dict__"):
+            return copyreg.__newobj__, (type(thing),), fields_of(thing)  # type: ignore[attr-defined]
+        return NotImplemented
+
+
 def keep(name: str, plans: Mapping[int, Any]) -> None:
     """Keep plans for processes to come. Where that is impossible they plan again."""
+    data = io.BytesIO()
+    _Fields(data, pickle.HIGHEST_PROTOCOL).dump(dict(plans))
     try:
-        cache.keep(FOLDER, name, name.encode(), pickle.dumps(dict(plans), pickle.HIGHEST_PROTOCOL))
+        cache.keep(FOLDER, name, name.encode(), data.getvalue())
     except OSError as error:
         _log.debug("plans are not kept: %s", error)

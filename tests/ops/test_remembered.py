@@ -17,6 +17,8 @@ import mkernel as mk
 from mkernel import env
 from mkernel.ops import remembered, schedule
 from mkernel.ops.op import find
+from mkernel.planner import allgather_gemm
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.machine import H100, H200
 from mkernel.planner.topology import Topology
 from mkernel.runtime.world import World
@@ -132,6 +134,25 @@ def test_a_file_is_for_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
         names.append(name())
     assert len(set(names)) == len(names)
     assert name() == names[0]
+
+
+def test_others_may_work_out_properties_meanwhile(folder: Path) -> None:
+    """Ranks that are threads share plans: what one of them derives while another one keeps them changes nothing."""
+
+    class Busy(dict[str, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("a dictionary that others change")
+
+        items = __iter__  # type: ignore[assignment]
+
+    plan = allgather_gemm.make_plan(AllGatherGemmProblem(Topology(2, 2), 512, 512, "bfloat16", True), 100, 132)
+    for part in (plan, plan.problem, plan.tile, plan.split, plan.problem.topology):
+        if hasattr(part, "__dict__"):
+            object.__setattr__(part, "__dict__", Busy(vars(part), later="derived"))
+    remembered.keep("busy.plans", {100: plan})
+    (recalled,) = remembered.recall("busy.plans").values()
+    assert recalled == plan
+    assert "later" not in vars(recalled)
 
 
 @pytest.mark.parametrize("op", ["allgather_gemm", "gemm_allreduce"])

@@ -15,7 +15,7 @@ import mkernel.torch as mkt
 from mkernel.errors import ArgumentError
 from tests.with_torch.matrices import place_of
 
-S, B, IN, OUT = 16, 2, 64, 48  # of the whole layer
+S, B, IN, OUT = 16, 2, 64, 96  # of the whole layer: for two ranks, and for four
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
 ROUNDINGS = 4  # of a result or gradient on its way: partial sums, the sum, the bias, their sum
 
