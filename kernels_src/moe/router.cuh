@@ -8,28 +8,6 @@
 
 namespace mkernel {
 
-// Warps of a CTA that place tokens: as many as have room for their columns.
-constexpr uint32_t kPlacingBytes = 96 * 1024;
-constexpr uint32_t kPlacers = kPlacingBytes / (8 * kColumns) < kRoutingWarps ? kPlacingBytes / (8 * kColumns) : kRoutingWarps;
-static_assert(kPlacers > 0, "too many experts");
-static_assert(kTopK + 1 + kNodes < 64, "a bit per column that a token may count for");
-
-// ---- shared memory while tokens are placed
-struct RoutingScratch {
-  uint32_t first_token[kWorldSize + 1];
-  uint64_t x_offset[kWorldSize];
-  uint64_t fault[kRoutingWarps], found[kRoutingWarps][32];
-  uint32_t scan[kRoutingWarps][32];
-  uint32_t rank_rows[kWorldSize];     // of each rank: rows
-  uint32_t first_row[kAllExperts];    // of each expert, on its rank
-  uint32_t first_slot[kExperts + 1];  // of each of this rank's experts
-  uint32_t first_item[kExperts + 1];
-  uint32_t total[kColumns];
-  // by warp and column: how many come before the warp's next group; then which tokens of the group count
-  uint32_t before[kPlacers][kColumns], marks[kPlacers][kColumns];
-  uint32_t ids[kPlacers][kGroup][kTopK | 1];  // of each token of the warp's group; an odd stride, so that lanes meet no bank twice
-};
-
 // A fault as one number: the first token's is the least, whatever the order in which it is found. 0 bits: none.
 MK_DEVICE uint64_t fault_of(uint32_t token, uint32_t choice, uint32_t code) { return uint64_t(token) << 32 | choice << 8 | code; }
 constexpr uint64_t kNoFault = ~uint64_t(0);
@@ -170,8 +148,8 @@ class Router {
     fill_rest(thread, threads);
     if (thread < kNodes) {
       const bool other = thread != world_.node;
-      const uint32_t listed = other ? scratch_.total[kListed + rank_of(thread, world_.local_rank)] : 0;
-      word(r_.counts, thread * 2) = listed, word(r_.counts, thread * 2 + 1) = other ? scratch_.total[kSent + thread] : 0;
+      word(r_.counts, thread * 2) = other ? length(listed_by(rank_of(thread, world_.local_rank))) : 0;
+      word(r_.counts, thread * 2 + 1) = other ? length(sent_to(thread)) : 0;
     }
 #pragma unroll 1
     for (uint32_t e = thread; e < kExperts; e += threads) word(r_.expert_offsets, e) = scratch_.first_row[world_.rank * kExperts + e];
@@ -261,12 +239,27 @@ class Router {
     }
     return first;
   }
-  MK_DEVICE bool is_listed(const Token& token, uint32_t node) const {
-    bool listed = false;
+  // The band of a token in the list of a node; kNone: it has no expert there.
+  MK_DEVICE uint32_t band_of(uint32_t node) const {
+    uint32_t first = kNone;
 #pragma unroll 1
-    for (uint32_t i = 0; i < kTopK; ++i) listed = listed || is_on(ids_of()[i], node * kR, kR);
-    return listed;
+    for (uint32_t i = 0; i < kTopK; ++i) {
+      const uint32_t id = ids_of()[i], expert = id % kExperts;
+      if (is_on(id, node * kR, kR) && expert < first) first = expert;
+    }
+    return first == kNone ? kNone : first * kBands / kExperts;
   }
+  // The first column of a list: of this node, of a rank's tokens; of another node, of this rank's. How many a list has, and those of bands before a column's.
+  MK_DEVICE static uint32_t listed_by(uint32_t rank) { return kListed + rank * kBands; }
+  MK_DEVICE static uint32_t sent_to(uint32_t node) { return kSent + node * kBands; }
+  MK_DEVICE uint32_t added(uint32_t column, uint32_t end) const {
+    uint32_t sum = 0;
+#pragma unroll 1
+    for (; column < end; ++column) sum += scratch_.total[column];
+    return sum;
+  }
+  MK_DEVICE uint32_t length(uint32_t list) const { return added(list, list + kBands); }
+  MK_DEVICE uint32_t in_earlier_bands(uint32_t column) const { return added(column - (column - kListed) % kBands, column); }
   // Calls f(column, i) for each column that a token counts for, each with an i of its own; below kTopK it is the choice.
   template <class F>
   MK_DEVICE void count_columns(const Token& token, const F& f) const {
@@ -281,11 +274,9 @@ class Router {
       } else if (i == kTopK) {
         const uint32_t first = first_expert(token);
         if (first != kNone) column = kFirstOf + first;
-      } else if (comes) {
-        if (is_listed(token, world_.node)) column = kListed + token.rank;
       } else {
-        const uint32_t node = i - kTopK - 1;
-        if (node != world_.node && is_listed(token, node)) column = kSent + node;
+        const uint32_t node = comes ? world_.node : i - kTopK - 1, band = comes || node != world_.node ? band_of(node) : kNone;
+        if (band != kNone) column = (comes ? listed_by(token.rank) : sent_to(node)) + band;
       }
       if (column != kNone) f(column, i);
     }
@@ -369,10 +360,11 @@ class Router {
       } else if (column < kListed) {
         place_first = at;
       } else if (column < kSent) {
-        place_listed = at;
+        place_listed = at + in_earlier_bands(column);
       } else {
-        word(r_.sums, uint64_t(column - kSent) * r_.max_tokens + token.index) = at;
-        tables_.sent((column - kSent + kNodes - world_.node) % kNodes)[at] = token.index;
+        const uint32_t node = (column - kSent) / kBands, place = at + in_earlier_bands(column);
+        word(r_.sums, uint64_t(node) * r_.max_tokens + token.index) = place;
+        tables_.sent((node + kNodes - world_.node) % kNodes)[place] = token.index;
       }
     });
     ptx::sync_warp();  // all have read
@@ -418,7 +410,7 @@ class Router {
     if (place_listed != kNone && on_rail) word(r_.listed, uint64_t(node) * r_.max_tokens + place_listed) = token.index;
 #pragma unroll 1
     for (uint32_t other = 0; own && other < kNodes; ++other) {
-      if (other == world_.node || !is_listed(token, other)) word(r_.sums, uint64_t(other) * r_.max_tokens + token.index) = kNone;
+      if (other == world_.node || band_of(other) == kNone) word(r_.sums, uint64_t(other) * r_.max_tokens + token.index) = kNone;
     }
     const uint32_t first = first_expert(token);
     if (first == kNone) return;
@@ -475,7 +467,7 @@ class Router {
 #pragma unroll 1
     for (uint32_t node = 0; node < kNodes; ++node) {
       const uint32_t rank = rank_of(node, world_.local_rank), tokens = scratch_.first_token[rank + 1] - scratch_.first_token[rank];
-      const uint32_t listed = node != world_.node ? scratch_.total[kListed + rank] : 0;
+      const uint32_t listed = node != world_.node ? length(listed_by(rank)) : 0;
       const uint64_t at = uint64_t(node) * r_.max_tokens;
 #pragma unroll 1
       for (uint32_t i = tokens * kTopK + thread; i < r_.max_tokens * kTopK; i += threads) {

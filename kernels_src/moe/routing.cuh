@@ -19,10 +19,15 @@ constexpr uint32_t kStagedRows = 32;     // rows that are staged, and flagged, a
 constexpr uint32_t kRoutingWarps = kGemmThreads / 32;
 
 // ---- columns: what tokens are counted for. A token counts at most once for each
-constexpr uint32_t kFirstOf = kAllExperts;         // after a column per expert: those whose first expert of this rank it is
-constexpr uint32_t kListed = kFirstOf + kExperts;  // of a source rank: those of its tokens that this node lists
-constexpr uint32_t kSent = kListed + kWorldSize;   // of a node: this rank's tokens that it lists
-constexpr uint32_t kColumns = kSent + kNodes;
+constexpr uint32_t kFirstOf = kAllExperts;  // after a column per expert: those whose first expert of this rank it is
+// A node lists the tokens of another node's rank that it has experts of, and gets their rows in that order: by bands of their first experts there, each
+// counted on its own rank, so that what the first experts need comes first; those of a band in order of the tokens.
+constexpr uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+constexpr uint32_t kBandColumns = 512 / (kWorldSize + kNodes);  // in large worlds lists have few bands, or one
+constexpr uint32_t kBands = kNodes == 1 || kBandColumns == 0 ? 1 : at_most(at_most(kBandColumns, 16), kExperts);
+constexpr uint32_t kListed = kFirstOf + kExperts;          // of a source rank and a band: those of its tokens that this node lists
+constexpr uint32_t kSent = kListed + kWorldSize * kBands;  // of a node and a band: this rank's tokens that it lists
+constexpr uint32_t kColumns = kSent + kNodes * kBands;
 
 // ---- arguments
 struct RoutingArguments {
@@ -99,12 +104,34 @@ struct Tables {
   MK_DEVICE Item* items() const { return reinterpret_cast<Item*>(arrived((blocks + 1) / 2 * 2)); }
   MK_DEVICE uint32_t* ids() const { return reinterpret_cast<uint32_t*>(items() + tokens); }  // by token and choice; then
   MK_DEVICE uint32_t* slots() const { return ids() + uint64_t(tokens) * kTopK; }             // the slots of those of this rank, else kNone
-  MK_DEVICE uint32_t* sent(uint32_t distance) const {  // this rank's tokens that go to a node, in order
+  MK_DEVICE uint32_t* sent(uint32_t distance) const {  // this rank's tokens that go to a node, as it lists them
     return slots() + uint64_t(tokens) * kTopK + uint64_t(distance - 1) * senders;
   }
   MK_DEVICE uint32_t* counted(uint32_t cta) const {
     return sent(kNodes) + uint64_t(cta) * (kColumns + 2);
   }  // columns, then the first fault
+};
+
+// ---- shared memory while tokens are placed
+// Warps of a CTA that place tokens: as many as have room for their columns.
+constexpr uint32_t kPlacingBytes = 96 * 1024;
+constexpr uint32_t kPlacers = kPlacingBytes / (8 * kColumns) < kRoutingWarps ? kPlacingBytes / (8 * kColumns) : kRoutingWarps;
+static_assert(kPlacers > 0, "too many experts");
+static_assert(kTopK + 1 + kNodes < 64, "a bit per column that a token may count for");
+
+struct RoutingScratch {
+  uint32_t first_token[kWorldSize + 1];
+  uint64_t x_offset[kWorldSize];
+  uint64_t fault[kRoutingWarps], found[kRoutingWarps][32];
+  uint32_t scan[kRoutingWarps][32];
+  uint32_t rank_rows[kWorldSize];     // of each rank: rows
+  uint32_t first_row[kAllExperts];    // of each expert, on its rank
+  uint32_t first_slot[kExperts + 1];  // of each of this rank's experts
+  uint32_t first_item[kExperts + 1];
+  uint32_t total[kColumns];
+  // by warp and column: how many come before the warp's next group; then which tokens of the group count
+  uint32_t before[kPlacers][kColumns], marks[kPlacers][kColumns];
+  uint32_t ids[kPlacers][kGroup][kTopK | 1];  // of each token of the warp's group; an odd stride, so that lanes meet no bank twice
 };
 
 }  // namespace mkernel

@@ -56,7 +56,8 @@ class Routing(NamedTuple):
     sums
         (N, max_tokens): place of this rank's token t among those that node n lists; -1 where n has no expert of it, and for the own node.
     listed
-        (N, max_tokens): tokens of the rank on this rank's rail in node n for which this node has experts, in order of the tokens.
+        (N, max_tokens): tokens of the rank on this rank's rail in node n for which this node has experts, in the order in which their rows
+        come here: those whose first expert here is one of a rank's first come first.
     counts
         (N, 2): how many of node n's tokens are listed here, and how many of this rank's tokens node n lists; 0 for the own node.
     expert_offsets

@@ -13,6 +13,7 @@ __all__ = [
     "SEGMENT_ROWS",
     "STAGED_ROWS",
     "RoutingError",
+    "bands",
     "columns",
     "most_rows",
     "routing_error",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 MAX_TOPK = 16
+_LIST_COLUMNS, _MOST_BANDS = 512, 16
 SEGMENT_ROWS = 64  # an expert's slots begin at a multiple
 LINE = 128  # bytes of a line of L2
 STAGED_ROWS = 32  # rows that are staged, and flagged, at once
@@ -106,4 +108,12 @@ def slot_blocks(max_rows: int, experts: int) -> int:
 
 def columns(topology: Topology, experts: int) -> int:
     """What tokens are counted for: ``kColumns`` of ``kernels_src/moe/routing.cuh``."""
-    return experts * topology.size + experts + topology.size + topology.num_nodes
+    lists = topology.size + topology.num_nodes
+    return experts * topology.size + experts + lists * bands(topology, experts)
+
+
+def bands(topology: Topology, experts: int) -> int:
+    """By how many bands of first experts a node's lists are ordered: ``kBands`` there. ``experts``: of a rank."""
+    if topology.num_nodes == 1:
+        return 1
+    return max(1, min(_LIST_COLUMNS // (topology.size + topology.num_nodes), _MOST_BANDS, experts))

@@ -10,7 +10,7 @@ import math
 
 from mkernel.planner.gemm import BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.machine import Machine
-from mkernel.planner.moe import rows_per_piece
+from mkernel.planner.moe import bands, rows_per_piece
 from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
 from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
@@ -61,15 +61,16 @@ def _copied(row_bytes: int, stores: float) -> float:
     return _PIECE / rows_per_piece(row_bytes) + (1 + stores) * (_COPY + row_bytes / _COPY_RATE)
 
 
-def _overlapped(fetching: float, seconds: float, experts: int, chosen: float, fetch_share: float) -> float:
+def _overlapped(fetching: float, seconds: float, experts: int, chosen: float, fetch_share: float = 0.0, bands: int | None = None) -> float:
     """When products that take ``seconds`` on all SMs are done, of rows that come meanwhile, in order of their first expert here.
 
-    ``chosen``: the share of tokens that choose an expert; ``fetch_share``: of SMs that fetch first, and then multiply.
+    ``chosen``: the share of tokens that choose an expert; ``fetch_share``: of SMs that fetch first, and then multiply; ``bands``: by how
+    many of experts rows are ordered (None: by experts).
     """
-    end, here = 0.0, 1 - (1 - chosen) ** experts
-    for expert in range(experts):
-        come = fetching * (1 - (1 - chosen) ** (expert + 1)) / here
-        left = seconds * (experts - expert) / experts
+    end, here, steps = 0.0, 1 - (1 - chosen) ** experts, bands or experts
+    for step in range(steps):
+        come = fetching * (1 - (1 - chosen) ** (experts * (step + 1) / steps)) / here
+        left = seconds * (steps - step) / steps
         # Those that still fetch do not multiply.
         end = max(end, come + left + fetch_share * min(fetching - come, left))
     return end
@@ -105,7 +106,9 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
         network = _rows_sent(machine, topology, tokens, problem.topk, problem.row_bytes, plan.put_bytes)
-        end = max(end, begin + network.arrived + cost.seconds)
+        of_node, in_bands = min(1.0, topology.ranks_per_node * problem.topk / problem.all_experts), bands(topology, problem.experts)
+        ordered = _overlapped(network.arrived, seconds, problem.experts, of_node, bands=in_bands)
+        end = max(end, begin + ordered, begin + network.arrived + cost.seconds)
     network_time, engine = told.paced + network.paced, told.engine + network.engine
     return Prediction(end, tensor, 0.0, memory, link_bytes / machine.link, network_time, start, engine, entry=entry, routing=routing)
 

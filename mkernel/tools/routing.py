@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mkernel.planner.moe import bands
+
 if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
 
@@ -32,7 +34,8 @@ class RankRouting:
     sums
         (N, max_tokens): place of own token t in the list of node n; -1 where no expert of n has it, and for the own node.
     listed
-        (N, max_tokens): the tokens of the rank on this rank's rail in node n that this node has experts for, in order: its list.
+        (N, max_tokens): the tokens of the rank on this rank's rail in node n that this node has experts for: its list, in order of bands of
+        the first expert that a token has there, each counted on its rank; those of a band in order.
     counts
         (N, 2): how many are listed of node n's, and how many own tokens node n lists; 0 for the own node.
     expert_offsets
@@ -49,6 +52,13 @@ class RankRouting:
     counts: Ints
     expert_offsets: Ints
     source: Ints
+
+
+def _list(ids: Ints, there: Ints, experts: int, topology: Topology) -> Ints:
+    """The tokens, in the order of a node's list, that have experts ``there`` (T, k); ``experts``: of a rank."""
+    first = np.where(there, ids % experts, experts).min(1, initial=experts)
+    order = np.argsort(first * bands(topology, experts) // experts, kind="stable")
+    return order[first[order] < experts]
 
 
 def reference_routing(
@@ -76,7 +86,9 @@ def reference_routing(
             row = -(-row // alignment) * alignment
         offsets[owner, per_rank] = row
     node_of_expert = [np.where(of_rank >= 0, of_rank // per_rank // per_node, -1) for of_rank in ids]
-    listed = {(rank, node): np.flatnonzero((node_of_expert[rank] == node).any(1)) for rank in range(size) for node in range(nodes)}
+    listed = {
+        (rank, node): _list(ids[rank], node_of_expert[rank] == node, per_rank, topology) for rank in range(size) for node in range(nodes)
+    }
     found = []
     for rank in range(size):
         node, local = topology.node(rank), topology.local_rank(rank)

@@ -50,6 +50,8 @@ MOE = [
         "at = before[column] + ptx::count_bits(marks[column] & ~earlier) - 1;",
         slow=True,
     ),
+    _Bug("a band forgets those before it", _ROUTER, "place_listed = at + in_earlier_bands(column);", "place_listed = at;", world="2x2"),
+    _Bug("bands in order of choices", _ROUTER, "is_on(id, node * kR, kR) && expert < first", "is_on(id, node * kR, kR)", world="2x2"),
     _Bug("the node is not told what has come", _SEND, "if (ok) raise_flag(entered, p, flag, 1);", world="2x2", slow=True),
     _Bug("it is told too early", _SEND, "ok = ptx::all_of_warp(ptx::lane_index() != 0 || wait_flag(entered, p, flag, rank));", world="2x2"),
     _Bug("rows are put before they are packed", _SEND, "ring.copy(packed);", "", world="2x2", slow=True),
