@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from mkernel.planner.attention_bytes import most_received
 from mkernel.planner.attention_shares import exchange_seconds
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
@@ -15,6 +16,25 @@ __all__ = ["predict_ring_attention"]
 _NARROW = 0.7  # of the speed of D 128, that D 64 reaches: the exponentials take as long as the products (docs/speed_log.md)
 
 
+def keys_of_item(plan: RingAttentionPlan) -> float:
+    """Keys that an item multiplies, in the mean: whole blocks of each part of the sequence that a rank holds; with a mask, of what it sees.
+
+    Of packed sequences as if they were one.
+    """
+    problem, size, block, rows = plan.problem, plan.problem.topology.size, plan.problem.tile.key_block, plan.problem.tile.q_rows
+
+    def whole(keys: float) -> int:
+        return math.ceil(keys / block) * block
+
+    if not problem.causal:
+        return whole(plan.sizes.length) * size
+    parts = problem.parts
+    part = plan.sizes.length / parts
+    tiles = math.ceil(part / rows)
+    own = sum(whole(min((tile + 1) * rows, part)) for tile in range(tiles)) / tiles
+    return (parts * size - 1) / 2 * whole(part) + own
+
+
 def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
     """The time of a call."""
     problem, sizes, topology = plan.problem, plan.sizes, plan.problem.topology
@@ -22,8 +42,7 @@ def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions
     if not plan.items:
         return Prediction(start, start=start)
     size, mates = topology.size, topology.ranks_per_node - 1
-    keys = sizes.length * size * (0.5 if problem.causal else 1.0)
-    flops = 4.0 * problem.tile.q_rows * keys * problem.head_dim / plan.shares
+    flops = 4.0 * problem.tile.q_rows * keys_of_item(plan) * problem.head_dim / plan.shares
     rate = machine.attention_flops * (1.0 if problem.head_dim > 64 else _NARROW)
     guess = plan.items * flops / (rate * machine.sms)
     rate *= machine.speed(busy_of(conditions, machine, guess))
@@ -35,16 +54,13 @@ def predict_ring_attention(plan: RingAttentionPlan, machine: Machine, conditions
     tensor = turns * flops / rate
     if size == 1:
         return Prediction(start + turns * item, tensor, start=start)
-    waves = math.ceil(plan.items / plan.ctas)
-    segments = plan.pairs + waves - waves // plan.period
-    shard = 2 * sizes.length * problem.head_dim * ITEM * (0.5 if problem.causal else 1.0)  # K and V of a pair, of one source
-    near = segments * shard * mates * topology.num_nodes
+    near, far = most_received(plan)
     link_rate = min(machine.link if mates > 1 else machine.link_pair, max(1, plan.copying[0]) * machine.cta_link)
-    link = near / link_rate if mates else 0.0
-    network = Sent(0.0, 0.0, 0.0)
-    if topology.num_nodes > 1:
-        network = sent(machine, topology, shard, plan.put_bytes)
-        network = Sent(segments * network.paced, segments * network.engine, network.arrived - network.paced)
+    link, network = near / link_rate, Sent(0.0, 0.0, 0.0)
+    if far:
+        shard = 2 * sizes.length * problem.head_dim * ITEM  # K and V of a pair, of one source
+        network, shards = sent(machine, topology, shard, plan.put_bytes), far / shard / (topology.num_nodes - 1)
+        network = Sent(shards * network.paced, shards * network.engine, network.arrived - network.paced)
     carried = max(network.paced, network.engine)
     slowed = 1 + machine.beside * min(1.0, max(link, carried) / (turns * item))
     entry = entered(machine, conditions, topology)

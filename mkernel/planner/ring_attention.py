@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from mkernel.abi import COUNTED_WORDS
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner.attention_bytes import most_received
 from mkernel.planner.attention_shares import ATTENTION_FLOPS, MOST_SHARES, choose_shares
 from mkernel.planner.derived import derived
 from mkernel.planner.gemm import SHARED_LIMIT, digest_of
@@ -448,18 +449,6 @@ class RingAttentionPlan:
         return KernelSpec(OP, tuple(constants.items()), tile.threads, shared, PARAMETER_BYTES)
 
     # ---- for people
-    def received_bytes(self, rank: int) -> tuple[int, int]:
-        """Bytes of keys and values that come to ``rank`` in a call: from its node, and over the network."""
-        topology, near, far = self.problem.topology, 0, 0
-        for segment in self.segments():
-            for ring in range(self.problem.rings):
-                source = self.source_of(rank, ring)
-                if self.feeder_of(rank, ring) == source and topology.node(source) != topology.node(rank):
-                    far += self.sent(segment, source, topology.node(rank))
-                else:
-                    near += self.streamed(segment, source, rank)
-        return near * 2 * self.plane_bytes, far * 2 * self.plane_bytes
-
     def title(self, sizes: str) -> str:
         """The first line of ``describe``, which stands for the plan in messages: it tells any two apart. ``sizes``: of the call."""
         p, (pushing, sending) = self.problem, self.copying
@@ -473,7 +462,7 @@ class RingAttentionPlan:
     def describe(self) -> str:
         sizes, (pushing, sending) = self.sizes, self.copying
         waves = math.ceil(self.items / self.ctas)
-        near, far = self.received_bytes(self.problem.topology.size - 1)  # no rank receives more
+        near, far = most_received(self)
         return (
             f"{self.title(f'B {sizes.batches}, {sizes.length}')}\n"
             f"tiles of {self.problem.tile.q_rows} query rows{f', keys shared by {self.shares} CTAs' if self.shares > 1 else ''}, "

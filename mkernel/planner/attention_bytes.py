@@ -1,0 +1,39 @@
+"""How many bytes of keys and values a call of ring attention brings to a rank."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkernel.planner.ring_attention import RingAttentionPlan, Segment
+
+__all__ = ["most_received", "received_bytes"]
+
+
+def received_bytes(plan: RingAttentionPlan, rank: int) -> tuple[int, int]:
+    """From the rank's node, and over the network."""
+    topology, near, far = plan.problem.topology, 0, 0
+    for segment, number in _kinds(plan):
+        for ring in range(plan.problem.rings):
+            source = plan.source_of(rank, ring)
+            if plan.feeder_of(rank, ring) == source and topology.node(source) != topology.node(rank):
+                far += number * plan.sent(segment, source, topology.node(rank))
+            else:
+                near += number * plan.streamed(segment, source, rank)
+    return near * 2 * plan.plane_bytes, far * 2 * plan.plane_bytes
+
+
+def most_received(plan: RingAttentionPlan) -> tuple[int, int]:
+    """The most that comes to any rank, each of both: to the last one where ranks hold positions in order, in zigzag to the first."""
+    near, far = zip(*(received_bytes(plan, rank) for rank in {0, plan.problem.topology.size - 1}), strict=True)
+    return max(near), max(far)
+
+
+def _kinds(plan: RingAttentionPlan) -> list[tuple[Segment, int]]:
+    """One of the segments that bring the same, and how many there are: of equal sequences all that begin with the same tile of a head."""
+    if plan.problem.packed:
+        return [(segment, 1) for segment in plan.segments()]
+    first = {plan.tile_of(segment.first): segment for segment in plan.segments()}
+    count = collections.Counter(plan.tile_of(segment.first) for segment in plan.segments())
+    return [(segment, count[tile]) for tile, segment in first.items()]
