@@ -173,21 +173,23 @@ def _rank(world: Any, model: Model, seed: int, kinds: tuple[str, ...]) -> list[s
 
 
 @contextlib.contextmanager
-def small_puts(seed: int) -> Iterator[None]:
+def small_puts(seed: int, put_bytes: int = 256) -> Iterator[None]:
     """A few rows are several puts, which a slow network brings in any order."""
     faults = _FAULTS(seed=seed, delay_us=20.0, reorder_us=20.0)
-    with mock.patch.object(emulated, "Faults", lambda: faults), mock.patch.object(planner, "PUT_BYTES", 256):
+    with mock.patch.object(emulated, "Faults", lambda: faults), mock.patch.object(planner, "PUT_BYTES", put_bytes):
         yield
 
 
 @errors_are_findings
-def found_wrong(world: str, model: Model, seed: int, kinds: tuple[str, ...] = ROUTINGS, target: str = "cpu", **options: Any) -> str | None:
+def found_wrong(
+    world: str, model: Model, seed: int, kinds: tuple[str, ...] = ROUTINGS, target: str = "cpu", put_bytes: int = 256, **options: Any
+) -> str | None:
     """What is wrong with calls of these routings, one after the other."""
     shape = topology(world)
     defaults: dict[str, Any] = {"heap_bytes": 64 << 20, "timeout": 5.0, "entry_timeout": 60.0}
     if target == "cpu":
         defaults["seed"] = seed
-    with small_puts(seed):
+    with small_puts(seed, put_bytes):
         return wrong_of(mk.launch(_rank, shape.size, shape.ranks_per_node, target, (model, seed, kinds), **{**defaults, **options}))
 
 

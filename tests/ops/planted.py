@@ -126,6 +126,8 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
         return packets_body.found_wrong(world, workload, seed)
     if workload == "dispatch":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
+    if workload == "dispatch in large puts":
+        return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most], put_bytes=12 << 10)
     if workload in ring_body.PLANTED_SCALES:
         sizes = ring_body.SHARED_SIZES if workload == "ring shared" else ring_body.PLANTED_SIZES
         return ring_body.found_wrong(world, ring_body.PLANTED, seed, sizes[:most], ring_body.PLANTED_SCALES[workload])
