@@ -81,9 +81,8 @@ class Training:
         dist.barrier()
         begin = now(self.device)
         self.optimizer.zero_grad()
-        loss = (
-            (self.block(self.x).float() - self.target.float()).square().sum() / self.target.numel() / self.size
-        )  # of the mean, a rank's part
+        error = self.block(self.x).float() - self.target.float()
+        loss = error.square().mean() / self.size  # this rank's part of the mean
         loss.backward()
         self.optimizer.step()
         took = torch.tensor(now(self.device) - begin, dtype=torch.float64, device=self.device)

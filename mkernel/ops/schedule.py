@@ -154,7 +154,7 @@ def _largest(world: World, op: Op[Any], problem: Hashable, choice: Choice, table
 def _recall(world: World, op: Op[Any], problem: Hashable, choice: Choice, table: Table) -> None:
     """Bring back what an earlier process has planned, where all classes are planned at once: that may take as long as loading kernels."""
     table.file = ""
-    if world.backend.compiles_ahead:
+    if world.backend.compiles_ahead and remembered.may_be_known(op):
         table.file = remembered.name_of(world, op, problem, choice, _specialized(world, choice))
         table.untuned = remembered.recall(table.file)
         table.recalled = len(table.untuned)

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from mkernel.planner.ring_attention import RingAttentionPlan, Segment
+from mkernel.planner.ring_problem import RingAttentionProblem
 
 __all__ = ["most_received", "received_bytes"]
 
 
-def received_bytes(plan: RingAttentionPlan, rank: int) -> tuple[int, int]:
+class Streams(Protocol):
+    """What is asked of a ``RingAttentionPlan``."""
+
+    @property
+    def problem(self) -> RingAttentionProblem: ...
+    @property
+    def plane_bytes(self) -> int: ...
+    def segments(self) -> Iterator[Any]: ...
+    def tile_of(self, item: int) -> int: ...
+    def source_of(self, rank: int, ring: int) -> int: ...
+    def feeder_of(self, rank: int, ring: int) -> int: ...
+    def sent(self, segment: Any, source: int, node: int) -> int: ...
+    def streamed(self, segment: Any, source: int, reader: int) -> int: ...
+
+
+def received_bytes(plan: Streams, rank: int) -> tuple[int, int]:
     """From the rank's node, and over the network."""
     topology, near, far = plan.problem.topology, 0, 0
     for segment, number in _kinds(plan):
@@ -24,13 +39,13 @@ def received_bytes(plan: RingAttentionPlan, rank: int) -> tuple[int, int]:
     return near * 2 * plan.plane_bytes, far * 2 * plan.plane_bytes
 
 
-def most_received(plan: RingAttentionPlan) -> tuple[int, int]:
+def most_received(plan: Streams) -> tuple[int, int]:
     """The most that comes to any rank, each of both: to the last one where ranks hold positions in order, in zigzag to the first."""
     near, far = zip(*(received_bytes(plan, rank) for rank in {0, plan.problem.topology.size - 1}), strict=True)
     return max(near), max(far)
 
 
-def _kinds(plan: RingAttentionPlan) -> list[tuple[Segment, int]]:
+def _kinds(plan: Streams) -> list[tuple[Any, int]]:
     """One of the segments that bring the same, and how many there are: of equal sequences all that begin with the same tile of a head."""
     if plan.problem.packed:
         return [(segment, 1) for segment in plan.segments()]

@@ -17,7 +17,7 @@ import mkernel as mk
 from mkernel import env
 from mkernel.ops import remembered, schedule
 from mkernel.ops.op import find
-from mkernel.planner import allgather_gemm
+from mkernel.planner import allgather_gemm, gemm, moe_dispatch_gemm, reduce, ring_attention
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.machine import H100, H200
 from mkernel.planner.topology import Topology
@@ -132,8 +132,25 @@ def test_a_file_is_for_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(remembered, "_code_digest", lambda: "other code")
         names.append(name())
+    # What tests scale down.
+    of_puts, of_keys = (gemm, "_PUT_BYTES", (1, 2)), (ring_attention, "SCALE", dataclasses.replace(ring_attention.SCALE, chunk_bytes=3))
+    for module, constant, value in (of_puts, of_keys, (moe_dispatch_gemm, "PUT_BYTES", 77), (reduce, "SPECIALIZED", {})):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, constant, value)
+            names.append(name())
     assert len(set(names)) == len(names)
     assert name() == names[0]
+
+
+def test_code_that_is_not_known() -> None:
+    """Ops that others have registered plan in every process."""
+    own = find("allgather_gemm")
+    assert all(remembered.may_be_known(find(op)) for op, _ in OPS)
+
+    class Foreign(type(own)):  # type: ignore[misc]
+        pass
+
+    assert not remembered.may_be_known(Foreign())
 
 
 def test_others_may_work_out_properties_meanwhile(folder: Path) -> None:
