@@ -1,8 +1,8 @@
 """Plans that an earlier process has chosen: kept beside the kernels, so that preparing a problem again plans nothing.
 
 What a plan is follows from the problem, the class of rows, the device, what the caller asks for, and the planner's code and constants. All
-of that names the file. Plans of ops that are not mkernel's own are made again: their code is unknown here. They are
-pickled: their folder is trusted as that of the kernels is (``mkernel.jit.cache``), whose code runs here, too.
+of that names the file. Plans of ops that are not mkernel's own are made again, since their code is unknown here. Plans are pickled: their
+folder is trusted as that of the kernels is (``mkernel.jit.cache``), whose code runs here, too.
 """
 
 from __future__ import annotations
