@@ -181,7 +181,8 @@ def main() -> int:
                 fused, separate = milliseconds([run for run, _ in steps], device, repeat)
                 distance = differ(steps[0][1], steps[1][1])
                 del steps  # a graph that holds NCCL's kernels must be gone before its process group is destroyed
-                right, ratios[kind] = right and distance <= 2, [*ratios[kind], separate / fused]
+                right = right and distance <= 2
+                ratios[kind].append(separate / fused)
                 if world.rank == 0:
                     what = f"{kind} of {rows} rows" + (
                         f" ({len(size)} prompts)" if isinstance(size, list) else " in a graph" if gpu else ""

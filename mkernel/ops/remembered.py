@@ -109,7 +109,7 @@ def recall(name: str) -> dict[int, Any]:
 
 
 class _Fields(pickle.Pickler):
-    """Of dataclasses the fields alone: ranks that are threads share plans, and work out derived properties meanwhile."""
+    """Keeps the fields of dataclasses alone: ranks that are threads share plans, and work out derived properties meanwhile."""
 
     def reducer_override(self, thing: Any) -> Any:
         if dataclasses.is_dataclass(thing) and not isinstance(thing, type) and hasattr(thing, "__dict__"):

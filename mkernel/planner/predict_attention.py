@@ -11,7 +11,7 @@ from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, blend, busy_of
 from mkernel.planner.ring_attention import RingAttentionPlan
 
-__all__ = ["predict_ring_attention"]
+__all__ = ["keys_of_item", "predict_ring_attention"]
 
 _NARROW = 0.7  # of the speed of D 128, that D 64 reaches: the exponentials take as long as the products (docs/speed_log.md)
 

@@ -61,13 +61,13 @@ def _copied(row_bytes: int, stores: float) -> float:
     return _PIECE / rows_per_piece(row_bytes) + (1 + stores) * (_COPY + row_bytes / _COPY_RATE)
 
 
-def _overlapped(fetching: float, seconds: float, experts: int, chosen: float, fetch_share: float = 0.0, bands: int | None = None) -> float:
+def _overlapped(fetching: float, seconds: float, experts: int, chosen: float, fetch_share: float = 0.0, steps: int | None = None) -> float:
     """When products that take ``seconds`` on all SMs are done, of rows that come meanwhile, in order of their first expert here.
 
-    ``chosen``: the share of tokens that choose an expert; ``fetch_share``: of SMs that fetch first, and then multiply; ``bands``: by how
-    many of experts rows are ordered (None: by experts).
+    ``chosen``: the share of tokens that choose an expert; ``fetch_share``: of SMs that fetch first, and then multiply; ``steps``: bands
+    of experts by which rows are ordered (None: by experts).
     """
-    end, here, steps = 0.0, 1 - (1 - chosen) ** experts, bands or experts
+    end, here, steps = 0.0, 1 - (1 - chosen) ** experts, steps or experts
     for step in range(steps):
         come = fetching * (1 - (1 - chosen) ** (experts * (step + 1) / steps)) / here
         left = seconds * (steps - step) / steps
@@ -106,8 +106,8 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     network = Sent(0.0, 0.0, 0.0)
     if topology.num_nodes > 1:
         network = _rows_sent(machine, topology, tokens, problem.topk, problem.row_bytes, plan.put_bytes)
-        of_node, in_bands = min(1.0, topology.ranks_per_node * problem.topk / problem.all_experts), bands(topology, problem.experts)
-        ordered = _overlapped(network.arrived, seconds, problem.experts, of_node, bands=in_bands)
+        of_node = min(1.0, topology.ranks_per_node * problem.topk / problem.all_experts)
+        ordered = _overlapped(network.arrived, seconds, problem.experts, of_node, steps=bands(topology, problem.experts))
         end = max(end, begin + ordered, begin + network.arrived + cost.seconds)
     network_time, engine = told.paced + network.paced, told.engine + network.engine
     return Prediction(end, tensor, 0.0, memory, link_bytes / machine.link, network_time, start, engine, entry=entry, routing=routing)

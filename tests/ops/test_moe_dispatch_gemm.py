@@ -17,7 +17,7 @@ from mkernel.errors import ArgumentError, MismatchError
 from mkernel.ops.moe_dispatch_gemm import Parameters
 from mkernel.ops.moe_slots import slots_after
 from mkernel.planner import moe_dispatch_gemm as planner
-from mkernel.planner.moe import SEGMENT_ROWS
+from mkernel.planner.moe import SEGMENT_ROWS, bands, columns
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
 from mkernel.planner.topology import Topology
 from mkernel.transport import emulated
@@ -306,9 +306,12 @@ def plan_of(world: str, sms: int = 132, **changes: Any) -> MoeDispatchGemmPlan:
     return make_plan(dataclasses.replace(problem, **changes), sms)
 
 
-@pytest.mark.parametrize("world", ["1x1", "2x2"])
-def test_the_mirror_says_what_the_header_says(world: str) -> None:
-    assert errors_of_mirror(plan_of(world).spec, Parameters) == ""
+@pytest.mark.parametrize(("world", "experts"), [("1x1", 8), ("2x2", 8), ("2x2", 3), ("2x8", 32), ("8x8", 32), ("32x8", 2)])
+def test_the_mirror_says_what_the_header_says(world: str, experts: int) -> None:
+    """Parameters, and what tables of the heap have room for: columns, of which a list has fewer in large worlds."""
+    plan = plan_of(world, experts=experts)
+    counted = {"mkernel::kColumns": columns(plan.problem.topology, experts), "mkernel::kBands": bands(plan.problem.topology, experts)}
+    assert errors_of_mirror(plan.spec, Parameters, constants=counted) == ""
 
 
 @pytest.mark.parametrize(("world", "changes"), [("1x4", {}), ("2x2", {"gated": True, "b_row_major": False}), ("1x1", {"experts": 256})])

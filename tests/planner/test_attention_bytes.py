@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,19 +19,22 @@ KINDS = [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")]
 WORLDS = [(1, 1), (2, 2), (4, 4), (4, 2), (6, 2), (3, 1)]
 
 
-def drawn(rng: np.random.Generator, world: Topology, causal: bool, layout: str) -> RingAttentionPlan:
-    kv_heads, group, d = int(rng.integers(1, 9)), int(rng.integers(1, 4)), int(rng.choice((64, 128)))
-    problem = RingAttentionProblem(world, kv_heads * group, kv_heads, d, "bfloat16", causal, layout, 0.1)
-    return make_plan(problem, Sizes(int(rng.integers(1, 4)), 2 * int(2 ** rng.uniform(0, 11))).code, 132)
-
-
-@pytest.mark.parametrize(("causal", "layout"), KINDS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_bytes(rng: np.random.Generator, world: tuple[int, int], causal: bool, layout: str) -> None:
-    """Segment by segment; and nobody receives more than is said."""
-    topology = Topology(*world)
+@pytest.fixture(params=itertools.product(WORLDS, KINDS), ids=str)
+def plans(request: pytest.FixtureRequest, rng: np.random.Generator) -> list[RingAttentionPlan]:
+    """Plans of a world, a mask and a layout."""
+    world, (causal, layout) = request.param
+    found = []
     for _ in range(6):
-        plan = drawn(rng, topology, causal, layout)
+        kv_heads, group, d = int(rng.integers(1, 9)), int(rng.integers(1, 4)), int(rng.choice((64, 128)))
+        problem = RingAttentionProblem(Topology(*world), kv_heads * group, kv_heads, d, "bfloat16", causal, layout, 0.1)
+        found.append(make_plan(problem, Sizes(int(rng.integers(1, 4)), 2 * int(2 ** rng.uniform(0, 11))).code, 132))
+    return found
+
+
+def test_bytes(plans: list[RingAttentionPlan]) -> None:
+    """Segment by segment; and nobody receives more than is said."""
+    for plan in plans:
+        topology = plan.problem.topology
         all_ranks = [received_bytes(plan, rank) for rank in range(topology.size)]
         for rank, found in enumerate(all_ranks):
             near = far = 0
@@ -45,13 +49,9 @@ def test_bytes(rng: np.random.Generator, world: tuple[int, int], causal: bool, l
         assert most_received(plan) == tuple(max(each) for each in zip(*all_ranks, strict=True)), plan.describe()
 
 
-@pytest.mark.parametrize(("causal", "layout"), KINDS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_keys(rng: np.random.Generator, world: tuple[int, int], causal: bool, layout: str) -> None:
+def test_keys(plans: list[RingAttentionPlan]) -> None:
     """In whole blocks of each part of the sequence, the mean over all tiles of all ranks."""
-    topology = Topology(*world)
-    for _ in range(6):
-        plan = drawn(rng, topology, causal, layout)
+    for plan in plans:
         assert keys_of_item(plan) == pytest.approx(np.mean(list(_keys(plan))))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from mkernel.jit import cpu
@@ -28,9 +29,18 @@ def layout(parameters: type[ctypes.Structure]) -> dict[str, int]:
     return found
 
 
-def errors_of_mirror(spec: KernelSpec, parameters: type[ctypes.Structure], folders: tuple[Path, ...] = ()) -> str:
-    """What the compiler of target cpu says against ``parameters`` as the mirror of a kernel's; "" if nothing. Nothing is run."""
-    claims = [f'static_assert({what} == {value}, "{what} is not {value}");' for what, value in layout(parameters).items()]
+def errors_of_mirror(
+    spec: KernelSpec,
+    parameters: type[ctypes.Structure],
+    folders: tuple[Path, ...] = (),
+    constants: Mapping[str, int] | None = None,
+) -> str:
+    """What the compiler of target cpu says against ``parameters`` as the mirror of a kernel's, and ``constants``; "" if nothing.
+
+    Nothing is run.
+    """
+    expected = layout(parameters) | dict(constants or {})
+    claims = [f'static_assert({what} == {value}, "{what} is not {value}");' for what, value in expected.items()]
     source = "\n".join(["#include <cstddef>", render(spec), *claims, ""])
     search: list[str] = [f"-I{folder}" for folder in (device_code()[0] / "cpu", *device_code(), *folders)]
     flags = ["-std=c++20", "-fsyntax-only", "-Wno-unknown-pragmas", "-Wno-invalid-offsetof"]

@@ -86,7 +86,7 @@ def test_nobody_watches() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_are_those_of_the_op(again: bool) -> None:
-    """Of first and second order."""
+    """First and second order."""
     found = []
     for function in (product, product.op):
         x, y = X.clone().requires_grad_(), (X + 1).requires_grad_()
@@ -189,7 +189,7 @@ def _forward(function: Callable[..., Any]) -> Any:
 
 @pytest.mark.parametrize("what", [_transformed, _mapped, _forward])
 def test_transforms(what: Callable[[Any], Any]) -> None:
-    """Of torch.func, and derivatives in forward mode: refused, or done, as by the op itself."""
+    """Those of torch.func, and derivatives in forward mode, are refused, or done, as by the op itself."""
     outcomes = []
     for function in (product, product.op):
         try:
