@@ -165,7 +165,7 @@ class GroupedGemm(Op[GroupedProblem]):
         chosen = (split or Split()).complete(Split(intra_comm=1, inter_send=0, inter_reduce=0), sm_count)
         return GroupedPlan(problem, rows, chosen, _STAGES[problem.block_n], 8 if problem.experts <= 8 else _LARGEST_TABLE)
 
-    def results(self, instance: Instance[GroupedProblem]) -> Sequence[ResultSpec]:
+    def results(self, instance: Instance[GroupedProblem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
         problem, rows = instance
         return [ResultSpec((rows, problem.n), problem.dtype)] * 2
 

@@ -70,7 +70,7 @@ class AllGatherRowsCase(Case):
     def outputs(self) -> list[Any]:
         return [out.rows for out in self._out]
 
-    def worst(self, index: int) -> float:
+    def worst(self, index: int, split: Any = None) -> float:
         """0 if every bit is what the ranks passed, else inf."""
         xp, out = self._timing.xp, self._out[index]
         first = [0]
