@@ -17,11 +17,14 @@ __all__ = ["current", "opened", "remember", "thread_world"]
 
 _lock = threading.Lock()
 _open: list[World] = []  # worlds of this process but for those of mk.launch, in order of creation
+_alone: list[World] = []  # the world of mk.launch in a process that has one of its ranks only, while its function runs
 _thread = threading.local()
 
 
 def current(world: World | None = None) -> World:
     """``world`` itself, else the world of this ``mk.launch`` thread, else the oldest open world of the process.
+
+    In other threads, as torch has for backward passes, it is that of ``mk.launch`` where the process has one of its ranks only.
 
     Raises
     ------
@@ -52,18 +55,24 @@ def current(world: World | None = None) -> World:
                 return w  # only failed worlds are left: the call reports the failure
         if _open:
             raise Error(_open[0].foreign)
+        if _alone:
+            return _alone[-1]
     raise ArgumentError("world", None, "there is no world in this process", "call mk.init() first, or run inside mk.launch")
 
 
 @contextlib.contextmanager
-def thread_world(world: World) -> Iterator[None]:
-    """Inside the block ``world`` is what this thread's calls mean (``mk.launch``)."""
+def thread_world(world: World, alone: bool) -> Iterator[None]:
+    """Inside the block ``world`` is what this thread's calls mean (``mk.launch``); ``alone``: those of other threads, too."""
     before: World | None = getattr(_thread, "world", None)
     _thread.world = world
+    if alone:
+        _alone.append(world)
     try:
         yield
     finally:
         _thread.world = before
+        if alone:
+            _alone.remove(world)
 
 
 def remember(world: World) -> None:

@@ -49,19 +49,20 @@ def define(
         The results without values.
     backward, save
         Of autograd: gradients of all arguments, and what is kept for them. None: there is no gradient, and a backward pass says so, where
-        torch would go on without it.
+        torch would go on without it; likewise there are no gradients of gradients (``create_graph=True``).
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
     for device in ("CPU", "CUDA"):
         _library.impl(name, call, device)
     torch.library.register_fake(f"mkernel::{name}", fake, lib=_library)
-    backward = backward or _refused(name)
+    backward = _once(name, backward or _refused(name))
     torch.library.register_autograd(f"mkernel::{name}", backward, setup_context=save, lib=_library)
     op, function = getattr(torch.ops.mkernel, name).default, _function(name, call, save, backward)
 
     def run(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():
+            _refuse_tangents(name, arguments)
             return op(*arguments)
         tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
         if not all(type(each) in _PLAIN for each in tensors):
@@ -89,11 +90,34 @@ def is_watched() -> bool:
     )
 
 
+def _refuse_tangents(name: str, arguments: Any) -> None:
+    """Raise where an argument has a tangent: torch takes the op for a constant there."""
+    if forward_ad._current_level >= 0:
+        tensors = (each for each in arguments if isinstance(each, torch.Tensor))
+        if any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+            raise NotImplementedError(f"mkernel::{name} has no forward-mode gradient: use torch.autograd.grad or backward()")
+
+
 def _refused(name: str) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise NotImplementedError(f"mkernel::{name} has no gradient: call it under torch.no_grad(), or with detached arguments")
 
     return backward
+
+
+def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` that refuses to be differentiated again.
+
+    torch would do so without what a gradient holds of other ranks, and of rows that were kept: wrong results. Its ``once_differentiable``
+    does not notice where only the kept operands require a gradient.
+    """
+
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"mkernel::{name} has no gradient of its gradient: differentiate it without create_graph=True")
+        return backward(ctx, *gradients)
+
+    return once
 
 
 def _function(name: str, call: Callable[..., Any], save: Callable[..., Any] | None, backward: Callable[..., Any]) -> Any:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Dispatched", "moe_combine", "moe_dispatch_gemm", "moe_gemm_combine", "moe_layer"]
 
 _COLUMNS = 8  # a row's extent is a multiple
-_PIECES = {torch.bfloat16: 3, torch.float16: 2}  # numbers of a dtype that add up to one of float32
 
 
 class Dispatched(NamedTuple):
@@ -242,18 +241,29 @@ def _backward_combine(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 def _weights_gradient(products: Tensor, source: Tensor, routing: list[Tensor], dtype: torch.dtype, world: str) -> Tensor:
-    """(T, k) float32: each row's product goes back to its token in columns of its own, in pieces that add up to it."""
-    topk, pieces = routing[0].shape[1], _PIECES[dtype]
-    columns = -(-topk * pieces // _COLUMNS) * _COLUMNS
-    rest, parts = products, []
-    for _ in range(pieces):
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1]
+    """(T, k) float32: each row's product goes back to its token in columns of its own, in numbers of ``dtype`` that make it up."""
+    topk, parts = routing[0].shape[1], _apart(products, dtype)
+    columns = -(-topk * len(parts) // _COLUMNS) * _COLUMNS
     choice = source[:, 2].long().clamp(0, topk - 1)[:, None]  # undefined in rows that there are not
-    places = choice * pieces + torch.arange(pieces, device=choice.device)
+    places = choice * len(parts) + torch.arange(len(parts), device=choice.device)
     sent = torch.zeros((len(products), columns), dtype=dtype, device=products.device).scatter(1, places, torch.stack(parts, 1))
     back = _combine(sent, *routing, None, None, world)
-    return back[:, : topk * pieces].float().view(-1, topk, pieces).sum(2)
+    return _together(back[:, : topk * len(parts)].float().view(-1, topk, len(parts)), dtype)
+
+
+def _apart(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """float32 as numbers of ``dtype``: three of bfloat16 that add up to it; of float16 two for its mantissa, and its exponent."""
+    rest, exponent = torch.frexp(x) if dtype == torch.float16 else (x, None)
+    parts = []
+    for _ in range(3 if exponent is None else 2):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1]
+    return parts if exponent is None else [*parts, exponent.to(dtype)]
+
+
+def _together(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers whose parts lie in the last dimension."""
+    return torch.ldexp(parts[..., 0] + parts[..., 1], parts[..., 2].int()) if dtype == torch.float16 else parts.sum(-1)
 
 
 def _weight_gradient(rows: Tensor, gradient: Tensor, offsets: Tensor, w: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -36,6 +37,29 @@ def test_numbers(target: str, count: int, per_node: int | None, nodes: int) -> N
 def test_current_world_is_the_threads_own() -> None:
     assert ranks(lambda w: current.current() is w and current.current(w) is w) == [True] * 3
     with pytest.raises(ArgumentError, match=r"mk\.init\(\)"):
+        current.current()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_other_threads_of_a_rank_have_its_world_where_there_is_one(count: int) -> None:
+    """Torch recomputes and differentiates on threads of its own."""
+
+    def elsewhere(w: World) -> bool:
+        found: list[Any] = []
+
+        def ask() -> None:
+            try:
+                found.append(current.current())
+            except ArgumentError:
+                found.append(None)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return found == [w if count == 1 else None]
+
+    assert ranks(elsewhere, count) == [True] * count
+    with pytest.raises(ArgumentError):
         current.current()
 
 

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: `make test-torch`")
 
 import mkernel as mk
-from tests.with_torch import test_attention, test_gemm, test_linear, test_moe
+from tests.with_torch import test_attention, test_gemm, test_linear, test_moe, test_programs
+from tests.with_torch.programs import draw
 from tests.with_torch.test_examples import finish
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +44,13 @@ def test_moe_layer(rng: np.random.Generator) -> None:
     given = test_moe.draw(int(rng.integers(1 << 30)), RANKS, [40] * RANKS, True)
     for errors in mk.launch(test_moe._layer, args=(given, test_moe.reference(given, rounded=True)), **WORLD):
         assert max(errors.values()) <= 4, errors
+
+
+def test_random_programs(rng: np.random.Generator) -> None:
+    for _ in range(6):
+        program = draw(rng, RANKS, str(rng.choice(["bfloat16", "float16"])))
+        options = {key: value for key, value in WORLD.items() if key != "ranks"}
+        assert test_programs.wrong(program, f"1x{RANKS}", int(rng.integers(1, 3)), **options, specialize=None) == {}, program
 
 
 @pytest.mark.parametrize("name", ["torch_tensor_parallel", "torch_serving"])

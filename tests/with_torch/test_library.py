@@ -84,18 +84,22 @@ def test_nobody_watches() -> None:
     assert torch.equal(y.grad, 2 * x)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_gradients_are_those_of_the_op(again: bool) -> None:
-    """First and second order."""
+def test_gradients_are_those_of_the_op() -> None:
     found = []
     for function in (product, product.op):
         x, y = X.clone().requires_grad_(), (X + 1).requires_grad_()
-        (first,) = torch.autograd.grad(product(function(x, y, 3.0), x, 1.0).sum(), x, create_graph=again)
-        if again:
-            first.square().sum().backward()
-        found.append([first] + ([x.grad, y.grad] if again else []))
+        found.append(torch.autograd.grad(product(function(x, y, 3.0), x, 1.0).sum(), (x, y)))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Where torch would form them of a part: also beside another term, and where only the operands that were kept require a gradient."""
+    for function in (product, product.op):
+        x, y = X.clone().requires_grad_(), (X + 1).requires_grad_()
+        loss = function(x, y, 3.0).sum() + x.square().sum()
+        with pytest.raises(NotImplementedError, match="product_of_tests has no gradient of its gradient"):
+            torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_without_a_gradient_it_is_said() -> None:
@@ -182,19 +186,39 @@ def _mapped(function: Callable[..., Any]) -> Any:
     return torch.vmap(lambda x: function(x, X, 2.0))(torch.stack([X, X]))
 
 
-def _forward(function: Callable[..., Any]) -> Any:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(X, X), X, 1.0)).tangent
-
-
-@pytest.mark.parametrize("what", [_transformed, _mapped, _forward])
+@pytest.mark.parametrize("what", [_transformed, _mapped])
 def test_transforms(what: Callable[[Any], Any]) -> None:
-    """Those of torch.func, and derivatives in forward mode, are refused, or done, as by the op itself."""
+    """Those of torch.func are refused, or done, as by the op itself."""
     outcomes = []
     for function in (product, product.op):
         try:
-            found = what(function)
-            outcomes.append(None if found is None else found.tolist())
+            outcomes.append(what(function).tolist())
         except (RuntimeError, NotImplementedError) as error:
             outcomes.append(f"{type(error)}: {error}")
     assert outcomes[0] == outcomes[1]
+
+
+def _dual() -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(product(X, forward_ad.make_dual(X, X), 1.0)).tangent
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        _dual,
+        lambda: torch.func.jvp(lambda x: product(x, X, 1.0), (X,), (X,)),
+        lambda: torch.func.jacfwd(lambda x: product(x, X, 1.0))(X),
+        lambda: torch.compile(lambda x: torch.func.jvp(lambda x: product(x, X, 1.0), (x,), (x,)), backend="aot_eager")(X),
+    ],
+    ids=["dual", "jvp", "jacfwd", "compiled jvp"],
+)
+def test_forward_mode_is_refused(what: Callable[[], Any]) -> None:
+    """Where torch would take the op for a constant, with a tangent of zeros or none."""
+    with pytest.raises(NotImplementedError, match="product_of_tests has no forward-mode gradient"):
+        what()
+
+
+def test_constants_of_forward_mode_are_taken() -> None:
+    _, tangent = torch.func.jvp(lambda x: product(X, X, 1.0) * x, (X,), (torch.ones_like(X),))
+    assert torch.equal(tangent, X * X)

@@ -180,7 +180,7 @@ class _Worker:
             self._interruptible = False
             return self._failed(order, error, opened=False)
         try:
-            with current.thread_world(world):
+            with current.thread_world(world, alone=True):
                 fn, args = load_call(order.payload, order.rank)
                 result = fn(world, *args)
             del fn, args
