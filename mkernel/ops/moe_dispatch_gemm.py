@@ -28,7 +28,7 @@ from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.choose_moe import plan_moe_dispatch_gemm
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
-from mkernel.planner.moe import SEGMENT_ROWS
+from mkernel.planner.moe import SEGMENT_ROWS, whole_lines
 from mkernel.planner.moe_dispatch_gemm import OP as OP_NAME
 from mkernel.planner.moe_dispatch_gemm import PARAMETER_BYTES, MoeDispatchGemmPlan, MoeDispatchGemmProblem
 
@@ -318,10 +318,10 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         x, ids, w, weights, expert_counts = operands
         y, offsets, source, *more = results
         row_weight = more.pop(0) if problem.weighted else None
-        areas, start, tokens = plan.areas, executable.scratch_offset, x.shape[0]
+        areas, start, tokens, row_bytes = plan.areas, executable.scratch_offset, x.shape[0], problem.row_bytes
         if tokens > problem.max_tokens:
             note_refused(world, more[0])
-        offset = world.heap_offset(x.address, tokens * problem.row_bytes) if tokens else 0
+        offset = world.heap_offset(x.address, tokens * row_bytes) if tokens else 0
         key = OP_NAME, executable, w, y
         parameters = Parameters.from_buffer_copy(world.held.get(key) or hold(world, key, self._of_experts(world, executable, w, y)))
         memory = memoryview(parameters).cast("B")
@@ -347,9 +347,9 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
             problem.max_rows,
             problem.alignment,
             8 if ids.dtype == "int64" else 4,
-            problem.row_bytes,
+            row_bytes,
             plan.put_rows,
-            problem.slot_bytes,
+            whole_lines(row_bytes),
         )
         return parameters
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # Of each op: the most functions of Python that a new size may call, those of the launch included; of C; and the most tensor maps that may
@@ -31,6 +33,7 @@ MOST = {
 }
 
 
+@pytest.mark.always
 def test_a_new_size_does_little() -> None:
     command = [sys.executable, "-m", "tests.runtime.new_sizes", "--ranks", "2", "--calls", "60", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
