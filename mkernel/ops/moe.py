@@ -186,11 +186,11 @@ def check_columns(topology: Topology, topk: int) -> None:
         raise ArgumentError("topk_ids.shape", f"(T, {topk})", rule)
 
 
-def check_rows(topology: Topology, given: Any, max_tokens: int, topk: int, experts: int, alignment: int, columns: int) -> int:
+def check_rows(ranks: int, given: Any, max_tokens: int, topk: int, experts: int, alignment: int, columns: int) -> int:
     """Most rows of a rank: what the caller says, else those of any routing. ``columns``: of a row and of its result together."""
     if given is not None:
         return check_bound("max_rows", given)
-    rows = most_rows(topology, max_tokens, topk, experts, alignment)
+    rows = most_rows(ranks, max_tokens, topk, experts, alignment)
     bytes_of_all = (slot_blocks(rows, experts) * SEGMENT_ROWS) * columns * ITEM
     if bytes_of_all > _MOST_BYTES or rows >= _MOST_ROWS:
         rule = f"rows of any routing ({rows} of a rank) would take {bytes_of_all} bytes, more than {_MOST_BYTES}"

@@ -256,7 +256,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         n = columns // 2 if gated else columns
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
         most = agreed_tokens(world, (OP_NAME, *shape), tokens, options["max_tokens"])
-        rows = check_rows(world.topology, options["max_rows"], most, topk, experts, alignment, h + n)
+        rows = check_rows(world.size, options["max_rows"], most, topk, experts, alignment, h + n)
         key = OP_NAME, *shape, most, rows, alignment, weights is not None, gated, float(clamp or 0)
         return Instance(world.held.get(key) or hold(world, key, MoeDispatchGemmProblem(*key[1:])), 0)
 

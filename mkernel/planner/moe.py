@@ -96,9 +96,9 @@ def routing_error(report: CallReport, experts: int) -> RoutingError:
     return RoutingError(f"{where} gets {second} rows, max_rows is {third}", report, remedy)
 
 
-def most_rows(topology: Topology, max_tokens: int, topk: int, experts: int, alignment: int) -> int:
+def most_rows(ranks: int, max_tokens: int, topk: int, experts: int, alignment: int) -> int:
     """Rows that a rank may get under any routing; ``experts``: of a rank."""
-    return topology.size * max_tokens * min(topk, experts) + experts * (alignment - 1)
+    return ranks * max_tokens * min(topk, experts) + experts * (alignment - 1)
 
 
 def slot_blocks(max_rows: int, experts: int) -> int:

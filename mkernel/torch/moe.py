@@ -101,7 +101,12 @@ def moe_layer(
 
 
 def _most_rows(world: str, given: int | None, max_tokens: int, topk: int, w: Tensor) -> int:
-    return check_rows(named(world).topology, given, max_tokens, topk, w.shape[0], 1, w.shape[1] + w.shape[2])
+    return check_rows(_ranks(world), given, max_tokens, topk, w.shape[0], 1, w.shape[1] + w.shape[2])
+
+
+@torch.compiler.assume_constant_result
+def _ranks(world: str) -> int:
+    return named(world).size
 
 
 # ---- forward

@@ -255,7 +255,7 @@ class Moe(Family):
     @property
     def max_rows(self) -> int:
         model = self.model
-        return most_rows(self.world.topology, model.max_tokens, model.topk, model.experts, model.alignment)
+        return most_rows(self.world.size, model.max_tokens, model.topk, model.experts, model.alignment)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - a family lives as long as its check
     def tokens_of(self, number: int, rank: int) -> tuple[Any, Any]:

@@ -161,7 +161,7 @@ def dispatch(model: Model, seed: int, world: Any, call: int, ids: Any, **options
 def _rank(world: Any, model: Model, seed: int, kinds: tuple[str, ...]) -> list[str]:
     rng, wrong = np.random.default_rng(seed), []
     shape = Topology(world.size, world.ranks_per_node)
-    max_rows = most_rows(shape, model.max_tokens, model.topk, model.experts, model.alignment)
+    max_rows = most_rows(shape.size, model.max_tokens, model.topk, model.experts, model.alignment)
     for call, kind in enumerate(kinds):
         ids = draw_ids(rng, model, world.size, kind)
         d = dispatch(model, seed, world, call, ids[world.rank])

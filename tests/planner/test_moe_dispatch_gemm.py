@@ -24,7 +24,7 @@ WORLDS = {"1x1": (1, 1), "1x3": (3, 3), **test_areas.WORLDS}
 
 def plan_of(world: str, model: Model, put_rows: int = 3) -> MoeDispatchGemmPlan:
     topology = Topology(*WORLDS[world])
-    rows = most_rows(topology, model.max_tokens, model.topk, model.experts, model.alignment)
+    rows = most_rows(topology.size, model.max_tokens, model.topk, model.experts, model.alignment)
     problem = MoeDispatchGemmProblem(
         topology, model.f, model.h, model.dtype, True, model.experts, model.topk, model.max_tokens, rows, model.alignment,
         model.weighted, model.gated, 0.0,

@@ -229,31 +229,32 @@ def _swiglu(y: Tensor) -> Tensor:
 
 
 class Rank:
-    """One rank's part of a program, by mkernel.torch."""
+    """One rank's part of a program, by mkernel.torch. ``backend``: of torch.compile; nested checkpoints are left out there."""
 
-    def __init__(self, world: Any, program: Program, place: str) -> None:
-        self.world, self.program, self.place = world, program, place
+    def __init__(self, world: Any, program: Program, place: str, backend: str = "") -> None:
+        self.world, self.program, self.place, self.backend = world, program, place, backend
+        self.forward = torch.compile(self._forward, backend=backend, fullgraph=True) if backend else self._forward
+        self.ids = {
+            at: program.routing(at, world.rank, dict(step.how)["experts"], dict(step.how)["topk"]).to(place)
+            for at, step in enumerate(program.steps)
+            if "topk" in dict(step.how)
+        }
         self.leaves = [
             self._tensor(program.data(leaf, world.rank)).requires_grad_(what.trained) for leaf, what in enumerate(program.leaves)
         ]
         self.named = {"world": world} if program.by_name else {}
+        self.steps = [  # as torch's compiler likes them
+            (step.name, step.of, step.leaves, dict(step.how), step.again, step.name == "tanh in place" and self._may_write(step))
+            for step in program.steps
+        ]
+        self.results = program.results
 
     def _tensor(self, data: Tensor) -> Tensor:
         return data.to(self.place, copy=True, memory_format=torch.preserve_format)
 
     def run(self) -> list[Tensor]:
         """Results, and adds to the gradients of leaves."""
-        values: list[Tensor] = []
-        for at, step in enumerate(self.program.steps):
-            inputs = [values[value] for value in step.of] + [self.leaves[leaf] for leaf in step.leaves]
-            function = functools.partial(self._step, at, step.name, dict(step.how))
-            if step.name == "tanh in place" and self._may_write(step):
-                function = torch.tanh_
-            if step.again and any(each.requires_grad for each in inputs):
-                values.append(checkpoint(function, *inputs, use_reentrant=step.again == "again, nested"))
-            else:
-                values.append(function(*inputs))
-        results = [values[value] for value in self.program.results]
+        results = self.forward(self.leaves)
         wanted = [
             (y, self._tensor(self.program.gradient(at, self.world.rank))) for at, y in zip(self.program.results, results, strict=True)
         ]
@@ -261,6 +262,19 @@ class Rank:
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
         return [y.detach() for y in results]
+
+    def _forward(self, leaves: list[Tensor]) -> list[Tensor]:
+        values: list[Tensor] = []
+        for at, (name, of, taken, how, again, writes) in enumerate(self.steps):
+            inputs = [values[value] for value in of] + [leaves[leaf] for leaf in taken]
+            nested = again == "again, nested"
+            if writes:
+                values.append(inputs[0].tanh_())
+            elif again and any(each.requires_grad for each in inputs) and not (nested and self.backend):
+                values.append(checkpoint(functools.partial(self._step, at, name, how), *inputs, use_reentrant=nested))
+            else:
+                values.append(self._step(at, name, how, *inputs))
+        return [values[value] for value in self.results]
 
     def _may_write(self, step: Step) -> bool:
         """Whether the step has what an op returned for itself; attention keeps its result for the backward pass."""
@@ -285,15 +299,12 @@ class Rank:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
         return mkt.ring_attention(q, k, v, **how, **self.named).o.transpose(1, 2).reshape(len(x), -1)
 
-    def _ids(self, at: int, experts: int, topk: int) -> Tensor:
-        return self.program.routing(at, self.world.rank, experts, topk).to(self.place)
-
     def _moe_layer(self, at: int, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, topk: int, experts: int, add: bool) -> Tensor:
-        x, ids, most = x.tanh().contiguous(), self._ids(at, experts, topk), len(x)
+        x, ids, most = x.tanh().contiguous(), self.ids[at], len(x)
         return mkt.moe_layer(x, ids, weights, up, down, add=x if add else None, max_tokens=most, **self.named)
 
     def _moe(self, at: int, x: Tensor, w: Tensor, *more: Tensor, topk: int, experts: int, weighted: bool, back: bool) -> Tensor:
-        d = mkt.moe_dispatch_gemm(x.contiguous(), self._ids(at, experts, topk), w, max_tokens=len(x), **self.named)
+        d = mkt.moe_dispatch_gemm(x.contiguous(), self.ids[at], w, max_tokens=len(x), **self.named)
         weights, rows = more[0] if weighted else None, _pointwise("silu", d.y)
         if back:
             return mkt.moe_gemm_combine(rows, more[-1], d.routing, topk_weights=weights, **self.named)
@@ -424,12 +435,14 @@ def exact_and_rounded(program: Program) -> list[dict[str, list[Tensor]]]:
     return found
 
 
-def worst_of(world: Any, program: Program, place: str, expected: list[dict[str, list[Tensor]]], runs: int = 1) -> dict[str, float]:
+def worst_of(
+    world: Any, program: Program, place: str, expected: list[dict[str, list[Tensor]]], runs: int = 1, backend: str = ""
+) -> dict[str, float]:
     """Each result's and gradient's error over that of torch's ops, which round as often: about 1 where all is right.
 
     Errors are largest ones of an element. To torch's is added half a unit of the dtype of the largest value, so that it is never nothing.
     """
-    rank = Rank(world, program, place)
+    rank = Rank(world, program, place, backend)
     for _ in range(runs):
         results = rank.run()
     made = {f"result {at}": y for at, y in zip(program.results, results, strict=True)}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: `make test-torch`")
 
 from tests.runtime.processes import free_port, start
+from tests.with_torch.test_programs import MOST
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -37,6 +39,11 @@ def test_collectives_of_a_compiled_block_come_in_one_order() -> None:
 
 def test_inductor() -> None:
     assert max(line["worst"] for line in lines("inductor", 2)) <= 2**-6, "fused pointwise operations round at other places"
+
+
+def test_random_programs(rng: np.random.Generator) -> None:
+    for line in lines("programs", 2, PROGRAMS="4", SEED=str(rng.integers(1 << 30))):
+        assert max(line["errors"].values(), default=0.0) <= MOST, line
 
 
 def test_worlds_of_process_groups() -> None:

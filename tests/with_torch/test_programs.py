@@ -18,7 +18,7 @@ from tests.with_torch.programs import OPS, Program, draw, exact_and_rounded, wor
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 27, "specialize": "none"}
 SHAPES = {"1x1": (1, None), "1x2": (2, None), "1x3": (3, None), "1x4": (4, None), "2x1": (2, 1), "2x2": (4, 2)}
-MOST = 2.0  # of an error, over what torch makes where it rounds as often: at most 1.42 in 149 programs
+MOST = 3.0  # of an error, over what torch makes where it rounds as often: at most 1.98 in 170 programs
 PROGRAMS = 5  # of each world
 
 

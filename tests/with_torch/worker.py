@@ -10,6 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import mkernel as mk
 import mkernel.torch as mkt
+from tests.with_torch.programs import draw, exact_and_rounded, worst_of
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
 ROWS, BATCH, HIDDEN, INNER = 8, 2, 32, 64  # ROWS: of a rank
@@ -107,6 +109,17 @@ def inductor() -> None:
             results.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
         worst = max(float((p - q).abs().max() / p.abs().max()) for p, q in zip(*results, strict=True))
         tell(rank=world.rank, worst=worst)
+
+
+def programs() -> None:
+    """Random programs, compiled: without kernels of torch's, whose rounding may differ."""
+    with mk.init(**(WORLD | {"heap_bytes": 1 << 27})) as world:
+        rng = np.random.default_rng(int(os.environ["SEED"]))
+        for _ in range(int(os.environ["PROGRAMS"])):
+            program = draw(rng, world.size, str(rng.choice(["bfloat16", "float16"])))
+            torch._dynamo.reset()
+            errors = worst_of(world, program, "cpu", exact_and_rounded(program), 2, "aot_eager")
+            tell(rank=world.rank, errors=errors, program=str(program))
 
 
 def group() -> None:
@@ -205,5 +218,5 @@ def checkpoints() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    SCENARIOS = {function.__name__: function for function in (compiled, inductor, group, styles, checkpoints)}
+    SCENARIOS = {function.__name__: function for function in (compiled, inductor, programs, group, styles, checkpoints)}
     SCENARIOS[sys.argv[1]]()
