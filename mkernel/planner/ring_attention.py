@@ -144,7 +144,7 @@ class RingAttentionPlan:
         topology, sms, copying = self.problem.topology, self.sm_count, 0
         mates = topology.ranks_per_node - 1
         if mates:
-            per_flow = max(1, min(_MOST_COPYING // mates, sms // (8 * mates)))
+            per_flow = max(1, min(_MOST_COPYING // mates, sms // (8 * mates), self._sms_left // mates))
             if self.query_tiles:
                 pairs = min(self.pairs, 1 + (sms - 1) / (self.tiles * self.problem.group))  # whose keys a wave streams
                 moved = self.problem.rings * ITEM * 2 * self.problem.head_dim * pairs
@@ -154,6 +154,12 @@ class RingAttentionPlan:
         if copying not in self._splits:
             self._splits[copying] = self._completed(copying)
         return self._splits[copying]
+
+    @property
+    def _sms_left(self) -> int:
+        """SMs that the wanted split has room for beside those that it names, and those that send: what fits one size fits all."""
+        sending = self.problem.topology.num_nodes - 1 if self.wanted.inter_send is None else self.wanted.inter_send
+        return self.sm_count - (self.wanted.compute or 1) - sending
 
     @derived
     def _splits(self) -> dict[int, Split]:

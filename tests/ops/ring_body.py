@@ -103,7 +103,7 @@ def errors(model: Model, ranks: int, rank: int, gathered: list[Any], o: Any, lse
     return wrong
 
 
-def one_call(model: Model, arrays: tuple[Any, Any, Any]) -> Any:
+def one_call(model: Model, arrays: tuple[Any, Any, Any], split: mk.Split | None = None) -> Any:
     """One call, whose arrays are overwritten once it has ended: nobody may read them any longer."""
     q, k, v = arrays
     out = None
@@ -111,7 +111,7 @@ def one_call(model: Model, arrays: tuple[Any, Any, Any]) -> Any:
         out = model.array(q.shape, q.dtype), np.full(q.shape[:3], np.nan, np.float32)
         out[0][...] = np.nan
     before = [array.copy() for array in arrays]
-    found = mk.ring_attention(q, k, v, causal=model.causal, scale=model.scale, layout=model.layout, out=out)
+    found = mk.ring_attention(q, k, v, causal=model.causal, scale=model.scale, layout=model.layout, out=out, split=split)
     assert all(np.array_equal(array, copy) for array, copy in zip(arrays, before, strict=True)), "inputs are only read"
     assert out is None or (found.o is out[0] and found.lse is out[1])
     for array in arrays:

@@ -110,23 +110,43 @@ def experts(world: Any, factors: Any) -> Any:
     return (own[:, None, None] * np.eye(H)).astype(np.float16)
 
 
+def others(world: Any) -> tuple[int, int]:
+    """Node mates, and ranks of the rail: each has an SM of its own that writes to it."""
+    return world.ranks_per_node - 1, world.num_nodes - 1
+
+
+def split_of(world: Any, step: Step, copying: int = 1, sending: int | None = None, again: int = 0) -> mk.Split | None:
+    """Every other time one that leaves each role an SM or two: what is not waited for shows where one does everything in turn.
+
+    ``copying``, ``sending``: the fewest SMs of the roles that the op has here.
+    """
+    rng = np.random.default_rng([step.seed, again])
+    sending = min(1, world.num_nodes - 1) if sending is None else sending
+    intra, inter = (least and least + int(rng.integers(2)) for least in (copying, sending))
+    compute = [None, 1, 2][int(rng.integers(3))]
+    fits = intra + inter + (compute or 1) <= world.backend.sm_count
+    return mk.Split(compute, intra, inter) if fits and rng.random() < 0.5 else None
+
+
 def layer(world: Any, step: Step) -> bool:
     x, ids, weights, factors = routed(world, step)
-    y = mk.moe_layer(x, ids, weights, experts(world, factors), experts(world, factors), activation=None, max_tokens=MOST)
+    both = experts(world, factors), experts(world, factors)
+    y = mk.moe_layer(x, ids, weights, *both, activation=None, max_tokens=MOST, split=split_of(world, step))
     return np.array_equal(y, x * (weights * np.where(ids >= 0, factors[ids], 0) ** 2).sum(1, keepdims=True))
 
 
 def there_and_back(world: Any, step: Step) -> bool:
     x, ids, weights, factors = routed(world, step)
-    d = mk.moe_dispatch_gemm(x, ids, experts(world, factors), max_tokens=MOST)
-    y = mk.moe_combine(d.y, d.routing, topk_weights=weights)
+    d = mk.moe_dispatch_gemm(x, ids, experts(world, factors), max_tokens=MOST, split=split_of(world, step))
+    y = mk.moe_combine(d.y, d.routing, topk_weights=weights, split=split_of(world, step, again=1))
     return np.array_equal(y, x * (weights * np.where(ids >= 0, factors[ids], 0)).sum(1, keepdims=True))
 
 
 def attention(world: Any, step: Step) -> bool:
     sizes = 1 + step.seed % 2, 2 * (1 + step.rows // 8)
     gathered = [ring_body.inputs(ring_body.PLANTED, step.seed, rank, 0, *sizes) for rank in range(world.size)]
-    found = ring_body.one_call(ring_body.PLANTED, ring_body.inputs(ring_body.PLANTED, step.seed, world.rank, 0, *sizes))
+    mine = ring_body.inputs(ring_body.PLANTED, step.seed, world.rank, 0, *sizes)
+    found = ring_body.one_call(ring_body.PLANTED, mine, split_of(world, step, *others(world)))
     return not ring_body.errors(ring_body.PLANTED, world.size, world.rank, gathered, *found)
 
 
@@ -139,7 +159,7 @@ def packed_attention(world: Any, step: Step) -> bool:
     model, packed = varlen_body.PLANTED, packed_of(step)
     whole = varlen_body.whole(model, step.seed, 0, packed)
     mine = varlen_body.inputs(model, whole, packed, world.rank, world.size)
-    found = varlen_body.one_call(model, mine, np.array(packed.ends(), np.int32))
+    found = varlen_body.one_call(model, mine, np.array(packed.ends(), np.int32), split_of(world, step, *others(world)))
     return not varlen_body.errors(model, whole, packed, world.rank, world.size, *found)
 
 
@@ -148,7 +168,7 @@ def refused(world: Any, step: Step) -> bool:
     if world.rank == step.seed % world.size:
         x, ids = np.ones((3, H), np.float16), np.full((3, 2), 999, np.int32)
     try:
-        mk.moe_dispatch_gemm(x, ids, experts(world, factors), max_tokens=MOST)
+        mk.moe_dispatch_gemm(x, ids, experts(world, factors), max_tokens=MOST, split=split_of(world, step))
     except mk.RoutingError:
         return True
     return False

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mkernel as mk
+from mkernel import env
 from mkernel.errors import CompileError
 from mkernel.transport import emulated
 from tests.ops.body import topology
@@ -23,8 +24,12 @@ def found_wrong(world: str, rng: np.random.Generator) -> str | None:
     shape, seed = topology(world), int(rng.integers(1 << 30))
     steps = draw(rng, shape.size, CALLS)
     faults = dataclasses.replace(emulated.Faults(), seed=seed, delay_us=float(rng.integers(100)), reorder_us=20.0, ack_us=20.0)
-    options = {"seed": seed, "heap_bytes": 64 << 20, "timeout": 5.0, "entry_timeout": 60.0}
-    with mock.patch.object(emulated, "Faults", lambda: faults), small_plans():
+    options = {"seed": seed, "heap_bytes": 64 << 20, "timeout": 5.0, "entry_timeout": 60.0, "specialize": "none"}
+    engine = {"MKERNEL_EMULATED_ENGINE": "sms", "MKERNEL_EMULATED_REORDER_US": 20.0, "MKERNEL_CPU_SEED": seed}
+    if shape.num_nodes == 1 or rng.random() < 0.6:
+        engine = {"MKERNEL_EMULATED_ENGINE": "host"}
+    machine = env.override(MKERNEL_CPU_SMS=int(rng.choice([4, 6, 8])), MKERNEL_PLANNER=str(rng.choice(["rules", "model"])), **engine)
+    with machine, mock.patch.object(emulated, "Faults", lambda: faults), small_plans():
         found = mk.launch(program, shape.size, shape.ranks_per_node, "cpu", (steps,), **options)
     return None if not any(found) else f"{found}: {steps}"
 

@@ -88,14 +88,15 @@ def inputs(model: Model, arrays: list[Any], packed: Packed, rank: int, ranks: in
     return found
 
 
-def one_call(model: Model, arrays: list[Any], ends: Any) -> Any:
+def one_call(model: Model, arrays: list[Any], ends: Any, split: mk.Split | None = None) -> Any:
     """One call, whose arrays are overwritten once it has ended: nobody may read them any longer."""
     q, k, v = arrays
     out = None
     if model.given:
         out = room(model, q.shape[0], model.heads, q.dtype), np.full((model.heads, q.shape[0]), np.nan, np.float32)
     before = [array.copy() for array in (*arrays, ends)]
-    found = mk.ring_attention_varlen(q, k, v, ends, causal=model.causal, scale=model.scale, layout=model.layout, out=out)
+    how: dict[str, Any] = {"causal": model.causal, "scale": model.scale, "layout": model.layout, "split": split}
+    found = mk.ring_attention_varlen(q, k, v, ends, out=out, **how)
     for array, copy in zip((*arrays, ends), before, strict=True):
         assert np.array_equal(array, copy, equal_nan=array.dtype != np.int32), "inputs are only read"
     assert out is None or (found.o is out[0] and found.lse is out[1])

@@ -44,10 +44,11 @@ def test_plans(op: str, per_node: int) -> None:
         assert 0 < moe_plan(op, topology).flag_words <= FLAG_WORDS
         return
     for size in ops()[op].demo_sizes("cuda", topology.size):
-        if op.startswith("ring") and topology.num_nodes > 100:  # a CTA sends to one node
-            with pytest.raises(SplitError, match=r"compute gets -?\d+ of 132 SMs"):
-                ops()[op].case(size, topology, "bfloat16").plan(SMS)
-            continue
         plan: Any = ops()[op].case(size, topology, "bfloat16").plan(SMS)
         assert 0 < plan.flag_words <= FLAG_WORDS
         assert getattr(plan, "counted_words", 0) <= abi.COUNTED_WORDS
+
+
+def test_attention_needs_an_sm_for_each_node_that_it_sends_to() -> None:
+    with pytest.raises(SplitError, match=r"compute gets -?\d+ of 132 SMs"):
+        ops()["ring_attention"].case("1x16x16x8192x128", Topology(abi.MAX_RANKS, 2), "bfloat16").plan(SMS)

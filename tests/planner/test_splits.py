@@ -12,6 +12,7 @@ from mkernel.ops.op import find
 from mkernel.planner import reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.reduce import ALGORITHMS, ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
@@ -40,6 +41,33 @@ def fits(op: str, problem: Any, rows: int, sms: int, split: Split) -> bool:
         return bool(find(op).make_plan(problem, rows, sms, split).split.compute)
     except SplitError:
         return False
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["ring_attention", "ring_attention_varlen"])
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world.num_nodes}x{world.ranks_per_node}")
+def test_a_split_of_attention_fits_any_rows_or_none(world: Topology, packed: bool, rng: np.random.Generator) -> None:
+    """And where the caller leaves it to the planner there is one, on as few SMs as have a role each."""
+    verdicts = set()
+    for _ in range(40):
+        kv_heads, group = (int(rng.integers(1, 5)) for _ in range(2))
+        causal, sms = bool(rng.random() < 0.5), int(rng.choice((world.size + 1, 8, 78, 132)))
+        layout = "zigzag" if causal and rng.random() < 0.5 else "contiguous"
+        shape = kv_heads * group, kv_heads, int(rng.choice((64, 128)))
+        problem = RingAttentionProblem(world, *shape, "bfloat16", causal, layout, 0.1, packed=packed, canonical=bool(rng.random() < 0.3))
+        roles = [None if rng.random() < 0.5 else int(rng.choice((0, 1, 2, 5))) for _ in range(2)]
+        split = Split(None if rng.random() < 0.7 else int(rng.integers(1, sms + 1)), *roles)
+        op = "ring_attention_varlen" if packed else "ring_attention"
+        codes = [0, *(int(2 ** rng.uniform(0, 17)) if packed else Sizes(*_sizes(rng)).code for _ in range(6))]
+        found = {code: fits(op, problem, code, sms, split) for code in codes}
+        assert len(set(found.values())) == 1, f"{problem}, {sms} SMs, {split}: {found}"
+        verdicts |= set(found.values())
+        assert all(fits(op, problem, code, sms, Split()) for code in codes), f"{problem}, {sms} SMs: {codes}"
+    assert verdicts == {True, False}, "both were drawn"
+
+
+def _sizes(rng: np.random.Generator) -> tuple[int, int]:
+    """Sequences, and rows of each on a rank."""
+    return int(rng.integers(1, 17)), 2 * int(2 ** rng.uniform(0, 14))
 
 
 @pytest.mark.parametrize("op", [GATHER, REDUCE_SCATTER, ALLREDUCE])
