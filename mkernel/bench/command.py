@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mkernel import env
 from mkernel.bench.baselines import ASYNC_TP, NCCL, ONE_SHOT, TWO_SHOT
 from mkernel.bench.cases import Case, Op, ops
+from mkernel.bench.cases.base import LAYOUTS
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
 from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.bench.summary import plot, summarize
@@ -40,7 +41,7 @@ __all__ = ["Asked", "gpus", "main", "open_world", "parse_split", "parse_world", 
 _ROLES = ("compute", *COMMUNICATION_ROLES)
 _RESULTS = Path("docs") / "benchmarks"
 _DTYPES = ("bfloat16", "float16")
-_OP_OPTIONS = ("partials", "algorithm")
+_OP_OPTIONS = ("partials", "algorithm", "b")
 _OPTIONAL = (TUNED, NCCL, ASYNC_TP, ONE_SHOT, TWO_SHOT, ALONE, SOLO, ENGINE)  # columns
 _SAMPLES, _DRAWN_SAMPLES, _AGAIN_SAMPLES = 20, 7, 30  # of each contestant and mode; of drawn shapes, and of rows that are measured again
 _DRAWN_COOLDOWN_MS, _DRAWN_SECONDS, _DRAWN_AGAIN = 3.0, 0.8, 0.95
@@ -83,6 +84,8 @@ def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> 
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by world and size)")
+    layouts = "of the GEMM ops: row-major (K, N), or the transpose view of an (N, K) array, as weights of torch's linear layers are passed"
+    parser.add_argument("--b", choices=LAYOUTS, help=f"{layouts} (default: {LAYOUTS[0]})")
 
 
 def rank_arguments(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +226,8 @@ def _parent(plan: Asked) -> int:
         solo = Path(folder) / "solo.json"
         if plan.op.name != "gemm" and local:
             shapes = ",".join(dict.fromkeys(f"{gemm.m}x{gemm.n}x{gemm.k}" for gemm in local))
-            status = _ranks(options, deadline, 1, ["gemm", "--shapes", shapes, "--out", str(solo), "--world", "1x1"])
+            layout = ["--b", plan.op_options["b"]] if "b" in plan.op_options else []
+            status = _ranks(options, deadline, 1, ["gemm", "--shapes", shapes, "--out", str(solo), "--world", "1x1", *layout])
             if status:
                 return status
         world = f"{plan.topology.num_nodes}x{plan.topology.ranks_per_node}"

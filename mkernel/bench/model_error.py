@@ -72,7 +72,8 @@ def measured(folder: Path) -> list[Measured]:
             runs = [(FUSED, report.op, topology, case)]
             if case.solo is not None:
                 local = f"{case.solo.m}x{case.solo.n}x{case.solo.k}"
-                runs.append((SOLO, "gemm", Topology(1, 1), ops()["gemm"].case(local, Topology(1, 1), report.dtype)))
+                layout = {name: value for name, value in report.settings["options"].items() if name == "b"}
+                runs.append((SOLO, "gemm", Topology(1, 1), ops()["gemm"].case(local, Topology(1, 1), report.dtype, **layout)))
             for contestant, op, of, ran in runs:
                 ran.machine = machine
                 ran.tiling = _tiling(report.settings.get("tilings", ()), op, of)

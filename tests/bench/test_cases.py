@@ -9,6 +9,7 @@ import pytest
 
 from mkernel.bench import command
 from mkernel.bench.cases import ops
+from mkernel.bench.cases.base import random_b
 from mkernel.bench.stats import milliseconds, quantile, slowest, tera
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import PARTIALS, make_plan
@@ -53,6 +54,28 @@ def test_allgather_gemm_link_time_on_four_ranks(size: str, link_ms: float) -> No
     assert milliseconds(case.link_bytes, 325.0) == pytest.approx(link_ms, rel=0.03)
     assert case.shape == {"M": int(size), "N": int(size) // 4, "K": int(size)}
     assert case.flops == 2.0 * int(size) ** 3 / 4
+
+
+class _Timing:
+    """What makes operands."""
+
+    def random(self, shape: tuple[int, ...], seed: int) -> Any:
+        return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float16)
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+def test_b_is_passed_as_asked(row_major: bool) -> None:
+    """And planned for: what torch's linear layers pass is the transpose view of an (N, K) array."""
+    made = random_b(_Timing(), 16, 24, 1, row_major)  # type: ignore[arg-type]
+    assert made.shape == (16, 24)
+    assert made.flags.c_contiguous == row_major
+    options = {} if row_major else {"b": "transposed"}
+    for op in ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "gemm"):
+        world = Topology(1, 1) if op == "gemm" else Topology(4, 4)
+        case = ops()[op].case("64x128x256", world, "bfloat16", **options)
+        assert case.plan(132).problem.b_row_major == row_major  # type: ignore[attr-defined]
+        assert ("transposed" in case.title) != row_major
+        assert "b" not in getattr(case, "options", {}), "which the op does not take"
 
 
 @pytest.mark.parametrize(("size", "network_ms"), [("8192", 0.67), ("16384", 2.68), ("32768", 10.7)])

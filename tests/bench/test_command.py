@@ -63,7 +63,8 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path) -> None:
     """The real world and op on target cpu: local compute first, then two ranks, one report of both."""
     out = tmp_path / "report.json"
     arguments = [op, "--allow-cpu", "--world", "1x2", "--shapes", "130x72x80", "--samples", "2", "--launcher", "processes"]
-    arguments += [] if op == "allgather_gemm" else ["--partials", "float32"]
+    given = {"b": "transposed"} if op == "allgather_gemm" else {"partials": "float32"}
+    arguments += [word for name, value in given.items() for word in (f"--{name}", value)]
     left_out = op == "gemm_reduce_scatter"
     arguments += ["--without", SOLO] if left_out else []
     assert main([*arguments, "--out", str(out), "--timeout", "240"]) == 0
@@ -72,7 +73,7 @@ def test_the_command_on_two_processes(op: str, tmp_path: Path) -> None:
     assert report.correct
     assert report.op == op
     assert report.settings["cooldown_ms"] == COOLDOWN_MS
-    assert report.settings["options"] == ({} if op == "allgather_gemm" else {"partials": "float32"})
+    assert report.settings["options"] == given
     assert (report.world, report.target) == ({"ranks": 2, "nodes": 1, "ranks_per_node": 2}, "cpu")
     assert report.command.endswith("--timeout 240")
     assert str(tmp_path) not in report.command

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.bench.cases.base import Case, LocalGemm, Op, up
+from mkernel.bench.cases.base import LAYOUTS, Case, LocalGemm, Op, b_title, random_b, up
 from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
@@ -26,10 +26,10 @@ _SLACK = 64 << 20  # room on the heap beside the gather buffer
 
 
 class AllgatherGemm(Case):
-    def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str) -> None:
+    def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str, b: str = LAYOUTS[0]) -> None:
         self.label, self.shape = label, {"M": m, "N": n, "K": k}
         self.m, self.n, self.k, self.rows = m, n, k, m // topology.size
-        self.problem = AllGatherGemmProblem(topology, n, k, dtype, True)
+        self.problem = AllGatherGemmProblem(topology, n, k, dtype, b == LAYOUTS[0])
         shard = self.rows * k * _ITEM
         self.solo = LocalGemm(m, n, k)
         self.flops = self.solo.flops
@@ -38,7 +38,7 @@ class AllgatherGemm(Case):
         self.link_bytes = (topology.size - topology.num_nodes) * shard
         self.heap_bytes = m * k * _ITEM + _SLACK
         self.operand_rows = 1
-        self.title = f"{OP.name}: b ({k}, {n}), {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
+        self.title = f"{OP.name}: {b_title(k, n, self.problem.b_row_major)}, {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
         rows = self.rows if rows is None else rows
@@ -49,7 +49,8 @@ class AllgatherGemm(Case):
         self._timing, self._seed = timing, seed
         count = timing.sets(_ITEM * (self.rows * self.k + self.k * self.n + self.m * self.n))
         self._a = [timing.random((self.rows, self.k), self._a_seed(i, rank)) for i in range(count)]
-        self._b = [timing.random((self.k, self.n), seed + 1_000_003 * i + size + rank) for i in range(count)]
+        layout = self.problem.b_row_major
+        self._b = [random_b(timing, self.k, self.n, seed + 1_000_003 * i + size + rank, layout) for i in range(count)]
         self._c = [timing.empty((self.m, self.n)) for _ in range(count)]
         for c in self._c:
             timing.poison(c)
@@ -93,6 +94,7 @@ class _Op(Op):
     name = "allgather_gemm"
     title = "M = K = S, N = S/W per rank"
     sizes = ("2048", "4096", "8192", "16384", "32768")
+    options = ("b",)
 
     def expand(self, text: str, topology: Topology) -> Sequence[str]:
         return expand(text, topology, splits_k=False)
@@ -111,7 +113,7 @@ class _Op(Op):
         if m % topology.size or n % 8 or k % 8 or min(m, n, k) < 1:
             rule = f"M must be a multiple of {topology.size} (ranks), N and K of 8, all positive"
             raise ArgumentError("--shapes", f"{m}x{n}x{k}", rule)
-        return AllgatherGemm(size.lower(), m, n, k, topology, dtype)
+        return AllgatherGemm(size.lower(), m, n, k, topology, dtype, **options)
 
 
 OP = _Op()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
 
-__all__ = ["REFERENCES", "Case", "Kept", "LocalGemm", "Op", "up"]
+__all__ = ["LAYOUTS", "REFERENCES", "Case", "Kept", "LocalGemm", "Op", "b_title", "random_b", "up"]
 
 REFERENCES = 4  # that are kept: the first, a middle and the last set are looked at, and where a measurement ends
 _T = TypeVar("_T")
@@ -99,6 +99,18 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def alone(self, baselines: Any) -> Sequence[Call]:
         """The local compute by the vendor's library, all inputs already there."""
+
+
+LAYOUTS = "row-major", "transposed"  # of B
+
+
+def b_title(k: int, n: int, row_major: bool) -> str:
+    return f"b ({k}, {n})" if row_major else f"b ({n}, {k}) transposed"
+
+
+def random_b(timing: Timing, k: int, n: int, seed: int, row_major: bool) -> Any:
+    """B (K, N): row-major, or the transpose view of an array (N, K)."""
+    return timing.random((k, n), seed) if row_major else timing.random((n, k), seed).T
 
 
 class Kept(Generic[_T]):

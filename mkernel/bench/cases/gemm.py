@@ -26,6 +26,7 @@ class _Op(Op):
     name = "gemm"
     title = "C = A @ B in a world of one (M x N x K)"
     sizes = ("8192x8192x8192", "16384x4096x8192")
+    options = ("b",)
 
     def expand(self, text: str, topology: Topology) -> Sequence[str]:
         return expand(text, topology, splits_k=False)
@@ -39,7 +40,7 @@ class _Op(Op):
             m, n, k = (int(part) for part in size.lower().split("x"))
         except ValueError:
             raise ArgumentError("--shapes", size, "must be MxNxK", "for example 8192x8192x8192") from None
-        return _Gemm(size.lower(), m, n, k, topology, dtype)
+        return _Gemm(size.lower(), m, n, k, topology, dtype, **options)
 
 
 OP = _Op()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.bench.cases.base import Op, up
-from mkernel.bench.cases.reduce import ReduceCase, parse_size
+from mkernel.bench.cases.reduce import ReduceCase, is_row_major, parse_size
 from mkernel.bench.shapes import expand
 from mkernel.planner.reduce import ALLREDUCE, ReduceProblem
 
@@ -42,7 +42,7 @@ class _Op(Op):
     title = "M = N = S or M x N x K, K/W per rank"
     sizes = (*_LARGE, *_SMALL)
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {"large": _LARGE, "small": _SMALL}
-    options = ("partials", "algorithm")
+    options = ("partials", "algorithm", "b")
 
     def expand(self, text: str, topology: Topology) -> Sequence[str]:
         return self.groups.get(text) or expand(text, topology, splits_k=True)
@@ -55,9 +55,8 @@ class _Op(Op):
     def case(self, size: str, topology: Topology, dtype: str, **options: str) -> _GemmAllreduce:
         """``S``, or ``MxNxK`` with K of all ranks."""
         m, n, k = parse_size(size, topology)
-        problem = ReduceProblem(
-            ALLREDUCE, topology, n, k // topology.size, dtype, True, options.get("partials", "output"), options.get("algorithm")
-        )
+        how = is_row_major(options), options.get("partials", "output"), options.get("algorithm")
+        problem = ReduceProblem(ALLREDUCE, topology, n, k // topology.size, dtype, *how)
         return _GemmAllreduce(size.lower(), m, k, problem, options)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.base import Op, up
-from mkernel.bench.cases.reduce import ReduceCase, parse_size
+from mkernel.bench.cases.reduce import ReduceCase, is_row_major, parse_size
 from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import REDUCE_SCATTER, ReduceProblem
@@ -33,7 +33,7 @@ class _Op(Op):
     name = REDUCE_SCATTER
     title = "M = N = S, K = S/W per rank"
     sizes = ("2048", "4096", "8192", "16384", "32768")
-    options = ("partials",)
+    options = ("partials", "b")
 
     def expand(self, text: str, topology: Topology) -> Sequence[str]:
         return expand(text, topology, splits_k=True)
@@ -48,7 +48,7 @@ class _Op(Op):
         if m % topology.size:
             raise ArgumentError("--shapes", f"{m}x{n}x{k}", f"M must be a multiple of {topology.size} (ranks)")
         partials = options.get("partials", "output")
-        problem = ReduceProblem(REDUCE_SCATTER, topology, n, k // topology.size, dtype, True, partials)
+        problem = ReduceProblem(REDUCE_SCATTER, topology, n, k // topology.size, dtype, is_row_major(options), partials)
         return _GemmReduceScatter(size.lower(), m, k, problem, options)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.bench.cases.base import Case, LocalGemm
+from mkernel.bench.cases.base import LAYOUTS, Case, LocalGemm, b_title, random_b
 from mkernel.errors import ArgumentError
 from mkernel.planner.choice import plan_reduce
 from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.split import Split
 
-__all__ = ["ITEM", "ReduceCase", "parse_size"]
+__all__ = ["ITEM", "ReduceCase", "is_row_major", "parse_size"]
 
 ITEM = 2  # bytes of a 16-bit element
 _SLACK = 64 << 20  # room on the heap beside the partial tiles, and for the padding of other tiles than those of an H200
@@ -31,7 +31,7 @@ class ReduceCase(Case):
         self.rows = m // problem.topology.size if problem.op == REDUCE_SCATTER else m
         self.label, self.shape = label, {"M": m, "N": problem.n, "K": whole_k}
         self.m, self.n, self.k = m, problem.n, problem.k
-        self.problem, self.options = problem, options
+        self.problem, self.options = problem, {name: value for name, value in options.items() if name != "b"}  # those of the op
         self.solo = LocalGemm(m, problem.n, problem.k)
         self.flops = self.solo.flops
         # Shards of the sum come from the node's other ranks over NVLink, for the own rank and its rail peers, whose node sums it makes, and
@@ -42,7 +42,8 @@ class ReduceCase(Case):
         self.heap_bytes = self.plan(_SMS).workspace_bytes + _SLACK
         self.operand_rows = topology.size if problem.op == REDUCE_SCATTER else 1
         world = f"{topology.num_nodes}x{topology.ranks_per_node}"
-        self.title = f"{problem.op}: b ({problem.k}, {problem.n}), {problem.dtype}, partials {problem.partials}, {world} ranks"
+        b = b_title(problem.k, problem.n, problem.b_row_major)
+        self.title = f"{problem.op}: {b}, {problem.dtype}, partials {problem.partials}, {world} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> ReducePlan:
         rows = self.rows if rows is None else rows
@@ -60,7 +61,7 @@ class ReduceCase(Case):
     def _operands(self, index: int, rank: int) -> tuple[Any, Any]:
         """A and B of one rank in one set: written again from the seeds for the reference, which trusts no communication."""
         timing, seed = self._timing, self._seed + 1_000_003 * index + 2 * rank
-        return timing.random((self.m, self.k), seed), timing.random((self.k, self.n), seed + 1)
+        return timing.random((self.m, self.k), seed), random_b(timing, self.k, self.n, seed + 1, self.problem.b_row_major)
 
     def _calls(self, op: Callable[..., Any], split: Any) -> list[Call]:
         call = functools.partial(op, world=self._timing.world, split=split, **self.options)
@@ -88,6 +89,11 @@ class ReduceCase(Case):
         products = [self._timing.empty((self.m, self.n)) for _ in range(count)]
         calls: Sequence[Call] = baselines.matmul(list(zip(*self._sets(products), strict=True)))
         return calls
+
+
+def is_row_major(options: Mapping[str, str]) -> bool:
+    """Whether B is, by the command line's options."""
+    return options.get("b", LAYOUTS[0]) == LAYOUTS[0]
 
 
 def parse_size(size: str, topology: Topology) -> tuple[int, int, int]:
