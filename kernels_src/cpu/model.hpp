@@ -72,6 +72,7 @@ struct Fiber {
   Cta* cta = nullptr;
   uint32_t thread = 0;
   bool finished = false;
+  uint64_t ran = 0;       // the turn in which it last did
   uint32_t calls = 0;     // into the scheduler, nested
   bool begun = true;      // false: an early kernel, which has not waited for the ones before it
   uint32_t shuffles = 0;  // where warp_index() has been called so far, as one number: alike for all lanes of a warp
@@ -235,7 +236,7 @@ struct Scheduler {
   }
   [[noreturn]] void fail_fiber(const char* format, ...) __attribute__((format(printf, 2, 3)));
   void fail_launch(Launch& launch, const std::string& what);  // from the scheduler's own context
-  void progress() { idle_polls = 0, settling = false; }
+  void progress() { idle_polls = 0, settling = false, progressed = turn + 1; }
   uint64_t now() const;
 
   void hold(Cta& cta);
@@ -303,6 +304,7 @@ struct Scheduler {
   bool released_since_wake = false;  // since everyone who waits for a flag last looked again
   uint64_t idle_polls = 0;           // turns that only polled since the last progress
   bool settling = false;             // all stalls were ended since then: nobody is stalled until there is progress
+  uint64_t progressed = 0;           // the turn after the last progress
   uint32_t poke = 0;                 // atomic: another thread asks for a look at the flags
   uint64_t stall_check = 0;
   char published = 0;  // ThreadSanitizer: everything fibers released, for engines
@@ -317,6 +319,7 @@ struct Scheduler {
   void create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes);
   void give_back(Cta& cta);
   void run_fiber(Fiber* fiber);
+  bool run_passed_over();
   Fiber* pick();
   void not_ready(Cta& cta);
   void stall_someone();

@@ -244,10 +244,10 @@ void Scheduler::park(const Waiting& waiting) {
 }
 
 void Scheduler::yield(bool polling) {
-  const uint64_t polls = polling ? idle_polls + 1 : 0;
-  const bool still_settling = polling && settling;
+  const uint64_t polls = idle_polls + 1, since = progressed;
+  const bool still_settling = settling;
   make_runnable(current);
-  idle_polls = polls, settling = still_settling;
+  if (polling) idle_polls = polls, settling = still_settling, progressed = since;
   Fiber& fiber = *current;
   tsan::switch_fiber(main_tsan);
   switch_context(fiber.context, main);
@@ -334,7 +334,27 @@ bool Scheduler::end_hold() {
   return true;
 }
 
+// Whoever can run and has not since the last progress, does: threads are taken at random, and one that has been passed over for long would look as
+// if it, too, only polled. True: there was one.
+bool Scheduler::run_passed_over() {
+  for (Cta* cta : ready) {
+    if (is_held(*cta)) continue;
+    for (size_t i = 0; i < cta->runnable.size(); ++i) {
+      Fiber* fiber = cta->runnable[i];
+      if (fiber->ran >= progressed) continue;
+      cta->runnable[i] = cta->runnable.back();
+      cta->runnable.pop_back();
+      --runnable;
+      if (cta->runnable.empty()) not_ready(*cta);
+      run_fiber(fiber);
+      return true;
+    }
+  }
+  return false;
+}
+
 void Scheduler::run_fiber(Fiber* fiber) {
+  fiber->ran = turn;
   Cta& cta = *fiber->cta;
   Launch& launch = *cta.launch;
   trace = mix(trace ^ (launch.id << 40) ^ (uint64_t(launch.rank) << 32) ^ (uint64_t(cta.index) << 16) ^ fiber->thread);
@@ -413,6 +433,7 @@ int32_t Scheduler::run(uint64_t max_turns, uint64_t until_ns) {
     step_copies();
     if (runnable == 0 || idle_polls > kPollsPerFiber * (runnable + 16) || all_held()) {
       if (ended || execute_some_copy(false) || end_stalls() || poll_flags(false) || (released_since_wake && poll_flags(true))) continue;
+      if (run_passed_over()) continue;
       if (virtual_time || (runnable == 0 && flag_waiters.empty())) {  // else the outside may write a flag at any time
         idle_polls = 0;
         return kBlocked;

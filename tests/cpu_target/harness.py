@@ -46,6 +46,7 @@ Faults = structure("in_", "out", "flag", words=8)
 Relay = structure("in_", "middle", "out", "flag", "pieces", "expected", words=8)
 Ping = structure("own", "peer", "first", "rounds", "timeout_ns", "result", "abort", "raises")
 Race = structure("data", "flag", words=8)
+Passed = structure("flag", "steps")
 
 
 def aligned(shape: int | tuple[int, ...], dtype: Any, fill: Any = 0) -> np.ndarray[Any, Any]:

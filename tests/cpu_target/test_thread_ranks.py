@@ -14,7 +14,7 @@ from mkernel import env
 from mkernel.errors import Error
 from mkernel.runtime.cpu.backend import CpuBackend, ThreadRanks
 from mkernel.runtime.cpu.rank_states import WAKING_SECONDS
-from tests.cpu_target.harness import Faults, Ping, aligned, load, together
+from tests.cpu_target.harness import CTAS, Faults, Passed, Ping, aligned, load, together
 
 SECOND = 10**9
 
@@ -139,6 +139,17 @@ def test_deadlock_is_reported_at_once_and_left_by_timeout() -> None:
     assert results[0, 0] == 2
     assert results[0, 1] >= 600 * SECOND
     assert results[1, 0] == 2
+
+
+def test_who_is_passed_over_for_long_is_no_deadlock() -> None:
+    """Threads are taken at random: one that works must not be missed because those that only look at a word had all turns meanwhile."""
+    kernel, flag = load("passed", Passed, threads=32), aligned(8, np.uint64)
+    for seed in range(10):
+        flag[0] = 0
+        with ThreadRanks(1, seed) as thread_ranks:
+            CpuBackend(0, thread_ranks).launch(kernel, 0, CTAS, bytes(Passed(flag.ctypes.data, 400)))
+            assert thread_ranks.report == ""
+        assert flag[0] == 1
 
 
 def test_deadlock_without_deadline_fails_the_launch() -> None:
