@@ -157,6 +157,8 @@ def ring_attention(
     Collective: every rank calls it, in the same order, with the same shapes; B and S/W may change from call to call, and either may be 0.
     Inputs are only read. Asynchronous on target cuda, and capturable once prepared, as ``mk.allgather_gemm``. Beside the results a call
     takes a window for keys and values of other ranks on the symmetric heap, whose size does not grow with S (``plan.describe()``).
+    A NaN or an infinity in v may also reach rows that do not see it, of its head and up to a block of keys before it: the weight 0 times
+    it is a NaN, as in other flash attention.
 
     Raises
     ------
