@@ -102,6 +102,9 @@ class _Place:
         }
 
 
+_MOST_STRIDE = 1 << 32  # bytes: kernels hold them in 32 bits
+
+
 def row_stride(name: str, view: TensorView) -> int:
     """Bytes between rows of a matrix whose rows are contiguous and 16-byte aligned."""
     rows, columns = view.shape
@@ -112,8 +115,9 @@ def row_stride(name: str, view: TensorView) -> int:
         raise ArgumentError(f"{name}.strides", view.strides, "rows must be contiguous", f"use xp.ascontiguousarray({name})")
     if rows <= 1:
         return columns * ITEM
-    if stride < columns * ITEM or stride % 16:
-        raise ArgumentError(f"{name}.strides", view.strides, "the row stride must be a multiple of 16 bytes, and rows must not overlap")
+    if stride < columns * ITEM or stride % 16 or stride >= _MOST_STRIDE:
+        rule = "the row stride must be a multiple of 16 bytes below 4 GiB, and rows must not overlap"
+        raise ArgumentError(f"{name}.strides", view.strides, rule)
     return stride
 
 
@@ -121,11 +125,11 @@ def layout_of(name: str, view: TensorView) -> tuple[bool, int]:
     """(row-major?, bytes between its rows or columns) of a matrix that is row-major or the transpose view of a row-major one."""
     rows, columns = view.shape
     first, second = view.strides
-    if (second == ITEM or columns == 1) and first >= columns * ITEM and first % 16 == 0:
+    if (second == ITEM or columns == 1) and columns * ITEM <= first < _MOST_STRIDE and first % 16 == 0:
         return True, first
-    if (first == ITEM or rows == 1) and second >= rows * ITEM and second % 16 == 0:
+    if (first == ITEM or rows == 1) and rows * ITEM <= second < _MOST_STRIDE and second % 16 == 0:
         return False, second
-    rule = "must be row-major or the transpose view of a row-major array"
+    rule = "must be row-major or the transpose view of a row-major array, with strides below 4 GiB"
     raise ArgumentError(f"{name}.strides", view.strides, rule, f"copy it: xp.ascontiguousarray({name})")
 
 
