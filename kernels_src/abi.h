@@ -22,7 +22,7 @@ enum Role : uint32_t { kCompute = 0, kIntraComm = 1, kInterSend = 2, kInterReduc
 enum State : uint32_t { kRunning = 0, kTimedOut = 1, kMismatch = 2, kAborted = 3 };
 
 // What a failed wait was waiting for.
-enum FlagKind : uint32_t { kFlagEntry = 0, kFlagChunk = 1, kFlagRingSlot = 2, kFlagRingDone = 3 };
+enum FlagKind : uint32_t { kFlagEntry = 0, kFlagChunk = 1, kFlagRingSlot = 2, kFlagRingDone = 3, kFlagRows = 4 };
 
 // A TMA tensor map: CUtensorMap on target cuda, CpuTensorMap (kernels_src/cpu) on target cpu.
 struct alignas(64) TensorMap {

@@ -72,6 +72,7 @@ class FlagKind(enum.IntEnum):
     chunk = 1
     ring_slot = 2
     ring_done = 3
+    rows = 4  # nobody waits for them: there is no room
 
 
 class TraceKind(enum.IntEnum):

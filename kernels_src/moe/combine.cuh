@@ -7,6 +7,7 @@
 #include "comm/copy.cuh"
 #include "comm/world.cuh"
 #include "concepts.cuh"
+#include "moe/places.cuh"
 #include "trace.cuh"
 
 namespace mkernel {
@@ -95,6 +96,15 @@ struct Choice {
   bool exists;
 };
 
+// Whether this rank's array has room for the rows that came to its experts; `came`: where the last of them ends. A program may have cut it shorter. Else
+// the world is given up before anybody reads behind its end. All threads of each CTA.
+template <class Parameters>
+MK_DEVICE bool rows_fit(const Call& call, const Parameters& p, uint32_t came) {
+  if (came <= p.combining.max_rows || is_skipped(call)) return true;
+  if (ptx::thread_index() == 0) fail(call, abi::kMismatch, Awaited{abi::kFlagRows, 0, call.world.rank}, p.combining.max_rows, came);
+  return false;
+}
+
 // Where the rows of this node are, and when they are there.
 template <class Rows>
 concept CombinedRows = requires(const Rows rows, const Entered& entered, const Choice& choice) {
@@ -112,7 +122,7 @@ struct Chosen {
 template <class Parameters>
 MK_DEVICE Choice make_choice(const Parameters& p, uint64_t index, int32_t row, uint32_t expert) {
   if (row < 0) return Choice{index, 0, 0, 0, false};
-  return Choice{index, row / p.combining.max_rows, row % p.combining.max_rows, expert, true};
+  return Choice{index, holder_of(row), row_at(row), expert, true};
 }
 
 // Choice i of a token of the rail's rank in `node`; there is none from kTopK on.

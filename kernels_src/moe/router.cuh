@@ -383,7 +383,7 @@ class Router {
     const uint32_t owner = id / kExperts, expert = id % kExperts, row = scratch_.first_row[id] + at;
     if (token.rank % kR == world_.local_rank) {
       const uint64_t choice = (uint64_t(token.rank / kR) * r_.max_tokens + token.index) * kTopK + i;
-      word(r_.rows, choice) = owner % kR * r_.max_rows + row, word(r_.experts, choice) = expert;
+      word(r_.rows, choice) = place_of_row(owner % kR, row), word(r_.experts, choice) = expert;
     }
     if (owner != world_.rank) return;
     tables_.slots()[uint64_t(token.number) * kTopK + i] = scratch_.first_slot[expert] + at;

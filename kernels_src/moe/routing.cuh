@@ -6,6 +6,7 @@
 // Included after `struct Config`: kTopK, kExperts (of a rank), kWeighted.
 #pragma once
 #include "comm/world.cuh"
+#include "moe/places.cuh"
 #include "tile/shape.cuh"
 
 namespace mkernel {

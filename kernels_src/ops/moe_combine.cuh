@@ -141,6 +141,7 @@ MK_DEVICE void end_reading(const Entered& entered, const Parameters& p, const Ro
 // ---- intra_comm. All threads of the CTA.
 MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& storage) {
   const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index();
+  const uint32_t came = load_index(p.expert_offsets, p.experts);
   if (ptx::thread_index() == 0) {
     storage.entries.init();
     storage.failed = 0;
@@ -149,7 +150,7 @@ MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& stor
   }
   ptx::sync_cta();
   const MaybeEntered entered = warp == 0 ? storage.entries.open(call) : storage.entries.pass(call);
-  if (!entered) return;
+  if (!entered || !rows_fit(call, p, came)) return;
   if (kR > 1) {
     if (cta == 0 && warp == 0) tell_source(*entered, p);
     if (p.stage_rows != 0) stage_rows(*entered, p);

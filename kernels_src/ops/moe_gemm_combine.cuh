@@ -224,7 +224,7 @@ MK_DEVICE void zero_counters(const Entered& entered, const Parameters& p) {
 }
 
 MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& storage) {  // all threads of the CTA
-  const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index();
+  const uint32_t cta = ptx::cta_index(), warp = ptx::warp_index(), came = load_index(p.expert_offsets, Config::kExperts);
   if (ptx::thread_index() == 0) {
     storage.entries.init();
     storage.fetch_barriers.init();
@@ -232,7 +232,7 @@ MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& stor
   }
   ptx::sync_cta();
   const MaybeEntered entered = warp == 0 ? storage.entries.open(call) : storage.entries.pass(call);
-  if (!entered) return;
+  if (!entered || !rows_fit(call, p, came)) return;
   if (cta == 0 && warp == 0) zero_counters(*entered, p);
   if (kR > 1 && p.windows > 1) {
     if (warp == 0 && ptx::elected()) copy_rows(*entered, p, storage.fetch, storage.fetch_barriers);
@@ -250,13 +250,16 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   const Call call = begin_call(p.world, role);
   if (role == abi::kCompute) {
     const int32_t* first = reinterpret_cast<const int32_t*>(p.expert_offsets);
+    const uint32_t came = first[Config::kExperts];
     storage.experts.build(Config::kExperts, [&](uint32_t e) { return static_cast<uint32_t>(first[e + 1] - first[e]); });
-    compute_role(call, Tiles(p, storage.experts), storage.gemm);
-    return;
+    if (rows_fit(call, p, came)) {
+      compute_role(call, Tiles(p, storage.experts), storage.gemm);
+      return;
+    }
   }
   if (role == abi::kIntraComm) {
     combine_role(call, p, storage);
-  } else if constexpr (kNodes > 1) {
+  } else if (kNodes > 1 && role == abi::kInterSend) {
     send_combined(call, p, cta - first_inter_send(p), num_inter_send(p));
   }
   ptx::sync_cta();

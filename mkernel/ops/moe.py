@@ -26,6 +26,7 @@ __all__ = [
     "check_contiguous",
     "check_expert_counts",
     "check_ids",
+    "check_routing",
     "check_rows",
     "check_weights",
     "is_refused",
@@ -50,7 +51,7 @@ class Routing(NamedTuple):
         (T, k): the experts of each token, -1 where a choice is not routed. Give it to another dispatch to send the same way again.
     rows
         (N, max_tokens, k): row of choice k of token t of the rank on this rank's rail in node n, where its expert is in this node, as
-        ``local_rank * max_rows + row``; else -1. For the own node the tokens are this rank's.
+        ``local_rank << bits | row`` (``planner.moe.row_bits``); else -1. For the own node the tokens are this rank's.
     experts
         (N, max_tokens, k): the expert of that row, counted from 0 on the rank that has it; else -1.
     sums
@@ -96,6 +97,13 @@ def check_contiguous(name: str, view: TensorView, item: int = 4) -> None:
             raise ArgumentError(f"{name}.strides", strides, f"{name} must be contiguous", f"use xp.ascontiguousarray({name})")
         wanted *= shape[i]
     check_aligned(name, view)
+
+
+def check_routing(routing: Any) -> None:
+    """What a caller passes may be another tuple of the same arrays."""
+    if not isinstance(routing, tuple) or len(routing) != len(Routing._fields):
+        rule = f"must be the routing that a dispatch has returned, a tuple of {', '.join(Routing._fields)}"
+        raise ArgumentError("routing", type(routing).__name__, rule, "pass its .routing")
 
 
 def check_ids(ids: TensorView, tokens: int) -> int:

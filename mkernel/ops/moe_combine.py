@@ -10,10 +10,11 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_aligned, check_apart, check_extents, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
-from mkernel.ops.moe import Routing, is_refused
+from mkernel.ops.moe import Routing, check_routing, is_refused
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.gemm import shift_of
+from mkernel.planner.moe import row_bits
 from mkernel.planner.moe_combine import ITEM, PARAMETER_BYTES, CombineLayout, MoeCombinePlan, MoeCombineProblem, make_plan
 from mkernel.planner.moe_combine import OP as OP_NAME
 from mkernel.runtime.arrays.views import TensorView
@@ -117,8 +118,9 @@ def moe_combine(
     ----------
     rows
         (max_rows, H) bfloat16 or float16, contiguous: a row for each token that came to an expert of this rank, as ``d.y`` of
-        ``mk.moe_dispatch_gemm``. H is a multiple of 8. Rows of no expert are not used. An array of ``world.empty`` is read where it is;
-        any other is first copied, if other ranks of the node need it.
+        ``mk.moe_dispatch_gemm``. H is a multiple of 8. Rows of no expert are not used, and need not be there: max_rows, the same on all
+        ranks, may be less than that of the dispatch. An array of ``world.empty`` is read where it is; any other is first copied, if other
+        ranks of the node need it.
     routing
         ``d.routing`` of the dispatch, or what is equal to it. Its arrays may change between calls; wrong ones are not noticed.
     topk_weights
@@ -151,7 +153,7 @@ def moe_combine(
     ArgumentError
         Shapes, dtypes, alignment, device or split are wrong; the heap is too small. Nothing was launched.
     MismatchError, TimeoutError, PeerLostError, TransportError
-        On this or a later call: the ranks disagree, or one does not answer.
+        On this or a later call: the ranks disagree, rows that came are not there, or a rank does not answer.
 
     Examples
     --------
@@ -172,6 +174,8 @@ def moe_combine(
     The algorithm: each rank reads the rows of its node where they are and adds them up for its own tokens. Across nodes, one sum per token
     and node travels: the rank on the rail of the token's home makes it (kernels_src/moe/combine.cuh).
     """
+    if type(routing) is not Routing:
+        check_routing(routing)
     operands = (rows, *routing, topk_weights, add)
     result: Array = call(OP, operands, (), world=world, out=out, split=split, stream=stream)
     return result
@@ -193,7 +197,9 @@ def problem_of(
     check_multiple("H", columns)
     if max_rows < 1:
         raise ArgumentError("max_rows", max_rows, "must be positive")
-    check_extents(columns * ITEM, max_rows * world.ranks_per_node, max_tokens * topk)
+    check_extents(columns * ITEM, max_tokens * topk)
+    if max_rows >> row_bits(world.topology):
+        raise ArgumentError("max_rows", max_rows, f"must be below 2^{row_bits(world.topology)}")
     key = OP_NAME, columns, dtype, topk, experts, max_tokens, max_rows, weights is not None
     known: MoeCombineProblem | None = world.held.get(key)
     if known is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -28,7 +29,7 @@ from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.choose_moe import plan_moe_dispatch_gemm
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
-from mkernel.planner.moe import SEGMENT_ROWS, whole_lines
+from mkernel.planner.moe import SEGMENT_ROWS, row_bits, whole_lines
 from mkernel.planner.moe_dispatch_gemm import OP as OP_NAME
 from mkernel.planner.moe_dispatch_gemm import PARAMETER_BYTES, MoeDispatchGemmPlan, MoeDispatchGemmProblem
 
@@ -245,7 +246,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         activation, clamp, alignment = options["activation"], options["clamp"], options["alignment"]
         if activation not in (None, "swiglu"):
             raise ArgumentError("activation", repr(activation), 'must be "swiglu" or None')
-        if clamp is not None and (activation is None or not float(clamp) > 0):
+        if clamp is not None and (activation is None or not isinstance(clamp, numbers.Real) or not float(clamp) > 0):
             raise ArgumentError("clamp", clamp, "must be a positive number, and only with an activation")
         experts, columns, row_major, _ = layout_of_experts("w", w, h, x.dtype)
         gated = activation is not None
@@ -257,6 +258,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
         most = agreed_tokens(world, (OP_NAME, *shape), tokens, options["max_tokens"])
         rows = check_rows(world.size, options["max_rows"], most, topk, experts, alignment, h + n)
+        if rows >> row_bits(world.topology):
+            raise ArgumentError("max_rows", rows, f"must be below 2^{row_bits(world.topology)}")
         key = OP_NAME, *shape, most, rows, alignment, weights is not None, gated, float(clamp or 0)
         return Instance(world.held.get(key) or hold(world, key, MoeDispatchGemmProblem(*key[1:])), 0)
 

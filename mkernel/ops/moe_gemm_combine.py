@@ -10,7 +10,7 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
-from mkernel.ops.moe import Routing, layout_of_experts
+from mkernel.ops.moe import Routing, check_routing, layout_of_experts
 from mkernel.ops.moe_combine import Combining, bind_combining, check_combined, problem_of
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
@@ -80,7 +80,8 @@ def moe_gemm_combine(
     ----------
     a
         (max_rows, F) bfloat16 or float16, rows contiguous and any multiple of 16 bytes apart: the rows of this rank's experts, as ``d.y``
-        of ``mk.moe_dispatch_gemm``. F is a multiple of 8. Rows of no expert are not used.
+        of ``mk.moe_dispatch_gemm``. F is a multiple of 8. Rows of no expert are not used, and need not be there: max_rows, the same on all
+        ranks, may be less than that of the dispatch.
     w
         (E/W, F, H), the dtype of ``a``: the weights of this rank's experts, each row-major, or all transpose views of (H, F). H is a
         multiple of 8.
@@ -127,6 +128,8 @@ def moe_gemm_combine(
     The algorithm: tiles are multiplied expert by expert; SMs of their own combine a token as soon as all experts that it waits for are
     done (kernels_src/ops/moe_gemm_combine.cuh).
     """
+    if type(routing) is not Routing:
+        check_routing(routing)
     operands = (a, w, *routing, topk_weights, add)
     result: Array = call(OP, operands, (), world=world, out=out, split=split, stream=stream)
     return result

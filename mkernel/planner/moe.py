@@ -16,6 +16,7 @@ __all__ = [
     "bands",
     "columns",
     "most_rows",
+    "row_bits",
     "routing_error",
     "rows_per_piece",
     "slot_blocks",
@@ -99,6 +100,11 @@ def routing_error(report: CallReport, experts: int) -> RoutingError:
 def most_rows(ranks: int, max_tokens: int, topk: int, experts: int, alignment: int) -> int:
     """Rows that a rank may get under any routing; ``experts``: of a rank."""
     return ranks * max_tokens * min(topk, experts) + experts * (alignment - 1)
+
+
+def row_bits(topology: Topology) -> int:
+    """Bits of a row's number in ``Routing.rows``, above which the local rank is: ``kRowBits`` of ``kernels_src/moe/places.cuh``."""
+    return 31 - (topology.ranks_per_node - 1).bit_length()
 
 
 def slot_blocks(max_rows: int, experts: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def read_host_block(
         return None
     kind = _name(abi.FlagKind, block.flag_kind)
     plan = plan_of(block.problem, block.rows, block.schedule)
-    named = plan.flag_name(block.rank, block.flag_index) if plan is not None and block.flag_kind == abi.FlagKind.chunk else ""
+    named = _flag_name(plan, block.rank, block.flag_index) if block.flag_kind == abi.FlagKind.chunk else ""
     title = title_of(plan)
     in_ring = block.flag_kind in (abi.FlagKind.ring_slot, abi.FlagKind.ring_done)
     first = destination_of(block.seen) if in_ring else None
@@ -131,12 +132,22 @@ def read_host_block(
                 f" expected {record.expected}, saw {record.seen}"
             )
         return Failure(Kind.timeout, message, record.rank, record)
+    if block.flag_kind == abi.FlagKind.rows:
+        message = f"{who}: {record.seen} rows came to its experts, call {record.epoch} ({title}) was given {record.expected} of them"
+        return Failure(Kind.mismatch, message, record.rank, record)
     if state == abi.State.mismatch:
         data = getattr(plan, "agreed_data", "")  # that the kernel compares, too
         message = f"{who}: rank {record.peer} entered call {record.epoch} with another plan{f', or other {data}' if data else ''}"
         return Failure(Kind.mismatch, message, record.rank, record, asked=((record.rank, title),))
     message = f"{who} was asked to leave call {record.epoch} while waiting for {record.flag} of rank {record.peer}"
     return Failure(Kind.aborted, message, record.rank, record, derived=True, asked=((record.rank, title),))
+
+
+def _flag_name(plan: Plan | None, rank: int, index: int) -> str:
+    """What a flag tells, if there is such a flag: a report must not fail because a kernel waited for one that there is not."""
+    with contextlib.suppress(IndexError):
+        return plan.flag_name(rank, index) if plan is not None else ""
+    return ""
 
 
 def _name(numbers: type[abi.Role | abi.FlagKind], value: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mkernel.planner.moe import bands
+from mkernel.planner.moe import bands, row_bits
 
 if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
@@ -28,7 +28,7 @@ class RankRouting:
         (T, k): this rank's ids, as given.
     rows
         (N, max_tokens, k): of the tokens of the rank on this rank's rail in node n, the row of choice k, where its expert is in this node:
-        ``local_rank * max_rows + row``; else -1. n may be the own node: then the tokens are this rank's own.
+        ``local_rank << bits | row`` (``planner.moe.row_bits``); else -1. n may be the own node: then the tokens are this rank's own.
     experts
         (N, max_tokens, k): the expert of that row, counted from 0 on its rank; else -1.
     sums
@@ -106,7 +106,7 @@ def reference_routing(
             peer = other * per_node + local
             of_peer, here = ids[peer], node_of_expert[peer] == node
             owner_local = of_peer // per_rank % per_node
-            made.rows[other, : len(of_peer)] = np.where(here, owner_local * max_rows + row_of[peer], -1)
+            made.rows[other, : len(of_peer)] = np.where(here, owner_local << row_bits(topology) | row_of[peer], -1)
             made.experts[other, : len(of_peer)] = np.where(here, of_peer % per_rank, -1)
             if other != node:
                 tokens, sent = listed[peer, node], listed[rank, other]

@@ -17,7 +17,7 @@ from mkernel.errors import ArgumentError, MismatchError
 from mkernel.ops.moe_dispatch_gemm import Parameters
 from mkernel.ops.moe_slots import slots_after
 from mkernel.planner import moe_dispatch_gemm as planner
-from mkernel.planner.moe import SEGMENT_ROWS, bands, columns
+from mkernel.planner.moe import SEGMENT_ROWS, bands, columns, row_bits
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan, MoeDispatchGemmProblem, make_plan
 from mkernel.planner.topology import Topology
 from mkernel.transport import emulated
@@ -310,7 +310,10 @@ def plan_of(world: str, sms: int = 132, **changes: Any) -> MoeDispatchGemmPlan:
 def test_the_mirror_says_what_the_header_says(world: str, experts: int) -> None:
     """Parameters, and what tables of the heap have room for: columns, of which a list has fewer in large worlds."""
     plan = plan_of(world, experts=experts)
-    counted = {"mkernel::kColumns": columns(plan.problem.topology, experts), "mkernel::kBands": bands(plan.problem.topology, experts)}
+    world = plan.problem.topology
+    counted = {
+        "mkernel::kColumns": columns(world, experts), "mkernel::kBands": bands(world, experts), "mkernel::kRowBits": row_bits(world)
+    }  # fmt: skip
     assert errors_of_mirror(plan.spec, Parameters, constants=counted) == ""
 
 
