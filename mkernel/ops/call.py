@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from mkernel.errors import ArgumentError
 from mkernel.ops.op import Instance, Op
 from mkernel.ops.schedule import choice_of, executable, keep
 from mkernel.runtime import current
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["BoundCall", "ask", "bound_call", "call", "hold", "remember", "stream_of"]
+__all__ = ["BoundCall", "ask", "bound_call", "call", "hold", "not_plain", "remember", "stream_of"]
 
 T = TypeVar("T")
 
@@ -89,10 +91,11 @@ def call(
                 keys.append(library.key(array))
             key = tuple(keys)
             bound = w.bound_calls.get(key)
-        except TypeError:  # an option that cannot be hashed
+        except TypeError as error:  # an option that cannot be hashed
             choice_of(split)
-            ask(w, op, operands, options)
-            raise
+            with contextlib.suppress(TypeError, ValueError):  # what compares it with what is known
+                ask(w, op, operands, options)
+            raise not_plain(dict(zip(op.options, options, strict=True))) or error from None
         if bound is None:
             hidden = home.hides or bool(others)
             bound = remember(w, key, _made(w, op, operands, options, keys, results, split, queue, hidden, instance and (views, instance)))
@@ -104,6 +107,16 @@ def call(
             w.launch(bound.executable, bound.parameters, queue)
             crossing.leave()
         return results[0] if op.result is None else op.returned(results)
+
+
+def not_plain(options: Mapping[str, Any]) -> ArgumentError | None:
+    """The error for an option that cannot be hashed, such as a list or an array; None where all can."""
+    for name, value in options.items():
+        try:
+            hash(value)
+        except TypeError:
+            return ArgumentError(name, value, f"must be a plain value, not a {type(value).__name__}")
+    return None
 
 
 def ask(

@@ -67,6 +67,8 @@ class GemmOp(Op[Problem]):
 
     def form_of(self, keys: Sequence[Any]) -> Hashable:
         _, options, a, b, split, c = keys
+        if a is None or b is None:  # will be refused
+            return None
         return self.name, options, split, a[1][1:], a[2:], b[1:], c[1][1:], c[2:]
 
     def form(

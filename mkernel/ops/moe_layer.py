@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, check_matrix
-from mkernel.ops.call import remember
+from mkernel.ops.call import not_plain, remember
 from mkernel.ops.moe import check_ids, check_weights, layout_of_experts
 from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
@@ -114,7 +114,10 @@ def moe_layer(
     with w.lock:
         libraries = w.backend.libraries
         asked = (NAME, *options.values(), *(None if array is None else libraries[type(array)].key(array) for array in arrays))
-        known: Dispatched | None = w.bound_calls.get(asked)
+        try:
+            known: Dispatched | None = w.bound_calls.get(asked)
+        except TypeError as error:
+            raise not_plain(options) or error from None
         shape = between = None
         if known is None:
             views: list[Any] = [None if array is None else libraries[type(array)].view(array) for array in arrays]
@@ -141,6 +144,9 @@ def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, 
 
     What the second kernel would refuse is refused before the first one runs.
     """
+    for name, view in (("x", x), ("topk_ids", ids), ("topk_weights", weights), ("w_gate_up", up), ("w_down", down)):
+        if view is None:
+            raise ArgumentError(name, None, f"{NAME} needs it")
     tokens, h = check_matrix("x", x)
     topk = check_ids(ids, tokens)
     check_weights(weights, (tokens, topk))

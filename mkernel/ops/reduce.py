@@ -74,7 +74,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
         """What operands that fit each other ask for: all rows of ``a``. Raises ArgumentError."""
         known, _ = checked(world, a, b, "K/W", "this rank's rows")
         m, n, k = a.shape[0], known.n, known.k
-        if partials not in PARTIALS:
+        if not isinstance(partials, str) or partials not in PARTIALS:
             raise ArgumentError("partials", partials, f"must be one of {', '.join(PARTIALS)}")
         asked = self.name, partials, algorithm
         problem: ReduceProblem | None = known.problems.get(asked)

@@ -283,7 +283,7 @@ class RingAttention(Op[RingAttentionProblem]):
         parameters = Parameters()
         memory = memoryview(parameters).cast("B")
         _RING.pack_into(memory, Parameters.ring.offset + _RING_AT, *_ring_values(plan, scratch))
-        batch, head, row = o.strides[:3]
+        batch, head, row = strides_of(o)
         _VALUES.pack_into(memory, _AT, o.address, lse.address, batch, head, row, executable.flag_offset, plan.sizes.length)
         parameters.scale_log2 = instance.problem.scale * _LOG2_E
         parameters.pairs_together = plan.pairs_together
@@ -301,7 +301,7 @@ class RingAttention(Op[RingAttentionProblem]):
         for name, view, rows in zip("qkvokv", (q, k, v, o, k, v), (64, key_block, key_block, 64, COPY_ROWS, COPY_ROWS), strict=True):
             if (name, rows) not in made:
                 batches, heads, length, d = view.shape
-                by_batch, by_head, by_row, _ = view.strides
+                by_batch, by_head, by_row = strides_of(view)
                 extents, strides = (d, length, heads, batches), (by_row, by_head, by_batch)
                 made[name, rows] = make(view.address, problem.dtype, extents, strides, (64, rows, 1, 1))
             yield made[name, rows]
@@ -384,6 +384,11 @@ def _scale(scale: Any, d: int) -> float:
     if not 0 < value < 1e30:
         raise ArgumentError("scale", scale, "must be a positive number, or None for 1 / sqrt(D)")
     return value
+
+
+def strides_of(view: TensorView) -> Iterator[int]:
+    """Bytes from one batch, head and row to the next: any that tensor maps take where there is one only, whatever its library says."""
+    return (stride if extent > 1 else view.shape[3] * ITEM for extent, stride in zip(view.shape[:3], view.strides[:3], strict=True))
 
 
 def check_array(name: str, view: TensorView, dtype: str, shape: str = "(B, heads, S/W, D)") -> None:

@@ -1,0 +1,171 @@
+"""Arguments nobody would think of: each op gives an ArgumentError, or what it gives for plain copies of its arrays, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mkernel as mk
+from mkernel.errors import ArgumentError, CallError
+from tests.ops.body import topology
+
+WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 26, "specialize": "none", "timeout": 5.0, "entry_timeout": 20.0}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CALLS = 40
+M, N, K = 8, 24, 16
+
+ODD: list[Any] = [
+    None, -1, 0, 1, 3, 1.5, float("nan"), "x", b"x", True, 2**31, 2**32, 2**63, 2**70, -(2**40), [], (), {}, [1, 2], object(), ...,
+    np.int64(3), np.float32(2), np.array(4), np.array([1]), "zigzag", "float32", "two_shot", slice(3), type, len,
+    mk.Split(), mk.Split(compute=1), mk.Split(-1), mk.Split("a"),
+]  # fmt: skip
+
+Change = Callable[[Any], Any]
+CHANGES: dict[str, Change] = {
+    "float32": lambda a: a.astype(np.float32),
+    "float64": lambda a: a.astype(np.float64),
+    "int8": lambda a: a.astype(np.int8),
+    "of objects": lambda a: a.astype(object),
+    "a list": lambda a: a.tolist(),
+    "its bits": lambda a: a.view(f"u{a.itemsize}"),
+    "one dimension more": lambda a: a[..., None],
+    "one in front": lambda a: a[None],
+    "one less": lambda a: a[0],
+    "flat": lambda a: a.reshape(-1),
+    "a number": lambda a: np.array(5.0),
+    "no rows": lambda a: a[:0],
+    "no columns": lambda a: a[..., :0],
+    "one row": lambda a: a[:1],
+    "rows backwards": lambda a: a[::-1],
+    "columns backwards": lambda a: a[..., ::-1],
+    "every other row": lambda a: np.concatenate([a, a])[::2],
+    "every other column": lambda a: np.concatenate([a, a], -1)[..., ::2],
+    "half the rows": lambda a: a[::2],
+    "half the columns": lambda a: a[..., ::2],
+    "transposed": lambda a: a.T,
+    "by columns": np.asfortranarray,
+    "the view of columns": lambda a: np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2),
+    "one row many times": lambda a: np.broadcast_to(a[:1], a.shape),
+    "with gaps": lambda a: np.concatenate([a, a], -1)[..., : a.shape[-1]],
+    "later columns": lambda a: np.concatenate([a, a], -1)[..., 1 : a.shape[-1] + 1],
+    "twice the rows": lambda a: np.concatenate([a, a]),
+    "twice the columns": lambda a: np.concatenate([a, a], -1),
+    "odd strides": lambda a: np.lib.stride_tricks.as_strided(np.concatenate([a, a]), a.shape, tuple(stride + 1 for stride in a.strides)),
+    "read-only": lambda a: _read_only(a),
+    "a subclass": lambda a: a.view(type("Mine", (np.ndarray,), {})),
+}
+
+
+def _read_only(a: Any) -> Any:
+    a = a.copy()
+    a.setflags(write=False)
+    return a
+
+
+def calls_of(world: Any, rng: np.random.Generator) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """Arguments that are right, of each op."""
+    size = world.size
+
+    def integers(*shape: int) -> Any:
+        return rng.integers(-2, 3, shape).astype(BFLOAT16)
+
+    def room(*shape: int, dtype: Any = BFLOAT16) -> Any:
+        return np.zeros(shape, dtype)
+
+    first = rng.integers(2 * size, size=(M, 1))
+    ids = np.concatenate([first, (first + 1) % (2 * size)], 1).astype(np.int32)
+    weights, ends = rng.integers(1, 4, (M, 2)).astype(np.float32), np.array([0, 3 * size, 5 * size], np.int32)
+    d = mk.moe_dispatch_gemm(integers(M, K), ids, integers(2, K, N), max_tokens=16)
+    layer = {"add": integers(M, K), "max_tokens": 16, "max_rows": None, "activation": "swiglu", "clamp": None, "out": room(M, K)}
+    dispatch = {"topk_weights": weights, "max_tokens": 16, "max_rows": None, "activation": None, "split": None}
+    attention: dict[str, Any] = {"causal": True, "scale": None, "layout": "contiguous", "split": None}
+    of_a_batch = {"out": (room(1, 2, 6, 64), room(1, 2, 6, dtype=np.float32))}
+    return {
+        "allgather_gemm": ([integers(M, K), integers(K, N)], {"gathered": room(M * size, K), "out": room(M * size, N), "split": None}),
+        "gemm_reduce_scatter": ([integers(M * size, K), integers(K, N)], {"partials": "output", "out": room(M, N), "split": None}),
+        "gemm_allreduce": ([integers(M, K), integers(K, N)], {"partials": "output", "algorithm": None, "out": room(M, N), "split": None}),
+        "moe_dispatch_gemm": ([integers(M, K), ids, integers(2, K, N)], dispatch),
+        "moe_combine": ([np.array(d.y), d.routing], {"topk_weights": weights, "add": integers(M, N), "out": room(M, N), "split": None}),
+        "moe_gemm_combine": (
+            [np.array(d.y), integers(2, N, K), d.routing],
+            {"topk_weights": weights, "add": integers(M, K), "split": None},
+        ),
+        "moe_layer": ([integers(M, K), ids, weights, integers(2, K, 16), integers(2, 8, K)], layer),
+        "ring_attention": ([integers(1, 2, 6, 64), integers(1, 1, 6, 64), integers(1, 1, 6, 64)], attention | of_a_batch),
+        "ring_attention_varlen": ([integers(6, 2, 64), integers(6, 1, 64), integers(6, 1, 64), ends], attention),
+    }
+
+
+def changed(rng: np.random.Generator, args: list[Any], options: dict[str, Any]) -> str:
+    """Change one argument; what has been done to it."""
+    key = int(rng.integers(len(args) + len(options)))
+    where: Any = args if key < len(args) else options
+    place: Any = key if key < len(args) else list(options)[key - len(args)]
+    if isinstance(where[place], np.ndarray) and rng.random() < 0.8:
+        name = str(rng.choice(list(CHANGES)))
+        with contextlib.suppress(TypeError, ValueError, IndexError):  # which that array does not have
+            where[place] = CHANGES[name](where[place])
+            return f"{place}: {name}"
+    if place in ("out", "gathered") and rng.random() < 0.3:
+        where[place] = args[int(rng.integers(len(args)))]
+        return f"{place}: an operand"
+    where[place] = ODD[int(rng.integers(len(ODD)))]
+    return f"{place}: {where[place]!r}"
+
+
+def bits_of(result: Any) -> list[bytes]:
+    arrays = result if isinstance(result, tuple) else (result,)
+    return [np.ascontiguousarray(array).tobytes() for array in arrays if isinstance(array, np.ndarray)]
+
+
+def plain(value: Any) -> Any:
+    return np.array(value, order="C") if isinstance(value, np.ndarray) else value
+
+
+def _tried(world: Any, seed: int) -> tuple[list[str], int]:
+    """What is wrong, and how many calls were made."""
+    rng, wrong, made = np.random.default_rng(seed), [], 0
+    for _ in range(CALLS):
+        ops = calls_of(world, rng)
+        op = str(rng.choice(list(ops)))
+        args, options = ops[op]
+        what = f"{op}: " + ", ".join(changed(rng, args, options) for _ in range(rng.integers(1, 3)))
+        try:
+            result = getattr(mk, op)(*args, **options)
+            world.synchronize()
+        except (ArgumentError, CallError):  # the latter of a call that looks at its inputs on the device
+            continue
+        except mk.MismatchError as error:
+            assert "rows came to its experts" in str(error), what  # fewer rows than a combine needs: that is the world's end
+            return wrong, made
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__}: {error}")
+            break
+        made += 1
+        if op.startswith("moe_dispatch"):  # whose rows that there are not are undefined
+            continue
+        again = {name: plain(value) for name, value in options.items() if name not in ("out", "gathered")}
+        if bits_of(result) != bits_of(getattr(mk, op)(*map(plain, args), **again)):
+            wrong.append(f"{what}: other bits than for plain copies")
+    args, options = calls_of(world, rng)["gemm_reduce_scatter"]
+    exact = args[0].astype(np.float32) @ args[1].astype(np.float32)
+    alike = mk.gemm_allreduce(*args)  # all ranks have drawn the same
+    return wrong if np.array_equal(alike, (world.size * exact).astype(BFLOAT16)) else [*wrong, "the world is not usable"], made
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NaNs that become integers
+@pytest.mark.parametrize("world", ["1x1", "1x2", "2x1"])
+def test_odd_arguments(rng: np.random.Generator, world: str) -> None:
+    """All ranks pass the same."""
+    shape, taken = topology(world), 0
+    for _ in range(3):
+        seed = int(rng.integers(1 << 30))
+        found = mk.launch(_tried, shape.size, shape.ranks_per_node, args=(seed,), **WORLD)
+        assert [wrong for wrong, _ in found] == [[]] * shape.size, seed
+        taken += found[0][1]
+    assert 0 < taken < 3 * CALLS, "some are taken, some are not"
