@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -93,8 +92,7 @@ def call(
             bound = w.bound_calls.get(key)
         except TypeError as error:  # an option that cannot be hashed
             choice_of(split)
-            with contextlib.suppress(TypeError, ValueError):  # what compares it with what is known
-                ask(w, op, operands, options)
+            _refuse(w, op, operands, options)
             raise not_plain(dict(zip(op.options, options, strict=True))) or error from None
         if bound is None:
             hidden = home.hides or bool(others)
@@ -107,6 +105,16 @@ def call(
             w.launch(bound.executable, bound.parameters, queue)
             crossing.leave()
         return results[0] if op.result is None else op.returned(results)
+
+
+def _refuse(world: World, op: Op[Any], operands: Sequence[Any], options: Sequence[Any]) -> None:
+    """Raise what the op says of such arguments, if it can: an option may not even be comparable."""
+    try:
+        ask(world, op, operands, options)
+    except ArgumentError:
+        raise
+    except (TypeError, ValueError):
+        pass
 
 
 def not_plain(options: Mapping[str, Any]) -> ArgumentError | None:

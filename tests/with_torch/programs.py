@@ -88,6 +88,11 @@ class Program:
         ids = np.array([rng.permutation(known)[:topk] for _ in range(tokens)]).reshape(tokens, topk)
         return torch.from_numpy(np.where(rng.random((tokens, topk)) < 0.1, -1, ids).astype(np.int32))
 
+    def most_rows(self, value: int, experts: int, topk: int) -> int:
+        """The most rows that come to the experts of a rank, and at least one."""
+        ids = torch.stack([self.routing(value, rank, experts, topk) for rank in range(self.ranks)])
+        return max(1, int(torch.bincount(ids[ids >= 0] // (experts // self.ranks), minlength=self.ranks).max()))
+
 
 # ---- drawing
 class _Drawing:
@@ -192,7 +197,7 @@ class _Drawing:
         leaves, back = [self.weight(each, columns, n)], self.columns() if self.chance(0.5) else 0
         leaves += [self.leaf(rows, topk, dtype="float32")] if (weighted := self.chance(0.6)) else []
         leaves += [self.weight(each, n, back)] if back else []
-        how = {"topk": topk, "experts": each * self.ranks, "weighted": weighted, "back": bool(back)}
+        how = {"topk": topk, "experts": each * self.ranks, "weighted": weighted, "back": bool(back), "cut": self.chance(0.5)}
         self.add("moe", kind, (rows, back or n), (at,), tuple(leaves), **how)
 
 
@@ -303,9 +308,10 @@ class Rank:
         x, ids, most = x.tanh().contiguous(), self.ids[at], len(x)
         return mkt.moe_layer(x, ids, weights, up, down, add=x if add else None, max_tokens=most, **self.named)
 
-    def _moe(self, at: int, x: Tensor, w: Tensor, *more: Tensor, topk: int, experts: int, weighted: bool, back: bool) -> Tensor:
+    def _moe(self, at: int, x: Tensor, w: Tensor, *more: Tensor, topk: int, experts: int, weighted: bool, back: bool, cut: bool) -> Tensor:
         d = mkt.moe_dispatch_gemm(x.contiguous(), self.ids[at], w, max_tokens=len(x), **self.named)
-        weights, rows = more[0] if weighted else None, _pointwise("silu", d.y)
+        y = d.y[: self.program.most_rows(at, experts, topk)] if cut else d.y
+        weights, rows = more[0] if weighted else None, _pointwise("silu", y)
         if back:
             return mkt.moe_gemm_combine(rows, more[-1], d.routing, topk_weights=weights, **self.named)
         return mkt.moe_combine(rows, d.routing, topk_weights=weights, **self.named)
@@ -408,7 +414,7 @@ class Alone:
         return [each.to(self.dtype) for each in sums]
 
     def _moe(
-        self, at: int, x: list[Tensor], w: list[Tensor], *more: list[Tensor], topk: int, experts: int, weighted: bool, back: bool
+        self, at: int, x: list[Tensor], w: list[Tensor], *more: list[Tensor], topk: int, experts: int, weighted: bool, back: bool, cut: bool
     ) -> list[Tensor]:
         rows, columns = self.program.shapes[at]
         sums = [self._wide(each.new_zeros((rows, columns))) for each in x]

@@ -146,7 +146,7 @@ class Op(abc.ABC):
     title: str
     sizes: tuple[str, ...]  # default shapes, as written after --shapes
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # names that --shapes takes for several
-    options: tuple[str, ...] = ()  # keyword arguments of the op that the command line offers
+    options: tuple[str, ...] = ()  # keyword arguments of the op that the command line offers, and b: how B lies
 
     def demo_sizes(self, target: str, ranks: int) -> Sequence[str]:
         """Shapes that ``mkernel demo`` shows and checks, as ``case`` takes them, for any number of ranks; one that no tile divides too."""

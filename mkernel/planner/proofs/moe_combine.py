@@ -6,6 +6,7 @@ import abc
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+from mkernel.planner.moe import row_bits
 from mkernel.planner.moe_combine import TOLD_BYTES, WARPS, CombineLayout, MoeCombinePlan
 from mkernel.planner.proofs.areas import FLAGS, HEAP, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
@@ -219,7 +220,7 @@ class CombineCall(abc.ABC):
 
     def holder(self, rank: int, row: int) -> tuple[int, int]:
         """The rank that has a row, and its number there."""
-        local, local_row = divmod(row, self.problem.max_rows)
+        local, local_row = divmod(row, 1 << row_bits(self.topology))
         return self.topology.rank(self.topology.node(rank), local), local_row
 
     def weight_bytes(self, rank: int) -> int:
