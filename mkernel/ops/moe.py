@@ -10,7 +10,7 @@ import numpy as np
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_multiple, check_writable
-from mkernel.planner.moe import MAX_TOPK, SEGMENT_ROWS, most_rows, slot_blocks
+from mkernel.planner.moe import MAX_TOPK, SEGMENT_ROWS, most_rows, row_bits, slot_blocks
 
 if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
@@ -27,6 +27,7 @@ __all__ = [
     "check_expert_counts",
     "check_ids",
     "check_routing",
+    "check_row_bits",
     "check_rows",
     "check_weights",
     "is_refused",
@@ -104,6 +105,12 @@ def check_routing(routing: Any) -> None:
     if not isinstance(routing, tuple) or len(routing) != len(Routing._fields):
         rule = f"must be the routing that a dispatch has returned, a tuple of {', '.join(Routing._fields)}"
         raise ArgumentError("routing", type(routing).__name__, rule, "pass its .routing")
+
+
+def check_row_bits(topology: Topology, max_rows: int) -> None:
+    """A row's number and the local rank that has it are one int32."""
+    if max_rows >> row_bits(topology):
+        raise ArgumentError("max_rows", max_rows, f"must be below 2^{row_bits(topology)}")
 
 
 def check_ids(ids: TensorView, tokens: int) -> int:

@@ -10,11 +10,10 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import check_aligned, check_apart, check_extents, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
-from mkernel.ops.moe import Routing, check_routing, is_refused
+from mkernel.ops.moe import Routing, check_routing, check_row_bits, is_refused
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.gemm import shift_of
-from mkernel.planner.moe import row_bits
 from mkernel.planner.moe_combine import ITEM, PARAMETER_BYTES, CombineLayout, MoeCombinePlan, MoeCombineProblem, make_plan
 from mkernel.planner.moe_combine import OP as OP_NAME
 from mkernel.runtime.arrays.views import TensorView
@@ -198,11 +197,10 @@ def problem_of(
     if max_rows < 1:
         raise ArgumentError("max_rows", max_rows, "must be positive")
     check_extents(columns * ITEM, max_tokens * topk)
-    if max_rows >> row_bits(world.topology):
-        raise ArgumentError("max_rows", max_rows, f"must be below 2^{row_bits(world.topology)}")
     key = OP_NAME, columns, dtype, topk, experts, max_tokens, max_rows, weights is not None
     known: MoeCombineProblem | None = world.held.get(key)
     if known is None:
+        check_row_bits(world.topology, max_rows)
         by_node = world.options.batch_invariant and world.topology.num_nodes > 1  # on one node nothing else is done
         known = hold(world, key, MoeCombineProblem(world.topology, *key[1:], by_node))
     return known

@@ -20,6 +20,7 @@ from mkernel.ops.moe import (
     check_contiguous,
     check_expert_counts,
     check_ids,
+    check_row_bits,
     check_rows,
     check_weights,
     layout_of_experts,
@@ -29,7 +30,7 @@ from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.choose_moe import plan_moe_dispatch_gemm
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M
-from mkernel.planner.moe import SEGMENT_ROWS, row_bits, whole_lines
+from mkernel.planner.moe import SEGMENT_ROWS, whole_lines
 from mkernel.planner.moe_dispatch_gemm import OP as OP_NAME
 from mkernel.planner.moe_dispatch_gemm import PARAMETER_BYTES, MoeDispatchGemmPlan, MoeDispatchGemmProblem
 
@@ -258,10 +259,12 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
         most = agreed_tokens(world, (OP_NAME, *shape), tokens, options["max_tokens"])
         rows = check_rows(world.size, options["max_rows"], most, topk, experts, alignment, h + n)
-        if rows >> row_bits(world.topology):
-            raise ArgumentError("max_rows", rows, f"must be below 2^{row_bits(world.topology)}")
         key = OP_NAME, *shape, most, rows, alignment, weights is not None, gated, float(clamp or 0)
-        return Instance(world.held.get(key) or hold(world, key, MoeDispatchGemmProblem(*key[1:])), 0)
+        known: MoeDispatchGemmProblem | None = world.held.get(key)
+        if known is None:
+            check_row_bits(world.topology, rows)
+            known = hold(world, key, MoeDispatchGemmProblem(*key[1:]))
+        return Instance(known, 0)
 
     def make_plan(
         self,

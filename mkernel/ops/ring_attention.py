@@ -386,9 +386,11 @@ def _scale(scale: Any, d: int) -> float:
     return value
 
 
-def strides_of(view: TensorView) -> Iterator[int]:
+def strides_of(view: TensorView) -> tuple[int, int, int]:
     """Bytes from one batch, head and row to the next: any that tensor maps take where there is one only, whatever its library says."""
-    return (stride if extent > 1 else view.shape[3] * ITEM for extent, stride in zip(view.shape[:3], view.strides[:3], strict=True))
+    (batches, heads, length, d), (batch, head, row, _) = view.shape, view.strides
+    alone = d * ITEM
+    return batch if batches > 1 else alone, head if heads > 1 else alone, row if length > 1 else alone
 
 
 def check_array(name: str, view: TensorView, dtype: str, shape: str = "(B, heads, S/W, D)") -> None:
