@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -239,20 +239,22 @@ class Rank:
     def __init__(self, world: Any, program: Program, place: str, backend: str = "") -> None:
         self.world, self.program, self.place, self.backend = world, program, place, backend
         self.forward = torch.compile(self._forward, backend=backend, fullgraph=True) if backend else self._forward
-        self.ids = {
-            at: program.routing(at, world.rank, dict(step.how)["experts"], dict(step.how)["topk"]).to(place)
-            for at, step in enumerate(program.steps)
-            if "topk" in dict(step.how)
-        }
+        self.ids = {at: program.routing(at, world.rank, how["experts"], how["topk"]).to(place) for at, how in self._routed(program)}
         self.leaves = [
             self._tensor(program.data(leaf, world.rank)).requires_grad_(what.trained) for leaf, what in enumerate(program.leaves)
         ]
+        self.most = {at: program.most_rows(at, how["experts"], how["topk"]) for at, how in self._routed(program)}
         self.named = {"world": world} if program.by_name else {}
         self.steps = [  # as torch's compiler likes them
             (step.name, step.of, step.leaves, dict(step.how), step.again, step.name == "tanh in place" and self._may_write(step))
             for step in program.steps
         ]
         self.results = program.results
+
+    @staticmethod
+    def _routed(program: Program) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The steps whose tokens are routed, and their options."""
+        return ((at, dict(step.how)) for at, step in enumerate(program.steps) if "topk" in dict(step.how))
 
     def _tensor(self, data: Tensor) -> Tensor:
         return data.to(self.place, copy=True, memory_format=torch.preserve_format)
@@ -310,7 +312,7 @@ class Rank:
 
     def _moe(self, at: int, x: Tensor, w: Tensor, *more: Tensor, topk: int, experts: int, weighted: bool, back: bool, cut: bool) -> Tensor:
         d = mkt.moe_dispatch_gemm(x.contiguous(), self.ids[at], w, max_tokens=len(x), **self.named)
-        y = d.y[: self.program.most_rows(at, experts, topk)] if cut else d.y
+        y = d.y[: self.most[at]] if cut else d.y
         weights, rows = more[0] if weighted else None, _pointwise("silu", y)
         if back:
             return mkt.moe_gemm_combine(rows, more[-1], d.routing, topk_weights=weights, **self.named)
