@@ -88,7 +88,4 @@ def _all_arrays(arrays: Sequence[Array | None]) -> list[Array | None]:
     names = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down", "add", "expert_counts")
     if not 5 <= len(arrays) <= len(names):
         raise ArgumentError("arrays", f"{len(arrays)} arrays", f"{NAME} takes " + ", ".join(names), "the last two may be left out")
-    for name, array in zip(names[:5], arrays, strict=False):
-        if array is None:
-            raise ArgumentError(name, None, f"{NAME} needs it")
     return [*arrays, *[None] * (len(names) - len(arrays))]

@@ -17,13 +17,12 @@ from torch import Tensor
 import mkernel as mk
 from mkernel.torch.gemm import all_gather
 from mkernel.torch.library import define, name_of, named, plain
+from mkernel.torch.pieces import PIECES, pieces_of
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
 __all__ = ["ring_attention"]
-
-_PIECES = {torch.bfloat16: 3, torch.float16: 2}  # numbers of a dtype that add up to one of float32
 
 
 def ring_attention(
@@ -139,19 +138,15 @@ def _by_rank(x: Tensor, ranks: int, layout: str) -> Tensor:
 
 def _reduce_scatter(x: Tensor, world: Any, like: Tensor) -> Tensor:
     """Rows of this rank of the float32 sum of all ranks' ``x``, rounded once: a product of the pieces of each number with identities."""
-    pieces, rest = [], x
-    for _ in range(_PIECES[like.dtype]):
-        pieces.append(rest.to(like.dtype))
-        rest = rest - pieces[-1]
     summed: Any = mk.gemm_reduce_scatter(
-        torch.cat(pieces, 1), _identities(x.shape[1], like.dtype, x.device), partials="float32", world=world
+        torch.cat(pieces_of(x, like.dtype), 1), _identities(x.shape[1], like.dtype, x.device), partials="float32", world=world
     )
     return summed.view(like.shape)
 
 
 @functools.cache
 def _identities(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(n, dtype=dtype, device=device).repeat(_PIECES[dtype], 1)
+    return torch.eye(n, dtype=dtype, device=device).repeat(PIECES[dtype], 1)
 
 
 # ---- torch's own kernels

@@ -18,6 +18,7 @@ from mkernel.ops.moe import check_rows
 from mkernel.ops.moe_slots import slots_after
 from mkernel.planner.moe import SEGMENT_ROWS
 from mkernel.torch.library import define, name_of, named, plain
+from mkernel.torch.pieces import pieces_of
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
@@ -258,12 +259,10 @@ def _weights_gradient(products: Tensor, source: Tensor, routing: list[Tensor], d
 
 def _apart(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """float32 as numbers of ``dtype``: three of bfloat16 that add up to it; of float16 two for its mantissa, and its exponent."""
-    rest, exponent = torch.frexp(x) if dtype == torch.float16 else (x, None)
-    parts = []
-    for _ in range(3 if exponent is None else 2):
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1]
-    return parts if exponent is None else [*parts, exponent.to(dtype)]
+    if dtype != torch.float16:
+        return pieces_of(x, dtype)
+    mantissa, exponent = torch.frexp(x)
+    return [*pieces_of(mantissa, dtype), exponent.to(dtype)]
 
 
 def _together(parts: Tensor, dtype: torch.dtype) -> Tensor:

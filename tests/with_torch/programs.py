@@ -75,7 +75,7 @@ class Program:
         return made.mT if what.transposed else made
 
     def gradient(self, value: int, rank: int) -> Tensor:
-        """Of a result."""
+        """What a result is differentiated with."""
         rng = np.random.default_rng([self.seed, 1 << 20, value, 0 if self.kinds[value] == "whole" else rank])
         return torch.from_numpy(rng.standard_normal(self.shapes[value], np.float32)).to(getattr(torch, self.dtype))
 

@@ -59,11 +59,11 @@ def _first_slots(offsets: Any, rows: int, slots: int) -> Any:
     return torch.arange(rows).clamp(max=slots - 1)
 
 
-def _without_the_last(real: Callable[..., Any], products: Any, *more: Any) -> Any:
+def _of_half_the_rows(real: Callable[..., Any], products: Any, *more: Any) -> Any:
     return real(products * (torch.arange(len(products)) < len(products) // 2), *more)
 
 
-def _untransposed(real: Callable[..., Any], rows: Any, gradient: Any, offsets: Any, w: Any) -> Any:
+def _of_no_rows(real: Callable[..., Any], rows: Any, gradient: Any, offsets: Any, w: Any) -> Any:
     return real(rows, gradient, offsets.clone().fill_(0), w)
 
 
@@ -72,8 +72,8 @@ PLANTED = {
     "a weight's gradient takes rows of their neighbours": ("gemm", "_weight_gradient", _of_other_rows, OPS[:4]),
     "keys' gradients are of one rank": ("attention", "_reduce_scatter", _own_keys, ("ring_attention",)),
     "slots are taken for rows": ("moe", "_slots_of", _first_slots, ("moe_layer", "moe")),
-    "weights' gradients lack half of the rows": ("moe", "_weights_gradient", _without_the_last, ("moe_layer", "moe")),
-    "experts' gradients are of no rows": ("moe", "_weight_gradient", _untransposed, ("moe_layer", "moe")),
+    "weights' gradients lack half of the rows": ("moe", "_weights_gradient", _of_half_the_rows, ("moe_layer", "moe")),
+    "experts' gradients are of no rows": ("moe", "_weight_gradient", _of_no_rows, ("moe_layer", "moe")),
 }
 
 

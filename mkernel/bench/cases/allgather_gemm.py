@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.bench.cases.base import LAYOUTS, Case, LocalGemm, Op, b_title, random_b, up
+from mkernel.bench.cases.base import Case, LocalGemm, Op, b_title, is_row_major, random_b, up
 from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
@@ -26,10 +26,10 @@ _SLACK = 64 << 20  # room on the heap beside the gather buffer
 
 
 class AllgatherGemm(Case):
-    def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str, b: str = LAYOUTS[0]) -> None:
+    def __init__(self, label: str, m: int, n: int, k: int, topology: Topology, dtype: str, row_major: bool) -> None:
         self.label, self.shape = label, {"M": m, "N": n, "K": k}
         self.m, self.n, self.k, self.rows = m, n, k, m // topology.size
-        self.problem = AllGatherGemmProblem(topology, n, k, dtype, b == LAYOUTS[0])
+        self.problem = AllGatherGemmProblem(topology, n, k, dtype, row_major)
         shard = self.rows * k * _ITEM
         self.solo = LocalGemm(m, n, k)
         self.flops = self.solo.flops
@@ -38,7 +38,7 @@ class AllgatherGemm(Case):
         self.link_bytes = (topology.size - topology.num_nodes) * shard
         self.heap_bytes = m * k * _ITEM + _SLACK
         self.operand_rows = 1
-        self.title = f"{OP.name}: {b_title(k, n, self.problem.b_row_major)}, {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
+        self.title = f"{OP.name}: {b_title(k, n, row_major)}, {dtype}, {topology.num_nodes}x{topology.ranks_per_node} ranks"
 
     def plan(self, sm_count: int, split: Split | None = None, *, rows: int | None = None, specialize: str | None = None) -> Plan:
         rows = self.rows if rows is None else rows
@@ -113,7 +113,7 @@ class _Op(Op):
         if m % topology.size or n % 8 or k % 8 or min(m, n, k) < 1:
             rule = f"M must be a multiple of {topology.size} (ranks), N and K of 8, all positive"
             raise ArgumentError("--shapes", f"{m}x{n}x{k}", rule)
-        return AllgatherGemm(size.lower(), m, n, k, topology, dtype, **options)
+        return AllgatherGemm(size.lower(), m, n, k, topology, dtype, is_row_major(options))
 
 
 OP = _Op()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mkernel.planner.topology import Topology
     from mkernel.runtime.plan import Plan
 
-__all__ = ["LAYOUTS", "REFERENCES", "Case", "Kept", "LocalGemm", "Op", "b_title", "random_b", "up"]
+__all__ = ["LAYOUTS", "REFERENCES", "Case", "Kept", "LocalGemm", "Op", "b_title", "is_row_major", "random_b", "up"]
 
 REFERENCES = 4  # that are kept: the first, a middle and the last set are looked at, and where a measurement ends
 _T = TypeVar("_T")
@@ -102,6 +102,11 @@ class Case(abc.ABC):
 
 
 LAYOUTS = "row-major", "transposed"  # of B
+
+
+def is_row_major(options: Mapping[str, str]) -> bool:
+    """Whether B is, by the command line's options."""
+    return options.get("b", LAYOUTS[0]) == LAYOUTS[0]
 
 
 def b_title(k: int, n: int, row_major: bool) -> str:

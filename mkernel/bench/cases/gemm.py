@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.bench.cases.allgather_gemm import AllgatherGemm
-from mkernel.bench.cases.base import Op
+from mkernel.bench.cases.base import Op, is_row_major
 from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 
@@ -40,7 +40,7 @@ class _Op(Op):
             m, n, k = (int(part) for part in size.lower().split("x"))
         except ValueError:
             raise ArgumentError("--shapes", size, "must be MxNxK", "for example 8192x8192x8192") from None
-        return _Gemm(size.lower(), m, n, k, topology, dtype, **options)
+        return _Gemm(size.lower(), m, n, k, topology, dtype, is_row_major(options))
 
 
 OP = _Op()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.bench.cases.base import Op, up
-from mkernel.bench.cases.reduce import ReduceCase, is_row_major, parse_size
+from mkernel.bench.cases.base import Op, is_row_major, up
+from mkernel.bench.cases.reduce import ReduceCase, parse_size
 from mkernel.bench.shapes import expand
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import REDUCE_SCATTER, ReduceProblem

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel.bench.cases.base import LAYOUTS, Case, LocalGemm, b_title, random_b
+from mkernel.bench.cases.base import Case, LocalGemm, b_title, random_b
 from mkernel.errors import ArgumentError
 from mkernel.planner.choice import plan_reduce
 from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkernel.bench.timing import Call, Timing
     from mkernel.planner.split import Split
 
-__all__ = ["ITEM", "ReduceCase", "is_row_major", "parse_size"]
+__all__ = ["ITEM", "ReduceCase", "parse_size"]
 
 ITEM = 2  # bytes of a 16-bit element
 _SLACK = 64 << 20  # room on the heap beside the partial tiles, and for the padding of other tiles than those of an H200
@@ -89,11 +89,6 @@ class ReduceCase(Case):
         products = [self._timing.empty((self.m, self.n)) for _ in range(count)]
         calls: Sequence[Call] = baselines.matmul(list(zip(*self._sets(products), strict=True)))
         return calls
-
-
-def is_row_major(options: Mapping[str, str]) -> bool:
-    """Whether B is, by the command line's options."""
-    return options.get("b", LAYOUTS[0]) == LAYOUTS[0]
 
 
 def parse_size(size: str, topology: Topology) -> tuple[int, int, int]:
