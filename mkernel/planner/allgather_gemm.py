@@ -21,7 +21,18 @@ from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
-__all__ = ["OP", "PARAMETER_BYTES", "SHARE", "SPECIALIZED", "SUM", "AllGatherGemmPlan", "AllGatherGemmProblem", "Tile", "make_plan"]
+__all__ = [
+    "OP",
+    "PARAMETER_BYTES",
+    "SHARE",
+    "SPECIALIZED",
+    "SUM",
+    "AllGatherGemmPlan",
+    "AllGatherGemmProblem",
+    "Tile",
+    "make_plan",
+    "may_travel_in_packets",
+]
 
 _CHUNK_BYTES = 256 * 1024  # what a push must reach to use the link well
 _WARP_CHUNK_BYTES = 32 * 1024  # what a warp pushes before it raises a flag, and waits; of all warps together it should be few tiles' rows
@@ -132,7 +143,7 @@ def _plan_of_class(
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
         chunk_bytes = choose_put(rows * problem.k * 2)
-    elif span > 1:
+    elif span > 1 or chosen.intra_comm:  # all that push have something to
         movers = chosen.intra_comm or chosen.compute or 1
         chunk_bytes = min(chunk_bytes, max(_FEW_CHUNK_BYTES, rows * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
@@ -162,6 +173,15 @@ def _plan_of_class(
         group_rows * (BLOCK_M // chunk_rows),
         slices,
         specialize=specialize,
+    )
+
+
+def may_travel_in_packets(problem: AllGatherGemmProblem, rows: int) -> bool:
+    """Whether shards of so many rows could travel in packets, if that was asked for."""
+    return (
+        1 < problem.topology.size <= _PACKET_RANKS
+        and problem.topology.num_nodes == 1
+        and 0 < _shards_bytes(problem, rows) <= abi.AHEAD_BYTES
     )
 
 

@@ -95,8 +95,9 @@ def _gathers(
     if topology.size == 1:
         yield from _products(problem, rows, sm_count, specialize, rules, may_win)
         return
-    if rules.packets:
+    if rules.packets or allgather_gemm.may_travel_in_packets(problem, rows):
         yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
+    if rules.packets:
         return
     inside, most = topology.num_nodes == 1, max(1, sm_count // 4)
     spans = _spans(topology, rows) if inside else []
@@ -138,26 +139,32 @@ def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: 
 
 
 def _sharings(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, widths: tuple[int, ...], rules: Any, may_win: MayWin
+    problem: AllGatherGemmProblem | ReduceProblem,
+    rows: int,
+    sm_count: int,
+    widths: tuple[int, ...],
+    known: tuple[int, int] | None,
+    may_win: MayWin,
 ) -> Iterator[tuple[int, int]]:
-    """Widths of tiles and shares of their K, one of them among these, but the rules'; narrow tiles only where all are worked on at once."""
+    """Widths of tiles and shares of their K, one of them among these, but ``known``; narrow tiles only where all are worked on at once."""
     for width in widths:
         if width == _WIDTHS[-1] and math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) > sm_count:
             continue
         for shares in (1, *_shares(problem, rows, sm_count, width)):
-            if (width, shares) != (rules.tile.block_n, rules.shares) and (shares > 1 or may_win(width, 1, 0)):
+            if (width, shares) != known and (shares > 1 or may_win(width, 1, 0)):
                 yield width, shares
 
 
 def _in_packets(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
 ) -> Iterator[AllGatherGemmPlan]:
-    """Where shards travel in packets: as in a world of one; in tagged ones, where each CTA takes its rows in few rounds."""
-    all_rows = rows * problem.topology.size
-    alone = (Tiling(width, None, shares, 1) for width, shares in _sharings(problem, all_rows, sm_count, _WIDTHS, rules, may_win))
+    """Where shards travel in packets, or could: as in a world of one; in tagged ones, where each CTA takes its rows in few rounds."""
+    all_rows, asked = rows * problem.topology.size, None if rules.packets else 1
+    known = (rules.tile.block_n, rules.shares) if rules.packets else None
+    alone = (Tiling(width, None, shares, 1, asked) for width, shares in _sharings(problem, all_rows, sm_count, _WIDTHS, known, may_win))
     widths = _PAIRED_WIDTHS if _may_bind(problem, all_rows) else ()
-    pairs = (Tiling(width, None, 1, 2) for width in widths if may_win(width, 2, 0))
-    for tiling in itertools.chain([None], alone, pairs):
+    pairs = (Tiling(width, None, 1, 2, asked) for width in widths if may_win(width, 2, 0))
+    for tiling in itertools.chain([None] if rules.packets else [], alone, pairs):
         plan = rules
         if tiling is not None:
             try:
@@ -243,7 +250,8 @@ def _sharing(
     problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
 ) -> Iterator[ReducePlan]:
     """Reductions in packets, with K shared and without."""
-    for width, shares in _sharings(problem, rows * rules.span, sm_count, _WIDTHS[-2:], rules, may_win):
+    known = rules.tile.block_n, rules.shares
+    for width, shares in _sharings(problem, rows * rules.span, sm_count, _WIDTHS[-2:], known, may_win):
         plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
         if plan.packets and plan.shares == shares:  # there is room
             yield plan
@@ -325,6 +333,12 @@ def _is_sure(rules: Any) -> bool:
 
 def _worth_of(rules: Any, block_n: int, cluster: int) -> float:
     """The most that ``_worth`` says of any plan with such tiles."""
+    problem = rules.problem
+    packets = isinstance(problem, AllGatherGemmProblem) and allgather_gemm.may_travel_in_packets(problem, rules.rows)
+    return _WORTH if packets else _worth_of_tiles(rules, block_n, cluster)
+
+
+def _worth_of_tiles(rules: Any, block_n: int, cluster: int) -> float:
     return _WORTH if _is_sure(rules) or (block_n == rules.tile.block_n and cluster > rules.cluster) else _WORTH_OF_TILES
 
 
@@ -332,8 +346,10 @@ def _worth(rules: Any, plan: Any) -> float:
     """The most that a plan may take of the rules' time, to be chosen instead."""
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
+    if isinstance(plan, AllGatherGemmPlan) and plan.packets:  # of which predictions are near
+        return _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
-    return _worth_of(rules, plan.tile.block_n, plan.cluster) if alike or _is_sure(rules) else _WORTH_OF_TILES
+    return _worth_of_tiles(rules, plan.tile.block_n, plan.cluster) if alike or _is_sure(rules) else _WORTH_OF_TILES
 
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, row_of_b
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, Row, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
@@ -28,6 +28,7 @@ _UNCOUNTED, _ROUND = 2.1e-6, 1.2e-6
 # Fitted: from the last product until what comes after it has been done, beside what bytes take; the same of an all-reduce's results; and
 # how much more it is for pairs of CTAs, which wait for each other.
 _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
+_PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
@@ -46,9 +47,10 @@ class _Work(NamedTuple):
 
 def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
     """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
-    if not conditions.hot:
-        return machine.start
-    return machine.start_early if plan is None or plan.spec.early else machine.start_hot
+    start = machine.start
+    if conditions.hot:
+        start = machine.start_early if plan is None or plan.spec.early else machine.start_hot
+    return start + (_PAIR_START if isinstance(plan, AllGatherGemmPlan) and plan.cluster > 1 else 0.0)
 
 
 def waves(tiles: float, ctas: float) -> float:
@@ -73,11 +75,11 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
-    others: int = 0, late: float = 0.0, apart: bool = False, b_row: int = 0,
+    others: int = 0, late: float = 0.0, apart: bool = False, alike: bool = False, b_row: Row | None = None,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
-    ``others``: CTAs that come ``late``; ``apart``, ``b_row``: as ``tile_cost`` has them.
+    ``others``: CTAs that come ``late``; ``apart``, ``alike``, ``b_row``: as ``tile_cost`` has them.
     """
     tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
@@ -86,7 +88,7 @@ def _work(
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow, apart=apart,
-        b_row=b_row,
+        alike=alike, b_row=b_row,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -105,7 +107,7 @@ def _work(
 
 def least_seconds(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, block_n: int, load_rows: int, cluster: int, ctas: int,
-    b_row: int = 0,
+    b_row: Row | None = None,
 ) -> float:  # fmt: skip
     """What no plan with such tiles, whose K is not shared, is predicted to go below: its tiles alone, evenly spread over ``ctas``."""
     tiles = math.ceil(m / BLOCK_M) * math.ceil(n / block_n)
@@ -148,6 +150,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         others=intra if few and plan.cluster == nodes == 1 else 0,
         late=entry + pushing,
         apart=size > 1 and not plan.packets,
+        alike=size > 1 and not plan.packets,
         b_row=row_of_b(n, k, problem.b_row_major),
     )
     if plan.sizes.shares > 1:
@@ -222,6 +225,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
         apart=size > 1 and not plan.packets,
+        alike=size > 1,  # measured: tiles of 128 columns whose partial values travel in packets
         b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
     )
     if plan.shares > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K
+from mkernel.planner.gemm import BLOCK_K, Row
 from mkernel.planner.machine import Machine
 
 __all__ = ["ALONE", "BATCH", "BEHIND", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
@@ -20,7 +20,8 @@ _BLEND = 3.0
 _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
-_SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines
+_SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
+_SAME_LINE = 1.15  # fitted: of a B whose rows are along K, L2 answers so many times as many
 _APART_A = 1.4  # fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step
 _SECTOR = 32  # bytes
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four
@@ -98,11 +99,18 @@ class _Rows(NamedTuple):
     whole: bool  # each is one line of L2
 
 
-def _rows(machine: Machine, columns: int) -> _Rows:
-    """The rows of a matrix with so many columns: lines; or in two lines each, in whole sectors or with half a sector at either end."""
-    if columns * ITEM % _LINE == 0:
+def _rows(machine: Machine, row: Row, alike: bool, same_line: float = 1.0) -> _Rows:
+    """The rows of a matrix, of 128 bytes each: lines; or in two lines, in whole sectors or with half a sector at either end.
+
+    Along K the next step wants the rest of the second line, so that two lines take an SM no longer than one, unless all rows are
+    ``alike``. ``same_line``: how many times as many L2 answers then.
+    """
+    if row.values * ITEM % _LINE == 0:
         return _Rows(1.0, machine.l2_rows, True)
-    return _Rows(_SPLIT_ROW, machine.l2_rows_sectors if columns * ITEM % _SECTOR == 0 else machine.l2_rows_split, False)
+    answered = machine.l2_rows_sectors if row.values * ITEM % _SECTOR == 0 else machine.l2_rows_split
+    if row.along_k and not alike:
+        return _Rows(1.0, answered * same_line, False)
+    return _Rows(_SPLIT_ROW, answered, False)
 
 
 def blend(*seconds: float) -> float:
@@ -113,14 +121,16 @@ def blend(*seconds: float) -> float:
 
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
-    stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: int = 0, a_row: int = 0,
+    stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None, a_row: int = 0,
+    alike: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
     ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
     that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
     tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
-    step, because they also wait for other ranks; ``b_row``, ``a_row``: values of a row of B and of A as it is stored (0: ``n``, ``k``).
+    step, because they also wait for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0:
+    ``k``); ``alike``: two lines of a row take an SM longer than one also along K.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -128,7 +138,7 @@ def tile_cost(
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
-    of_a, of_b = _rows(machine, a_row or k), _rows(machine, b_row or n)
+    of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
     of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / machine.sm_load

@@ -9,6 +9,8 @@ Per shape: medians in milliseconds, their ratio new / old, its upper 95 % bound 
 host in both, and whether both gave the same bits. ``--out FILE`` gets all samples as JSON. ``--limit 1.02``: exit status 1 if a bound is
 larger.
 
+``--b transposed`` passes B as the transpose view of an (N, K) array.
+
 ``--shapes`` chooses: ops (``allgather_gemm``), sizes (``8192``, ``16x8192x8192``), or both (``gemm_allreduce:8192``). ``--nodes 2`` splits
 the ranks into emulated nodes. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
 """
@@ -36,6 +38,7 @@ from typing import Any
 SQUARES = (2048, 4096, 8192, 16384)
 FEW_ROWS = tuple(f"{1 << i}x8192x8192" for i in range(9))
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
+LAYOUTS = "row-major", "transposed"  # of B, as ``mkernel bench`` has them: a tree may be older than that
 COOLDOWN_MS = 30.0
 HOST_CALLS = 60
 MARK = "COMPARE "  # a line of a worker for its parent
@@ -115,6 +118,7 @@ class Measured:
 
     def __init__(self, world: Any, timing: Any) -> None:
         self.world, self.timing, self.calls, self.results = world, timing, [], []
+        self.transposed = os.environ["COMPARE_B"] == LAYOUTS[1]
 
     def setup(self, op: str, size: str) -> dict[str, Any]:
         """Inputs, the plan, and a first call of everything; a checksum of the first result."""
@@ -129,7 +133,9 @@ class Measured:
         count = timing.sets(2 * (rows * k + k * n + result_rows * n))
         for i in range(count):
             seed = 1_000_003 * i + 2 * world.rank
-            a, b, c = timing.random((rows, k), seed), timing.random((k, n), seed + 1), timing.empty((result_rows, n))
+            b_shape = (n, k) if self.transposed else (k, n)
+            a, b, c = timing.random((rows, k), seed), timing.random(b_shape, seed + 1), timing.empty((result_rows, n))
+            b = b.T if self.transposed else b
             timing.poison(c)
             self.calls.append(functools.partial(getattr(mk, op), a, b, out=c, world=world))
             self.results.append(c)
@@ -182,6 +188,7 @@ class Tree:
             "COMPARE_TREE": str(self.folder),
             "COMPARE_TARGET": options.target,
             "COMPARE_HEAP": str(options.heap << 20),
+            "COMPARE_B": options.b,
         }
         if options.nodes > 1:
             common["MKERNEL_RANKS_PER_NODE"] = str(options.ranks // options.nodes)
@@ -324,6 +331,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--shapes", nargs="+", default=[], help="ops, sizes, op:size (default: all)")
+    parser.add_argument("--b", choices=LAYOUTS, default=LAYOUTS[0], help="how B lies")
     parser.add_argument("--seconds", type=float, default=180.0, help="begin no shape after so long")
     parser.add_argument("--heap", type=int, default=4096, help="MiB of each rank's symmetric heap")
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")

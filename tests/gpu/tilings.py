@@ -16,6 +16,8 @@ of one both add the vendor's product (``cuBLAS``).
 
 ``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them.
 
+``--b transposed`` measures calls whose B is the transpose view of an (N, K) array, as weights of torch's linear layers are passed.
+
 ``--ranked 10`` adds the ten candidates that the model of this machine predicts to be fastest (``#1`` to ``#10``, the prediction beside
 each), as far as ``split=`` and a tiling can ask for them.
 
@@ -49,6 +51,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 import mkernel as mk  # noqa: E402
 from mkernel.bench.baselines import NoBaselines, open_baselines  # noqa: E402
 from mkernel.bench.cases import ops  # noqa: E402
+from mkernel.bench.cases.base import LAYOUTS  # noqa: E402
 from mkernel.bench.peers import fresh_seed, gather  # noqa: E402
 from mkernel.bench.timing import CudaTiming, open_timing  # noqa: E402
 from mkernel.ops.op import find  # noqa: E402
@@ -191,7 +194,7 @@ class Rank:
         ranks = self.world.size
         m = -(-m // ranks) * ranks if op != ALL else m
         whole_k = k if op == GATHER else k * ranks
-        case = ops()[op].case(f"{m}x{n}x{whole_k}", self.world.topology, "bfloat16")
+        case = ops()[op].case(f"{m}x{n}x{whole_k}", self.world.topology, "bfloat16", b=self.options.b)
         case.setup(self.timing, fresh_seed(self.world))
         calls, worst, chosen, predicted = {}, {}, {}, {}
         wanted = self.variants(op, case)
@@ -234,6 +237,8 @@ class Rank:
         xp = self.timing.xp
 
         def wide(array: Any) -> Any:
+            if not array.flags.c_contiguous:  # a transposed B
+                return wide(array.T).T
             columns = array.shape[1]
             room = self.timing.empty((array.shape[0], -(-columns // 64) * 64))
             view = room[:, :columns]
@@ -307,6 +312,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=[], help="op:MxNxK, N and K of a rank (default: the rows of the issue)")
     parser.add_argument("--random", type=int, default=0, help="so many random shapes instead")
     parser.add_argument("--seed", type=int, default=None, help="of the random shapes (default: fresh)")
+    parser.add_argument("--b", choices=LAYOUTS, default=LAYOUTS[0], help="how B lies")
     parser.add_argument("--all", action="store_true", help="also every tiling that the planner chooses from")
     parser.add_argument("--shares", action="store_true", help="also with K shared by all SMs, and beside the vendor's product")
     parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")

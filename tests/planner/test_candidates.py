@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mkernel import abi
 from mkernel.planner import allgather_gemm, choice, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
@@ -32,10 +33,9 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
     if isinstance(problem, AllGatherGemmProblem):
         rules = allgather_gemm.make_plan(problem, rows, sms)
         yield rules
+        if inside and 0 < topology.size * rows * problem.k * 2 <= abi.AHEAD_BYTES:
+            yield from every_gather_in_packets(problem, rows, sms, rules)
         if rules.packets:
-            if rules.tile.block_n == 64 and rules.rounds <= 2:  # also where the rules share K among other numbers of CTAs
-                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(64, None, rules.shares, 1, packets=2))
-            yield from every_gather_in_packets(problem, rows, sms)
             return
         for split in [Split(intra_comm=ctas) for ctas in (0, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
             for width in WIDTHS:
@@ -68,21 +68,24 @@ def may_bind(problem: Any, rows: int) -> bool:
     return rows > BLOCK_M and bool(problem.n % BLOCK_K or problem.k % BLOCK_K)
 
 
-def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int) -> Iterator[Any]:
+def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int, rules: Any) -> Iterator[Any]:
+    packets = None if rules.packets else 1
+    if rules.packets and rules.tile.block_n == 64 and rules.rounds <= 2:  # also where the rules share K among other numbers of CTAs
+        yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(64, None, rules.shares, 1, packets=2))
     for width in WIDTHS:
         tiles = -(-rows * problem.topology.size // BLOCK_M) * -(-problem.n // width)
         if width == 64 and tiles > sms:
             continue
         most = 1 if problem.canonical else min(sms // (tiles or 1), -(-problem.k // BLOCK_K) // 4)
         for shares in {1, most, max(2, most // 2), 2} if most >= 2 else {1}:
-            plan = allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1))
+            plan = allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, packets))
             yield plan
             if width == 64 and plan.rounds <= 2:
                 yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, packets=2))
     if may_bind(problem, rows * problem.topology.size):
         for width in (256, 192, 128):
             with contextlib.suppress(SplitError):
-                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, 2))
+                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, 2, packets))
 
 
 def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:
@@ -150,7 +153,7 @@ def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: n
 def test_tiles_span_shards_that_end_with_an_empty_tile_row() -> None:
     """Four shards of 295 rows are twelve rows of tiles, ten if all is one plane; of 384 rows nothing is saved."""
     problem = AllGatherGemmProblem(Topology(4, 4), 6880, 896, "bfloat16", True)
-    spans = {rows: {plan.span for plan in choice.candidates(problem, rows, 132)} for rows in (295, 384)}
+    spans = {rows: {plan.span for plan in choice.candidates(problem, rows, 132) if not plan.packets} for rows in (295, 384)}
     assert spans == {295: {1, 2, 4}, 384: {1}}
     chosen = choice.plan_allgather_gemm(problem, 295, 132, machine=H200)
     assert chosen.span > 1, "which is predicted to save a fifth"

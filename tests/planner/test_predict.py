@@ -18,6 +18,7 @@ from mkernel.bench.shapes import drawn
 from mkernel.errors import ArgumentError
 from mkernel.planner import choice
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.gemm import Row
 from mkernel.planner.machine import H100, H200, RDMA, load, machine_named, save
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import _last_own, joined
@@ -145,7 +146,10 @@ def test_rows_that_begin_between_lines_are_loaded_longer() -> None:
     assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0).load > tile_cost(H200, 128, 128, 2064, 4096, 128, 1.0).load > aligned.load
     assert tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0).load > tile_cost(H200, 128, 128, 2048, 4160, 128, 1.0).load
     assert tile_cost(H200, 128, 128, 2048, 4096, 16, 1.0).load < aligned.load
-    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0, b_row=4096).load == aligned.load, "rows of a transposed B are along K"
+    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0, b_row=Row(4096, True)).load == aligned.load, "rows of a transposed B are along K"
+    one_side = [tile_cost(H200, 128, 128, n, k, 128, 1.0, b_row=b).load for n, k, b in ((2056, 4096, Row(2056, False)), (2048, 4104, None))]
+    both = tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0, b_row=Row(4104, True)).load
+    assert max(one_side) < both < tile_cost(H200, 128, 128, 2056, 4104, 128, 1.0).load, "a step of K wants the rest of the same lines"
     assert tile_cost(H200, 128, 128, 2048, 4096, 128, 0.5).tensor == 2 * aligned.tensor
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mkernel.planner import choice, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
-from mkernel.planner.gemm import choose_load_rows
+from mkernel.planner.gemm import choose_load_rows, row_of_b
 from mkernel.planner.machine import H100, H200, Machine
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import least_seconds
@@ -94,7 +94,7 @@ def test_no_plan_is_predicted_to_be_faster_than_its_tiles(world: Topology, rng: 
         all_rows = rows * (1 if getattr(problem, "op", None) == ALLREDUCE else world.size)
         for plan in choice.candidates(problem, rows, SMS):
             if plan.shares == 1:
-                b_row = problem.n if problem.b_row_major else problem.k
+                b_row = row_of_b(problem.n, problem.k, problem.b_row_major)
                 sizes = all_rows, problem.n, problem.k, plan.tile.block_n, choose_load_rows(rows), plan.cluster, SMS, b_row
                 seconds = predict(plan, machine).seconds  # type: ignore[union-attr]
                 assert seconds >= 0.999999 * least_seconds(machine, ALONE, *sizes), plan.describe()
