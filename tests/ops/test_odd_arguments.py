@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -169,3 +171,55 @@ def test_odd_arguments(rng: np.random.Generator, world: str) -> None:
         assert [wrong for wrong, _ in found] == [[]] * shape.size, seed
         taken += found[0][1]
     assert 0 < taken < 3 * CALLS, "some are taken, some are not"
+
+
+def _tried_by_one(world: Any, seed: int, notes: str) -> None:
+    """Calls of which one rank has other arguments, until something is refused: notes what happened here, and what was changed."""
+    Path(notes, str(world.rank)).write_text(" | ".join(_outcome(world, seed)))
+
+
+def _outcome(world: Any, seed: int) -> tuple[str, str]:
+    rng = np.random.default_rng(seed)
+    what = ""
+    for _ in range(CALLS):
+        ops = calls_of(world, rng)
+        op, who = str(rng.choice(list(ops))), int(rng.integers(world.size))
+        args, options = ops[op]
+        odd_args, odd_options = list(args), dict(options)
+        what = f"rank {who}, {op}: " + ", ".join(changed(rng, odd_args, odd_options) for _ in range(rng.integers(1, 3)))
+        if world.rank == who:
+            args, options = odd_args, odd_options
+        try:
+            result = getattr(mk, op)(*args, **options)
+            world.synchronize()
+        except (ArgumentError, CallError) as error:
+            return ("refused" if world.rank == who or isinstance(error, CallError) else f"{type(error).__name__}: {error}"), what
+        except mk.Error as error:
+            return "failed", f"{what}: {type(error).__name__}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", what
+        if op.startswith("moe_dispatch"):
+            continue
+        again = {name: plain(value) for name, value in options.items() if name not in ("out", "gathered")}
+        if bits_of(result) != bits_of(getattr(mk, op)(*map(plain, args), **again)):
+            return "other bits than for plain copies", what
+    return "right", what
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("world", ["1x2", "2x1"])
+def test_odd_arguments_of_one_rank(rng: np.random.Generator, world: str, tmp_path: Path) -> None:
+    """What one rank does not take ends the call of the others with an error, soon, and what it takes is right on all of them."""
+    shape, seen = topology(world), set[str]()
+    for _ in range(15):
+        seed, begin = int(rng.integers(1 << 30)), time.monotonic()
+        for note in tmp_path.iterdir():
+            note.unlink()
+        with contextlib.suppress(mk.Error):  # a rank that was refused leaves, in the middle of the others' call
+            mk.launch(_tried_by_one, shape.size, shape.ranks_per_node, args=(seed, str(tmp_path)), **WORLD)
+        found = [(tmp_path / str(rank)).read_text() for rank in range(shape.size)]
+        outcomes = [text.split(" | ")[0] for text in found]
+        seen.update(outcomes)
+        assert set(outcomes) <= {"refused", "failed", "right"} and (set(outcomes) == {"right"} or "right" not in outcomes), (seed, found)
+        assert time.monotonic() - begin < 60, (seed, found)
+    assert "refused" in seen, "some are not taken"
