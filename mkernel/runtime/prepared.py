@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import struct
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,6 +15,7 @@ from mkernel.errors import ArgumentError, CompileError
 from mkernel.jit.headers import looked_at_once
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.gemm import digest_of
+from mkernel.proxy.cpus import leave_single_cpu, number_of_cpus
 from mkernel.runtime import progress
 from mkernel.runtime.plan import Plan, may_refuse
 
@@ -305,7 +305,7 @@ class Problems:
         if not specs:
             return
         world = self._world
-        threads = max(1, len(os.sched_getaffinity(0)) // world.ranks_per_node)
+        threads = max(1, number_of_cpus() // world.ranks_per_node)
 
         def one(spec: KernelSpec) -> None:
             with contextlib.suppress(Exception):
@@ -315,6 +315,6 @@ class Problems:
         workers = min(threads, len(specs))
         with (
             progress.steps(f"compiling {title}", len(specs)) as is_compiled,
-            concurrent.futures.ThreadPoolExecutor(workers, "mkernel-compile") as pool,
+            concurrent.futures.ThreadPoolExecutor(workers, "mkernel-compile", leave_single_cpu) as pool,
         ):
             list(pool.map(one, specs))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import threading
 import time
 from typing import Any
@@ -166,3 +168,37 @@ def test_what_fails_before_a_kernel_is_loaded_is_told_to_all(where: str, error: 
     for rank in (0, 2):
         assert messages[rank].startswith("null(digest 0x1234) could not be loaded on rank 1")
         assert f"RuntimeError: {error}" in messages[rank]
+
+
+class Compiling(FakeBackend):
+    """Notes where each kernel is compiled, and how many are at the same time."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.cpus: list[set[int]] = []
+        self.together = 0
+        self.met = threading.Barrier(2)
+
+    def compile(self, spec: Any) -> None:
+        self.cpus.append(os.sched_getaffinity(0))
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.met.wait(2.0)
+            self.together += 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("bound", [1, 2])
+def test_kernels_are_compiled_beside_each_other_on_a_rank_that_is_bound(bound: int) -> None:
+    """Open MPI binds each of two ranks to one CPU, where eight kernels took 5 s."""
+    own = set(sorted(os.sched_getaffinity(0))[:bound])
+
+    def use(w: World) -> Compiling:
+        os.sched_setaffinity(0, own)  # of this thread, and of those that it starts
+        w.problems._load("kernels", [FakePlan(digest=digest).spec for digest in range(4)], 1)
+        assert os.sched_getaffinity(0) == own, "the rank's own thread stays where it is"
+        assert isinstance(w.backend, Compiling)
+        return w.backend
+
+    (backend,) = ranks(use, 1, Compiling)
+    assert backend.together == 4
+    assert all(cpus == own if bound > 1 else len(cpus) > 1 for cpus in backend.cpus)
