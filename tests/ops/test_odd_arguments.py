@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,10 +208,10 @@ def _outcome(world: Any, seed: int) -> tuple[str, str]:
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("world", ["1x2", "2x2"])
 def test_odd_arguments_of_one_rank(rng: np.random.Generator, world: str, tmp_path: Path) -> None:
-    """What one rank does not take ends the call of the others with an error, soon, and what it takes is right on all of them."""
+    """What one rank does not take ends the call of the others before a deadline does, and what it takes is right on all of them."""
     shape, seen = topology(world), set[str]()
     for _ in range(15):
-        seed, begin = int(rng.integers(1 << 30)), time.monotonic()
+        seed = int(rng.integers(1 << 30))
         for note in tmp_path.iterdir():
             note.unlink()
         with contextlib.suppress(mk.Error):  # a rank that was refused leaves, in the middle of the others' call
@@ -222,5 +221,5 @@ def test_odd_arguments_of_one_rank(rng: np.random.Generator, world: str, tmp_pat
         assert outcomes, (seed, "who leaves first has said why")
         seen.update(outcomes)
         assert set(outcomes) <= {"refused", "failed", "right"} and (set(outcomes) == {"right"} or "right" not in outcomes), (seed, found)
-        assert time.monotonic() - begin < 60, (seed, found)
+        assert all(text.endswith(": MismatchError") for text in found if text.startswith("failed")), (seed, found)  # nobody waited
     assert "refused" in seen, "some are not taken"
