@@ -178,11 +178,11 @@ def _plan_of_class(
 
 def may_travel_in_packets(problem: AllGatherGemmProblem, rows: int) -> bool:
     """Whether shards of so many rows could travel in packets, if that was asked for."""
-    return (
-        1 < problem.topology.size <= _PACKET_RANKS
-        and problem.topology.num_nodes == 1
-        and 0 < _shards_bytes(problem, rows) <= abi.AHEAD_BYTES
-    )
+    return _has_packets(problem.topology) and 0 < _shards_bytes(problem, rows) <= abi.AHEAD_BYTES
+
+
+def _has_packets(topology: Topology) -> bool:
+    return topology.num_nodes == 1 < topology.size <= _PACKET_RANKS
 
 
 def _shards_bytes(problem: AllGatherGemmProblem, rows: int) -> int:
@@ -195,15 +195,14 @@ def _takes_packets(problem: AllGatherGemmProblem, rows: int, sm_count: int, spli
 
     Raises TilingError where packets are asked for and the world has none. More bytes than there is room for travel in chunks all the same.
     """
-    topology, shards = problem.topology, _shards_bytes(problem, rows)
-    inside = topology.num_nodes == 1 < topology.size <= _PACKET_RANKS
-    possible = inside and not (split and split.intra_comm) and asked.span in (None, topology.size)
+    topology, have_room = problem.topology, may_travel_in_packets(problem, rows)
+    possible = _has_packets(topology) and not (split and split.intra_comm) and asked.span in (None, topology.size)
     if asked.packets and not possible:
         rule = f"shards travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, without intra_comm, in one plane"
         raise TilingError(f"{asked}: {rule}")
     if asked.packets is None:
-        return possible and asked.span is None and 0 < shards <= min(_PACKET_SHARDS * sm_count, abi.AHEAD_BYTES)
-    return bool(asked.packets) and 0 < shards <= abi.AHEAD_BYTES
+        return possible and asked.span is None and have_room and _shards_bytes(problem, rows) <= _PACKET_SHARDS * sm_count
+    return bool(asked.packets) and have_room
 
 
 def _plan_with_packets(

@@ -95,7 +95,7 @@ def _gathers(
     if topology.size == 1:
         yield from _products(problem, rows, sm_count, specialize, rules, may_win)
         return
-    if rules.packets or allgather_gemm.may_travel_in_packets(problem, rows):
+    if allgather_gemm.may_travel_in_packets(problem, rows):
         yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
     if rules.packets:
         return

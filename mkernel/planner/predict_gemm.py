@@ -150,7 +150,6 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         others=intra if few and plan.cluster == nodes == 1 else 0,
         late=entry + pushing,
         apart=size > 1 and not plan.packets,
-        alike=size > 1 and not plan.packets,
         b_row=row_of_b(n, k, problem.b_row_major),
     )
     if plan.sizes.shares > 1:

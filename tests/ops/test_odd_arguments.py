@@ -128,6 +128,11 @@ def plain(value: Any) -> Any:
     return np.array(value, order="C") if isinstance(value, np.ndarray) else value
 
 
+def bits_for_plain_copies(op: str, args: list[Any], options: dict[str, Any]) -> list[bytes]:
+    again = {name: plain(value) for name, value in options.items() if name not in ("out", "gathered")}
+    return bits_of(getattr(mk, op)(*map(plain, args), **again))
+
+
 def _tried(world: Any, seed: int) -> tuple[list[str], int]:
     """What is wrong, and how many calls were made."""
     rng, wrong, made = np.random.default_rng(seed), [], 0
@@ -150,8 +155,7 @@ def _tried(world: Any, seed: int) -> tuple[list[str], int]:
         made += 1
         if op.startswith("moe_dispatch"):  # whose rows that there are not are undefined
             continue
-        again = {name: plain(value) for name, value in options.items() if name not in ("out", "gathered")}
-        if bits_of(result) != bits_of(getattr(mk, op)(*map(plain, args), **again)):
+        if bits_of(result) != bits_for_plain_copies(op, args, options):
             wrong.append(f"{what}: other bits than for plain copies")
     args, options = calls_of(world, rng)["gemm_reduce_scatter"]
     exact = args[0].astype(np.float32) @ args[1].astype(np.float32)
@@ -199,8 +203,7 @@ def _outcome(world: Any, seed: int) -> tuple[str, str]:
             return f"{type(error).__name__}: {error}", what
         if op.startswith("moe_dispatch"):
             continue
-        again = {name: plain(value) for name, value in options.items() if name not in ("out", "gathered")}
-        if bits_of(result) != bits_of(getattr(mk, op)(*map(plain, args), **again)):
+        if bits_of(result) != bits_for_plain_copies(op, args, options):
             return "other bits than for plain copies", what
     return "right", what
 
