@@ -331,6 +331,11 @@ MK_DEVICE Words any_words() {  // of whatever value, by no instruction
   asm("" : MK_WORDS("=r", v));
   return v;
 }
+MK_DEVICE float any_value() {  // the same of a float
+  float v;
+  asm("" : "=f"(v));
+  return v;
+}
 MK_DEVICE Words load_shared(const void* p) {
   Words v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : MK_WORDS("=r", v) : "r"(shared_address(p)) : "memory");
@@ -394,10 +399,17 @@ MK_DEVICE void store_global(void* p, const Words& v) {
 }
 
 // Packets: four words, each of them stored and loaded at once, in any order (relaxed; the instruction orders nothing).
-MK_DEVICE Words load_packet(const Words* p) {
-  Words v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : MK_WORDS("=r", v) : "l"(p) : "memory");
-  return v;
+// If not `wanted`, v or what is at p stays; without a branch, behind which ptxas works out each address anew.
+MK_DEVICE void load_packet_if(bool wanted, Words& v, const Words* p) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : MK_WORDS("+r", v)
+               : "l"(p), "r"(uint32_t{wanted})
+               : "memory");
+}
+MK_DEVICE void store_packet_if(bool wanted, Words* p, const Words& v) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(p), MK_WORDS("r", v),
+               "r"(uint32_t{wanted})
+               : "memory");
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), MK_WORDS("r", v) : "memory");

@@ -11,9 +11,7 @@ constexpr uint32_t kPacketWords = 4;
 template <uint32_t Most, class At>
 MK_DEVICE uint32_t look_at_packets(ptx::Words (&v)[Most], uint32_t missing, const At& at) {
 #pragma unroll
-  for (uint32_t i = 0; i < Most; ++i) {
-    if ((missing >> i & 1) != 0) v[i] = ptx::load_packet(at(i));
-  }
+  for (uint32_t i = 0; i < Most; ++i) ptx::load_packet_if((missing >> i & 1) != 0, v[i], at(i));
 #pragma unroll
   for (uint32_t i = 0; i < Most; ++i) {
     const uint32_t* word = v[i].word;
@@ -59,9 +57,7 @@ MK_DEVICE bool take_packets(const Entered& entered, ptx::Words (&v)[Most], uint3
     return false;
   }
 #pragma unroll
-  for (uint32_t i = 0; i < Most; ++i) {
-    if ((wanted >> i & 1) != 0) ptx::store_packet(at(i), ptx::Words{});
-  }
+  for (uint32_t i = 0; i < Most; ++i) ptx::store_packet_if((wanted >> i & 1) != 0, at(i), ptx::Words{});
   return true;
 }
 

@@ -226,6 +226,7 @@ struct alignas(16) Words {
 MK_DEVICE Words any_words() {  // inverted, as of packets, they are NaNs
   return Words{{0x80000000u, 0x80000000u, 0x80000000u, 0x80000000u}};
 }
+MK_DEVICE float any_value() { return __builtin_nanf(""); }
 MK_DEVICE Words load_shared(const void* p) {
   mkc_check_shared(p, sizeof(Words));
   return *static_cast<const Words*>(p);
@@ -288,11 +289,10 @@ MK_DEVICE void store_global(void* p, const Words& v) {
   *static_cast<Words*>(p) = v;
 }
 
-MK_DEVICE Words load_packet(const Words* p) {
+MK_DEVICE void load_packet_if(bool wanted, Words& v, const Words* p) {
+  if (!wanted) return;
   mkc_check_word(p, sizeof(Words));
-  Words v;
   for (uint32_t i = 0; i < 4; ++i) v.word[i] = __atomic_load_n(&p->word[i], __ATOMIC_RELAXED);
-  return v;
 }
 MK_DEVICE void store_packet(Words* p, const Words& v) {
   mkc_check_word(p, sizeof(Words));
@@ -302,6 +302,9 @@ MK_DEVICE void store_packet(Words* p, const Words& v) {
     __atomic_store_n(&p->word[at], v.word[at], __ATOMIC_RELAXED);
     mkc_released();
   }
+}
+MK_DEVICE void store_packet_if(bool wanted, Words* p, const Words& v) {
+  if (wanted) store_packet(p, v);
 }
 
 MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {

@@ -39,16 +39,14 @@ struct Tiles : PacketTiles<Tiles> {
 #pragma unroll 1
       for (uint32_t i = 1; i <= kWorldSize; ++i)
         send_rows(d, packets(entered, (rank + i) % kWorldSize, rank * all + group), item);  // its own rank, too
-      ptx::Words* from = packets(entered, rank, group);
-      if (row < p.rows) add_all<0>(entered, d, row_of(from, 0), all, item.packets);
-      if (row + 8 < p.rows) add_all<1>(entered, d, row_of(from, 1), all, item.packets);
+      const auto at = [&](uint32_t source, uint32_t half) { return row_of(packets(entered, rank, source * all + group), half); };
+      add_all(entered, d, item, row < p.rows, row + 8 < p.rows, at);
     } else {
       const uint32_t owner = group % kWorldSize, slot = group / kWorldSize, sums = kWorldSize * owned();
       if (owner != rank) {
         send_rows(d, packets(entered, owner, rank * owned() + slot), item);
-        ptx::Words* from = packets(entered, rank, sums + group);
-        if (row < p.rows) receive<0, false>(entered, d, row_of(from, 0), item.packets, owner);
-        if (row + 8 < p.rows) receive<1, false>(entered, d, row_of(from, 1), item.packets, owner);
+        const auto at = [&](uint32_t, uint32_t half) { return row_of(packets(entered, rank, sums + group), half); };
+        receive(entered, d, item, row < p.rows, row + 8 < p.rows, owner, at);
         return;
       }
       const auto at = [&](uint32_t source, uint32_t half) { return row_of(packets(entered, rank, source * owned() + slot), half); };

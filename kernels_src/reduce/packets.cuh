@@ -25,8 +25,8 @@ constexpr uint32_t kRowWords = Config::kBlockN / 8;  // pairs of values of one r
 constexpr uint32_t kItemWords = KShares::kMay ? (kRowWords + 1) / 2 : kRowWords;
 constexpr uint32_t kPackets = (kItemWords + kPacketWords - 1) / kPacketWords;
 constexpr uint32_t kValues = 2 * 2 * kPacketWords * kPackets;  // of a thread
-constexpr uint32_t kSharesTogether =
-    Config::kBlockN <= 64 ? 4 : 2;  // whose packets a thread looks at together: there are registers for no more
+// Packets of other ranks that a thread looks at together: there are registers for no more beside its own values, or without them.
+constexpr uint32_t kLook = Config::kBlockN <= 64 ? 16 : KShares::kMay ? 12 : Config::kCanonical ? 4 : 8, kLookAll = 16;
 static_assert(KShares::kMay || kRowWords % kPacketWords == 0, "whole packets");
 
 // What a thread exchanges: a whole tile's values, or those of a slice.
@@ -132,9 +132,8 @@ struct PacketTiles : BasicOp<Config, Parameters> {
 #pragma unroll
     for (uint32_t i = 0; i < kPackets; ++i) {
       float sum[kPacketWords][kPacketWords] = {};  // of columns that the slice does not have any numbers: they fill up a packet
-      if (begin + i * kPacketWords < end &&
-          !shared.template add_columns<kSharesTogether>(entered, from, begin + i * kPacketWords, end, sum))
-        return;
+      const uint32_t packet = begin + i * kPacketWords;
+      if (packet < end && !shared.add_four(entered, from, packet, end, sum)) return;
 #pragma unroll
       for (uint32_t j = 0; j < kPacketWords * kPacketWords; ++j)
         d[i * kPacketWords * kPacketWords + j] = sum[j / kPacketWords][j % kPacketWords];
@@ -166,18 +165,25 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool add_others(const Entered& entered, float (&d)[kValues], const Item& item, bool first, bool second, const At& at) const {
     const uint32_t rank = p.world.rank;
     const OwnValues own(d);
-    bool ok = true;
-#pragma unroll 1
-    for (uint32_t i = kCanonicalSum ? 0 : 1; ok && i < kWorldSize; ++i) {
-      const uint32_t source = kCanonicalSum ? i : (rank + i) % kWorldSize;
-      if (kCanonicalSum && source == rank) {
-        own.add_to(d);
-        continue;
+    const auto source = [&](uint32_t s) {
+      return kCanonicalSum ? s + (s >= rank) : rank + 1 + s - (rank + 1 + s < kWorldSize ? 0 : kWorldSize);
+    };
+    const auto add = [&](uint32_t s, uint32_t half, uint32_t i, const ptx::Words& v) {
+#pragma unroll
+      for (uint32_t j = 0; j < kPacketWords; ++j) {
+        const uint32_t e = element(half, i, j);
+        if (kCanonicalSum && s == rank) own.add_to(d, e);
+        float low, high;
+        values_of(v.word[j], low, high);
+        d[e] += low, d[e + 1] += high;
       }
-      if (first) ok = receive<0, true>(entered, d, at(source, 0), item.packets, source);
-      if (ok && second) ok = receive<1, true>(entered, d, at(source, 1), item.packets, source);
+    };
+    if (!take_rows<kWorldSize - 1, kLook>(entered, item, first, second, source, at, add)) return false;
+    if (kCanonicalSum && rank == kWorldSize - 1) {
+#pragma unroll
+      for (uint32_t e = 0; e < kValues; e += 2) own.add_to(d, e);
     }
-    return ok;
+    return true;
   }
 
   // Of a canonical sum, in the order of the ranks: the own values, rounded as the others', which are added when it is their turn.
@@ -192,14 +198,11 @@ struct PacketTiles : BasicOp<Config, Parameters> {
         }
       }
     }
-    MK_DEVICE void add_to(float (&d)[kValues]) const {
+    MK_DEVICE void add_to(float (&d)[kValues], uint32_t e) const {  // the pair (d[e], d[e + 1])
       if constexpr (kCanonicalSum) {
-#pragma unroll
-        for (uint32_t i = 0; i < kValues / 2; ++i) {
-          float low, high;
-          ptx::unpack<Shape::kElement>(pairs[i], low, high);
-          d[2 * i] += low, d[2 * i + 1] += high;
-        }
+        float low, high;
+        ptx::unpack<Shape::kElement>(pairs[e / 2], low, high);
+        d[e] += low, d[e + 1] += high;
       }
     }
   };
@@ -223,85 +226,65 @@ struct PacketTiles : BasicOp<Config, Parameters> {
       if (has(packets, i)) ptx::store_packet(to.first + i * to.next, packet(d, half, i));
     }
   }
-  // One row from one rank: added to the own values, or instead of them. False: it did not come.
-  template <uint32_t Half, bool Adds>
-  MK_DEVICE bool receive(const Entered& entered, float (&d)[kValues], const Place& from, uint32_t packets, uint32_t source) const {
-    ptx::Words v[kPackets];
-    if (!take<1>(entered, v, from, 0, packets, source)) return false;
+  // Both rows from one rank, instead of the own values. False: they did not come.
+  template <class At>
+  MK_DEVICE bool receive(const Entered& entered, float (&d)[kValues], const Item& item, bool first, bool second, uint32_t owner,
+                         const At& at) const {
+    const auto set = [&](uint32_t, uint32_t half, uint32_t i, const ptx::Words& v) {
 #pragma unroll
-    for (uint32_t i = 0; i < kPackets; ++i) {
+      for (uint32_t j = 0; j < kPacketWords; ++j) values_of(v.word[j], d[element(half, i, j)], d[element(half, i, j) + 1]);
+    };
+    return take_rows<1, kLook>(entered, item, first, second, [&](uint32_t) { return owner; }, at, set);
+  }
+  // Both rows from all ranks, added up in their order. False: they did not come.
+  template <class At>
+  MK_DEVICE bool add_all(const Entered& entered, float (&d)[kValues], const Item& item, bool first, bool second, const At& at) const {
+#pragma unroll
+    for (uint32_t e = 0; e < kValues; ++e) d[e] = 0.0f;
+    const auto add = [&](uint32_t, uint32_t half, uint32_t i, const ptx::Words& v) {
 #pragma unroll
       for (uint32_t j = 0; j < kPacketWords; ++j) {
-        const uint32_t e = element(Half, i, j);
+        const uint32_t e = element(half, i, j);
         float low, high;
-        values_of(v[i].word[j], low, high);
-        d[e] = Adds ? d[e] + low : low, d[e + 1] = Adds ? d[e + 1] + high : high;
+        values_of(v.word[j], low, high);
+        d[e] += low, d[e + 1] += high;
       }
-    }
-    return true;
+    };
+    return take_rows<kWorldSize, kLookAll>(entered, item, first, second, [](uint32_t s) { return s; }, at, add);
   }
-  // One row from all ranks, `blocks` of a warp's packets apart, added up in their order.
-  template <uint32_t Half>
-  MK_DEVICE void add_all(const Entered& entered, float (&d)[kValues], const Place& from, uint32_t blocks, uint32_t packets) const {
-    constexpr uint32_t kAtOnce = kShares && kWorldSize * kPackets > 8 ? 1 : kPackets;  // the accumulators of a tile take registers, too
+  // Takes a thread's packets of its first row, its second, or both, from each of Sources ranks, source(0) and so on, once all their words have come;
+  // leaves zeros there. Those of as many ranks as there are registers for are looked at together, since a look takes some 700 cycles, however many it
+  // is at. use(number of the source, half, packet of the row, its words), the sources in their order. at(source, half): where a row's packets lie.
+  template <uint32_t Sources, uint32_t Look, class Source, class At, class Use>
+  MK_DEVICE bool take_rows(const Entered& entered, const Item& item, bool first, bool second, const Source& source, const At& at,
+                           const Use& use) const {
+    constexpr uint32_t kRows = 2 * kPackets <= Look ? 2 : 1, kOfSource = kRows * kPackets,
+                       kFit = Look / kOfSource > 1 ? Look / kOfSource : 1;
+    constexpr uint32_t kLooks = (Sources + kFit - 1) / kFit, kTogether = (Sources + kLooks - 1) / kLooks;
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < Sources; begin += kTogether) {
 #pragma unroll
-    for (uint32_t first = 0; first < kPackets; first += kAtOnce) {
-      if (!has(packets, first)) return;
-      ptx::Words v[kWorldSize * kAtOnce];
-      // The distance, worked out here: outside it takes two registers, and of eight ranks' packets none are left.
-      const uint64_t stride = uint64_t(blocks) * warp_packets();
-      if (!take<kWorldSize>(entered, v, Place{from.first + first * from.next, from.next}, stride, packets - first, 0)) return;
+      for (uint32_t half = 0; half < 2; half += kRows) {
+        ptx::Words v[kTogether * kOfSource];
+        uint32_t wanted = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        for (uint32_t n = 0; n < kTogether * kOfSource; ++n) {
+          const bool is_there = begin + n / kOfSource < Sources && has(item.packets, n % kPackets);
+          wanted |= uint32_t{is_there && (half + n % kOfSource / kPackets == 0 ? first : second)} << n;
+        }
+        const auto place = [&](uint32_t n) {
+          const Place row = at(source(begin + n / kOfSource), half + n % kOfSource / kPackets);
+          return row.first + n % kPackets * row.next;
+        };
+        if (!take_packets(entered, v, wanted, place, [&](uint32_t n) { return source(begin + n / kOfSource); })) return false;
 #pragma unroll
-        for (uint32_t j = 0; j < kPacketWords; ++j) {
-          const uint32_t e = element(Half, first + i, j);
-          float low = 0.0f, high = 0.0f;
+        for (uint32_t s = 0; s < kTogether; ++s) {
+          if (begin + s == Sources) break;
 #pragma unroll
-          for (uint32_t s = 0; s < kWorldSize; ++s) {
-            float x, y;
-            values_of(v[s * kAtOnce + i].word[j], x, y);
-            low += x, high += y;
-          }
-          d[e] = low, d[e + 1] = high;
+          for (uint32_t n = 0; n < kOfSource; ++n) use(begin + s, half + n / kPackets, n % kPackets, v[s * kOfSource + n]);
         }
       }
     }
-  }
-  // Takes as many of a row's packets as v has room for from each of Sources ranks, `source` and up, `stride` packets apart, once all their words
-  // have come; leaves zeros there.
-  template <uint32_t Sources, uint32_t Count>
-  MK_DEVICE bool take(const Entered& entered, ptx::Words (&v)[Count], const Place& from, uint64_t stride, uint32_t packets,
-                      uint32_t source) const {
-    constexpr uint32_t kEach = Count / Sources;
-    const auto at = [&](uint32_t i) { return from.first + i / kEach * stride + i % kEach * from.next; };
-    if constexpr (kShares) {
-      uint32_t wanted = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < Count; ++i) wanted |= uint32_t{has(packets, i % kEach)} << i;
-      return take_packets(entered, v, wanted, at, [&](uint32_t i) { return source + i / kEach; });
-    }
-    Deadline deadline(entered.call(), p.world.timeout_ns);
-    while (true) {
-      uint32_t missing = Count;
-#pragma unroll
-      for (uint32_t i = 0; i < Count; ++i) {
-        v[i] = ptx::load_packet(at(i));
-        const uint32_t* word = v[i].word;
-        const bool here = (word[0] != 0) & (word[1] != 0) & (word[2] != 0) & (word[3] != 0);  // && would be branches
-        if (!here) missing = i;
-      }
-      if (missing == Count) break;
-      // Of the packet's halves that one which lacks a word: it is less now, as a number, than with that word.
-      const uint32_t part = v[missing].word[0] != 0 && v[missing].word[1] != 0;
-      const uint64_t now = v[missing].word[part * 2] | uint64_t(v[missing].word[part * 2 + 1]) << 32;
-      const abi::State state = deadline.pass(reinterpret_cast<const uint64_t*>(at(missing)) + part, now + 1);
-      if (state == abi::kRunning) continue;
-      fail(entered.call(), state, Awaited{abi::kFlagChunk, 0, source + missing / kEach}, entered.call().epoch(), 0);
-      return false;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < Count; ++i) ptx::store_packet(at(i), ptx::Words{});
     return true;
   }
 };

@@ -205,6 +205,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       if (c.is_sum) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.add_shares(*entered, c);
         if (traces) trace.end(abi::kTraceReduce, tile);
+#pragma unroll
+        for (float& e : d) e = ptx::any_value();  // sums have all registers
         continue;
       }
     }

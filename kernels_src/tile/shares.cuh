@@ -17,10 +17,6 @@ struct Shares {
   static constexpr bool kMay = optional::kShares<Config>;
   static constexpr uint32_t kPackets = Shape::kBlockN / 2 / kPacketWords;  // of a thread: two rows of 8 columns, four float32 values, each
   static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
-  // Packets that a thread looks at together, of so many shares: there are registers for no more.
-  static constexpr uint32_t kRoom = Shape::kBlockN <= 64 ? 16 : Shape::kBlockN <= 128 ? 12 : Shape::kBlockN <= 192 ? 8 : 6;
-  static constexpr uint32_t kLook = optional::kPackets<Config> == 2 && Shape::kBlockN <= 192 ? kRoom - 4 : kRoom;
-  static constexpr uint32_t kTogether = Shape::kBlockN <= 192 ? 4 : 3;
   uint32_t num_tiles, shares;
 
   MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : 2 * num_tiles * shares; }  // of numbers
@@ -62,11 +58,16 @@ struct Shares {
     }
   }
 
-  // Adds what all shares have of a thread's next few packets before `end`, in the order of K, to `sum`; looks at so many shares together. `from`: share
-  // 0's first packet. False: they did not come.
-  template <uint32_t Together, uint32_t Columns>
+  // Adds what all shares have of a thread's next four packets before `end`, in the order of K, to `sum`. `from`: share 0's first packet. False: they did
+  // not come.
+  MK_DEVICE bool add_four(const Entered& entered, ptx::Words* from, uint32_t packet, uint32_t end, float (&sum)[4][kPacketWords]) const {
+    if (Shape::kBlockN <= 64 && end - packet <= 2) return add_columns<8, 2>(entered, from, packet, end, sum);  // as is usual there
+    return add_columns<4, 4>(entered, from, packet, end, sum);
+  }
+  // The same of so many packets; looks at so many shares together.
+  template <uint32_t Together, uint32_t Columns, uint32_t Most>
   MK_DEVICE bool add_columns(const Entered& entered, ptx::Words* from, uint32_t packet, uint32_t end,
-                             float (&sum)[Columns][kPacketWords]) const {
+                             float (&sum)[Most][kPacketWords]) const {
     constexpr uint32_t kBoth = Together * Columns;
 #pragma unroll 1
     for (uint32_t first = 0; first < shares; first += Together) {
@@ -90,20 +91,22 @@ struct Shares {
   template <class Store>
   MK_DEVICE void add_up(const Entered& entered, char* packets, const TileCoordinate& c, uint32_t rows, const Store& store) const {
     if (warp() * kWarpRows >= rows) return;
-    if (shares == 2) return add_up_together<2>(entered, packets, c, store);  // more columns at once
-    add_up_together<kTogether>(entered, packets, c, store);
+    // As few looks as there can be: a slice has the fewer columns, the more shares there are.
+    constexpr bool kNarrow = Shape::kBlockN <= 64;
+    if (shares == 2) return add_up_together<2, kNarrow ? 4 : 8>(entered, packets, c, store);
+    if (shares <= 4) return add_up_together<4, kNarrow ? 3 : 4>(entered, packets, c, store);
+    add_up_together<8, 2>(entered, packets, c, store);
   }
-  template <uint32_t Together, class Store>
+  template <uint32_t Together, uint32_t Columns, class Store>
   MK_DEVICE void add_up_together(const Entered& entered, char* packets, const TileCoordinate& c, const Store& store) const {
     ptx::Words* from = packets_of(packets, c);
     const uint32_t begin = first_packet(c.share), end = first_packet(c.share + 1);
-    constexpr uint32_t kColumns = kLook / Together;
 #pragma unroll 1
-    for (uint32_t packet = begin; packet < end; packet += kColumns) {
-      float sum[kColumns][kPacketWords] = {};
-      if (!add_columns<Together>(entered, from, packet, end, sum)) return;
+    for (uint32_t packet = begin; packet < end; packet += Columns) {
+      float sum[Columns][kPacketWords] = {};
+      if (!add_columns<Together, Columns>(entered, from, packet, end, sum)) return;
 #pragma unroll
-      for (uint32_t i = 0; i < kColumns; ++i) {
+      for (uint32_t i = 0; i < Columns; ++i) {
         if (packet + i < end) store(packet + i, sum[i]);
       }
     }

@@ -39,6 +39,7 @@ def f{i}(a, b=[{i}], *c, **d):
 """
 _SOURCE = "".join(_FUNCTION.replace("{i}", str(i)) for i in range(6000))
 _SMS = 132
+_OF_ONE_LOOK = 60  # instructions between its loads, at most
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,11 +78,12 @@ def fits(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> bytes:
     return cubin
 
 
-def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec) -> set[str]:
-    """The instructions that a kernel is made of; it needs what an SM has."""
+def compiled(caplog: pytest.LogCaptureFixture, spec: KernelSpec, packets: bool = False) -> set[str]:
+    """The instructions that a kernel is made of; it needs what an SM has. ``packets``: no branch stands between the packets of a look."""
     sass = cuda.disassemble(fits(caplog, spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     assert looped_tma(sass) == [], "each is a loop over lanes: its thread is not ptx::elected()"
+    assert not packets or branched_packets(sass) == [], "behind branches each address is worked out anew"
     assert moved_words(sass) == [], "between the products of a k step: its operands are not ptx::warp_descriptor()"
     return set(re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)", sass, re.MULTILINE))
 
@@ -91,6 +93,14 @@ def looped_tma(sass: str) -> list[str]:
     lines = sass.splitlines()
     places = [i for i, line in enumerate(lines) if re.search("UTMALDG|UTMASTG|UBLKCP", line)]
     return [lines[i].strip() for i in places if any("BRA.U.ANY" in line for line in lines[i + 1 : i + 4])]
+
+
+def branched_packets(sass: str) -> list[str]:
+    """Loads of packets that a branch stands in front of, and another load of a packet in front of that."""
+    lines = [line for line in sass.splitlines() if line.strip().startswith("/*")]
+    places = [i for i, line in enumerate(lines) if "LDG.E.128.STRONG.SYS" in line]
+    near = [(i, j) for i, j in itertools.pairwise(places) if j - i < _OF_ONE_LOOK]
+    return [lines[j].strip() for i, j in near if any("BSSY" in line or "BRA" in line for line in lines[i:j])]
 
 
 def moved_words(sass: str) -> list[str]:
@@ -183,7 +193,7 @@ def test_allgather_gemm_whose_ctas_share_k(
     per_node = int(world.split("x")[1])
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 8192, "bfloat16", row_major)
     plan = make_plan(problem, 16, _SMS, specialize=specialize, tiling=Tiling(block_n, per_node, 4, cluster))
-    instructions = compiled(caplog, plan.spec)
+    instructions = compiled(caplog, plan.spec, packets=True)
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
     assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"} <= instructions, "whole packets"
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
@@ -213,6 +223,7 @@ def test_allgather_gemm_whose_shards_travel_in_tagged_packets(
 
 _LOADS = """
 #include "ptx.cuh"
+#define BIT(n) ((wanted >> i & n) != 0)
 namespace mkernel {
 struct alignas(64) Parameters { uint64_t from, to, own, rounds, reserved[4]; };
 MK_KERNEL(64)(MK_GRID_CONSTANT Parameters p) {
@@ -238,14 +249,15 @@ MK_KERNEL(64)(MK_GRID_CONSTANT Parameters p) {
 @pytest.mark.parametrize(
     ("look", "waits"),
     [
-        ("ptx::load_pairs_if((wanted >> i & 1) != 0, v[i], at + i * 8);", False),
-        ("if ((wanted >> i & 1) != 0) v[i] = (wanted >> i & 2) != 0 ? ptx::load_input(at + i * 8) : ptx::load_packet(at + i * 8);", True),
+        ("ptx::load_pairs_if(BIT(1), v[i], at + i * 8);", False),
+        ("if (BIT(1)) { if (BIT(2)) v[i] = ptx::load_input(at + i * 8); else ptx::load_packet_if(true, v[i], at + i * 8); }", True),
     ],
     ids=["predicated", "branched around"],
 )
 def test_loads_that_wait_for_each_other_are_seen(tmp_path: Path, look: str, waits: bool) -> None:
     (tmp_path / "loads.cuh").write_text(_LOADS.replace("LOOK", look))
-    assert bool(waiting_loads(cuda.compile(KernelSpec("loads", (), 64, 1024, 64, tmp_path)))) == waits
+    cubin = cuda.compile(KernelSpec("loads", (), 64, 1024, 64, tmp_path))
+    assert bool(waiting_loads(cubin)) == waits
 
 
 @pytest.mark.cases(
@@ -259,7 +271,7 @@ def test_allgather_gemm_whose_shards_travel_in_packets(
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 1024, "bfloat16", row_major)
     plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(block_n, None, 1, cluster, 1))
     assert plan.packets
-    instructions = compiled(caplog, plan.spec)
+    instructions = compiled(caplog, plan.spec, packets=True)
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
     assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS", "STG.E.128"} <= instructions, "whole packets, and the gather buffer"
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK", "UBLKCP"}, "local memory, or bulk copies"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
@@ -15,11 +17,13 @@ from tests.nvrtc.test_kernels import (
     _SMS,
     MODES,
     _own_cache,  # noqa: F401 - a fixture for every test here
+    branched_packets,
     compiled,
     fits,
     loop_of_pairs,
     relative_cost,
 )
+from tests.ops.planted_bug import Bug
 
 HOWS = (REDUCE_SCATTER, "one_shot", "two_shot")
 
@@ -175,7 +179,7 @@ def test_packets(
     shares: int,
 ) -> None:
     plan = packets_of(how, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical, shares=shares)
-    instructions = compiled(caplog, plan.spec)
+    instructions = compiled(caplog, plan.spec, packets=True)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32{kind}"}
@@ -187,6 +191,16 @@ def test_packets(
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
     assert not {name for name in instructions if "MULTI" in name or name.startswith("LDGMC")}, "multicast"
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
+
+
+def test_packets_behind_branches_are_seen(tmp_path: Path) -> None:
+    """As they were looked at before: an address took 26 instructions, of each packet and in each look."""
+    predicated = "ptx::load_packet_if((missing >> i & 1) != 0, v[i], at(i));"
+    branched = "if ((missing >> i & 1) != 0) ptx::load_packet_if(true, v[i], at(i));"
+    with Bug("", "comm/packet.cuh", predicated, branched).in_force(tmp_path / "kernels"):
+        sass = cuda.disassemble(cuda.compile(packets_of(REDUCE_SCATTER, 4, 64).spec))
+    assert sass is not None
+    assert branched_packets(sass) != []
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.slow) for size in range(2, 8)] + [8])

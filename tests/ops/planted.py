@@ -43,8 +43,8 @@ WORKLOADS = {
     # Tiles that reach over the end of a shard.
     "span": (Case("bfloat16", 256, 136, split="mover", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
     "span warps": (Case("bfloat16", 256, 136, split="warps", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
-    # K of a tile shared by six CTAs.
-    "shares": (Case("bfloat16", 360, 136, split="narrow", tiling=Tiling(64, 1, 6)), 4, (90, 20), 20.0),
+    # K of a tile shared by nine CTAs: more than are looked at together.
+    "shares": (Case("bfloat16", 616, 136, split="narrow", tiling=Tiling(64, 1, 9)), 4, (90, 20), 20.0),
     # Shards that travel in packets: several rounds of each warp, calls as short as above, K shared by CTAs, and pairs of CTAs.
     "gather packets": (Case("bfloat16", 256, 264, tiling=Tiling(64, packets=1)), 3, (300, 129), 20.0),
     "gather packets short": (Case("bfloat16", 64, 8, tiling=Tiling(64, packets=1)), 12, (7, 130), 20.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.ops.planted_bug import Bug
+from tests.ops.planted_packets import ORDINARY_ZEROS, ZEROS
 
 __all__ = ["COMMON"]
 
@@ -387,9 +388,9 @@ COMMON = [
     ),
     Bug(
         "ordinary stores of zeros",
-        "reduce/packets.cuh",
-        "ptx::store_packet(at(i), ptx::Words{});",
-        "ptx::store_global(at(i), ptx::Words{});",
+        "comm/packet.cuh",
+        ZEROS,
+        ORDINARY_ZEROS,
         found_as="data race",
         workload="packets",
         tsan=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.ops.planted_bug import Bug
 
-__all__ = ["PACKETS"]
+__all__ = ["ORDINARY_ZEROS", "PACKETS", "ZEROS"]
 
 _FILE = "comm/shard_packets.cuh"
 _COUNTS = "  if (ptx::thread_index() == kGatherFirst) ptx::add_release(&control_block(call.world)->gathered, 1);\n"
@@ -13,6 +13,8 @@ _TAGGED, _TAGGED_FILE, _TAKEN = "tagged packets", "comm/tagged_packets.cuh", "ti
 
 _SETTLED = "    ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // nobody multiplies what the stages held\n"
 _STORED = "    ptx::barrier_sync(kTakenBarrier, kConsumerThreads);  // all have stored\n"
+ZEROS = "ptx::store_packet_if((wanted >> i & 1) != 0, at(i), ptx::Words{});"  # of comm/packet.cuh
+ORDINARY_ZEROS = "if ((wanted >> i & 1) != 0) ptx::store_global(at(i), ptx::Words{});"
 
 PACKETS = [
     Bug(
@@ -22,7 +24,7 @@ PACKETS = [
         "0",
         workload="packets of late CTAs",
     ),
-    Bug("packets are left where they were taken", "comm/packet.cuh", "ptx::store_packet(at(i), ptx::Words{});", ";", workload=_SHORT),
+    Bug("packets are left where they were taken", "comm/packet.cuh", ZEROS, ";", workload=_SHORT),
     Bug(
         "a pair of NaNs with all bits set is sent as it is",
         _FILE,
@@ -187,8 +189,8 @@ PACKETS = [
     Bug(
         "zeros are left by ordinary stores",
         "comm/packet.cuh",
-        "ptx::store_packet(at(i), ptx::Words{});",
-        "ptx::store_global(at(i), ptx::Words{});",
+        ZEROS,
+        ORDINARY_ZEROS,
         found_as="data race",
         workload=_SHORT,
         tsan=True,

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from tests.ops.planted_bug import Bug
+from tests.ops.planted_packets import ZEROS
 
 __all__ = ["REDUCTIONS"]
+
+# Of the values of all ranks, which add_all adds up, the own ones as they were before they were rounded.
+_ZEROED, _LAMBDA = "    for (uint32_t e = 0; e < kValues; ++e) d[e] = 0.0f;\n", "    const auto add = [&](uint32_t"
+_COPIED = "    float own[kValues];\n    for (uint32_t e = 0; e < kValues; ++e) own[e] = d[e], d[e] = 0.0f;\n"
+_KEPT = (f"{_ZEROED}{_LAMBDA}, ", f"{_COPIED}{_LAMBDA} s, ")
+_ADDED = "        values_of(v.word[j], low, high);\n", "        d[e] += low, d[e + 1] += high;\n      }\n    };\n    return"
+_UNROUNDED = ("".join(_ADDED), "        if (s == p.world.rank) low = own[e], high = own[e + 1];\n".join(_ADDED))
 
 REDUCTIONS = [
     # Partial tiles, sums and finished tiles.
@@ -219,14 +227,15 @@ REDUCTIONS = [
     # Packets.
     Bug(
         "packets are not waited for",
-        "reduce/packets.cuh",
-        "        if (!here) missing = i;\n",
+        "comm/packet.cuh",
+        "    missing &= ~(uint32_t{here} << i);\n",
+        "    missing &= ~(1u << i);\n",
         found_as="wrong",
         workload="packets",
     ),
     Bug(
         "only the first word of a packet is looked at",
-        "reduce/packets.cuh",
+        "comm/packet.cuh",
         "(word[0] != 0) & (word[1] != 0) & (word[2] != 0) & (word[3] != 0);",
         "word[0] != 0;",
         found_as="wrong",
@@ -234,7 +243,7 @@ REDUCTIONS = [
     ),
     Bug(
         "a word of a packet is not looked at",
-        "reduce/packets.cuh",
+        "comm/packet.cuh",
         " & (word[2] != 0) & ",
         " & ",
         found_as="wrong",
@@ -242,9 +251,9 @@ REDUCTIONS = [
     ),
     Bug(
         "only one source's packets are waited for",
-        "reduce/packets.cuh",
-        "        if (!here) missing = i;\n",
-        "        if (!here && i < kPackets) missing = i;\n",
+        "comm/packet.cuh",
+        "    missing &= ~(uint32_t{here} << i);\n",
+        "    missing &= ~(uint32_t{here || i >= Most / 3} << i);\n",
         found_as="wrong",
         world="1x3",
         workload="packets in one step",
@@ -261,26 +270,26 @@ REDUCTIONS = [
     ),
     Bug(
         "no zeros are left behind",
-        "reduce/packets.cuh",
-        "ptx::store_packet(at(i), ptx::Words{});",
+        "comm/packet.cuh",
+        ZEROS,
         ";",
         found_as="wrong",
         workload="packets short",
     ),
     Bug(
         "zeros are left before words are looked for",
-        "reduce/packets.cuh",
-        "    Deadline deadline(entered.call(), p.world.timeout_ns);\n",
-        "    for (uint32_t i = 0; i < Count; ++i) ptx::store_packet(at(i), ptx::Words{});\n"
-        "    Deadline deadline(entered.call(), p.world.timeout_ns);\n",
+        "comm/packet.cuh",
+        "  Deadline deadline(call, call.world.timeout_ns);\n",
+        "  for (uint32_t i = 0; i < Most; ++i) ptx::store_packet_if((missing >> i & 1) != 0, at(i), ptx::Words{});\n"
+        "  Deadline deadline(call, call.world.timeout_ns);\n",
         found_as="deadlock",
         workload="packets",
     ),
     Bug(
-        "zeros are left where the next row is",
-        "reduce/packets.cuh",
-        "ptx::store_packet(at(i), ptx::Words{});",
-        "ptx::store_packet(from.first + i * from.next, ptx::Words{});",
+        "zeros are left where the first packet was",
+        "comm/packet.cuh",
+        ZEROS,
+        ZEROS.replace("at(i)", "at(0)"),
         workload="packets in one step",
     ),
     Bug(
@@ -310,16 +319,24 @@ REDUCTIONS = [
     Bug(
         "a row that is not there is waited for",
         "ops/gemm_allreduce_packets.cuh",
-        "      if (row < p.rows) add_all<0>(",
-        "      add_all<0>(",
+        "add_all(entered, d, item, row < p.rows,",
+        "add_all(entered, d, item, true,",
+        found_as="deadlock",
+        workload="packets in one step",
+    ),
+    Bug(
+        "a second row that is not there is waited for",
+        "ops/gemm_allreduce_packets.cuh",
+        "add_all(entered, d, item, row < p.rows, row + 8 < p.rows, at);",
+        "add_all(entered, d, item, row < p.rows, true, at);",
         found_as="deadlock",
         workload="packets in one step",
     ),
     Bug(
         "own values are added unrounded",
         "reduce/packets.cuh",
-        "          values_of(v[s * kAtOnce + i].word[j], x, y);\n",
-        "          values_of(v[s * kAtOnce + i].word[j], x, y);\n          if (s == p.world.rank) x = d[e], y = d[e + 1];\n",
+        *_KEPT,
+        also=(_UNROUNDED,),
         found_as="ranks have different bits",
         workload="packets in one step",
     ),
@@ -350,8 +367,8 @@ REDUCTIONS = [
     Bug(
         "what one of the others has sent is not added",
         "reduce/packets.cuh",
-        "kCanonicalSum ? 0 : 1; ok && i < kWorldSize; ++i",
-        "kCanonicalSum ? 0 : 1; ok && i < kWorldSize - 1; ++i",
+        "          if (begin + s == Sources) break;\n",
+        "          if (begin + s == (Sources > 1 ? Sources - 1 : 1)) break;\n",
         found_as="wrong",
         world="1x3",
         workload="scattered packets",
@@ -359,8 +376,8 @@ REDUCTIONS = [
     Bug(
         "what one of the others has sent is added twice",
         "reduce/packets.cuh",
-        "d[e] = Adds ? d[e] + low : low,",
-        "d[e] = Adds ? d[e] + low + low : low,",
+        "        d[e] += low, d[e + 1] += high;\n      }\n    };\n    if (!take_rows",
+        "        d[e] += low + low, d[e + 1] += high;\n      }\n    };\n    if (!take_rows",
         found_as="wrong",
         workload="scattered packets",
     ),
@@ -414,15 +431,15 @@ REDUCTIONS = [
     Bug(
         "the last share is not added",
         "tile/shares.cuh",
-        "first < shares; first += Together",
-        "first < shares - 1; first += Together",
+        "        if (first + i % Together >= shares) continue;\n",
+        "        if (first + i % Together >= shares - 1) continue;\n",
         workload="shared packets",
     ),
     Bug(
         "a share's packets are not zeroed",
         "comm/packet.cuh",
-        "    if ((wanted >> i & 1) != 0) ptx::store_packet(at(i), ptx::Words{});\n",
-        "    if (i != 1 && (wanted >> i & 1) != 0) ptx::store_packet(at(i), ptx::Words{});\n",
+        ZEROS,
+        ZEROS.replace("(wanted", "i != 1 && (wanted"),
         workload="shared packets",
     ),
     Bug(
@@ -465,8 +482,8 @@ REDUCTIONS = [
     Bug(
         "the own slice is added unrounded",
         "reduce/packets.cuh",
-        "          values_of(v[s * kAtOnce + i].word[j], x, y);\n",
-        "          values_of(v[s * kAtOnce + i].word[j], x, y);\n          if (s == p.world.rank) x = d[e], y = d[e + 1];\n",
+        *_KEPT,
+        also=(_UNROUNDED,),
         found_as="ranks have different bits",
         workload="shared packets in one step",
     ),

@@ -196,9 +196,10 @@ PLANTED = [
     Bug(
         "own packets first",
         "reduce/packets.cuh",
-        "kCanonicalSum ? i : (rank",
-        "kCanonicalSum ? (rank + i) % kWorldSize : (rank",
+        "kCanonicalSum && s == rank",
+        "kCanonicalSum && s == 0",
         world="1x3",
+        also=(("kCanonicalSum && rank == kWorldSize - 1", "false"),),
     ),
     Bug(
         "own scattered packets as they are",

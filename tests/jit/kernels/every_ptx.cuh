@@ -54,17 +54,17 @@ MK_DEVICE void multiply_registers(char *smem) {
 
 MK_DEVICE void words(char *smem, ptx::Words *packets) {
   ptx::Words v = ptx::any_words();
-  if (v.word[0] != 0)
-    v = ptx::load_packet(packets);
+  ptx::load_packet_if(v.word[0] != 0, v, packets);
   ptx::store_shared(smem, v);
   v = ptx::load_shared(smem + 16);
-  float low, high, sum = 0.0f;
+  float low, high, sum = ptx::any_value();
   ptx::unpack<ptx::Element::kBFloat16>(v.word[0], low, high);
   sum += low + high;
   ptx::unpack<ptx::Element::kFloat16>(v.word[1], low, high);
   v.word[2] = ptx::bits(ptx::reciprocal(sum + low) + ptx::exp2(high) +
                         ptx::from_bits(v.word[3]));
   ptx::store_packet(packets + 1, v);
+  ptx::store_packet_if(v.word[2] != 0, packets + 7, v);
   ptx::load_pairs_if(v.word[1] != 0, v, packets + 8);
   ptx::store_pairs(packets + 6, v);
   ptx::store_global(packets + 2, ptx::load_input(packets + 3));
