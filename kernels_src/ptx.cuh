@@ -304,25 +304,15 @@ MK_DEVICE uint32_t bits(float v) {  // an instruction: else ptxas reads accumula
 }
 MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
 MK_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }  // of a number and a NaN the number
-// 2^x and 1/x with a relative error of at most 2^-22 and 2^-23 (PTX ISA: 2 ulp, 1 ulp); a result or argument below 2^-126 may count as 0.
-MK_DEVICE float exp2(float x) {
-  float v;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
-  return v;
-}
-MK_DEVICE float log2(float x) {  // with an error of at most 2^-22, absolute where x is in (0.5, 2), else relative; of 0: -infinity
-  float v;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
-  return v;
-}
-MK_DEVICE float reciprocal(float x) {
-  float v;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
-  return v;
-}
+// Errors: exp2 2^-22, reciprocal 2^-23, log2 2^-22, relative (log2 in (0.5, 2): absolute); what is below 2^-126 may count as 0; log2(0): -infinity.
+// clang-format off
+#define MK_APPROXIMATE(name, instruction) MK_DEVICE float name(float x) { float v; asm(instruction " %0, %1;" : "=f"(v) : "f"(x)); return v; }
+MK_APPROXIMATE(exp2, "ex2.approx.ftz.f32") MK_APPROXIMATE(log2, "lg2.approx.ftz.f32") MK_APPROXIMATE(reciprocal, "rcp.approx.ftz.f32")
+#undef MK_APPROXIMATE
+    // clang-format on
 
-// ---- 16 bytes at a time
-struct Words {
+    // ---- 16 bytes at a time
+    struct Words {
   uint32_t word[4];
 };
 #define MK_WORDS(kind, v) kind(v.word[0]), kind(v.word[1]), kind(v.word[2]), kind(v.word[3])
@@ -411,9 +401,7 @@ MK_DEVICE void store_packet_if(bool wanted, Words* p, const Words& v) {
                "r"(uint32_t{wanted})
                : "memory");
 }
-MK_DEVICE void store_packet(Words* p, const Words& v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), MK_WORDS("r", v) : "memory");
-}
+MK_DEVICE void store_packet(Words* p, const Words& v) { store_packet_if(true, p, v); }
 
 // Tagged packets: two pairs of words, each pair stored and loaded at once, in either order (relaxed, as above).
 MK_DEVICE void load_pairs_if(bool wanted, Words& v, const Words* p) {  // if not, v stays; no branch, and nothing waits for loads before it

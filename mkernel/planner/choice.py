@@ -34,6 +34,7 @@ __all__ = ["Ranked", "candidates", "choose", "model_decides", "plan_allgather_ge
 
 _WIDTHS = (256, 192, 128, 64)
 _PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly as much of A as alone
+_SHARED_WIDTHS, _SHARES_OF_SHARDS = (192, 128), (2, 3, 4)  # of tiles of single shards
 _PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
@@ -113,12 +114,29 @@ def _gathers(
                     spanning = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
                     if spanning not in (plan, rules):
                         yield spanning
+            yield from (plan for plan in _sharing_of_shards(problem, rows, sm_count, split, specialize, width) if plan != rules)
             if width in _PAIRED_WIDTHS and not pushed_by_warps and _may_bind(problem, rows) and may_win(width, 2, 0):
                 pairs = Tiling(width, 1, 1, 2)
                 with contextlib.suppress(SplitError):  # few SMs
                     plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
                     if plan != rules:
                         yield plan
+
+
+def _sharing_of_shards(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split, specialize: str | None, width: int
+) -> Iterator[AllGatherGemmPlan]:
+    """K of the tiles of single shards shared by CTAs, where tiles are few: what is left to do when the last chunk has come is a share.
+
+    So shares may be more than there are SMs.
+    """
+    tiles = problem.topology.size * math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width)
+    if width not in _SHARED_WIDTHS or not split.intra_comm or problem.canonical or tiles > sm_count:
+        return
+    for shares in _SHARES_OF_SHARDS:
+        tiling = Tiling(width, 1, shares, 1, 0)
+        with contextlib.suppress(TilingError):  # fewer k steps
+            yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
 def _spans(topology: Topology, rows: int) -> list[int]:

@@ -152,9 +152,10 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         apart=size > 1 and not plan.packets,
         b_row=row_of_b(n, k, problem.b_row_major),
     )
+    exchange = 0.0
     if plan.sizes.shares > 1:
-        ctas = plan.taken * plan.sizes.shares * plan.cluster
-        work = work._replace(seconds=work.seconds + exchange_seconds(ctas, plan.plane_rows, block_n))
+        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.cluster, plan.plane_rows, block_n)
+        work = work._replace(seconds=work.seconds + exchange)
     t = work.cost.seconds
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
@@ -167,18 +168,20 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     slowed = 1 + machine.beside * min(1.0, (pushing + forwarding) / work.seconds) * (0.5 if intra else 1.0)
     all_done = start + work.seconds * slowed
     if mates and plan.span > 1:  # nothing begins before the chunks of all shards that a tile covers are there
-        all_done = max(all_done, begin + pushing + machine.flag + work.seconds)
+        # Parts of K are multiplied while the next ones come; beside warps that push, loads take the longer for it (docs/speed_log.md).
+        first = max(pushing / plan.parts, min(pushing, one_chunk)) if intra else pushing
+        all_done = max(all_done, begin + machine.flag + max(pushing + work.seconds / plan.parts, first + work.seconds))
     elif mates:
         if plan.parts > 1:  # of the last group of rows, all is done but the parts of K that come last, together
             group = min(tile_rows, plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * mates * tiles_n
             together = min(1.0, max(1 / plan.parts, (intra or compute) / (plan.part_blocks * plan.parts)))
             rest = waves(group, compute) * t * together
         else:
-            rest = waves(mates * tiles_n, compute) * t
+            rest = waves(mates * tiles_n * plan.sizes.shares, compute) * work.cost.seconds + exchange
         all_done = max(all_done, begin + pushing + machine.flag + rest)
         # Own tiles are the first; those of the others begin when their first chunk has come.
         behind = work.seconds * (1 - 1 / plan.planes)
-        all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t))
+        all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t + exchange))
     network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:
         network = sent(machine, topology, shard, plan.put_bytes)

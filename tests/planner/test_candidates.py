@@ -44,6 +44,7 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
                 for span in spans if inside and rows > BLOCK_M else ():
                     if topology.size // span * -(-span * rows // BLOCK_M) <= 0.9 * topology.size * -(-rows // BLOCK_M):
                         yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, span, 1))
+                yield from every_sharing_of_shards(problem, rows, sms, split, width) if inside and split.intra_comm else ()
                 pushed_by_warps = inside and not split.intra_comm
                 if topology.size > 1 and not pushed_by_warps and width in (256, 192, 128) and may_bind(problem, rows):
                     with contextlib.suppress(SplitError):
@@ -66,6 +67,13 @@ def alike(plan: Any) -> Any:
 
 def may_bind(problem: Any, rows: int) -> bool:
     return rows > BLOCK_M and bool(problem.n % BLOCK_K or problem.k % BLOCK_K)
+
+
+def every_sharing_of_shards(problem: AllGatherGemmProblem, rows: int, sms: int, split: Split, width: int) -> Iterator[Any]:
+    tiles = problem.topology.size * -(-rows // BLOCK_M) * -(-problem.n // width)
+    for shares in (2, 3, 4) if tiles <= sms and width in (192, 128) and not problem.canonical else ():
+        with contextlib.suppress(TilingError):
+            yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, 1, shares, 1, 0))
 
 
 def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int, rules: Any) -> Iterator[Any]:
@@ -157,3 +165,26 @@ def test_tiles_span_shards_that_end_with_an_empty_tile_row() -> None:
     assert spans == {295: {1, 2, 4}, 384: {1}}
     chosen = choice.plan_allgather_gemm(problem, 295, 132, machine=H200)
     assert chosen.span > 1, "which is predicted to save a fifth"
+
+
+def test_k_of_single_shards_is_shared_where_tiles_are_few() -> None:
+    """What is left to do when the last chunk has come is a share, so that shares may be more than SMs (measured, docs/speed_log.md)."""
+    problem = AllGatherGemmProblem(Topology(4, 4), 984, 7880, "bfloat16", False)
+    chosen = choice.plan_allgather_gemm(problem, 223, 132, machine=H200)
+    assert chosen.shares * chosen.num_tiles > 132
+    assert chosen.span == 1
+    assert not chosen.packets
+    canonical = dataclasses.replace(problem, canonical=True)
+    assert all(plan.shares == 1 for plan in choice.candidates(canonical, 223, 132))
+
+
+def test_parts_of_k_are_multiplied_while_the_next_ones_come() -> None:
+    """Of tiles that span shards, by CTAs that push; beside warps that do, which was slower than predicted, it does not count."""
+    problem = AllGatherGemmProblem(Topology(4, 4), 2048, 8192, "bfloat16", True)
+    for split, counts in ((Split(intra_comm=8), True), (Split(intra_comm=0), False)):
+        plan = allgather_gemm.make_plan(problem, 425, 132, split, tiling=Tiling(256, 4, 1))
+        assert plan.parts == 4
+        found = predict(plan, H200)
+        assert found is not None
+        one_after_the_other = found.link + max(found.tensor, found.load)
+        assert (found.seconds - found.start - found.entry < 0.9 * one_after_the_other) == counts
