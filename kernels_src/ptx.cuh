@@ -306,13 +306,13 @@ MK_DEVICE float from_bits(uint32_t v) { return __uint_as_float(v); }
 MK_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }  // of a number and a NaN the number
 // Errors: exp2 2^-22, reciprocal 2^-23, log2 2^-22, relative (log2 in (0.5, 2): absolute); what is below 2^-126 may count as 0; log2(0): -infinity.
 // clang-format off
-#define MK_APPROXIMATE(name, instruction) MK_DEVICE float name(float x) { float v; asm(instruction " %0, %1;" : "=f"(v) : "f"(x)); return v; }
-MK_APPROXIMATE(exp2, "ex2.approx.ftz.f32") MK_APPROXIMATE(log2, "lg2.approx.ftz.f32") MK_APPROXIMATE(reciprocal, "rcp.approx.ftz.f32")
-#undef MK_APPROXIMATE
-    // clang-format on
+MK_DEVICE float exp2(float x) { float v; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x)); return v; }
+MK_DEVICE float log2(float x) { float v; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x)); return v; }
+MK_DEVICE float reciprocal(float x) { float v; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x)); return v; }
+// clang-format on
 
-    // ---- 16 bytes at a time
-    struct Words {
+// ---- 16 bytes at a time
+struct Words {
   uint32_t word[4];
 };
 #define MK_WORDS(kind, v) kind(v.word[0]), kind(v.word[1]), kind(v.word[2]), kind(v.word[3])
