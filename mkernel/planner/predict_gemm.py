@@ -177,7 +177,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
             together = min(1.0, max(1 / plan.parts, (intra or compute) / (plan.part_blocks * plan.parts)))
             rest = waves(group, compute) * t * together
         else:
-            rest = waves(mates * tiles_n * plan.sizes.shares, compute) * work.cost.seconds + exchange
+            rest = waves(mates * tiles_n * plan.sizes.shares, compute) * t + exchange
         all_done = max(all_done, begin + pushing + machine.flag + rest)
         # Own tiles are the first; those of the others begin when their first chunk has come.
         behind = work.seconds * (1 - 1 / plan.planes)

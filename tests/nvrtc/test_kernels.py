@@ -256,8 +256,7 @@ MK_KERNEL(64)(MK_GRID_CONSTANT Parameters p) {
 )
 def test_loads_that_wait_for_each_other_are_seen(tmp_path: Path, look: str, waits: bool) -> None:
     (tmp_path / "loads.cuh").write_text(_LOADS.replace("LOOK", look))
-    cubin = cuda.compile(KernelSpec("loads", (), 64, 1024, 64, tmp_path))
-    assert bool(waiting_loads(cubin)) == waits
+    assert bool(waiting_loads(cuda.compile(KernelSpec("loads", (), 64, 1024, 64, tmp_path)))) == waits
 
 
 @pytest.mark.cases(

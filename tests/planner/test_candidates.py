@@ -179,7 +179,7 @@ def test_k_of_single_shards_is_shared_where_tiles_are_few() -> None:
 
 
 def test_parts_of_k_are_multiplied_while_the_next_ones_come() -> None:
-    """Of tiles that span shards, by CTAs that push; beside warps that do, which was slower than predicted, it does not count."""
+    """It counts in tiles that span shards, by CTAs that push; not beside warps that do, which was slower than predicted."""
     problem = AllGatherGemmProblem(Topology(4, 4), 2048, 8192, "bfloat16", True)
     for split, counts in ((Split(intra_comm=8), True), (Split(intra_comm=0), False)):
         plan = allgather_gemm.make_plan(problem, 425, 132, split, tiling=Tiling(256, 4, 1))
