@@ -89,10 +89,12 @@ struct Mbarrier {
   uint32_t expected = 0, pending = 0;
   int64_t transactions = 0;
   uint32_t phase = 0;
+  uint64_t completed = 0;   // phases
   bool visible = false;     // to the async proxy: an init fence followed
   bool had_bytes = false;   // the current phase expected bytes
   bool unobserved = false;  // the last phase moved bytes and nobody has waited for it yet
   char sync[2] = {};        // addresses for ThreadSanitizer, by phase: who comes late from one must not inherit from the next
+  void* passed = nullptr;   // of the last phase that has completed: see pass()
   ProxyClock clock;
   std::vector<Fiber*> waiting;
   uint64_t word() const;  // what lies in shared memory
@@ -294,6 +296,8 @@ struct Scheduler {
   Cta* focus = nullptr;      // the CTA whose threads run at present,
   uint64_t focus_until = 0;  // until this turn
   uint64_t last_hold = 0;    // the turn at which the last one ends
+  Fiber* late = nullptr;     // a thread that could run, and is left behind
+  uint64_t late_until = 0;   // until this turn, or until nobody else can go on
   std::vector<Fiber*> flag_waiters;
   std::vector<std::unique_ptr<AsyncCopy>> eager, lazy;  // lazy ones run when nothing else can
   std::map<uint64_t, std::unique_ptr<Launch>> launches;
@@ -323,6 +327,8 @@ struct Scheduler {
   Fiber* pick();
   void not_ready(Cta& cta);
   void stall_someone();
+  Fiber* take_runnable(Cta& cta, size_t index);
+  void leave_behind(Cta& cta);
   bool end_stalls();
   std::string describe(const Launch& launch) const;
   std::string flag_name(uint64_t address) const;

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "crash.hpp"
 #include "model.hpp"
@@ -21,9 +22,10 @@ constexpr uint64_t kTimeCheckTurns = 64;
 constexpr uint64_t kStallCheckTurns = 512;
 constexpr uint64_t kLongestStall = 4096;               // turns
 constexpr uint64_t kLagOdds = 8, kLongestLag = 65536;  // a rank with some of its CTAs far behind: the others get a call ahead of it
-constexpr uint64_t kLongestFocus = 256;                // turns
-constexpr uint64_t kPollsPerFiber = 16;                // without progress, before the run counts as idle
-constexpr uint32_t kYieldRounds = 64;                  // process mode: rounds of sched_yield before it sleeps
+constexpr uint64_t kLateOdds = 2, kShortestLate = 8, kLongestLate = 20;  // a thread that others overtake: powers of two, in turns
+constexpr uint64_t kLongestFocus = 256;                                  // turns
+constexpr uint64_t kPollsPerFiber = 16;                                  // without progress, before the run counts as idle
+constexpr uint32_t kYieldRounds = 64;                                    // process mode: rounds of sched_yield before it sleeps
 constexpr uint64_t kShortSleepNs = 50'000, kLongSleepNs = 200'000;
 constexpr uint64_t kLookAgainNs = 1'000'000;                             // process mode: abort words are looked at this often
 constexpr uint64_t kLongestIdleNs = 20'000'000;                          // process mode: run returns, so that the host sees signals
@@ -191,6 +193,7 @@ void Scheduler::remove(Launch& launch) {
   if (--running == 0) forget_writes();
   const auto of_launch = [&](const Fiber* fiber) { return fiber->cta->launch == &launch; };
   std::erase_if(flag_waiters, of_launch);
+  if (late != nullptr && of_launch(late)) late = nullptr;
   const auto copy_of_launch = [&](const std::unique_ptr<AsyncCopy>& copy) { return copy->cta->launch == &launch; };
   std::erase_if(eager, copy_of_launch);
   std::erase_if(lazy, copy_of_launch);
@@ -274,7 +277,10 @@ Fiber* Scheduler::pick() {
     focus_until = turn + random() % kLongestFocus;
   }
   Cta& cta = *focus;
-  const size_t index = random() % cta.runnable.size();
+  return take_runnable(cta, random() % cta.runnable.size());
+}
+
+Fiber* Scheduler::take_runnable(Cta& cta, size_t index) {
   Fiber* fiber = cta.runnable[index];
   cta.runnable[index] = cta.runnable.back();
   cta.runnable.pop_back();
@@ -283,11 +289,20 @@ Fiber* Scheduler::pick() {
   return fiber;
 }
 
+// One thread rests, while the other lanes of its warp and whoever does not wait for it run on. Threads that are taken at random stay close to each other:
+// without this, a ring of stages hardly ever goes round before a lane has looked at one.
+void Scheduler::leave_behind(Cta& cta) {
+  late = take_runnable(cta, random() % cta.runnable.size());
+  late_until = turn + random() % (uint64_t{1} << (kShortestLate + random() % (kLongestLate - kShortestLate + 1)));
+}
+
 void Scheduler::stall_someone() {
+  if (late != nullptr && turn >= late_until) make_runnable(std::exchange(late, nullptr));
   if (turn < stall_check || settling || ready.empty()) return;
   stall_check = turn + kStallCheckTurns;
   if (chance(2)) ready[random() % ready.size()]->stalled_until = turn + random() % kLongestStall;
-  if (!chance(kLagOdds)) return;
+  if (late == nullptr && chance(kLateOdds)) leave_behind(*ready[random() % ready.size()]);
+  if (ready.empty() || !chance(kLagOdds)) return;
   const uint64_t until = turn + random() % kLongestLag;
   for (const auto& cta : ready[random() % ready.size()]->launch->ctas) {
     if (chance(2)) cta->stalled_until = until;
@@ -303,6 +318,7 @@ bool Scheduler::end_stalls() {
     cta->stalled_until = turn;
     any = true;
   }
+  if (late != nullptr) make_runnable(std::exchange(late, nullptr)), any = true;
   if (any) focus = nullptr, idle_polls = 0, settling = true;
   return any;
 }
@@ -342,11 +358,7 @@ bool Scheduler::run_passed_over() {
     for (size_t i = 0; i < cta->runnable.size(); ++i) {
       Fiber* fiber = cta->runnable[i];
       if (fiber->ran >= progressed) continue;
-      cta->runnable[i] = cta->runnable.back();
-      cta->runnable.pop_back();
-      --runnable;
-      if (cta->runnable.empty()) not_ready(*cta);
-      run_fiber(fiber);
+      run_fiber(take_runnable(*cta, i));
       return true;
     }
   }

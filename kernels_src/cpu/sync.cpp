@@ -151,9 +151,33 @@ uint32_t live_of_cluster(const Cta& cta) {
   return live;
 }
 
+namespace {
+// A thread tells phases apart by their parity. So whoever waits for one must have seen it before the next one completes, in every interleaving: all that
+// arrives for the next one comes after all waits for this one. ThreadSanitizer is shown a wait as a read, and the end of the next phase as a write.
+void pass(Fiber& fiber, Mbarrier& bar, uint32_t parity) {
+  bar.unobserved = false;
+  fiber.clock.join(bar.clock);
+  tsan::acquire(&bar.sync[parity]);
+  if (bar.passed != nullptr) tsan::read(bar.passed, 1);
+}
+
+void show_phase_ends(Mbarrier& bar) {
+  if (!tsan::active()) return;
+  if (bar.passed != nullptr) {
+    const tsan::AsyncContext context;  // whoever arrives last
+    tsan::acquire(&bar.sync[bar.phase]);
+    tsan::write(bar.passed, 1);
+    tsan::delete_cell(bar.passed);
+  }
+  bar.passed = tsan::new_cell();
+}
+}  // namespace
+
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar) {
   if (bar.pending == 0 && bar.transactions == 0) {
+    show_phase_ends(bar);
     bar.phase ^= 1;
+    ++bar.completed;
     bar.pending = bar.expected;
     bar.unobserved = bar.had_bytes;
     bar.had_bytes = false;
@@ -378,9 +402,7 @@ bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
     s.yield(true);
     return false;
   }
-  bar.unobserved = false;
-  fiber.clock.join(bar.clock);
-  tsan::acquire(&bar.sync[parity]);
+  pass(fiber, bar, parity);
   return true;
 }
 
@@ -391,14 +413,17 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
   if (parity > 1) s.fail_fiber("mbarrier_wait: a parity of %u", parity);
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
   const auto offset = static_cast<uint64_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
-  // Looks again after waking: a thread so late that the phase's parity has come round again waits on, as it may on the machine.
-  while (bar.phase == parity) {
+  const uint64_t completed = bar.completed;
+  if (bar.phase == parity) {
     bar.waiting.push_back(&fiber);
     s.park(Waiting{Wait::kMbarrier, offset, parity, kNever});
+    if (bar.completed != completed + 1) {  // on the machine it waits on, perhaps for ever, or takes what is there for what it waited for
+      s.fail_fiber(
+          "mbarrier_wait: overtaken: since this thread waits for a phase of the mbarrier at shared +0x%x, %llu phases have completed",
+          static_cast<uint32_t>(offset), static_cast<unsigned long long>(bar.completed - completed));
+    }
   }
-  bar.unobserved = false;
-  fiber.clock.join(bar.clock);
-  tsan::acquire(&bar.sync[parity]);
+  pass(fiber, bar, parity);
 }
 
 // ---- clusters

@@ -141,7 +141,8 @@ MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& s
   const bool reports = ptx::lane_index() == 0;
 #pragma unroll 1
   for (uint32_t step = 0; step < steps; ++step, stage.advance(ring.count())) {
-    ptx::mbarrier_wait(&storage.stages.filled[stage.index], stage.parity);
+    storage.stages.wait_filled(stage);
+    ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not
     if (reports) storage.stages.take(stage);
   }
 }

@@ -38,7 +38,6 @@ class TileSource {
     if (is_dealt_) {
       if (tile == kStop) tile = last_ + ptx::cta_count() / kCluster;
       last_ = tile;
-      ptx::sync_warp();  // all lanes have seen that a tile is wanted, before the next one may be
     } else if (tile == kStop) {
       tile = ptx::lane_index() == 0 ? ptx::atomic_add(&control_block(call_.world)->tile_counter, 1) : 0;
       tile = ptx::broadcast(tile, 0) + (ptx::cta_count() - num_comm_ctas(op_.p)) / kCluster;
@@ -121,6 +120,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   while (true) {
     if (parts != 0) {  // a tile taken sooner than needed would be missing where another CTA has nothing to do
       ptx::mbarrier_wait(&storage.tile_wanted, wanted);
+      ptx::sync_warp();  // all lanes have seen that a tile is wanted, before the next one may be
       wanted ^= 1;
     }
     uint32_t tile;

@@ -17,7 +17,7 @@ from mkernel import abi
 from mkernel.errors import Error
 from mkernel.jit.headers import kernels_src
 from mkernel.runtime.cpu.backend import CpuBackend
-from tests.cpu_target.harness import BFLOAT16, Box, Faults, GemmTile, Nans, Numbers, Primitives, Relay, aligned, load, map_of
+from tests.cpu_target.harness import BFLOAT16, Box, Faults, GemmTile, Nans, Numbers, Primitives, Race, Relay, aligned, load, map_of
 
 SEEDS = range(8)
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -224,15 +224,33 @@ def test_missing_proxy_fence_after_acquire(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("fault", [2, 3], ids=["wait_group.read before a flag", "stage reused before it was read"])
 def test_missing_wait_corrupts_data(fault: int, rng: np.random.Generator) -> None:
-    """Copies complete late, so that a missing wait shows in the data, for nearly every seed."""
+    """Copies complete late, so that a missing wait shows in the data: of 200 seeds 41 and 168 show it."""
     wrong = 0
-    for seed in range(20):
+    for seed in range(100):
         try:
             wrong += not relay(fault, seed, rng)
-        except Error as error:  # the late store was seen by the proxy check
-            assert "store_wait" in str(error)
+        except Error as error:  # the late store was seen by the proxy check, or the load after the next piece's
+            assert re.search("store_wait|race: bulk_store writes", str(error))
             wrong += 1
-    assert wrong >= 5
+    assert wrong >= 10
+
+
+# ---- lanes that others leave behind
+def overtaken(fault: int, seed: int) -> bool:
+    """Whether a slot of a ring has come round again before a lane looked at it."""
+    kernel = load("race", Race, threads=64, kFault=fault, kLaps=100)
+    data, flag = aligned(256, np.uint32), aligned(1, np.uint64)
+    try:
+        CpuBackend(seed=seed).launch(kernel, 0, 1, bytes(Race(data.ctypes.data, flag.ctypes.data)))
+    except Error as error:
+        assert re.search("overtaken: since this thread waits|deadlock", str(error))
+        return True
+    return False
+
+
+def test_a_lane_that_is_left_behind_is_overtaken_where_another_one_speaks_for_it() -> None:
+    assert not any(overtaken(0, seed) for seed in range(20))
+    assert sum(overtaken(7, seed) for seed in range(20)) >= 5
 
 
 # ---- planted faults

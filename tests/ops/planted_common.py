@@ -115,6 +115,12 @@ COMMON = [
         found_as="deadlock",
     ),
     Bug(
+        "a lane gives back a stage that others have not looked at",
+        "tile/multiply.cuh",
+        "    ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not\n",
+        workload="tagged packets long",
+    ),
+    Bug(
         "tiles of 128 rows have low stages", "tile/op.cuh", "p.load_rows <= kBlockRows", "p.load_rows <= 2 * kBlockRows", workload="shares"
     ),
     Bug(
@@ -264,7 +270,9 @@ COMMON = [
         found_as="deadlock",
     ),
     Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1>(d);\n"),
-    Bug("nobody waits for a stage", "tile/multiply.cuh", "    storage.stages.wait_filled(stage);\n"),
+    Bug(
+        "nobody waits for a stage", "tile/multiply.cuh", "    storage.stages.wait_filled(stage);\n    multiply_stage", "    multiply_stage"
+    ),
     Bug(
         "a block is written while the last one is stored",
         "tile/epilogue.cuh",
@@ -396,4 +404,20 @@ COMMON = [
         tsan=True,
     ),
     Bug("a flag's slot is given back too early", "comm/mailbox.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
+    # A lane speaks for its warp before all lanes have looked: in which schedule one is overtaken does not matter.
+    Bug(
+        "a lane may miss that a tile is wanted",
+        "tile/schedule.cuh",
+        "      ptx::sync_warp();  // all lanes have seen that a tile is wanted, before the next one may be\n",
+        found_as="data race",
+        tsan=True,
+    ),
+    Bug(
+        "a lane may miss that a stage was filled",
+        "tile/multiply.cuh",
+        "    ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not\n",
+        found_as="data race",
+        workload="tagged packets long",
+        tsan=True,
+    ),
 ]
