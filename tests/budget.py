@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["BUDGET", "function_of", "is_drawn", "read", "scale_of", "write"]
 
-BUDGET = 570.0
+BUDGET = 360.0
 _COSTS = Path(__file__).parent / "costs.json"
 _LEAST = 0.5  # seconds: what takes less always runs
 _REST = 0.05  # of a test that takes less, about

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import run
+from mkernel.jit.headers import kernels_src
+from tests.mutants import device, run
 from tests.mutants.generate import Mutation, changes, mutations, sample
 from tests.mutants.modules import PACKAGES, checks_of, files_of
 from tests.mutants.named import NAMED
@@ -152,3 +153,20 @@ def test_a_tree_is_copied_without_git(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     copied = run.copy_tree(tmp_path / "copy")
     assert sorted(str(path.relative_to(copied)) for path in copied.rglob("*.py")) == ["mkernel/a.py", "tests/c.py"]
+
+
+# ---- synchronizations of the device code
+
+
+def test_every_synchronization_is_a_site_that_calls_of_some_op_reach(tmp_path: Path) -> None:
+    found = device.sites(kernels_src())
+    assert len(found) > 150
+    assert all(site.workloads for site in found)
+    assert set(device.KNOWN) <= {site.text for site in found}
+    text = "ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not"
+    (site,) = (site for site in found if site.text == text)
+    (tmp_path / "tile").mkdir()
+    before = (kernels_src() / site.path).read_text()
+    (tmp_path / site.path).write_text(before)
+    site.leave_out(tmp_path)
+    assert before.replace(f"    {text}\n", "\n") == (tmp_path / site.path).read_text()
