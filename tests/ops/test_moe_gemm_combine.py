@@ -231,6 +231,14 @@ BUGS = [
         "zeroed.fetched = zeroed.next_item = 0;",
         "zeroed.fetched = 0;",
     ),
+    Bug(
+        "a batch is written while its rows are copied",
+        "moe/fetch.cuh",
+        "    if (ptx::lane_index() == 0) barriers_.batches.wait_taken(at_);\n    ptx::sync_warp();\n",
+        "    if (ptx::lane_index() == 0) barriers_.batches.wait_taken(at_);\n",
+        workload="many rows",
+        sms=3,
+    ),
     Bug("another window is fetched", _OP, "rows.window(c) == window;", "rows.window(c) == 0;", workload="windows", slow=True),
     Bug("another expert is waited for", _OP, "1 + holder * Config::kExperts + expert;", "1 + holder * 0 + expert;", slow=True),
     Bug("nobody waits for entries", "comm/sync.cuh", " && wait_all(call, EntryFlags{}, call.world.size - 1));", ");", slow=True),
@@ -240,7 +248,10 @@ BUGS = [
 
 def noticed(bug: Bug, seed: int) -> bool:
     rng = np.random.default_rng(seed)
-    drawn = draw(rng, bug.world, columns=264, max_tokens=60)
+    # Many: more than a CTA has batches for.
+    drawn = draw(
+        rng, bug.world, **({"columns": 40, "max_tokens": 300} if bug.workload == "many rows" else {"columns": 264, "max_tokens": 60})
+    )
     try:
         return any(launch(program, bug.world, drawn, seed=seed, timeout=1.0, entry_timeout=1.0))
     except CompileError:
@@ -266,6 +277,16 @@ def copy(place: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.slow] * bug.slow, id=bug.name) for bug in BUGS])
 def test_planted(monkeypatch: pytest.MonkeyPatch, copy: Path, bug: Bug) -> None:
     bug.plant(copy)
-    if bug.workload == "windows":
+    if bug.workload != "tiles":
         monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=0))
-    assert any(noticed(bug, seed) for seed in range(bug.seeds)), "the bug was not noticed"
+    with env.override(MKERNEL_CPU_SMS=bug.sms):
+        assert any(noticed(bug, seed) for seed in range(bug.seeds)), "the bug was not noticed"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_more_rows_than_batches(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Few CTAs fetch so many rows that their batches come round."""
+    monkeypatch.setattr(planner, "SCALE", dataclasses.replace(planner.SCALE, window_rows=0))
+    (bug,) = (bug for bug in BUGS if bug.workload == "many rows")
+    with env.override(MKERNEL_CPU_SMS=bug.sms):
+        assert not noticed(bug, seed)
