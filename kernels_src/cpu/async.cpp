@@ -78,7 +78,7 @@ void complete_load(Scheduler& s, AsyncCopy& copy) {
     return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x received %lld bytes more than expected",
                                              cta.launch->rank, cta.index, offset, static_cast<long long>(-bar.transactions)));
   }
-  tsan::release(&bar.sync[bar.phase]);
+  tsan::release(&bar.sync[bar.phase()]);
   complete_phase_if_done(s, cta, offset, bar);
 }
 

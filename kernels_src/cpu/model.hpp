@@ -88,15 +88,15 @@ struct Fiber {
 struct Mbarrier {
   uint32_t expected = 0, pending = 0;
   int64_t transactions = 0;
-  uint32_t phase = 0;
-  uint64_t completed = 0;   // phases
-  bool visible = false;     // to the async proxy: an init fence followed
-  bool had_bytes = false;   // the current phase expected bytes
-  bool unobserved = false;  // the last phase moved bytes and nobody has waited for it yet
-  char sync[2] = {};        // addresses for ThreadSanitizer, by phase: who comes late from one must not inherit from the next
-  void* passed = nullptr;   // of the last phase that has completed: see pass()
+  uint64_t completed = 0;        // phases
+  bool visible = false;          // to the async proxy: an init fence followed
+  bool had_bytes = false;        // the current phase expected bytes
+  bool unobserved = false;       // the last phase moved bytes and nobody has waited for it yet
+  char sync[2] = {};             // addresses for ThreadSanitizer, by phase: who comes late from one must not inherit from the next
+  std::unique_ptr<char> passed;  // of the last phase that has completed: see pass()
   ProxyClock clock;
   std::vector<Fiber*> waiting;
+  uint32_t phase() const { return completed & 1; }
   uint64_t word() const;  // what lies in shared memory
 };
 

@@ -16,7 +16,7 @@ std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag)
     case Wait::kMbarrier: {
       const Mbarrier& bar = cta.mbarriers.at(object);
       return format("mbarrier at shared +0x%x, parity %u (in phase %u: %u of %u arrivals and %lld bytes missing)", object,
-                    static_cast<uint32_t>(w.value), bar.phase, bar.pending, bar.expected, static_cast<long long>(bar.transactions));
+                    static_cast<uint32_t>(w.value), bar.phase(), bar.pending, bar.expected, static_cast<long long>(bar.transactions));
     }
     case Wait::kBarrier:
       return format("named barrier %u (%u of %u threads there)", object, cta.barriers[object].arrived, cta.barriers[object].expected);

@@ -105,7 +105,7 @@ const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t
 // ---- mbarriers
 
 uint64_t Mbarrier::word() const {
-  return uint64_t(phase) | (uint64_t(pending) << 1) | (uint64_t(expected) << 21) | ((uint64_t(transactions) & 0x1fffff) << 41) |
+  return uint64_t(phase()) | (uint64_t(pending) << 1) | (uint64_t(expected) << 21) | ((uint64_t(transactions) & 0x1fffff) << 41) |
          (uint64_t(2) << 62);
 }
 
@@ -158,25 +158,23 @@ void pass(Fiber& fiber, Mbarrier& bar, uint32_t parity) {
   bar.unobserved = false;
   fiber.clock.join(bar.clock);
   tsan::acquire(&bar.sync[parity]);
-  if (bar.passed != nullptr) tsan::read(bar.passed, 1);
+  if (bar.passed != nullptr) tsan::read(bar.passed.get(), 1);
 }
 
 void show_phase_ends(Mbarrier& bar) {
   if (!tsan::active()) return;
   if (bar.passed != nullptr) {
     const tsan::AsyncContext context;  // whoever arrives last
-    tsan::acquire(&bar.sync[bar.phase]);
-    tsan::write(bar.passed, 1);
-    tsan::delete_cell(bar.passed);
+    tsan::acquire(&bar.sync[bar.phase()]);
+    tsan::write(bar.passed.get(), 1);
   }
-  bar.passed = tsan::new_cell();
+  bar.passed = std::make_unique<char>();  // while accesses are ignored, ThreadSanitizer remembers nothing of what is allocated
 }
 }  // namespace
 
 void complete_phase_if_done(Scheduler& s, Cta& cta, uint32_t offset, Mbarrier& bar) {
   if (bar.pending == 0 && bar.transactions == 0) {
     show_phase_ends(bar);
-    bar.phase ^= 1;
     ++bar.completed;
     bar.pending = bar.expected;
     bar.unobserved = bar.had_bytes;
@@ -378,7 +376,7 @@ void arrive(Scheduler& s, Fiber& fiber, Cta& cta, uint32_t offset, uint32_t expe
     s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
   bar.clock.join(fiber.clock);
-  tsan::release(&bar.sync[bar.phase]);
+  tsan::release(&bar.sync[bar.phase()]);
   --bar.pending;
   complete_phase_if_done(s, cta, offset, bar);
   s.progress();
@@ -398,7 +396,7 @@ bool mkc_mbarrier_test(uint64_t* word, uint32_t parity) {
   Fiber& fiber = call.fiber;
   if (parity > 1) s.fail_fiber("mbarrier_wait: a parity of %u", parity);
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
-  if (bar.phase == parity) {
+  if (bar.phase() == parity) {
     s.yield(true);
     return false;
   }
@@ -414,7 +412,7 @@ void mkc_mbarrier_wait(uint64_t* word, uint32_t parity) {
   Mbarrier& bar = mbarrier_at(*fiber.cta, word, "mbarrier_wait");
   const auto offset = static_cast<uint64_t>(reinterpret_cast<char*>(word) - fiber.cta->shared);
   const uint64_t completed = bar.completed;
-  if (bar.phase == parity) {
+  if (bar.phase() == parity) {
     bar.waiting.push_back(&fiber);
     s.park(Waiting{Wait::kMbarrier, offset, parity, kNever});
     if (bar.completed != completed + 1) {  // on the machine it waits on, perhaps for ever, or takes what is there for what it waited for

@@ -1,7 +1,5 @@
 #include "tsan.hpp"
 
-#include <cstdlib>
-
 // ThreadSanitizer's interface, present only when its library is preloaded.
 extern "C" {
 void* __tsan_get_current_fiber() __attribute__((weak));
@@ -59,6 +57,4 @@ void write(const void* p, size_t bytes) {
   __tsan_write_range(const_cast<void*>(p), bytes);
   ignore_begin();
 }
-void* new_cell() { return active() ? std::malloc(1) : nullptr; }  // while accesses are ignored, what is allocated begins anew
-void delete_cell(void* cell) { std::free(cell); }
 }  // namespace mkcpu::tsan

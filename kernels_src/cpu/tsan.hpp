@@ -28,10 +28,6 @@ class Ignored {
   Ignored& operator=(const Ignored&) = delete;
 };
 
-// Memory to be read and written, of which ThreadSanitizer remembers nothing from before. Null: it does not look on.
-void* new_cell();
-void delete_cell(void* cell);
-
 // What an asynchronous operation does happens in a context of its own: ordered after nothing but what it acquires.
 class AsyncContext {
  public:

@@ -222,9 +222,9 @@ def test_missing_proxy_fence_after_acquire(rng: np.random.Generator) -> None:
             relay(1, seed, rng)
 
 
-@pytest.mark.parametrize("fault", [2, 3], ids=["wait_group.read before a flag", "stage reused before it was read"])
-def test_missing_wait_corrupts_data(fault: int, rng: np.random.Generator) -> None:
-    """Copies complete late, so that a missing wait shows in the data: of 200 seeds 41 and 168 show it."""
+@pytest.mark.parametrize(("fault", "least"), [(2, 20), (3, 80)], ids=["wait_group.read before a flag", "stage reused before it was read"])
+def test_missing_wait_corrupts_data(fault: int, least: int, rng: np.random.Generator) -> None:
+    """Copies complete late, so that a missing wait shows in the data: with 23 and 86 of these seeds."""
     wrong = 0
     for seed in range(100):
         try:
@@ -232,7 +232,7 @@ def test_missing_wait_corrupts_data(fault: int, rng: np.random.Generator) -> Non
         except Error as error:  # the late store was seen by the proxy check, or the load after the next piece's
             assert re.search("store_wait|race: bulk_store writes", str(error))
             wrong += 1
-    assert wrong >= 10
+    assert wrong >= least
 
 
 # ---- lanes that others leave behind

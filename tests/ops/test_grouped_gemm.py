@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from tests.ops import grouped_races
 from tests.ops.grouped_body import Case, check, draw_counts, run
 from tests.ops.grouped_op import OP, GroupedPlan, GroupedProblem, Parameters
 from tests.ops.planted_bug import Bug
-from tests.sanitizer import libtsan
+from tests.sanitizer import run_sanitized
 from tests.shared.mirrors import errors_of_mirror
 
 _SMS = 4
@@ -175,17 +172,8 @@ def test_nothing_is_found_in_the_device_code_as_it_is(request: pytest.FixtureReq
 
 def _reported(kernels: Path, *, right: bool = True) -> str:
     """What ThreadSanitizer says of a process that makes a few calls with these kernels. ``right``: their results must be."""
-    environment = os.environ | {
-        "LD_PRELOAD": libtsan(),
-        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
-        "MKERNEL_KERNELS_SRC": str(kernels),
-        "MKERNEL_CPU_SMS": "3",  # few: starting threads is slow under ThreadSanitizer
-        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
-    }
-    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
-    setarch = shutil.which("setarch")
-    command = [*((setarch, platform.machine(), "-R") if setarch else ()), sys.executable, grouped_races.__file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    variables = {"MKERNEL_KERNELS_SRC": str(kernels), "MKERNEL_CPU_SMS": "3"}  # few: starting threads is slow there
+    done = run_sanitized([sys.executable, str(grouped_races.__file__)], variables)
     assert done.returncode == 0 or not right, done.stdout + done.stderr[-3000:]
     return done.stderr
 

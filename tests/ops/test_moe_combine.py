@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +21,7 @@ from mkernel.transport import emulated
 from tests.ops import combine_body
 from tests.ops.combine_body import DTYPES, KINDS, WORLDS, Drawn, program, routing_of
 from tests.ops.planted_bug import Bug
-from tests.sanitizer import libtsan
+from tests.sanitizer import run_sanitized
 
 # Of each world: choices of a token, dtype, whether rows are weighted. Each is a kernel of its own.
 KERNELS = {
@@ -271,18 +268,8 @@ def test_planted(copy: Path, bug: Bug) -> None:
 
 def raced(copy: Path, world: str, seed: int, inner: int = 0) -> tuple[int, str]:
     """Whether results are wrong, and what ThreadSanitizer says: a process of its own, with its library preloaded."""
-    environment = os.environ | {
-        "LD_PRELOAD": libtsan(),
-        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
-        "MKERNEL_KERNELS_SRC": str(copy),
-        "MKERNEL_CPU_SMS": "3",  # few: starting threads is slow under ThreadSanitizer
-        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
-    }
-    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
-    setarch = shutil.which("setarch")
-    prefix = [setarch, platform.machine(), "-R"] if setarch else []
-    command = [*prefix, sys.executable, combine_body.__file__, world, str(inner), str(seed)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    variables = {"MKERNEL_KERNELS_SRC": str(copy), "MKERNEL_CPU_SMS": "3"}  # few: starting threads is slow there
+    done = run_sanitized([sys.executable, str(combine_body.__file__), world, str(inner), str(seed)], variables)
     return done.returncode, done.stderr
 
 

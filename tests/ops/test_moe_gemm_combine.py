@@ -248,10 +248,8 @@ BUGS = [
 
 def noticed(bug: Bug, seed: int) -> bool:
     rng = np.random.default_rng(seed)
-    # Many: more than a CTA has batches for.
-    drawn = draw(
-        rng, bug.world, **({"columns": 40, "max_tokens": 300} if bug.workload == "many rows" else {"columns": 264, "max_tokens": 60})
-    )
+    columns, max_tokens = (40, 300) if bug.workload == "many rows" else (264, 60)  # many: more than a CTA has batches for
+    drawn = draw(rng, bug.world, columns=columns, max_tokens=max_tokens)
     try:
         return any(launch(program, bug.world, drawn, seed=seed, timeout=1.0, entry_timeout=1.0))
     except CompileError:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +27,7 @@ from tests.ops.planted_packets import PACKETS
 from tests.ops.planted_pairs import PAIRS
 from tests.ops.planted_reductions import REDUCTIONS
 from tests.ops.planted_ring import RING
-from tests.sanitizer import libtsan
+from tests.sanitizer import run_sanitized
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -103,20 +100,9 @@ def test_found(copy: Path, bug: Bug) -> None:
 
 def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple[str | None, str]:
     """What is found, and what ThreadSanitizer reports: a process of its own, with its library preloaded."""
-    preload = libtsan()
     sms = _TSAN_SMS.get(workload, 3 if topology(world).num_nodes == 1 else 4)
-    environment = os.environ | {
-        "LD_PRELOAD": preload,
-        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
-        "MKERNEL_KERNELS_SRC": str(copy),
-        "MKERNEL_CPU_SMS": str(sms),
-        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
-    }
-    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
-    setarch = shutil.which("setarch")
-    run = [sys.executable, planted.__file__, world, workload, str(seed), str(calls)]
-    command = [*((setarch, platform.machine(), "-R") if setarch else ()), *run]
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, planted.__file__, world, workload, str(seed), str(calls)]
+    done = run_sanitized(command, {"MKERNEL_KERNELS_SRC": str(copy), "MKERNEL_CPU_SMS": str(sms)}, cwd=_ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)["found"], done.stderr
 

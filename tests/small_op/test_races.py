@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.sanitizer import libtsan
+from tests.sanitizer import run_sanitized
 from tests.small_op import races
 from tests.small_op.plan import FOLDER
 
@@ -20,17 +16,8 @@ pytestmark = pytest.mark.tsan
 
 def reported(ranks: int, ranks_per_node: int, folder: Path = FOLDER, *, right: bool = True) -> str:
     """What ThreadSanitizer says of a process that makes a few calls. ``right``: their results must be."""
-    environment = os.environ | {
-        "LD_PRELOAD": libtsan(),
-        "TSAN_OPTIONS": "exitcode=0 report_signal_unsafe=0 report_thread_leaks=0",
-        "MKERNEL_CPU_SMS": "3",  # few: starting threads is slow under ThreadSanitizer
-        "OPENBLAS_NUM_THREADS": "1",  # its threads synchronize in a way that ThreadSanitizer does not see
-    }
-    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
-    setarch = shutil.which("setarch")
-    prefix = [setarch, platform.machine(), "-R"] if setarch else []
-    command = [*prefix, sys.executable, races.__file__, str(ranks), str(ranks_per_node), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, str(races.__file__), str(ranks), str(ranks_per_node), str(folder)]
+    done = run_sanitized(command, {"MKERNEL_CPU_SMS": "3"})  # few: starting threads is slow under ThreadSanitizer
     assert done.returncode == 0 or not right, done.stderr[-3000:]
     return done.stderr
 

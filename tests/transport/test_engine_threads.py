@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mkernel.jit.cpu import find_compiler
-from tests.sanitizer import libtsan
+from tests.sanitizer import at_fixed_addresses, libtsan
 from tests.transport.compiled_bugs import KERNELS, Bug, planted
 
 RACE = "ThreadSanitizer: data race"
@@ -63,9 +62,7 @@ def run(program: str, bug: Bug | None, folder: Path, seed: int) -> Outcome:
     source = Path(__file__).with_name(f"{program}_threads.cpp")
     flags = ("-std=c++20", "-O1", "-g", "-w", "-pthread", "-fsanitize=thread", f"-I{folder / 'proxy'}", f"-I{KERNELS}")
     subprocess.run([*find_compiler(), *flags, str(source), "-o", str(folder / "threads")], check=True)
-    # Some versions of the library cannot place their shadow memory under strong address-space randomization.
-    setarch = shutil.which("setarch")
-    command = [*([setarch, platform.machine(), "-R"] if setarch else []), str(folder / "threads"), str(seed)]
+    command = at_fixed_addresses([str(folder / "threads"), str(seed)])
     environment = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     return Outcome(done.returncode, done.stdout + done.stderr)

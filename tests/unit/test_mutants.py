@@ -162,7 +162,6 @@ def test_every_synchronization_is_a_site_that_calls_of_some_op_reach(tmp_path: P
     found = device.sites(kernels_src())
     assert len(found) > 150
     assert all(site.workloads for site in found)
-    assert set(device.KNOWN) <= {site.text for site in found}
     text = "ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not"
     (site,) = (site for site in found if site.text == text)
     (tmp_path / "tile").mkdir()
