@@ -9,7 +9,7 @@ namespace mkernel {
 constexpr uint32_t kPieceBytes = 16 * 1024;
 constexpr uint32_t kPieceStages = 8;
 constexpr uint32_t kPiecesAhead = 5;   // loads in flight before their store is issued
-constexpr uint32_t kPiecesBehind = 4;  // stores in flight before a finished chunk is announced
+constexpr uint32_t kPiecesBehind = 4;  // stores in flight, to one destination: more fill the link no better, and take longer
 
 struct CopyPieces {
   alignas(128) char piece[kPieceStages][kPieceBytes];
@@ -38,6 +38,7 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
   chunks.load(item, offset, stage, bytes, bar);      // issues the load of one piece,
   { chunks.loaded(item, bytes) } -> Same<uint32_t>;  // which brings so many bytes
   chunks.next_piece(mutable_item);                   // goes on to the next piece of the chunk
+  // If there is chunks.skew(item): by so many bytes the first piece is smaller, so that all others begin with a line at their destination.
 
   // ---- their destinations
   chunks.store(item, offset, smem, bytes);  // issues the stores of one piece
@@ -54,7 +55,8 @@ class CopyRing {
   MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
   // Copies the chunks that `chunks` enumerates and announces each once it is complete at all its destinations. Nothing is in flight afterwards.
-  template <CopiedChunks Chunks>
+  // Behind: stores in flight before a finished chunk is announced.
+  template <uint32_t Behind = kPiecesBehind, CopiedChunks Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
     Cursor<Chunks> loading = cursor(chunks, chunks.first()), storing = loading, announcing = loading;
     uint32_t ahead = 0, behind = 0;
@@ -76,8 +78,8 @@ class CopyRing {
       store(chunks, storing);
       advance(chunks, storing);
       --ahead;
-      if (++behind > kPiecesBehind) {
-        ptx::store_wait<kPiecesBehind>();
+      if (++behind > Behind) {
+        ptx::store_wait<Behind>();
         announce(chunks, announcing);
         --behind;
       }
@@ -99,13 +101,20 @@ class CopyRing {
     return at;
   }
   template <class Chunks>
+  MK_DEVICE static uint32_t most_bytes(const Chunks& chunks, const Cursor<Chunks>& at) {
+    if constexpr (requires { chunks.skew(at.item); }) {
+      if (at.offset == 0) return chunks.piece_bytes() - chunks.skew(at.item);
+    }
+    return chunks.piece_bytes();
+  }
+  template <class Chunks>
   MK_DEVICE static uint32_t piece_bytes(const Chunks& chunks, const Cursor<Chunks>& at) {
-    const uint32_t left = at.item.bytes - at.offset, most = chunks.piece_bytes();
+    const uint32_t left = at.item.bytes - at.offset, most = most_bytes(chunks, at);
     return left < most ? left : most;
   }
   template <class Chunks>
   MK_DEVICE static void advance(Chunks& chunks, Cursor<Chunks>& at) {
-    at.offset += chunks.piece_bytes();
+    at.offset += most_bytes(chunks, at);
     if (at.offset >= at.item.bytes) {
       at = cursor(chunks, chunks.next(at.index));
     } else {
@@ -127,7 +136,7 @@ class CopyRing {
   }
   template <class Chunks>
   MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored
-    if (at.offset + chunks.piece_bytes() >= at.item.bytes) chunks.announce(at.item);
+    if (at.offset + most_bytes(chunks, at) >= at.item.bytes) chunks.announce(at.item);
     advance(chunks, at);
   }
 

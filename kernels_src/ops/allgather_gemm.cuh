@@ -6,152 +6,20 @@
 //
 // Tiles cover planes: a plane is the rows of the shards of p.span ranks that follow each other. With one shard per plane (span 1) a tile of the own
 // shard reads the caller's array and waits for nobody. With more, a tile may reach over the end of a shard, so that few rows of each rank share a
-// tile and B is read once for all; the own shard then lies in this rank's gather buffer, too, and a tile waits for the chunks of all its rows.
+// tile and B is read once for all; the own shard then lies in this rank's gather buffer, too. Tiles that have rows of the own shard only read the
+// caller's array all the same; the others wait for the chunks of all their rows.
 //
 // With few rows (kPackets) shards travel in packets (comm/shard_packets.cuh, tagged_packets.cuh), moved by the consumers, and there is one plane.
 #pragma once
-#include "comm/intra_comm.cuh"
 #include "comm/ring.cuh"
 #include "comm/shard_packets.cuh"
 #include "comm/tagged_packets.cuh"
-#include "tile/gemm.cuh"
-#include "tile/shares.cuh"
+#include "gather/layout.cuh"
 
 namespace mkernel {
 
-// ---- config: kN, kK, kIntraComm, kInterSend (each may be kDynamic), kInterReduce (0), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kNumNodes, kRanksPerNode, kSlices, kHasParts, kShares, kPackets (2: tagged); kSharedBytes, kParameterBytes
-using Shape = GemmShape<Config>;
-using Storage = CopyingStorage<GemmStorage<Config>>;
-constexpr bool kPackets = Config::kPackets != 0, kTagged = Config::kPackets == 2;
-static_assert(!kTagged || Shape::kCluster == 1, "each CTA brings its own rows");
-static_assert(!kPackets || (kNodes == 1 && kR > 1 && Config::kIntraComm == 0), "packets travel inside a node, without CTAs for it");
-// Also with one rank per node: into the own gather buffer.
-constexpr bool kWarpsPush = Config::kIntraComm == 0 && kWorldSize > 1 && !kPackets;
-static_assert(!kWarpsPush || kNodes == 1 || kR == 1, "what comes from other nodes is forwarded by intra_comm");
-constexpr uint32_t kUnitBytes = kSwizzleBytes;      // of a row of the part map's box
-constexpr bool kHasParts = Config::kHasParts != 0;  // K is such that it may travel in parts: all that copies has more to do
-static_assert(!kHasParts || (kNodes == 1 && kR > 1), "puts are contiguous in a, and on one rank nothing travels");
-constexpr uint32_t kMaxPartShift = kHasParts ? 2 : 0;
-using KShares = Shares<Config>;
-static_assert(!KShares::kMay || (kNodes == 1 && Config::kSlices == 1), "there are packets inside a node only");
-
-// ---- arguments
-struct alignas(64) Parameters {
-  abi::World world;
-  abi::Fields fields;
-  uint64_t a;               // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;   // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
-  uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
-  uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
-  uint64_t packet_offset;   // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
-  uint64_t ahead_offset;    // signal segment, with kPackets: comm/shard_packets.cuh, comm/tagged_packets.cuh
-  uint32_t rows;            // M / W
-  uint32_t whole_tiles;     // tiles 0 .. whole_tiles-1 are whole, the others are sliced
-  uint32_t group_m;         // tile rows that share columns of B
-  uint32_t part_blocks;     // blocks of a chunk's rows whose first parts travel before their second parts
-  uint32_t chunk_shift;     // a chunk has 1 << chunk_shift rows
-  uint32_t part_shift;      // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
-  uint32_t piece_rows;      // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
-  uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
-  uint32_t load_rows;       // of a tile of A
-  uint32_t span;            // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
-  uint32_t shares;          // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
-  uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
-  uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
-  uint32_t keeps;           // 1: the shards of tagged packets are wanted in the gather buffer, too
-  uint64_t c;               // its first row
-  uint64_t reserved[6];     // the maps are 64-byte aligned
-  abi::TensorMap a_map;     // (rows, K)
-  abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
-  abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
-  abi::TensorMap b_map;
-  abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
-  abi::TensorMap c_map;        // (planes, rows of a plane, N)
-};
-
-static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");
-
-// ---- where things are
-// A chunk is 1 << chunk_shift rows (a block) of one part of K. Chunks travel, and are numbered, in groups of part_blocks blocks: the first part of
-// all blocks of a group, then the second ... so that the tiles of a group can begin before their last part has come.
-struct Chunk {
-  uint32_t block, part;
-};
-MK_DEVICE uint32_t part_shift(const Parameters& p) { return kHasParts ? p.part_shift : 0; }
-MK_DEVICE bool has_parts(const Parameters& p) { return kHasParts && p.part_shift != 0; }
-MK_DEVICE uint64_t row_bytes(const Parameters& p) { return uint64_t(extent_k(p)) * 2; }
-MK_DEVICE uint32_t part_k(const Parameters& p) { return extent_k(p) >> part_shift(p); }
-MK_DEVICE uint32_t part_bytes(const Parameters& p) { return part_k(p) * 2; }  // of one row
-MK_DEVICE uint32_t chunk_rows(const Parameters& p) { return 1u << p.chunk_shift; }
-MK_DEVICE uint32_t num_blocks(const Parameters& p) { return (p.rows + chunk_rows(p) - 1) >> p.chunk_shift; }
-MK_DEVICE uint32_t num_chunks(const Parameters& p) { return num_blocks(p) << part_shift(p); }
-MK_DEVICE uint32_t blocks_of_group(const Parameters& p, uint32_t first) {
-  const uint32_t left = num_blocks(p) - first;
-  return left < p.part_blocks ? left : p.part_blocks;
-}
-MK_DEVICE uint32_t chunk_index(const Parameters& p, uint32_t block, uint32_t part) {
-  if (!has_parts(p)) return block;
-  const uint32_t first = block / p.part_blocks * p.part_blocks;
-  return (first << part_shift(p)) + part * blocks_of_group(p, first) + (block - first);
-}
-MK_DEVICE Chunk chunk_at(const Parameters& p, uint32_t index) {
-  if (!has_parts(p)) return Chunk{index, 0};
-  const uint32_t first = index / (p.part_blocks << part_shift(p)) * p.part_blocks;
-  const uint32_t in_group = index - (first << part_shift(p)), blocks = blocks_of_group(p, first);
-  return Chunk{first + in_group % blocks, in_group / blocks};
-}
-MK_DEVICE uint32_t chunk_bytes(const Parameters& p, const Chunk& chunk) {
-  const uint32_t left = p.rows - (chunk.block << p.chunk_shift);
-  return (left < chunk_rows(p) ? left : chunk_rows(p)) * part_bytes(p);
-}
-MK_DEVICE uint64_t chunk_offset(const Parameters& p, const Chunk& chunk) {  // in the gather buffer, from shard_offset on; contiguous
-  return (uint64_t(chunk.part) * kWorldSize * p.rows + (uint64_t(chunk.block) << p.chunk_shift)) * part_bytes(p);
-}
-MK_DEVICE const char* own_chunk(const Parameters& p,
-                                const Chunk& chunk) {  // in this rank's shard, where the parts of a row lie side by side
-  return reinterpret_cast<const char*>(p.a) + (uint64_t(chunk.block) << p.chunk_shift) * row_bytes(p) + chunk.part * part_bytes(p);
-}
-MK_DEVICE uint64_t shard_offset(const Parameters& p, uint32_t source) {
-  return p.gather_offset + uint64_t(source) * p.rows * part_bytes(p);
-}
-MK_DEVICE bool keeps_own(const Parameters& p) { return kWorldSize > 1 && p.span > 1; }  // in the gather buffer, with a flag per chunk
-MK_DEVICE uint32_t flag_index(const Parameters& p, uint32_t source, uint32_t chunk) { return source * num_chunks(p) + chunk; }
-MK_DEVICE bool wait_chunk(const Entered& entered, const Parameters& p, uint32_t source, uint32_t chunk) {
-  const abi::World& world = p.world;
-  const uint32_t local = source % kR;  // its rail peer in this node forwards what comes from another node
-  const uint32_t writer = source / kR == world.node || local == world.local_rank ? source : node_mate(world, local);
-  return wait_flag(entered, p, flag_index(p, source, chunk), writer);
-}
-
-struct ChunkFlags {  // one part of the blocks of all shards, rank by rank, from block `first` on
-  const Parameters& p;
-  uint32_t first, part;
-  MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {
-    const uint32_t blocks = num_blocks(p), source = (first + i) / blocks;
-    return wait_chunk(entered, p, source, chunk_index(p, first + i - source * blocks, part));
-  }
-};
-
-// What a lane of a warp reads of a chunk of this rank's shard, as copy_by_warp asks for it: the rows of a part do not follow each other. No division.
-struct OwnRows {
-  const char* at;
-  uint32_t inside, run;  // of the bytes that follow each other, where it is, and how many they are
-  uint64_t gap;          // from one run's end to the next
-  MK_DEVICE ptx::Words operator()() {
-    const ptx::Words words = ptx::load_input(at);
-    at += kWarpStride, inside += kWarpStride;
-    if (inside >= run) at += gap, inside -= run;  // once: a run is no shorter than the stride, or there is one
-    return words;
-  }
-};
-MK_DEVICE OwnRows own_rows(const Parameters& p, const Chunk& chunk) {
-  const uint32_t begin = ptx::lane_index() * kWarpUnit, run = has_parts(p) ? part_bytes(p) : 0xffffffffu;
-  return OwnRows{own_chunk(p, chunk) + begin, begin, run, row_bytes(p) - part_bytes(p)};
-}
-
 // ---- without CTAs for intra_comm: a warp of every CTA pushes chunks of this rank's shard, beside the tiles of its CTA
-MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
+MK_DEVICE void push_by_warp(const Call& call, const Parameters& p, const KeptRows& kept) {
   const uint32_t others = num_comm_ctas(p);  // that send to other nodes
   if (ptx::cta_index() < others || (kR == 1 && !keeps_own(p))) return;
   const MaybeEntered entered = enter(call);
@@ -160,24 +28,27 @@ MK_DEVICE void push_by_warp(const Call& call, const Parameters& p) {
   Trace trace(world, 2);
 #pragma unroll 1
   for (uint32_t index = ptx::cta_index() - others; index < num_chunks(p); index += ptx::cta_count() - others) {
-    const Chunk chunk = chunk_at(p, index);
+    const uint32_t number = kept.number(p, index);
+    const Chunk chunk = chunk_at(p, number);
     const uint64_t begin = trace.now(), to = shard_offset(p, world.rank) + chunk_offset(p, chunk);
+    const bool is_kept = kept.are_in(p, chunk);
     OwnRows rows = own_rows(p, chunk);
     copy_by_warp(chunk_bytes(p, chunk), rows, [&](uint32_t offset, const ptx::Words& words) {
 #pragma unroll
       for (uint32_t i = 1; i < kR; ++i) ptx::store_global(shared_heap(*entered, local_peer(world, i)) + to + offset, words);
-      if (keeps_own(p)) ptx::store_global(shared_heap(*entered, world.local_rank) + to + offset, words);
+      if (is_kept) ptx::store_global(shared_heap(*entered, world.local_rank) + to + offset, words);
     });
-    raise_flag(*entered, p, flag_index(p, world.rank, index), keeps_own(p) ? 0 : 1);
-    if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, index), begin);
+    raise_flag(*entered, p, flag_index(p, world.rank, number), keeps_own(p) ? 0 : 1);
+    if (ptx::lane_index() == 0) trace.record(abi::kTraceSend, flag_index(p, world.rank, number), begin);
   }
 }
 
-// ---- tile -> coordinate: tiles of the own plane come first, then those of the node's other planes, then those of the other nodes. Inside each of
-// these classes the planes advance together, because their chunks arrive together, in groups of group_m tile rows that share columns of B.
+// ---- tile -> coordinate: tiles of the own shard come first, then the others of its plane, then those of the node's other planes, then those of the
+// other nodes. Inside each of these classes the planes, and the shards of the own one, advance together, because their chunks arrive together, in
+// groups of group_m tile rows that share columns of B.
 // Example: rank 1 of 4 ranks on 2 nodes (0 1 | 2 3), shards of 2 tile rows, B of one tile column, group_m at least 4. Written plane:row,
-// tiles 0 to 7 are 1:0 1:1 (own), 0:0 0:1 (node), 3:0 2:0 3:1 2:1 (other nodes; the own rail, rank 3, first). With span 2, and planes of 4 tile
-// rows, they are 0:0 0:1 0:2 0:3 (ranks 0 and 1), 1:0 1:1 1:2 1:3 (ranks 2 and 3).
+// tiles 0 to 7 are 1:0 1:1 (own), 0:0 0:1 (node), 3:0 2:0 3:1 2:1 (other nodes; the own rail, rank 3, first). With span 2, and planes of 3 tile
+// rows, they are 0:2 (rank 1), 0:0 0:1 (the latter has rows of both ranks), 1:0 1:1 1:2 (ranks 2 and 3).
 struct Tiles : BasicOp<Config, Parameters> {
   using BasicOp::BasicOp;
 
@@ -206,17 +77,59 @@ struct Tiles : BasicOp<Config, Parameters> {
     uint32_t share = 0;
     if constexpr (KShares::kMay) tile = shares().tile_of(tile, is_share, is_sum, share);
     const uint32_t index = tile;
-    const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes();
-    uint32_t of_class = 1, nearest = 0;  // how many planes the tile's class has, and the nearest one's distance from the own one
-    if (!kOnePlane && tile >= per_plane * near) {
+    if constexpr (kOnePlane) {
+      const RasterPosition at = raster(tile, taken_rows(), tiles_n(), p.group_m);
+      return TileCoordinate{0, at.row * Shape::kCluster + cta, at.column, slice, index, is_sum, false, is_share, share};
+    }
+    const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes(), own = own_rows();
+    uint32_t of_class = 1, nearest = 0, rows = taken_rows();  // planes of the tile's class, the nearest one's distance, rows of each
+    const bool is_first = tile < own * tiles_n(), is_later = !is_first && tile < per_plane;  // of the own plane
+    if (is_first) {
+      rows = own;
+    } else if (is_later) {
+      tile -= own * tiles_n(), rows -= own;
+    } else if (tile >= per_plane * near) {
       tile -= per_plane * near, of_class = planes() - near, nearest = near;
-    } else if (!kOnePlane && tile >= per_plane) {
+    } else {
       tile -= per_plane, of_class = near - 1, nearest = 1;
     }
-    const RasterPosition at =
-        raster(tile, taken_rows() * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
-    const uint32_t row = quotient(at.row, of_class), plane = plane_at(nearest + at.row - row * of_class);
+    const RasterPosition at = raster(tile, rows * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
+    uint32_t row = quotient(at.row, of_class);
+    const uint32_t plane = plane_at(nearest + at.row - row * of_class);
+    if (is_first) row += first_row(own_shard());
+    if (is_later) row = later_row(row);
     return TileCoordinate{plane, row * Shape::kCluster + cta, at.column, slice, index, is_sum, false, is_share, share};
+  }
+  // Of the shards of a plane: the row of tiles in which a shard begins, and the first that has no rows of the shard before.
+  MK_DEVICE uint32_t begin_row(uint32_t shard) const { return shard < span() ? shard * p.rows / kTakenRows : taken_rows(); }
+  MK_DEVICE uint32_t first_row(uint32_t shard) const { return (shard * p.rows + kTakenRows - 1) / kTakenRows; }
+  MK_DEVICE uint32_t own_shard() const { return p.world.rank - quotient(p.world.rank, span()) * span(); }
+  MK_DEVICE uint32_t own_rows() const {  // of tiles that have rows of the own shard only
+    if (span() == 1) return taken_rows();
+    const uint32_t first = first_row(own_shard()), end = begin_row(own_shard() + 1);
+    return end < first ? 0 : end - first;
+  }
+  MK_DEVICE KeptRows kept_rows() const {
+    if (span() == 1) return KeptRows{0, p.rows};
+    const uint32_t begin = own_shard() * p.rows, first = first_row(own_shard());
+    return KeptRows{first * kTakenRows - begin, (first + own_rows()) * kTakenRows - begin};
+  }
+  // The others of the own plane, as they come: that in which the own shard begins, and then of all others in turn, from the next shard on, the row
+  // in which one begins, the next one; at last those that some shards have more of than others.
+  MK_DEVICE uint32_t later_row(uint32_t index) const {
+    const uint32_t own = own_shard(), others = span() - 1, of_each = p.rows / kTakenRows, own_begin = begin_row(own);
+    if (own_begin < first_row(own) && own_begin < begin_row(own + 1) && index-- == 0) return own_begin;
+    const auto shard_at = [&](uint32_t distance) { return own + distance < span() ? own + distance : own + distance - span(); };
+    const uint32_t row = quotient(index, others);
+    if (row < of_each) return begin_row(shard_at(1 + index - row * others)) + row;
+    index -= of_each * others;
+#pragma unroll 1
+    for (uint32_t distance = 1; distance < span(); ++distance) {
+      const uint32_t next = begin_row(shard_at(distance)) + of_each, more = begin_row(shard_at(distance) + 1) - next;
+      if (index < more) return next + index;
+      index -= more;
+    }
+    return 0;  // there are no more
   }
   // The plane at a distance: 0 is the own one, then come those of the node from the next on, then those of the other nodes from the next on, of
   // each first the one in the own plane's place.
@@ -265,11 +178,22 @@ struct Tiles : BasicOp<Config, Parameters> {
       if (row + 8 < rows) ptx::store_word(to + packet * 16 + uint64_t(8) * p.c_row_bytes, ptx::pack<Shape::kElement>(sum[2], sum[3]));
     });
   }
-  MK_DEVICE bool is_own(const TileCoordinate& c) const { return span() == 1 && c.plane == p.world.rank; }  // of the caller's array alone
+  MK_DEVICE uint32_t end_of(uint32_t begin) const { return begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows(); }
+  MK_DEVICE bool is_own(const TileCoordinate& c) const {  // of the caller's array alone: so are both tiles of a pair, or none
+    if constexpr (kOnePlane) return !kPackets;
+    if (span() == 1) return c.plane == p.world.rank;
+    const uint32_t begin = c.m / Shape::kCluster * kTakenRows, end = end_of(begin);
+    const uint32_t own = p.world.rank * p.rows - c.plane * plane_rows();  // wraps if the own shard is in an earlier plane
+    return begin - own < p.rows && end - own <= p.rows;
+  }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const {
+    const uint32_t row = c.m * Shape::kBlockM;
+    return is_own(c) ? row - (p.world.rank * p.rows - c.plane * plane_rows()) : row;
+  }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum) && !kTagged; }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
     if constexpr (kPackets && !kTagged) return wait_gathered(entered, shards());
-    const uint32_t begin = c.m * Shape::kBlockM, end = begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows();
+    const uint32_t begin = c.m * Shape::kBlockM, end = end_of(begin);
     const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);
     return wait_all(entered, ChunkFlags{p, first, part}, last - first + 1);
   }
@@ -314,7 +238,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
 
   static constexpr bool kMoves = kWarpsPush;
-  MK_DEVICE void move(const Call& call) const { push_by_warp(call, p); }
+  MK_DEVICE void move(const Call& call) const { push_by_warp(call, p, kept_rows()); }
 };
 
 // ---- intra_comm: chunks to the node's other ranks. Thread 0 copies and tells warp 1 which flags to raise, warp 2 waits for what is to be forwarded.
@@ -333,13 +257,13 @@ struct Copied {
   uint32_t unit_end;   // and where the row of the part ends
   const char* from;    // else: its source, contiguous
   uint64_t to;         // in a heap
-  bool is_own;
+  bool is_own, is_kept;
 };
-MK_DEVICE Copied own_copy(const Parameters& p, uint32_t index, uint64_t plane) {
+MK_DEVICE Copied own_copy(const Parameters& p, uint32_t index, uint64_t plane, const KeptRows& kept) {
   const Chunk chunk = chunk_at(p, index);
   const uint32_t row = chunk.block << p.chunk_shift, units = part_bytes(p) / kUnitBytes, unit = chunk.part * units;
   const uint32_t bytes = chunk_bytes(p, chunk), flag = flag_index(p, p.world.rank, index);
-  return Copied{bytes, flag, row, unit, unit + units, own_chunk(p, chunk), plane + chunk_offset(p, chunk), true};
+  return Copied{bytes, flag, row, unit, unit + units, own_chunk(p, chunk), plane + chunk_offset(p, chunk), true, kept.are_in(p, chunk)};
 }
 // What all have in common that CopyRing copies here. With parts the rows of a piece of this rank's shard do not follow each other, and one TMA load
 // gathers them: a bulk load for each was half as slow again (docs/speed_log.md).
@@ -347,6 +271,8 @@ struct ShardPieces {
   using Item = Copied;
   const Parameters& p;
   MK_DEVICE uint32_t piece_bytes() const { return has_parts(p) ? p.piece_rows * p.piece_units * kUnitBytes : kPieceBytes; }
+  // Where a shard begins inside a sector of L2, whole sectors cross the links all the same: parts of them take twice as long (docs/speed_log.md).
+  MK_DEVICE uint32_t skew(const Copied& c) const { return has_parts(p) ? 0 : c.to % kSwizzleBytes; }
   MK_DEVICE uint32_t loaded(const Copied&, uint32_t bytes) const { return has_parts(p) ? piece_bytes() : bytes; }
   // The piece at offset. What a box has beyond the chunk is loaded, too, and not stored.
   MK_DEVICE void load(const Copied& c, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
@@ -364,6 +290,8 @@ struct ShardPieces {
   }
 };
 
+// A store goes to all mates: what is in flight to three takes as much room in the links as three stores to one (docs/speed_log.md).
+constexpr uint32_t kPushedBehind = kR < 4 ? kPiecesBehind : kR < 8 ? 2 : 1;
 struct PushedChunks : ShardPieces {
   Entered entered;
   uint32_t begin;
@@ -371,17 +299,19 @@ struct PushedChunks : ShardPieces {
   Mailbox& flags;
   Mailbox::Position& at;
   Trace& trace;
+  KeptRows kept;
   uint64_t since;
 
   MK_DEVICE uint32_t first() const { return begin; }
   MK_DEVICE uint32_t next(uint32_t index) const { return index + num_intra_comm(p); }
   MK_DEVICE uint32_t end() const { return num_chunks(p) * kNodes; }
   MK_DEVICE Copied item(uint32_t index) const {
-    if (kNodes == 1 || index < num_chunks(p)) return own_copy(p, index, shard_offset(p, p.world.rank));
+    if (kNodes == 1 || index < num_chunks(p)) return own_copy(p, kept.number(p, index), shard_offset(p, p.world.rank), kept);
     const uint32_t source = pushed_source(p, index), number = pushed_chunk(p, index);
     const Chunk chunk = chunk_at(p, number);
     const uint64_t offset = shard_offset(p, source) + chunk_offset(p, chunk);  // in the heap of every rank of the node
-    return Copied{chunk_bytes(p, chunk), flag_index(p, source, number), 0, 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false};
+    return Copied{
+        chunk_bytes(p, chunk), flag_index(p, source, number), 0, 0, 0, heap(p.world, p.world.local_rank) + offset, offset, false, false};
   }
   MK_DEVICE bool ready(const Copied& c) { return kNodes == 1 || c.is_own || arrived.try_take(); }
   MK_DEVICE bool wait(const Copied&) {  // own chunks are ready
@@ -392,7 +322,7 @@ struct PushedChunks : ShardPieces {
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
     for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
-    if (c.is_own && keeps_own(p)) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);
+    if (c.is_kept) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);
   }
   MK_DEVICE void announce(const Copied& c) {
     flags.post(entered, at, c.flag);
@@ -417,8 +347,8 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
   const auto copy = [&](const Entered& entered, Receiver& arrived, Mailbox::Position& at) {
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
-    PushedChunks chunks{{p}, entered, index, arrived, storage.announce, at, trace, trace.now()};
-    ring.copy(chunks);
+    PushedChunks chunks{{p}, entered, index, arrived, storage.announce, at, trace, Tiles(p).kept_rows(), trace.now()};
+    ring.copy<kPushedBehind>(chunks);
   };
   const auto wait = [&](const Entered& entered, Mailbox::Position& at, Mailbox::Position&) {
     if constexpr (kNodes > 1) wait_for_chunks(entered, p, storage.arrived, at, index);
@@ -437,7 +367,7 @@ struct StagedChunk : ShardPieces {  // a copy of one chunk into the staging area
   MK_DEVICE uint32_t first() const { return chunk; }
   MK_DEVICE uint32_t next(uint32_t) const { return chunk + 1; }
   MK_DEVICE uint32_t end() const { return chunk + 1; }
-  MK_DEVICE Copied item(uint32_t index) const { return own_copy(p, index, p.send_offset); }
+  MK_DEVICE Copied item(uint32_t index) const { return own_copy(p, index, p.send_offset, KeptRows{0, p.rows}); }
   MK_DEVICE bool ready(const Copied&) const { return true; }
   MK_DEVICE bool wait(const Copied&) const { return true; }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {

@@ -14,7 +14,7 @@ from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmTile, choose_put
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
-from mkernel.planner.slices import choose_slices
+from mkernel.planner.slices import most_slices
 from mkernel.planner.spans import Product, choose, spans_of
 from mkernel.planner.specialize import Specialized, parse
 from mkernel.planner.split import Split
@@ -43,6 +43,7 @@ _GPC_GROUP_M, _GPC_WAVES = 4, 2
 _PACKET_RANKS = 8  # of a node: more would need more registers
 _PACKET_SHARDS = 16 << 10  # bytes of all shards, for each SM, up to which they travel in packets
 _TAGGED_MOST = 192  # columns of tiles: more leave no registers
+_ROW_CHUNK_BYTES = 48 * 1024  # where that is less than a row of tiles (docs/speed_log.md)
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -137,7 +138,7 @@ def _plan_of_class(
         wanted = dataclasses.replace(wanted, intra_comm=0)
     chosen = pairs.complete(wanted, default, sm_count, spared, cluster)
     few_waves = tiles <= FEW_WAVES * sm_count
-    all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for all chunks of a part, wherever they begin
+    all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for chunks of several
     plain = shares == cluster == 1
     parts = most_parts(problem) if plain and (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
@@ -146,22 +147,25 @@ def _plan_of_class(
     elif span > 1 or chosen.intra_comm:  # all that push have something to
         movers = chosen.intra_comm or chosen.compute or 1
         chunk_bytes = min(chunk_bytes, max(_FEW_CHUNK_BYTES, rows * problem.k * 2 // movers))
+        if parts == 1 and chosen.intra_comm:  # what they push at a time is a row of tiles: the first ones begin early
+            chunk_bytes = min(chunk_bytes, max(_ROW_CHUNK_BYTES, BLOCK_M * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
-    slices = choose_slices(tiles, tile, chosen) if few_waves and plain else 1
+    slices = most_slices(tile) if few_waves and plain else 1  # of each number of rows, whether tiles are cut
     if parts == 1:
         group_m = _GPC_GROUP_M if topology.size == 1 and tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
         return AllGatherGemmPlan(
             problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, specialize=specialize
         )
-    if span > 1:  # all first parts, then all second parts
+    if span > 1 and rows <= BLOCK_M:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
         return AllGatherGemmPlan(
             problem, rows, chosen, tile, chunk_rows, parts=parts, part_blocks=blocks, slices=slices, span=span, specialize=specialize
         )
     # One group of blocks is what all SMs can work on at once: their tiles wait inside for the later parts.
     at_once = max(1, sm_count // (tiles_n * (topology.size - 1)))
-    groups = math.ceil(max(1, tile_rows) / at_once)
-    group_rows = math.ceil(max(1, tile_rows) / groups)
+    of_shard = math.ceil(max(1, rows) / BLOCK_M)
+    groups = math.ceil(of_shard / at_once)
+    group_rows = math.ceil(of_shard / groups)
     return AllGatherGemmPlan(
         problem,
         rows,
@@ -172,6 +176,7 @@ def _plan_of_class(
         parts,
         group_rows * (BLOCK_M // chunk_rows),
         slices,
+        span,
         specialize=specialize,
     )
 

@@ -24,7 +24,7 @@ from mkernel.planner.predict_gemm import least_seconds
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
-from mkernel.planner.spans import most_shares, spans_of
+from mkernel.planner.spans import most_shares
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
@@ -41,14 +41,15 @@ _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and 
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
-_FEWER_TILES = 0.9  # of the tiles of single shards; those that span shards wait for more chunks
 CONFIRMED_SMS = 132
 _PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best changes slowly there
 _CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length() - 1) // _PER_DOUBLING) == 0)
 # How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
 _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
-_WORTH_OF_TILES = 0.9  # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads alone
+# and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles
+_WORTH_OF_TILES = 0.9
+_WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
 
 
 class Ranked(NamedTuple):
@@ -101,7 +102,7 @@ def _gathers(
     if rules.packets:
         return
     inside, most = topology.num_nodes == 1, max(1, sm_count // 4)
-    spans = _spans(topology, rows) if inside else []
+    spans = _spans(topology, rows)
     for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if inside else [Split()]:
         pushed_by_warps = inside and not split.intra_comm  # a warp that pushes stands in front of the loads of both CTAs of a pair
         for width in _WIDTHS:
@@ -109,18 +110,23 @@ def _gathers(
                 plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
                 if plan != rules:
                     yield plan
-                for span in spans:
+                for span in spans if split.intra_comm or topology.size == 2 else ():
                     tiling = Tiling(width, span, 1)
                     spanning = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
                     if spanning not in (plan, rules):
                         yield spanning
             yield from (plan for plan in _sharing_of_shards(problem, rows, sm_count, split, specialize, width) if plan != rules)
             if width in _PAIRED_WIDTHS and not pushed_by_warps and _may_bind(problem, rows) and may_win(width, 2, 0):
-                pairs = Tiling(width, 1, 1, 2)
-                with contextlib.suppress(SplitError):  # few SMs
-                    plan = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
-                    if plan != rules:
-                        yield plan
+                yield from (plan for plan in _in_pairs(problem, rows, sm_count, split, specialize, width) if plan != rules)
+
+
+def _in_pairs(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split, specialize: str | None, width: int
+) -> Iterator[AllGatherGemmPlan]:
+    for span in (1, *_spans(problem.topology, rows, 2 * BLOCK_M)):
+        with contextlib.suppress(SplitError):  # few SMs
+            pairs = Tiling(width, span, 1, 2)
+            yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
 
 
 def _sharing_of_shards(
@@ -139,15 +145,14 @@ def _sharing_of_shards(
             yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
 
 
-def _spans(topology: Topology, rows: int) -> list[int]:
-    """Numbers of shards for tiles to span, where the last tile row of each shard is so empty that there are clearly fewer tiles then.
+def _spans(topology: Topology, rows: int, of_tiles: int = BLOCK_M) -> list[int]:
+    """Numbers of shards for tiles to span: all, where there are fewer tiles then. Some begin as early as those of single shards.
 
-    Of shards that are no higher than a tile the rules see to it.
+    ``of_tiles``: the rows that CTAs take together. Of shards that are no higher the rules see to it.
     """
-    if rows <= BLOCK_M:
-        return []
-    tiles = {span: math.ceil(span * rows / BLOCK_M) * (topology.size // span) for span in spans_of(topology)}
-    return [span for span, number in tiles.items() if number <= _FEWER_TILES * tiles[1]]
+    size = topology.size
+    fewer = rows > of_tiles and math.ceil(size * rows / of_tiles) < size * math.ceil(rows / of_tiles)
+    return [size] if fewer and topology.num_nodes == 1 else []
 
 
 def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, width: int) -> list[int]:
@@ -352,22 +357,28 @@ def _is_sure(rules: Any) -> bool:
 def _worth_of(rules: Any, block_n: int, cluster: int) -> float:
     """The most that ``_worth`` says of any plan with such tiles."""
     problem = rules.problem
-    packets = isinstance(problem, AllGatherGemmProblem) and allgather_gemm.may_travel_in_packets(problem, rules.rows)
-    return _WORTH if packets else _worth_of_tiles(rules, block_n, cluster)
+    gathers, size = isinstance(problem, AllGatherGemmProblem), problem.topology.size
+    packets = gathers and allgather_gemm.may_travel_in_packets(problem, rules.rows)
+    differs = _WORTH_OF_PUSHED if gathers else _WORTH_OF_TILES
+    return _WORTH if packets or _is_sure(rules) or _differs_in_tiles(rules, block_n, cluster, size) else differs
 
 
-def _worth_of_tiles(rules: Any, block_n: int, cluster: int) -> float:
-    return _WORTH if _is_sure(rules) or (block_n == rules.tile.block_n and cluster > rules.cluster) else _WORTH_OF_TILES
+def _differs_in_tiles(rules: Any, block_n: int, cluster: int, span: int) -> bool:
+    """Whether a plan that is else like the rules' has other loads, or fewer tiles, of the same width."""
+    return bool(block_n == rules.tile.block_n and (cluster > rules.cluster or span > rules.span))
 
 
 def _worth(rules: Any, plan: Any) -> float:
     """The most that a plan may take of the rules' time, to be chosen instead."""
+    gathers = isinstance(plan, AllGatherGemmPlan)
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
-    if isinstance(plan, AllGatherGemmPlan) and plan.packets:  # of which predictions are near
+    if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
         return _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
-    return _worth_of_tiles(rules, plan.tile.block_n, plan.cluster) if alike or _is_sure(rules) else _WORTH_OF_TILES
+    if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.cluster, plan.span):
+        return _WORTH
+    return _WORTH_OF_PUSHED if gathers and plan.split.intra_comm else _WORTH_OF_TILES
 
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:

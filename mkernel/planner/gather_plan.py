@@ -17,7 +17,7 @@ from mkernel.planner.gather_sizes import Sizes, sizes_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, choose_load_rows, raster, shift_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pushing import most_parts, warps_push
-from mkernel.planner.slices import most_slices
+from mkernel.planner.slices import most_slices, sliced_tiles
 from mkernel.planner.specialize import Specialized, remark
 from mkernel.planner.topology import Topology
 
@@ -75,7 +75,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     group_m: int = GROUP_M  # tile rows that share columns of B
     parts: int = 1  # K travels in this many parts
     part_blocks: int = 1  # blocks of chunk_rows whose first parts travel before their second parts
-    slices: int = 1  # into which the tiles that would not fill the SMs once more are cut
+    slices: int = 1  # into which the tiles that would not fill the SMs once more are cut, where few are left
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
     shares: int = 1  # CTAs, or pairs, that share K of a tile, as far as there is room for packets
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
@@ -135,14 +135,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
-        span, cluster, columns, computing, grid, slices, shares, pushers, share_bytes = self.of_sizes
+        span, cluster, columns, computing, total, slices, shares, pushers, share_bytes = self.of_sizes
         plane_rows = span * rows
         tile_rows = -(-plane_rows // BLOCK_M)
         taken_rows = -(-tile_rows // cluster)
         tiles, taken = columns * tile_rows, columns * taken_rows
-        sliced = tiles % (computing or 1) if slices > 1 else 0
+        sliced = sliced_tiles(tiles, computing or 1, total) if slices > 1 else 0
         if shares > 1 and taken:
             shares = max(1, min(shares, abi.PACKET_BYTES // (taken * share_bytes)))
+        grid = total
         if not pushers:  # else each has chunks to push
             grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * cluster - computing)
         return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, choose_load_rows(plane_rows), shares))
@@ -321,7 +322,43 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def waits(self, rank: int, tile: Tile) -> bool:
         """Whether a tile is offered only when its rows have come: no sum, none of the own array, and none of tagged packets."""
-        return tile.kind != SUM and (self.span > 1 or tile.plane != rank) and not self.tagged
+        is_own = tile.plane == rank // self.span and tile.m // self.cluster in self.own_rows(rank)
+        return tile.kind != SUM and not is_own and not self.tagged
+
+    def own_rows(self, rank: int) -> range:
+        """Rows of tiles of the rank's plane, as clusters take them, that have rows of its own shard only, and read the caller's array."""
+        return range(0) if self.packets else self._rows_of(rank % self.span)
+
+    @property
+    def fewest_own(self) -> int:
+        """Rows of tiles that read the caller's array, on the rank that has the fewest."""
+        rows = min(len(self._rows_of(shard)) for shard in range(self.span))
+        return min(self.tile_rows, rows * self.cluster)
+
+    @property
+    def some_follow(self) -> bool:
+        """Whether some tiles need rows of one shard only, and begin as its chunks come."""
+        return self.span == 1 or self.rows > BLOCK_M
+
+    def _beginning(self, shard: int) -> int:
+        """The row of tiles, as clusters take them, in which a shard of a plane begins."""
+        return shard * self.rows // (self.cluster * BLOCK_M) if shard < self.span else self.sizes.taken_rows
+
+    def _rows_of(self, shard: int) -> range:
+        """Rows of tiles that have rows of this shard only."""
+        first = math.ceil(shard * self.rows / (self.cluster * BLOCK_M))
+        return range(first, max(first, self._beginning(shard + 1)))
+
+    def _order_of_rows(self, rank: int) -> list[list[int]]:
+        """Rows of tiles of the rank's plane, as clusters take them: the own ones, then the others, in turn from all shards."""
+        if self.packets:
+            return [list(range(self.sizes.taken_rows))]
+        own, of_each, shard = self.own_rows(rank), self.rows // (self.cluster * BLOCK_M), rank % self.span
+        begun = range(self._beginning(shard), min(own.start, self._beginning(shard + 1)))
+        others = [(rank + distance) % self.span for distance in range(1, self.span)]
+        later = [self._beginning(shard) + row for row in range(of_each) for shard in others]
+        last = [row for shard in others for row in range(self._beginning(shard) + of_each, self._beginning(shard + 1))]
+        return [list(own), [*begun, *later, *last]]
 
     def tiles(self, rank: int) -> Iterator[Tile]:
         """The tiles of C on ``rank``, in the order in which its CTAs take them."""
@@ -338,12 +375,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def _taken(self, rank: int) -> Iterator[list[Tile]]:
         """Whole tiles, together those that the CTAs of a cluster take together."""
-        near = self.near_planes
-        for planes, first in ((1, 0), (near - 1, 1), (self.planes - near, near)):
-            rows = self.sizes.taken_rows * planes
+        near, all_rows = self.near_planes, range(self.sizes.taken_rows)
+        classes = [(rows, 1, 0) for rows in self._order_of_rows(rank)]
+        for order, planes, first in (*classes, (all_rows, near - 1, 1), (all_rows, self.planes - near, near)):
+            rows = len(order) * planes
             for index in range(rows * self.tiles_n):
                 row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
-                together = range(row // planes * self.cluster, (row // planes + 1) * self.cluster)
+                together = range(order[row // planes] * self.cluster, (order[row // planes] + 1) * self.cluster)
                 yield [Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows]
 
     def sources(self, tile: Tile) -> range:

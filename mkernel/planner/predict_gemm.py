@@ -28,6 +28,7 @@ _UNCOUNTED, _ROUND = 2.1e-6, 1.2e-6
 # Fitted: from the last product until what comes after it has been done, beside what bytes take; the same of an all-reduce's results; and
 # how much more it is for pairs of CTAs, which wait for each other.
 _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
+_IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
 _PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _DEEP = 4  # stages that hide what loads wait for
@@ -143,7 +144,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
-        halved=plan.slices > 1,
+        halved=plan.whole_tiles < plan.num_tiles,
         shares=plan.sizes.shares,
         cluster=plan.cluster,
         stages=plan.stages_of(plan.load_rows),
@@ -167,21 +168,28 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     # While the links carry what they can, tiles take longer.
     slowed = 1 + machine.beside * min(1.0, (pushing + forwarding) / work.seconds) * (0.5 if intra else 1.0)
     all_done = start + work.seconds * slowed
-    if mates and plan.span > 1:  # nothing begins before the chunks of all shards that a tile covers are there
+    if mates and not plan.some_follow:  # nothing begins before the chunks of all shards that a tile covers are there
         # Parts of K are multiplied while the next ones come; beside warps that push, loads take the longer for it (docs/speed_log.md).
         first = max(pushing / plan.parts, min(pushing, one_chunk)) if intra else pushing
         all_done = max(all_done, begin + machine.flag + max(pushing + work.seconds / plan.parts, first + work.seconds))
     elif mates:
+        to_end = min(mates, tile_rows * plan.planes - plan.fewest_own) * tiles_n  # tiles that wait for the last chunks
         if plan.parts > 1:  # of the last group of rows, all is done but the parts of K that come last, together
-            group = min(tile_rows, plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * mates * tiles_n
+            group = min(math.ceil(rows / BLOCK_M), plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * to_end
             together = min(1.0, max(1 / plan.parts, (intra or compute) / (plan.part_blocks * plan.parts)))
             rest = waves(group, compute) * t * together
         else:
-            rest = waves(mates * tiles_n * plan.sizes.shares, compute) * t + exchange
+            rest = waves(to_end * plan.sizes.shares, compute) * t + exchange
         all_done = max(all_done, begin + pushing + machine.flag + rest)
-        # Own tiles are the first; those of the others begin when their first chunk has come.
-        behind = work.seconds * (1 - 1 / plan.planes)
-        all_done = max(all_done, begin + min(pushing, one_chunk) + machine.flag + max(behind, t + exchange))
+        # Own tiles are the first. Those of the others are taken by groups of rows, whose tiles begin, in the mean, when half of the
+        # first group's rows have come, or their first parts of K.
+        levels = math.ceil(rows / BLOCK_M)
+        of_group = min(levels, max(1.0, plan.group_m / mates))
+        first = max(min(pushing, one_chunk), pushing * (of_group + 1) / 2 / levels / plan.parts) + machine.flag
+        behind = work.seconds * (1 - plan.fewest_own / (tile_rows * plan.planes))
+        all_done = max(all_done, begin + first + max(behind, t + exchange))
+        idle = max(0.0, 1 - plan.fewest_own * tiles_n / compute)  # of the CTAs, until then
+        all_done = max(all_done, begin + work.seconds * slowed + _IDLE * idle * first)
     network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:
         network = sent(machine, topology, shard, plan.put_bytes)

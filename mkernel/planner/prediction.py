@@ -130,7 +130,7 @@ def tile_cost(
     that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
     tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
     step, because they also wait for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0:
-    ``k``); ``alike``: two lines of a row take an SM longer than one also along K, as they do where CTAs are ``apart``.
+    ``k``); ``alike``: two lines of a row take an SM longer than one also along K.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -138,7 +138,7 @@ def tile_cost(
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
-    alike = alike or apart
+    alike = alike
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.

@@ -43,6 +43,9 @@ WORKLOADS = {
     # Tiles that reach over the end of a shard.
     "span": (Case("bfloat16", 256, 136, split="mover", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
     "span warps": (Case("bfloat16", 256, 136, split="warps", tiling=Tiling(span=2)), 3, (90, 129), 20.0),
+    # So many rows that tiles have rows of one shard only; chunks of several pieces, and shards that begin inside a line.
+    "span high": (Case("bfloat16", 264, 136, split="mover", tiling=Tiling(span=2)), 3, (333, 259), 20.0),
+    "span high warps": (Case("bfloat16", 264, 136, split="warps", tiling=Tiling(span=2)), 3, (333, 259), 20.0),
     # K of a tile shared by nine CTAs: more than are looked at together.
     "shares": (Case("bfloat16", 616, 136, split="narrow", tiling=Tiling(64, 1, 9)), 4, (90, 20), 20.0),
     # Shards that travel in packets: several rounds of each warp, calls as short as above, K shared by CTAs, and pairs of CTAs.

@@ -27,7 +27,7 @@ COMMON = [
     ),
     # The chunk flag is raised for data that is not there yet, or seen too early.
     Bug("flag before the last data", "comm/copy.cuh", "    ptx::store_wait<0>();\n    while (behind", "    while (behind"),
-    Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<kPiecesBehind>();\n"),
+    Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<Behind>();\n"),
     Bug(
         "tiles do not wait for chunks",
         "tile/schedule.cuh",
@@ -56,8 +56,50 @@ COMMON = [
     Bug(
         "the own shard is not kept where tiles span shards",
         "ops/allgather_gemm.cuh",
-        "    if (c.is_own && keeps_own(p)) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);\n",
+        "    if (c.is_kept) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);\n",
         workload="span",
+    ),
+    Bug(
+        "a tile of the own shard reads its array from the beginning of the plane",
+        "ops/allgather_gemm.cuh",
+        "return is_own(c) ? row - (p.world.rank * p.rows - c.plane * plane_rows()) : row;",
+        "return row;",
+        workload="span high",
+    ),
+    Bug(
+        "rows of the own shard's last tile, of which others are beside, are not kept",
+        "gather/layout.cuh",
+        "return begin < first || (end < p.rows ? end : p.rows) > last;",
+        "return begin < first;",
+        workload="span high",
+    ),
+    Bug(
+        "rows of the own shard's first tile, of which others are beside, are not kept",
+        "gather/layout.cuh",
+        "return begin < first || (end < p.rows ? end : p.rows) > last;",
+        "return (end < p.rows ? end : p.rows) > last;",
+        workload="span high warps",
+    ),
+    Bug(
+        "chunks that travel after those of the last rows begin with the second",
+        "gather/layout.cuh",
+        "block < num_blocks(p) ? block : block - num_blocks(p)",
+        "block < num_blocks(p) ? block : block + 1 - num_blocks(p)",
+        workload="span high warps",
+    ),
+    Bug(
+        "a smaller first piece counts as a whole one",
+        "comm/copy.cuh",
+        "at.offset += most_bytes(chunks, at);",
+        "at.offset += chunks.piece_bytes();",
+        workload="span high",
+    ),
+    Bug(
+        "rows of tiles of other shards begin where no tile has rows of two",
+        "ops/allgather_gemm.cuh",
+        "return begin_row(shard_at(1 + index - row * others)) + row;",
+        "return first_row(shard_at(1 + index - row * others)) + row;",
+        workload="span high",
     ),
     Bug(
         "a tile waits for the first of the shards that it covers",
@@ -140,7 +182,7 @@ COMMON = [
     ),
     Bug(
         "a warp that pushes goes on behind its part of a row",
-        "ops/allgather_gemm.cuh",
+        "gather/layout.cuh",
         "at += gap, inside -= run;",
         "inside -= run;",
         workload="warps parts",
@@ -211,8 +253,8 @@ COMMON = [
     Bug(
         "a shard is staged in the gather buffer, before others have entered",
         "ops/allgather_gemm.cuh",
-        "own_copy(p, index, p.send_offset); }",
-        "own_copy(p, index, shard_offset(p, p.world.rank)); }",
+        "own_copy(p, index, p.send_offset, KeptRows{0, p.rows}); }",
+        "own_copy(p, index, shard_offset(p, p.world.rank), KeptRows{0, p.rows}); }",
         also=(("src = p.send_offset + offset,", "src = shard_offset(p, p.world.rank) + offset,"),),
         world="2x2",
         workload="all-reduce, then gather from ordinary memory",

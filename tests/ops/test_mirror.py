@@ -17,7 +17,7 @@ from mkernel.jit import cpu
 from mkernel.jit.spec import KernelSpec
 from mkernel.ops.allgather_gemm import Parameters
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.planner.gemm import BLOCK_K, GemmTile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.proofs.allgather_gemm import taken
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split
@@ -123,14 +123,20 @@ def check_tiles(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> No
 
 
 def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank: int) -> None:
-    """Some tiles wait for the blocks of rows that the plan says, of all shards that they cover."""
+    """Tiles wait for the blocks of rows that the plan says, of all shards that they cover, or read the own shard, where their rows lie."""
     numbers = list(taken(plan.tiles(rank), plan.cluster))
-    for index in {0, len(numbers) // 3, len(numbers) - 1} if numbers else ():
-        words = np.zeros(2, np.uint32)
-        library.mirror_waits(rank, shape, index, words.ctypes.data_as(ctypes.c_void_p))
-        if not plan.waits(rank, numbers[index][0]):
-            assert words.tolist() == [0xFFFFFFFF] * 2
+    for index, (tile, *_) in enumerate(numbers):
+        if tile.n not in {0, plan.tiles_n - 1} or tile.share or tile.slice > 1:
             continue
+        words = np.zeros(3, np.uint32)
+        library.mirror_waits(rank, shape, index, words.ctypes.data_as(ctypes.c_void_p))
+        row = tile.m * BLOCK_M
+        if not plan.waits(rank, tile):
+            of_own = tile.kind != 2 and plan.problem.topology.size > 1
+            assert words.tolist() == [0xFFFFFFFF, 0xFFFFFFFF, row - rank % plan.span * plan.rows if of_own else words[2]]
+            assert not of_own or set(plan.sources(tile)) == {rank}
+            continue
+        assert words[2] == row
         waited = {divmod(block, plan.blocks) for block in range(int(words[0]), int(words[1]) + 1)}
         chunks = {(source, plan.chunk_index(block, part)) for source, block in waited for part in range(plan.parts)}
         assert chunks == {chunk for tile in numbers[index] for chunk in plan.tile_chunks(tile)}

@@ -32,7 +32,8 @@ MKC_API uint64_t mirror_flag_offset(const void* shape, uint32_t source, uint32_t
   return mkernel::flag_offset(p, mkernel::flag_index(p, source, chunk));
 }
 
-// What a tile waits for in one part: the numbers of the first and last of the blocks of all shards, rank by rank; none: all ones.
+// What a tile waits for in one part: the numbers of the first and last of the blocks of all shards, rank by rank; none: all ones. And the row of
+// the array that it reads where it begins.
 MKC_API void mirror_waits(uint32_t rank, const void* shape, uint32_t tile, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
@@ -41,6 +42,7 @@ MKC_API void mirror_waits(uint32_t rank, const void* shape, uint32_t tile, uint3
   const uint32_t end = begin + mkernel::Tiles::kTakenRows < rows ? begin + mkernel::Tiles::kTakenRows : rows;
   out[0] = tiles.waits(c, 0) ? tiles.block_of(c.plane, begin) : 0xffffffffu;
   out[1] = tiles.waits(c, 0) ? tiles.block_of(c.plane, end - 1) : 0xffffffffu;
+  out[2] = tiles.a_row(c);
 }
 
 // The number of a chunk; all ones if the way back leads elsewhere.
@@ -56,7 +58,7 @@ MKC_API uint32_t mirror_chunk_index(const void* shape, uint32_t block, uint32_t 
 MKC_API uint32_t mirror_pieces(const void* shape, uint32_t chunk, uint32_t* out) {
   const mkernel::Parameters p = mirror::parameters(0, shape);
   const mkernel::ShardPieces chunks{p};
-  mkernel::Copied item = mkernel::own_copy(p, chunk, 0);
+  mkernel::Copied item = mkernel::own_copy(p, chunk, 0, mkernel::KeptRows{0, p.rows});
   uint32_t count = 0;
   for (uint32_t offset = 0; offset < item.bytes; offset += chunks.piece_bytes(), chunks.next_piece(item), ++count) {
     *out++ = item.row, *out++ = item.unit;
