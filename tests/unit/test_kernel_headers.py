@@ -11,7 +11,7 @@ import pytest
 from mkernel.jit import headers
 
 KERNELS = Path(__file__).parents[2] / "kernels_src"
-LAYERS = ("", "comm", "tile", "attention", "reduce", "moe", "ops")  # each may include itself and those before it
+LAYERS = ("", "comm", "tile", "attention", "gather", "reduce", "moe", "ops")  # each may include itself and those before it
 HEADERS = sorted(file.relative_to(KERNELS) for file in KERNELS.rglob("*.*h") if file.relative_to(KERNELS).parts[0] != "cpu")
 
 
