@@ -138,7 +138,7 @@ MK_DEVICE OwnRows own_rows(const Parameters& p, const Chunk& chunk) {
 }
 
 // Of this rank's shard, what is copied into its gather buffer, too: rows of which some tile has others beside, before `first` and from `last` on. The
-// latter travel first: with the first rows of the next shard they fill a tile, so that each shard brings a row of tiles with each of its tiles' rows.
+// latter travel first: with the first rows of the next shard they fill a tile, which would else be the last that can begin.
 struct KeptRows {
   uint32_t first, last;
   MK_DEVICE bool are_in(const Parameters& p, const Chunk& chunk) const {

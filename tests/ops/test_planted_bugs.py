@@ -124,7 +124,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("ring shared", "ring by position")),
         *(pytest.param("2x2", workload, marks=pytest.mark.slow) for workload in ("varlen", "varlen by position")),
         *(pytest.param(world, "chunks", marks=pytest.mark.slow) for world in ("2x2", "4x1")),
-        pytest.param("1x2", "warps short", marks=pytest.mark.slow),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("warps short", "span high", "span high warps")),
         *(
             pytest.param(world, workload, marks=pytest.mark.slow)
             for world in ("1x2", "2x2", "4x1")

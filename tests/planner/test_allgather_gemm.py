@@ -91,6 +91,41 @@ def test_shards_advance_together() -> None:
     assert columns[:4] == [(0, 0), (0, 0), (0, 1), (0, 1)], "two rows of tiles share a column of B"
 
 
+def test_each_row_of_tiles_that_shards_bring_is_the_next(rng: np.random.Generator) -> None:
+    """In a plane of all shards own tiles come first; then 128 rows of each other shard, beside its last ones, which travel before its first,
+    release a row of tiles of each.
+    """
+    for rows in [128, 129, 255, *(int(2 ** rng.uniform(7, 12)) for _ in range(30))]:
+        size = int(rng.integers(2, 9))
+        plan = plan_of(Topology(size, size), rows, 64, 64, span=size)
+        for rank in range(size):
+            order, own = [tile.m for tile in plan.tiles(rank) if tile.n == 0], plan.own_rows(rank)
+            assert order[: len(own)] == list(own)
+            assert sorted(order) == list(range(plan.tile_rows))
+            begun = order[len(own)] * BLOCK_M < rank * rows < (order[len(own)] + 1) * BLOCK_M  # the own shard begins in it
+            for index, m in enumerate(order[len(own) + begun :][: rows // BLOCK_M * (size - 1)]):
+                needed = 0
+                for row in range(m * BLOCK_M, min((m + 1) * BLOCK_M, size * rows)):
+                    shard, inside = divmod(row, rows)
+                    last = (shard + 1) * rows % BLOCK_M if shard + 1 < size else 0  # so many rows travel first
+                    needed = max(needed, (inside + last) % rows + 1 - last if shard != rank else 0)
+                assert needed <= BLOCK_M * (index // (size - 1) + 1), (rows, size, rank, m)
+
+
+def test_tiles_are_halved_where_all_ctas_can_take_the_halves_at_once(rng: np.random.Generator) -> None:
+    """In each call, whatever is left over where a class of rows ends."""
+    halved = 0
+    for _ in range(60):
+        n, rows = 8 * int(2 ** rng.uniform(6, 10)), int(2 ** rng.uniform(7, 11))
+        plan = make_plan(AllGatherGemmProblem(Topology(4, 4), n, 2048, "bfloat16", True), rows, 132, tiling=Tiling(256, packets=0))
+        for number in range(max(1, rows - 60), rows + 1):
+            one = plan.of_rows(number)
+            cut = one.num_tiles - one.whole_tiles
+            assert cut == 0 or (one.whole_tiles % (one.split.compute or 1) == 0 < one.whole_tiles and 2 * cut <= one.split.total)
+            halved += cut > 0
+    assert halved
+
+
 # ---- chunks
 
 
