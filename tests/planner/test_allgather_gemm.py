@@ -92,9 +92,7 @@ def test_shards_advance_together() -> None:
 
 
 def test_each_row_of_tiles_that_shards_bring_is_the_next(rng: np.random.Generator) -> None:
-    """In a plane of all shards own tiles come first; then 128 rows of each other shard, beside its last ones, which travel before its first,
-    release a row of tiles of each.
-    """
+    """In a plane of all shards own tiles come first; then each 128 rows of the others, beside their last ones, release a row of tiles."""
     for rows in [128, 129, 255, *(int(2 ** rng.uniform(7, 12)) for _ in range(30))]:
         size = int(rng.integers(2, 9))
         plan = plan_of(Topology(size, size), rows, 64, 64, span=size)
