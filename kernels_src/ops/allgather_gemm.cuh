@@ -117,8 +117,8 @@ struct Tiles : BasicOp<Config, Parameters> {
   // The others of the own plane, as they come: that in which the own shard begins, and then of all others in turn, from the next shard on, the row
   // in which one begins, the next one; at last those that some shards have more of than others.
   MK_DEVICE uint32_t later_row(uint32_t index) const {
-    const uint32_t own = own_shard(), others = span() - 1, of_each = p.rows / kTakenRows, own_begin = begin_row(own);
-    if (own_begin < first_row(own) && own_begin < begin_row(own + 1) && index-- == 0) return own_begin;
+    const uint32_t own = own_shard(), others = span() - 1, of_each = p.rows / kTakenRows, begun = begin_row(own);
+    if (begun < first_row(own) && begun < begin_row(own + 1) && index-- == 0) return begun;
     const auto shard_at = [&](uint32_t distance) { return own + distance < span() ? own + distance : own + distance - span(); };
     const uint32_t row = quotient(index, others);
     if (row < of_each) return begin_row(shard_at(1 + index - row * others)) + row;
@@ -178,17 +178,18 @@ struct Tiles : BasicOp<Config, Parameters> {
       if (row + 8 < rows) ptx::store_word(to + packet * 16 + uint64_t(8) * p.c_row_bytes, ptx::pack<Shape::kElement>(sum[2], sum[3]));
     });
   }
+  // Where the own shard begins, from the beginning of a tile's plane on; wraps if it is in an earlier one.
+  MK_DEVICE uint32_t own_begin(const TileCoordinate& c) const { return p.world.rank * p.rows - c.plane * plane_rows(); }
   MK_DEVICE uint32_t end_of(uint32_t begin) const { return begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows(); }
   MK_DEVICE bool is_own(const TileCoordinate& c) const {  // of the caller's array alone: so are both tiles of a pair, or none
     if constexpr (kOnePlane) return !kPackets;
     if (span() == 1) return c.plane == p.world.rank;
     const uint32_t begin = c.m / Shape::kCluster * kTakenRows, end = end_of(begin);
-    const uint32_t own = p.world.rank * p.rows - c.plane * plane_rows();  // wraps if the own shard is in an earlier plane
-    return begin - own < p.rows && end - own <= p.rows;
+    return begin - own_begin(c) < p.rows && end - own_begin(c) <= p.rows;
   }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const {
     const uint32_t row = c.m * Shape::kBlockM;
-    return is_own(c) ? row - (p.world.rank * p.rows - c.plane * plane_rows()) : row;
+    return is_own(c) ? row - own_begin(c) : row;
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum) && !kTagged; }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function

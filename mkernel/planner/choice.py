@@ -357,10 +357,10 @@ def _is_sure(rules: Any) -> bool:
 def _worth_of(rules: Any, block_n: int, cluster: int) -> float:
     """The most that ``_worth`` says of any plan with such tiles."""
     problem = rules.problem
-    gathers, size = isinstance(problem, AllGatherGemmProblem), problem.topology.size
-    packets = gathers and allgather_gemm.may_travel_in_packets(problem, rules.rows)
+    gathers = isinstance(problem, AllGatherGemmProblem)
+    packets, span = gathers and allgather_gemm.may_travel_in_packets(problem, rules.rows), problem.topology.size if gathers else 1
     differs = _WORTH_OF_PUSHED if gathers else _WORTH_OF_TILES
-    return _WORTH if packets or _is_sure(rules) or _differs_in_tiles(rules, block_n, cluster, size) else differs
+    return _WORTH if packets or _is_sure(rules) or _differs_in_tiles(rules, block_n, cluster, span) else differs
 
 
 def _differs_in_tiles(rules: Any, block_n: int, cluster: int, span: int) -> bool:

@@ -173,9 +173,10 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         first = max(pushing / plan.parts, min(pushing, one_chunk)) if intra else pushing
         all_done = max(all_done, begin + machine.flag + max(pushing + work.seconds / plan.parts, first + work.seconds))
     elif mates:
-        to_end = min(mates, tile_rows * plan.planes - plan.fewest_own) * tiles_n  # tiles that wait for the last chunks
+        own, all_rows, levels = plan.fewest_own, tile_rows * plan.planes, math.ceil(rows / BLOCK_M)
+        to_end = min(mates, all_rows - own) * tiles_n  # tiles that wait for the last chunks
         if plan.parts > 1:  # of the last group of rows, all is done but the parts of K that come last, together
-            group = min(math.ceil(rows / BLOCK_M), plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * to_end
+            group = min(levels, plan.part_blocks * plan.chunk_rows // BLOCK_M or 1) * to_end
             together = min(1.0, max(1 / plan.parts, (intra or compute) / (plan.part_blocks * plan.parts)))
             rest = waves(group, compute) * t * together
         else:
@@ -183,12 +184,11 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         all_done = max(all_done, begin + pushing + machine.flag + rest)
         # Own tiles are the first. Those of the others are taken by groups of rows, whose tiles begin, in the mean, when half of the
         # first group's rows have come, or their first parts of K.
-        levels = math.ceil(rows / BLOCK_M)
         of_group = min(levels, max(1.0, plan.group_m / mates))
         first = max(min(pushing, one_chunk), pushing * (of_group + 1) / 2 / levels / plan.parts) + machine.flag
-        behind = work.seconds * (1 - plan.fewest_own / (tile_rows * plan.planes))
+        behind = work.seconds * (1 - own / all_rows)
         all_done = max(all_done, begin + first + max(behind, t + exchange))
-        idle = max(0.0, 1 - plan.fewest_own * tiles_n / compute)  # of the CTAs, until then
+        idle = max(0.0, 1 - own * tiles_n / compute)  # of the CTAs, until then
         all_done = max(all_done, begin + work.seconds * slowed + _IDLE * idle * first)
     network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:

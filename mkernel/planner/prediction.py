@@ -138,7 +138,6 @@ def tile_cost(
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
-    alike = alike
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.

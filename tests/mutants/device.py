@@ -33,7 +33,7 @@ from mkernel.jit.headers import kernels_src  # noqa: E402
 from tests.ops.test_planted_bugs import BUGS  # noqa: E402
 from tests.sanitizer import run_sanitized  # noqa: E402
 
-_FOLDERS = ("comm", "tile", "reduce", "moe", "attention", "ops")
+_FOLDERS = ("comm", "tile", "gather", "reduce", "moe", "attention", "ops")
 _CALLS = (
     "sync_warp|sync_cta|cluster_sync|fence_proxy_async(?:_shared)?|mbarrier_init_fence|barrier_sync|mbarrier_wait|wgmma_fence|"
     r"store_wait(?:_read)?<[^>]*>"
@@ -108,7 +108,7 @@ _BY_PREFIX = (
     ("attention/", _RING),
     ("ops/ring", _RING),
     ("ops/fabric", _FABRIC),
-    ("ops/allgather", (*_COMM, Workload("1x2", "gather packets short"))),
+    *((prefix, (*_COMM, Workload("1x2", "gather packets short"))) for prefix in ("ops/allgather", "gather/")),
     ("ops/gemm_allreduce_one_shot", (Workload("1x2", "one shot"), Workload("2x2", "one shot"))),
     ("ops/gemm_allreduce", (Workload("1x2", "two shot short"), Workload("2x2", "two shot"))),
     ("ops/", (*_DISPATCH, *_COMM)),

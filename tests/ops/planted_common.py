@@ -62,7 +62,7 @@ COMMON = [
     Bug(
         "a tile of the own shard reads its array from the beginning of the plane",
         "ops/allgather_gemm.cuh",
-        "return is_own(c) ? row - (p.world.rank * p.rows - c.plane * plane_rows()) : row;",
+        "return is_own(c) ? row - own_begin(c) : row;",
         "return row;",
         workload="span high",
     ),
