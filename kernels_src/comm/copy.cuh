@@ -58,17 +58,40 @@ class CopyRing {
   // Behind: stores in flight before a finished chunk is announced.
   template <uint32_t Behind = kPiecesBehind, CopiedChunks Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
-    Cursor<Chunks> loading = cursor(chunks, chunks.first()), storing = loading, announcing = loading;
-    uint32_t ahead = 0, behind = 0;
+    uint32_t ahead = 0;
+    Cursor<Chunks> loading = cursor(chunks, chunks.first());
+    copy_from<Behind>(chunks, loading, loading, ahead);
+  }
+  // The same, of which the first pieces are loaded before may_store(), which waits until something may be stored, and says whether.
+  template <uint32_t Behind, CopiedChunks Chunks, class MayStore>
+  MK_DEVICE void copy(Chunks& chunks, const MayStore& may_store) {
+    uint32_t ahead = 0;
+    const Cursor<Chunks> first = cursor(chunks, chunks.first());
+    Cursor<Chunks> loading = first;
+    load_ahead(chunks, loading, ahead);
+    if (may_store()) return copy_from<Behind>(chunks, loading, first, ahead);
+    for (; ahead > 0; --ahead) take_piece();
+  }
+
+ private:
+  template <class Chunks>
+  struct Cursor {
+    uint32_t index, offset;
+    typename Chunks::Item item;
+  };
+  template <class Chunks>
+  MK_DEVICE static Cursor<Chunks> cursor(Chunks& chunks, uint32_t index) {
+    Cursor<Chunks> at{index, 0, {}};
+    if (index < chunks.end()) at.item = chunks.item(index);
+    return at;
+  }
+  template <uint32_t Behind, class Chunks>
+  MK_DEVICE void copy_from(Chunks& chunks, Cursor<Chunks> loading, Cursor<Chunks> storing, uint32_t ahead) {
+    Cursor<Chunks> announcing = storing;
+    uint32_t behind = 0;
 #pragma unroll 1
     while (storing.index < chunks.end()) {
-#pragma unroll 1
-      while (ahead < kPiecesAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
-        ptx::store_wait_read<kPieceStages - kPiecesAhead>();
-        load(chunks, loading, (stage_ + ahead) % kPieceStages);
-        advance(chunks, loading);
-        ++ahead;
-      }
+      load_ahead(chunks, loading, ahead);
       if (ahead == 0) {  // nothing to do but wait; first what is done is told
         ptx::store_wait<0>();
         for (; behind > 0; --behind) announce(chunks, announcing);
@@ -87,18 +110,15 @@ class CopyRing {
     ptx::store_wait<0>();
     while (behind-- > 0) announce(chunks, announcing);
   }
-
- private:
   template <class Chunks>
-  struct Cursor {
-    uint32_t index, offset;
-    typename Chunks::Item item;
-  };
-  template <class Chunks>
-  MK_DEVICE static Cursor<Chunks> cursor(Chunks& chunks, uint32_t index) {
-    Cursor<Chunks> at{index, 0, {}};
-    if (index < chunks.end()) at.item = chunks.item(index);
-    return at;
+  MK_DEVICE void load_ahead(Chunks& chunks, Cursor<Chunks>& loading, uint32_t& ahead) {
+#pragma unroll 1
+    while (ahead < kPiecesAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
+      ptx::store_wait_read<kPieceStages - kPiecesAhead>();
+      load(chunks, loading, (stage_ + ahead) % kPieceStages);
+      advance(chunks, loading);
+      ++ahead;
+    }
   }
   template <class Chunks>
   MK_DEVICE static uint32_t most_bytes(const Chunks& chunks, const Cursor<Chunks>& at) {
@@ -129,10 +149,15 @@ class CopyRing {
   }
   template <class Chunks>
   MK_DEVICE void store(Chunks& chunks, const Cursor<Chunks>& at) {
-    ptx::mbarrier_wait(&barriers_.piece_arrived[stage_], parity_);
-    chunks.store(at.item, at.offset, pieces_.piece[stage_], piece_bytes(chunks, at));
+    const char* piece = pieces_.piece[take_piece()];
+    chunks.store(at.item, at.offset, piece, piece_bytes(chunks, at));
     ptx::store_commit();
+  }
+  MK_DEVICE uint32_t take_piece() {  // the stage of the next one that has been loaded
+    const uint32_t stage = stage_;
+    ptx::mbarrier_wait(&barriers_.piece_arrived[stage], parity_);
     if (++stage_ == kPieceStages) stage_ = 0, parity_ ^= 1;
+    return stage;
   }
   template <class Chunks>
   MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored

@@ -37,7 +37,7 @@ struct Handshake {
   }
   // ---- the side that takes
   MK_DEVICE void wait_filled(const Position& at) { ptx::mbarrier_wait(&filled[at.index], at.parity); }
-  MK_DEVICE bool is_filled(const Position& at) { return ptx::mbarrier_try_wait(&filled[at.index], at.parity); }
+  MK_DEVICE bool is_filled(const Position& at) { return ptx::mbarrier_test(&filled[at.index], at.parity); }
   MK_DEVICE void take(const Position& at) { ptx::mbarrier_arrive(&taken[at.index]); }
 };
 

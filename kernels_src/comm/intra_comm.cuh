@@ -18,8 +18,8 @@ struct CopyingStorage {
   Mailbox arrived, announce;  // items for thread 0, flags for warp 1
 };
 
-// All threads of the CTA. One thread each: copy(entered, receiver, announce) copies, takes items from the receiver and posts flags to raise;
-// wait(entered, arrived, announce) posts items that have come. Who posts flags is kAnnouncer. Both return early where the call fails.
+// All threads of the CTA. One thread each: copy(enter, receiver, announce) copies, takes items from the receiver and posts flags to raise; it has entered
+// when enter() returns. wait(entered, arrived, announce) posts items that have come. Who posts flags is By. Both return early where the call fails.
 // nearest(flag): the distance of the nearest of the node's ranks that are told by it, from which on all are.
 enum class Announcer { kCopy, kWait };
 template <Announcer By, class Parameters, class Storage, class Copy, class Wait, class Nearest>
@@ -36,14 +36,15 @@ MK_DEVICE void intra_comm(const Call& call, const Parameters& p, Storage& storag
   if (warp == 0) {
     if (ptx::elected()) {
       Receiver receiver(storage.arrived);
-      const MaybeEntered entered = storage.entries.pass_to_store(call);
-      if (entered) copy(*entered, receiver, announcement);
+      copy([&] { return storage.entries.pass_to_store(call); }, receiver, announcement);
       receiver.drain();
       if (By == Announcer::kCopy) storage.announce.end(announcement);
     }
   } else if (warp == 1) {
     const MaybeEntered entered = storage.entries.pass(call);
-    storage.announce.serve([&](uint32_t flag) { raise_flag(*entered, p, flag, nearest(flag)); });  // only one that has entered posts
+    storage.announce.serve_together([&](uint32_t flag, uint32_t lane) {  // only one that has entered posts
+      raise_flag_by(*entered, p, flag, nearest(flag), lane, kMailboxLanes);
+    });
   } else if (warp == 2) {
     const MaybeEntered entered = storage.entries.open(call);
     if (ptx::lane_index() == 0) {

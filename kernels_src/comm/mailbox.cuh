@@ -7,7 +7,8 @@
 namespace mkernel {
 
 constexpr uint32_t kMailboxSlots = 4;
-constexpr uint32_t kNoMore = 0xffffffffu;  // posted last
+constexpr uint32_t kMailboxLanes = 32 / kMailboxSlots;  // for each slot, of a warp that serves all of them at once
+constexpr uint32_t kNoMore = 0xffffffffu;               // posted last
 
 struct Mailbox {
   using Position = RingPosition<kMailboxSlots>;
@@ -36,8 +37,34 @@ struct Mailbox {
       at.advance();
     }
   }
+  // Calls raise(index, i) in kMailboxLanes lanes, numbered i, for all that has been posted at once, until the end: one after the other, releases that
+  // wait for the link would hold back the thread that posts (docs/speed_log.md). Warp function.
+  template <class Raise>
+  MK_DEVICE void serve_together(const Raise& raise) {
+    Position at;
+    const uint32_t number = ptx::lane_index() % kMailboxSlots;
+#pragma unroll 1
+    while (true) {
+      slots.wait_filled(at);
+      const uint32_t count = ptx::broadcast(filled_from(at), 0);
+      ptx::sync_warp();  // what lane 0 has seen to be filled, all lanes may read
+      const uint32_t value = number < count ? index[(at.index + number) % kMailboxSlots] : kNoMore;
+      ptx::sync_warp();
+      for (uint32_t i = 0; i < count; ++i) {
+        if (ptx::lane_index() == 0) slots.take(at);
+        at.advance();
+      }
+      if (value != kNoMore) raise(value, ptx::lane_index() / kMailboxSlots);
+      if (ptx::broadcast(value, count - 1) == kNoMore) return;
+    }
+  }
 
  private:
+  MK_DEVICE uint32_t filled_from(Position at) {  // slots, of which the first is filled
+    uint32_t count = 1;
+    for (at.advance(); count < kMailboxSlots && slots.is_filled(at); at.advance()) ++count;
+    return count;
+  }
   MK_DEVICE void put(Position& at, uint32_t value) {
     slots.wait_taken(at);
     index[at.index] = value;

@@ -44,10 +44,15 @@ MK_DEVICE void raise_flag_of(const Entered& entered, const Parameters& p, uint32
   char* word = shared_signals(entered, local_rank) + flag_offset(p, flag);
   ptx::store_release_sys(reinterpret_cast<uint64_t*>(word), entered.call().epoch());
 }
-// A flag of this node's ranks, from the one at distance `first` on. Warp function: a lane per rank, so that no release waits for another.
+// A flag of this node's ranks, from the one at distance `first` on, by `lanes` threads of which this is the one numbered `lane`: so that no release
+// waits for another.
 template <class Parameters>
+MK_DEVICE void raise_flag_by(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t first, uint32_t lane, uint32_t lanes) {
+  for (uint32_t i = first + lane; i < kR; i += lanes) raise_flag_of(entered, p, flag, local_peer(p.world, i));
+}
+template <class Parameters>  // warp function
 MK_DEVICE void raise_flag(const Entered& entered, const Parameters& p, uint32_t flag, uint32_t first) {
-  for (uint32_t i = first + ptx::lane_index(); i < kR; i += 32) raise_flag_of(entered, p, flag, local_peer(p.world, i));
+  raise_flag_by(entered, p, flag, first, ptx::lane_index(), 32);
 }
 
 }  // namespace mkernel

@@ -294,7 +294,7 @@ struct ShardPieces {
 // A store goes to all mates: what is in flight to three takes as much room in the links as three stores to one (docs/speed_log.md).
 constexpr uint32_t kPushedBehind = kR < 4 ? kPiecesBehind : kR < 8 ? 2 : 1;
 struct PushedChunks : ShardPieces {
-  Entered entered;
+  MaybeEntered entered;  // when something is stored
   uint32_t begin;
   Receiver& arrived;
   Mailbox& flags;
@@ -322,11 +322,11 @@ struct PushedChunks : ShardPieces {
   }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
 #pragma unroll
-    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
-    if (c.is_kept) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);
+    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(*entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
+    if (c.is_kept) ptx::bulk_store(shared_heap(*entered, p.world.local_rank) + c.to + offset, smem, bytes);
   }
   MK_DEVICE void announce(const Copied& c) {
-    flags.post(entered, at, c.flag);
+    flags.post(*entered, at, c.flag);
     trace.record(c.is_own ? abi::kTraceSend : abi::kTraceForward, c.flag, since);
     since = trace.now();
   }
@@ -345,11 +345,15 @@ MK_DEVICE void wait_for_chunks(const Entered& entered, const Parameters& p, Mail
 }
 
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
-  const auto copy = [&](const Entered& entered, Receiver& arrived, Mailbox::Position& at) {
+  const auto copy = [&](const auto& enter, Receiver& arrived, Mailbox::Position& at) {
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
-    PushedChunks chunks{{p}, entered, index, arrived, storage.announce, at, trace, Tiles(p).kept_rows(), trace.now()};
-    ring.copy<kPushedBehind>(chunks);
+    PushedChunks chunks{{p}, MaybeEntered::not_yet(call), index, arrived, storage.announce, at, trace, Tiles(p).kept_rows(), 0};
+    ring.copy<kPushedBehind>(chunks, [&] {  // the shard is there from the start: what is loaded of it need not wait for the other ranks
+      chunks.entered = enter();
+      chunks.since = trace.now();
+      return static_cast<bool>(chunks.entered);
+    });
   };
   const auto wait = [&](const Entered& entered, Mailbox::Position& at, Mailbox::Position&) {
     if constexpr (kNodes > 1) wait_for_chunks(entered, p, storage.arrived, at, index);

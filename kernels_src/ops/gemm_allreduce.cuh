@@ -149,10 +149,12 @@ MK_DEVICE void wait_for_tiles(const Entered& entered, const PullableTiles& pulle
 MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& storage, uint32_t index) {
   const Tiles tiles(p);
   const PullableTiles pullable{tiles, index};
-  const auto copy = [&](const Entered& entered, Receiver& arrived, Mailbox::Position&) {
+  const auto copy = [&](const auto& enter, Receiver& arrived, Mailbox::Position&) {
+    const MaybeEntered entered = enter();
+    if (!entered) return;
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
-    PulledTiles pulled{pullable, entered, arrived, trace, trace.now()};
+    PulledTiles pulled{pullable, *entered, arrived, trace, trace.now()};
     ring.copy(pulled);
   };
   const auto wait = [&](const Entered& entered, Mailbox::Position& arrival, Mailbox::Position& forwarding) {

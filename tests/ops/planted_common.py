@@ -56,7 +56,7 @@ COMMON = [
     Bug(
         "the own shard is not kept where tiles span shards",
         "ops/allgather_gemm.cuh",
-        "    if (c.is_kept) ptx::bulk_store(shared_heap(entered, p.world.local_rank) + c.to + offset, smem, bytes);\n",
+        "    if (c.is_kept) ptx::bulk_store(shared_heap(*entered, p.world.local_rank) + c.to + offset, smem, bytes);\n",
         workload="span",
     ),
     Bug(
@@ -290,7 +290,8 @@ COMMON = [
         "    ptx::store_wait_read<0>();\n    while (on_their_way",
         "    while (on_their_way",
     ),
-    Bug("a piece is overwritten", "comm/copy.cuh", "        ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n", world="1x4"),
+    # To one peer: to several fewer pieces are in flight than there are stages to wait for.
+    Bug("a piece is overwritten", "comm/copy.cuh", "      ptx::store_wait_read<kPieceStages - kPiecesAhead>();\n"),
     Bug(
         "nobody waits for the result's stores",
         "tile/epilogue.cuh",
@@ -445,7 +446,38 @@ COMMON = [
         workload="packets",
         tsan=True,
     ),
-    Bug("a flag's slot is given back too early", "comm/mailbox.cuh", "      ptx::sync_warp();\n", found_as="data race", tsan=True),
+    Bug(
+        "a flag's slot is given back too early",
+        "comm/mailbox.cuh",
+        "      ptx::sync_warp();\n      if (ptx::lane_index() == 0) slots.take(at);\n",
+        "      if (ptx::lane_index() == 0) slots.take(at);\n",
+        found_as="data race",
+        world="2x2",
+        workload="two shot",
+        tsan=True,
+    ),
+    Bug(
+        "slots of several flags are given back too early",
+        "comm/mailbox.cuh",
+        "      ptx::sync_warp();\n      for (uint32_t i = 0; i < count; ++i) {\n",
+        "      for (uint32_t i = 0; i < count; ++i) {\n",
+        found_as="data race",
+        tsan=True,
+    ),
+    Bug(
+        "only one lane has seen that slots are filled",
+        "comm/mailbox.cuh",
+        "      ptx::sync_warp();  // what lane 0 has seen to be filled, all lanes may read\n",
+        found_as="data race",
+        tsan=True,
+    ),
+    Bug(
+        "of several flags only the first is raised",
+        "comm/mailbox.cuh",
+        "if (value != kNoMore) raise(",
+        "if (value != kNoMore && number == 0) raise(",
+        found_as="deadlock",
+    ),
     # A lane speaks for its warp before all lanes have looked: in which schedule one is overtaken does not matter.
     Bug(
         "a lane may miss that a tile is wanted",

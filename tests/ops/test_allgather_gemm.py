@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from mkernel.transport import emulated
 from tests.ops import packets_body
 from tests.ops.body import SHAPES, SPLITS, USES, WORLDS, Case, Rank, aligned, back_to_back, problems, random, rows_of, topology
 from tests.ops.body import split as split_of
+from tests.ops.planted_bug import Bug
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -219,19 +222,32 @@ def test_a_network_that_delays_and_reorders(
 # ---- several plans and ways to call
 
 
-def _tiles_by_cta(world: Any) -> list[int]:
+def _taken_early(world: Any) -> int:
+    """Tiles that were taken before their CTA had begun to multiply the one before, whichever threads were left behind."""
     rng = np.random.default_rng(world.rank)
     a, b = random((512, 2048), "bfloat16", rng), random((2048, 8), "bfloat16", rng)
     with mk.trace(world) as recorded:
         mk.allgather_gemm(a, b, split=mk.Split(intra_comm=1), world=world)
-    tiles = recorded.events[recorded.events["kind"] == TraceKind.tile]
-    return [int(np.sum(tiles["cta"] == cta)) for cta in (1, 2)]
+    early, events = 0, recorded.events
+    for cta in np.unique(events["cta"]):
+        of_kind = {kind: events[(events["cta"] == cta) & (events["kind"] == kind)] for kind in (TraceKind.tile, TraceKind.wait)}
+        tiles = of_kind[TraceKind.tile]
+        before = dict(itertools.pairwise(tiles["argument"][np.argsort(tiles["begin"])]))
+        begun = dict(zip(tiles["argument"], tiles["begin"], strict=True))
+        taken = dict(zip(of_kind[TraceKind.wait]["argument"], of_kind[TraceKind.wait]["begin"], strict=True))
+        early += sum(taken[tile] < begun[last] for last, tile in before.items() if tile in taken)
+    return early
 
 
-def test_tiles_are_not_taken_before_they_are_needed() -> None:
-    """CTAs that run alike do as many tiles each. One that takes tiles ahead leaves none for the other: 5 and 3."""
-    with env.override(MKERNEL_CPU_SMS=3):
-        assert [ranks(_tiles_by_cta, "1x2", seed=seed) for seed in range(4)] == [[[4, 4], [4, 4]]] * 4
+_TAKEN_EARLY = Bug("tiles are taken as soon as there is room", "tile/schedule.cuh", "    if (parts != 0) {  // a", "    if (false) {  // a")
+
+
+@pytest.mark.parametrize("bug", [None, pytest.param(_TAKEN_EARLY, marks=pytest.mark.slow)])
+def test_tiles_are_not_taken_before_they_are_needed(tmp_path: Path, bug: Bug | None) -> None:
+    """One that a CTA takes ahead is missing where another has nothing to do."""
+    with env.override(MKERNEL_CPU_SMS=3), bug.in_force(tmp_path / "kernels_src") if bug else contextlib.nullcontext():
+        early = sum(sum(ranks(_taken_early, "1x2", seed=seed)) for seed in range(2))
+    assert (early > 0) == (bug is not None)
 
 
 def _alternating(world: Any, cases: tuple[Case, ...], seed: int) -> list[Any]:

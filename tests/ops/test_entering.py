@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import mkernel as mk
 from mkernel import abi, errors
 from mkernel.errors import AbortedError, Error, MismatchError
 from tests.ops.body import Case, Rank, problems, topology, use_of
+from tests.ops.planted_bug import Bug
 from tests.virtual_time import sleep
 
 WORLDS = ("1x2", "2x2", "4x1", "3x2")
@@ -159,3 +161,14 @@ def test_another_plan_on_a_rank_of_any_node_is_a_mismatch_everywhere(request: py
     seed = _seed(request)
     who = _anybody(seed, world)
     assert run(_another_plan, world, how, seed, who, seed=seed) == ["MismatchError"] * topology(world).size, who
+
+
+_NOT_WAITED_FOR = Bug("pieces that were loaded are left under way", "comm/copy.cuh", "    for (; ahead > 0; --ahead) take_piece();\n")
+
+
+@pytest.mark.slow
+def test_a_refused_call_waits_for_what_it_has_loaded(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    seed = _seed(request)
+    with _NOT_WAITED_FOR.in_force(tmp_path / "kernels_src"):
+        found = run(_another_plan, "2x2", "allgather_gemm", seed, 0, seed=seed)
+    assert any("nobody has waited for the TMA loads" in text or "a TMA load into it is in flight" in text for text in found), found
