@@ -43,7 +43,9 @@ _GPC_GROUP_M, _GPC_WAVES = 4, 2
 _PACKET_RANKS = 8  # of a node: more would need more registers
 _PACKET_SHARDS = 16 << 10  # bytes of all shards, for each SM, up to which they travel in packets
 _TAGGED_MOST = 192  # columns of tiles: more leave no registers
-_ROW_CHUNK_BYTES = 48 * 1024  # where that is less than a row of tiles (docs/speed_log.md)
+_ROW_CHUNK_BYTES = 48 * 1024  # where that is less than a row of tiles (docs/speed_log.md),
+_FLAG_BYTES = 12 * 1024  # and where a flag costs a CTA as long as so many bytes to one mate,
+_FLAGGED_BYTES = 144 * 1024  # unless a chunk is so large, to all mates together
 _FEW_CHUNK_BYTES = 8 * 1024  # where tiles wait for all shards, which then travel by as many CTAs as there are, in no smaller pieces
 
 
@@ -150,6 +152,8 @@ def _plan_of_class(
         if parts == 1 and chosen.intra_comm:  # what they push at a time is a row of tiles: the first ones begin early
             chunk_bytes = min(chunk_bytes, max(_ROW_CHUNK_BYTES, BLOCK_M * problem.k * 2 // movers))
     chunk_rows = max(1, min(BLOCK_M, _ceil_power_of_two(chunk_bytes * parts // (problem.k * 2))))
+    if parts == topology.num_nodes == 1 and chosen.intra_comm:
+        chunk_rows = _fewer_flags(rows, problem.k * 2, chunk_rows, chosen.intra_comm, topology.size - 1)
     slices = most_slices(tile) if few_waves and plain else 1  # of each number of rows, whether tiles are cut
     if parts == 1:
         group_m = _GPC_GROUP_M if topology.size == 1 and tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
@@ -179,6 +183,18 @@ def _plan_of_class(
         span,
         specialize=specialize,
     )
+
+
+def _fewer_flags(rows: int, row_bytes: int, chunk_rows: int, movers: int, mates: int) -> int:
+    """Rows of a chunk, at least ``chunk_rows``: those by which the busiest of ``movers`` CTAs is done soonest, flags included."""
+
+    def cost(chunk: int) -> int:
+        return math.ceil(math.ceil(rows / chunk) / movers) * (chunk * row_bytes * mates + _FLAG_BYTES)
+
+    possible = [chunk_rows]
+    while possible[-1] < BLOCK_M and 2 * possible[-1] * row_bytes * mates <= _FLAGGED_BYTES:
+        possible.append(2 * possible[-1])
+    return min(possible, key=cost)
 
 
 def may_travel_in_packets(problem: AllGatherGemmProblem, rows: int) -> bool:

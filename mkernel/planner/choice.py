@@ -22,6 +22,7 @@ from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import least_seconds
 from mkernel.planner.prediction import ALONE, Conditions
+from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
 from mkernel.planner.spans import most_shares
@@ -35,7 +36,6 @@ __all__ = ["Ranked", "candidates", "choose", "model_decides", "plan_allgather_ge
 _WIDTHS = (256, 192, 128, 64)
 _PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly as much of A as alone
 _SHARED_WIDTHS, _SHARES_OF_SHARDS = (192, 128), (2, 3, 4)  # of tiles of single shards
-_PUSHING = (0, 8)  # CTAs of intra_comm; none: a warp of every computing CTA
 _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
@@ -103,7 +103,8 @@ def _gathers(
         return
     inside, most = topology.num_nodes == 1, max(1, sm_count // 4)
     spans = _spans(topology, rows)
-    for split in [Split(intra_comm=ctas) for ctas in _PUSHING if ctas <= most] if inside else [Split()]:
+    pushing = 0, *pushing_ctas(topology)  # CTAs; none: a warp of every computing one
+    for split in [Split(intra_comm=ctas) for ctas in pushing if ctas <= most] if inside else [Split()]:
         pushed_by_warps = inside and not split.intra_comm  # a warp that pushes stands in front of the loads of both CTAs of a pair
         for width in _WIDTHS:
             if may_win(width, 1, 0):

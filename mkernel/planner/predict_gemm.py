@@ -31,6 +31,9 @@ _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
 _PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
+_READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
+_PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packets go at
+_EXCHANGED_BY_GATHERS = 10e12  # fitted, between two GPUs: bytes of packets per second of all shares of K
 _DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
@@ -138,7 +141,10 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         most = machine.link if mates > 1 else machine.link_pair
         own_rate = machine.cta_link if intra else machine.warps_link * min(mates, 1.4) / compute
         turns = waves(plan.chunks, intra) if intra else max(1.0, shard * mates / chunk / compute)  # warps of all CTAs share what they reach
-        pushing = max(shard * mates / most, turns * chunk / own_rate)
+        # A CTA that has one peer reads as much as it writes.
+        read = (_READ_OF_PARTS if plan.parts > 1 else _READ_OF_ROWS) * machine.cta_link
+        reading = turns * chunk / mates / read if intra else 0.0
+        pushing = max(blend(shard * mates / most, reading), turns * chunk / own_rate)
         one_chunk = chunk / own_rate
     few = plan.taken * plan.cluster * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
@@ -155,7 +161,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     )
     exchange = 0.0
     if plan.sizes.shares > 1:
-        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.cluster, plan.plane_rows, block_n)
+        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.cluster, plan.plane_rows, block_n, _EXCHANGED_BY_GATHERS)
         work = work._replace(seconds=work.seconds + exchange)
     t = work.cost.seconds
     if size == 1:
@@ -208,7 +214,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
 def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float, entry: float, work: _Work) -> Prediction:
     """Nothing is multiplied before all shards are there; B, of which memory brings its share meanwhile, is not waited for twice."""
     mates, shard = plan.problem.topology.size - 1, plan.rows * plan.problem.k * ITEM * (1 + plan.tagged)
-    link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * min(mates, 1.4))
+    link = shard * mates / min(machine.link if mates > 1 else machine.link_pair, machine.warps_link * _PACKETS_LINK)
     of_tile = min(plan.plane_rows, BLOCK_M) * plan.problem.k / plan.sizes.shares * ITEM * 2  # bytes of tagged packets that a CTA reads
     taken = max(0.0, machine.flag - _UNCOUNTED) + (plan.rounds - 1) * _ROUND + of_tile / machine.sm_load if plan.tagged else machine.flag
     gathered = entry + link + taken

@@ -21,6 +21,8 @@ _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
+# Fitted, few rows between two GPUs: the same along K where a row has half a sector at either end, and how many times as many L2 answers.
+_HALVES, _HALVES_ALONG_K = 1.35, 1.1
 _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, L2 answers so many times as many
 _APART_A = 1.4  # fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step
 _SECTOR = 32  # bytes
@@ -102,15 +104,17 @@ class _Rows(NamedTuple):
 def _rows(machine: Machine, row: Row, alike: bool, same_line: float = 1.0) -> _Rows:
     """The rows of a matrix, of 128 bytes each: lines; or in two lines, in whole sectors or with half a sector at either end.
 
-    Along K the next step wants the rest of the second line, so that two lines take an SM no longer than one, unless all rows are
-    ``alike``. ``same_line``: how many times as many L2 answers then.
+    Along K the next step wants the rest of the second line, so that two lines of whole sectors take an SM no longer than one, unless all
+    rows are ``alike``. ``same_line``: how many times as many L2 answers then.
     """
     if row.values * ITEM % _LINE == 0:
         return _Rows(1.0, machine.l2_rows, True)
-    answered = machine.l2_rows_sectors if row.values * ITEM % _SECTOR == 0 else machine.l2_rows_split
-    if row.along_k and not alike:
-        return _Rows(1.0, answered * same_line, False)
-    return _Rows(_SPLIT_ROW, answered, False)
+    whole = row.values * ITEM % _SECTOR == 0
+    answered = machine.l2_rows_sectors if whole else machine.l2_rows_split
+    if not row.along_k or alike:
+        return _Rows(_SPLIT_ROW, answered, False)
+    of_sm, of_l2 = (1.0, 1.0) if whole else (_HALVES, _HALVES_ALONG_K)
+    return _Rows(of_sm, answered * same_line * of_l2, False)
 
 
 def blend(*seconds: float) -> float:

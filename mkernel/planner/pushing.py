@@ -11,11 +11,11 @@ from mkernel.planner.slices import choose_slices
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
 
-__all__ = ["FEW_WAVES", "default_split", "most_parts", "warps_pay", "warps_push"]
+__all__ = ["FEW_WAVES", "default_split", "most_parts", "pushing_ctas", "warps_pay", "warps_push"]
 
 FEW_WAVES = 6  # tiles per SM up to which the tail counts, and K travels in parts
 _WARPS_BYTES, _LINK_BYTES = 220e9, 310e9  # per second, that the warps of all computing CTAs read, and send to all peers together
-_CTA_READS, _CTA_WRITES = 40e9, 40e9  # the same for one CTA of intra_comm, beside the others' tiles
+_CTA_READS, _CTA_WRITES = 32e9, 40e9  # the same for one CTA of intra_comm, beside the others' tiles
 _IN_TIME = 0.45  # of the time that multiplying takes: when the last chunk should have come
 _WARPS_GAIN = 1.05  # in waves of tiles, from which they are worth it
 _HALVES = 0.57  # of a tile's time, that all SMs take for the halves of the last ones
@@ -32,13 +32,22 @@ def most_parts(problem: GemmProblem) -> int:
     return choose_parts(problem.k) if topology.num_nodes == 1 < topology.size else 1
 
 
-def default_split(problem: GemmProblem, rows: int, sm_count: int, tiles: int) -> Split:
-    """Measured on H200: pushing to three peers peaks at 9 CTAs and falls beyond (docs/planner.md).
+def pushing_ctas(topology: Topology) -> tuple[int, ...]:
+    """How many CTAs fill the links, ascending: of an H200 to three peers 9, and fewer bytes a second with more (docs/planner.md).
 
-    Where there is time, fewer push: tiles are multiplied faster beside a steady flow than beside a short flood (docs/speed_log.md).
+    One that pushes to a single peer has to read all that it writes, which takes half as long again: of them it takes more
+    (docs/speed_log.md).
+    """
+    return (12, 16) if topology.num_nodes == 1 and topology.size == 2 else (8,)
+
+
+def default_split(problem: GemmProblem, rows: int, sm_count: int, tiles: int) -> Split:
+    """As many CTAs push as the links take; where there is time, fewer.
+
+    Tiles are multiplied faster beside a steady flow than beside a short flood (docs/speed_log.md).
     """
     topology = problem.topology
-    intra = min(8, max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
+    intra = min(pushing_ctas(topology)[0], max(1, sm_count // 4)) if topology.ranks_per_node > 1 else 0
     if topology.num_nodes == 1 < topology.size and tiles > FEW_WAVES * sm_count:
         multiplying = seconds_to_multiply(rows * topology.size, problem.n, problem.k, sm_count)
         pushing = _seconds_to_push(problem, rows, _CTA_READS, _CTA_WRITES)

@@ -165,13 +165,13 @@ def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> fl
     return seconds
 
 
-def exchange_seconds(ctas: int, rows: int, block_n: int) -> float:
+def exchange_seconds(ctas: int, rows: int, block_n: int, rate: float = _EXCHANGE_BYTES) -> float:
     """From when ``ctas`` shares of tiles of ``rows`` rows, at most, have been multiplied until they are added up.
 
-    Packets of float32 are written, read and written again.
+    Packets of float32 are written, read and written again, so many bytes (``rate``) a second.
     """
     taken = min(BLOCK_M, math.ceil(rows / _WARP_ROWS) * _WARP_ROWS)
-    return _EXCHANGE_SECONDS + 3 * 4 * ctas * taken * block_n / _EXCHANGE_BYTES
+    return _EXCHANGE_SECONDS + 3 * 4 * ctas * taken * block_n / rate
 
 
 def _classes(product: Product, span: int) -> list[_Class]:
