@@ -141,9 +141,9 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         most = machine.link if mates > 1 else machine.link_pair
         own_rate = machine.cta_link if intra else machine.warps_link * min(mates, 1.4) / compute
         turns = waves(plan.chunks, intra) if intra else max(1.0, shard * mates / chunk / compute)  # warps of all CTAs share what they reach
-        # A CTA that has one peer reads as much as it writes.
+        # A CTA that has one peer reads as much as it writes, of several less.
         read = (_READ_OF_PARTS if plan.parts > 1 else _READ_OF_ROWS) * machine.cta_link
-        reading = turns * chunk / mates / read if intra else 0.0
+        reading = turns * chunk / read if intra and mates == 1 else 0.0
         pushing = max(blend(shard * mates / most, reading), turns * chunk / own_rate)
         one_chunk = chunk / own_rate
     few = plan.taken * plan.cluster * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros

@@ -37,7 +37,8 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
             yield from every_gather_in_packets(problem, rows, sms, rules)
         if rules.packets:
             return
-        for split in [Split(intra_comm=ctas) for ctas in (0, 8) if ctas <= max(1, sms // 4)] if inside else [Split()]:
+        pushing = (0, 12, 16) if topology.size == 2 else (0, 8)
+        for split in [Split(intra_comm=ctas) for ctas in pushing if ctas <= max(1, sms // 4)] if inside else [Split()]:
             for width in WIDTHS:
                 yield allgather_gemm.make_plan(problem, rows, sms, split, GemmTile.deepest(width))
                 if inside and may_span(topology, rows, BLOCK_M) and (split.intra_comm or topology.size == 2):
