@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+import functools
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel import abi
@@ -20,8 +21,11 @@ from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.machine import Machine
 from mkernel.runtime import current
+from mkernel.runtime.backend import Rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mkernel.planner.split import Split
     from mkernel.planner.tiling import Tiling
     from mkernel.runtime.arrays.views import TensorView
@@ -151,16 +155,16 @@ def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: An
         libraries, queue = world.backend.libraries, stream_of(world, (a, b), stream)
         library = libraries[type(gathered)]
         key = "gathered", choice_of(split), library.key(gathered), *(libraries[type(array)].key(array) for array in (a, b))
-        copies: _Copies | None = world.bound_calls.get(key)
-        if copies is None:
+        copy: Callable[[Any], None] | None = world.bound_calls.get(key)
+        if copy is None:
             (view, b_view), instance = ask(world, OP, (a, b), ())
             kept = library.view(gathered)
             _check_gathered(kept, view, b_view, instance)
             made = executable(world, OP, instance, split, queue)
-            copies = remember(world, key, _copies(world, made, view, kept))
+            copy = remember(world, key, _copying(world, made, view, kept))
         result: Array = call(_KEEPING, (a, b), (True,), world=world, out=out, split=split, stream=stream)
         library.enter(gathered, queue)
-        world.backend.after(queue, copies.make)
+        world.backend.after(queue, functools.partial(copy, queue))
         library.leave(gathered, queue, stream is None)
         return result
 
@@ -176,31 +180,17 @@ def _check_gathered(kept: TensorView, a: TensorView, b: TensorView, instance: In
     check_apart("gathered", kept, {"a": a, "b": b})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Copies:
-    """Arrays of ``world.xp``: what is copied where after a call."""
-
-    pairs: tuple[tuple[Any, Any], ...]
-
-    def make(self) -> None:
-        for target, source in self.pairs:
-            target[...] = source
-
-
-def _copies(world: World, made: Executable, a: TensorView, kept: TensorView) -> _Copies:
+def _copying(world: World, made: Executable, a: TensorView, kept: TensorView) -> Callable[[Any], None]:
     """Copies of this rank's rows from ``a``, and of the others' from the heap, where each part of K is the gathered matrix of its own."""
     plan: AllGatherGemmPlan = made.plan
-    (rows, k), rank, size, dtype, wrap = a.shape, world.rank, world.size, plan.problem.dtype, world.backend.wrap
-    if rows == 0:
-        return _Copies(())
-    target = wrap(kept.address, (size, rows, plan.parts, k // plan.parts), dtype, None)
-    own = target[rank].reshape(rows, k), wrap(a.address, (rows, k), dtype, None)
-    if size == 1:
-        return _Copies((own,))
-    parts = wrap(world.heap_address + made.scratch_offset, (plan.parts, size, rows, k // plan.parts), dtype, None)
-    shards = parts.transpose(1, 2, 0, 3)
-    others = [(target[ranks], shards[ranks]) for ranks in (slice(rank), slice(rank + 1, size)) if range(size)[ranks]]
-    return _Copies((own, *others))
+    (rows, k), rank, parts = a.shape, world.rank, plan.parts
+    row, part, before, after = k * ITEM, k // parts * ITEM, world.rank * rows, (world.size - 1 - world.rank) * rows
+    heap = world.heap_address + made.scratch_offset
+    moves = [Rows(kept.address + before * row, row, a.address, row, row, rows)]
+    for i, (first, count) in itertools.product(range(parts), ((0, before), ((rank + 1) * rows, after))):
+        source = heap + (i * world.size * rows + first) * part
+        moves.append(Rows(kept.address + first * row + i * part, row, source, part, part, count))
+    return world.backend.copying([move for move in moves if move.rows])
 
 
 class AllGatherGemm(GemmOp[AllGatherGemmProblem]):

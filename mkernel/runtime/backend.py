@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,13 +14,12 @@ from mkernel.runtime.arrays.views import TensorView
 from mkernel.runtime.clock import Clock
 
 if TYPE_CHECKING:
-    import ctypes
     from collections.abc import Hashable, Sequence
 
     from mkernel.jit.spec import KernelSpec
     from mkernel.memory.segment import Segment
 
-__all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "MatrixMaps", "Strides", "TensorView"]
+__all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "MatrixMaps", "Rows", "Strides", "TensorView"]
 
 # Of a tensor map with three or four dimensions: its extents or those of its box, innermost first; bytes from one index to the next, of all
 # dimensions but the innermost.
@@ -36,6 +36,23 @@ class HostMemory:
     address: int  # as the device sees it
     host_address: int
     fd: int = -1  # descriptor of shared memory, which another process can map; the device owns it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """``rows`` rows of ``bytes`` bytes to be copied within a device's memory. Pitches are bytes from one row to the next."""
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    bytes: int
+    rows: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are no gaps between the rows, here or there."""
+        return self.rows == 1 or self.target_pitch == self.source_pitch == self.bytes
 
 
 class Copier(Protocol):
@@ -208,11 +225,19 @@ class Backend(abc.ABC):
         """
 
     def after(self, stream: Any, action: Callable[[], object]) -> None:
-        """Do ``action``, which reads on ``stream`` what the last launch there has left on the heap, before any later launch.
-
-        ``action`` uses ``xp``, whose current stream is ``stream``.
-        """
+        """Do ``action``, which reads on ``stream`` what the last launch there has left on the heap, before any later launch."""
         action()
+
+    def copying(self, moves: Sequence[Rows]) -> Callable[[Any], None]:
+        """What copies rows within this device's memory, in order, on the stream that it is given; for copies that come again."""
+
+        def copy(stream: Any) -> None:
+            for move in moves:
+                width, rows = (move.bytes * move.rows, 1) if move.is_whole else (move.bytes, move.rows)
+                for row in range(rows):
+                    ctypes.memmove(move.target + row * move.target_pitch, move.source + row * move.source_pitch, width)
+
+        return copy
 
     def release(self) -> None:  # noqa: B027 (where launches are synchronous, nothing is kept)
         """Let go of memory that was kept for launches which have ended. Never blocks."""

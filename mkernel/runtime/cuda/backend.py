@@ -19,7 +19,7 @@ from mkernel.memory.pinned import PinnedSegment, pin
 from mkernel.memory.segment import Segment
 from mkernel.runtime.arrays import dlpack
 from mkernel.runtime.arrays.libraries import Libraries, TorchLibrary
-from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, Strides, TensorView
+from mkernel.runtime.backend import Backend, Extents, HostMemory, Kernel, Rows, Strides, TensorView
 from mkernel.runtime.clock import Clock
 from mkernel.runtime.cuda.clock import ClockReader
 from mkernel.runtime.cuda.copier import CudaCopier
@@ -28,6 +28,7 @@ from mkernel.runtime.cuda.gpus import name_of, pci_address_of
 from mkernel.runtime.cuda.kernel import CudaKernel
 from mkernel.runtime.cuda.libraries import CupyLibrary, ForeignLibrary, GpuTorchLibrary
 from mkernel.runtime.cuda.queries import LEGACY_STREAM
+from mkernel.runtime.cuda.row_copies import RowCopies
 from mkernel.runtime.cuda.side_stream import SideStream
 from mkernel.runtime.cuda.streams import LaunchQueue, Turn
 from mkernel.runtime.cuda.tensor_map import TensorMaps
@@ -35,6 +36,7 @@ from mkernel.runtime.cuda.tensor_map import TensorMaps
 __all__ = ["CudaBackend"]
 
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+_NOTHING = contextlib.nullcontext()
 _address_of = ctypes.addressof
 
 
@@ -285,9 +287,12 @@ class CudaBackend(Backend):
 
     def after(self, stream: int, action: Callable[[], object]) -> None:
         turn = self._queue.order(stream)
-        with self._current(), self._cupy.on(stream):
+        with _NOTHING if turn[3] else self._current():
             action()
             self._queue.launched(turn)  # so that calls on other streams wait for it, too
+
+    def copying(self, moves: Sequence[Rows]) -> Callable[[int], None]:
+        return RowCopies(moves)
 
     def synchronize(self) -> None:
         self._queue.synchronize()
