@@ -1,7 +1,8 @@
 """A transformer block trained beside torch's own tensor parallelism. Run: torchrun --nproc-per-node 2 examples/torch_tensor_parallel.py.
 
-``--compile`` hands both blocks to ``torch.compile``, which takes most of the host's time off them; ``--async-tp`` trains a third one,
-compiled by torch with its asynchronous tensor parallelism (GPUs only).
+``--compile`` hands both blocks to ``torch.compile``, which takes most of the host's time off them; with ``--graphs`` in mode
+"reduce-overhead", which replays CUDA graphs. ``--async-tp`` trains a third one, compiled by torch with its asynchronous tensor parallelism
+(GPUs only).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def parallel(options: argparse.Namespace, mesh: Any, device: torch.device, modul
     block = torch_parallel.parallelize_module(block, mesh, plan)
     if pipelined:
         enable_symm_mem_for_group(mesh.get_group().group_name)
-    return torch.compile(block, options={"_micro_pipeline_tp": pipelined}) if options.compile or pipelined else block
+    if pipelined or not options.graphs:
+        return torch.compile(block, options={"_micro_pipeline_tp": pipelined}) if options.compile or pipelined else block
+    return torch.compile(block, mode="reduce-overhead")
 
 
 class Training:
@@ -110,6 +113,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--lr", type=float, help="default: 0.064 / hidden, since wide blocks diverge at what narrow ones learn by")
     parser.add_argument("--compile", action="store_true", help="torch.compile the blocks")
+    parser.add_argument("--graphs", action="store_true", help="torch.compile them in mode reduce-overhead")
     parser.add_argument("--async-tp", action="store_true", help="also torch's asynchronous tensor parallelism, compiled")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -145,7 +149,9 @@ def main() -> int:
 def show(trainings: dict[str, Training], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
     """Losses of some steps, and the time of one."""
     sizes = f"hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}"
-    print(f"{world.size} ranks on {world.target}: {sizes}, bfloat16{', compiled' * options.compile}")
+    print(
+        f"{world.size} ranks on {world.target}: {sizes}, bfloat16{', compiled' * (options.compile or options.graphs)}{', graphs' * options.graphs}"
+    )
     for step in sorted({0, *range(9, options.steps, 10), options.steps - 1}):
         print(f"step {step + 1:3d}: " + ", ".join(f"{name} {training.losses[step]:.5f}" for name, training in trainings.items()))
     for name, training in trainings.items():

@@ -6,7 +6,6 @@ sequence, and adds up the gradients of k and v over the ranks in float32.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -144,7 +143,6 @@ def _reduce_scatter(x: Tensor, world: Any, like: Tensor) -> Tensor:
     return summed.view(like.shape)
 
 
-@functools.cache
 def _identities(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(n, dtype=dtype, device=device).repeat(PIECES[dtype], 1)
 

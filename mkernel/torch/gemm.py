@@ -12,7 +12,6 @@ The gradient of ``b`` has the layout of ``b``, so that a weight kept as (N, K) a
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,30 +127,24 @@ def _do_shared(parameter: Tensor, world: str) -> Tensor:
 
 
 def _do_sum_over_ranks(x: Tensor, world: str) -> Tensor:
-    """A row of ones times the ranks' values, each rank's in the first of 8 rows."""
+    """A row of ones times the ranks' values, each rank's in the first of 8 rows.
+
+    The ones are new each time: kept ones might have been made in a capture, where they have no values yet, out of the memory of its graph.
+    """
     w, values = named(world), plain(x)
-    b = values.new_zeros((_COLUMNS, max(1, -(-values.numel() // _COLUMNS)) * _COLUMNS))
-    b[0, : values.numel()] = values.reshape(-1)
-    summed = mk.gemm_allreduce(_ones(values.dtype, values.device), b, partials="float32", world=w)
-    return summed[0, : values.numel()].clone().view(values.shape)
+    count = values.numel()
+    columns = max(1, -(-count // _COLUMNS)) * _COLUMNS
+    b = torch.constant_pad_nd(values.reshape(1, count), (0, columns - count, 0, _COLUMNS - 1))
+    summed: Tensor = mk.gemm_allreduce(values.new_ones((1, _COLUMNS)), b, partials="float32", world=w)
+    return (summed if columns == count else summed[:, :count].clone()).view(values.shape)
 
 
 def _do_all_gather(x: Tensor, world: str) -> Tensor:
     """The product with a few zeros is not wanted."""
     w = named(world)
     gathered = x.new_empty((x.shape[0] * w.size, x.shape[1]))
-    mk.allgather_gemm(plain(x), _zeros(x.shape[1], x.dtype, x.device), gathered=gathered, world=w)
+    mk.allgather_gemm(plain(x), x.new_zeros((x.shape[1], _COLUMNS)), gathered=gathered, world=w)
     return gathered
-
-
-@functools.cache
-def _ones(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones((1, _COLUMNS), dtype=dtype, device=device)
-
-
-@functools.cache
-def _zeros(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros((rows, _COLUMNS), dtype=dtype, device=device)
 
 
 # ---- results without values

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,6 +186,38 @@ def _samples(world: Any) -> list[tuple[Any, tuple[Any, ...]]]:
         (gemm._sum_over_ranks, (matrix(N, wants=False), name)),
         (gemm._all_gather, (matrix(ROWS, K, wants=False), name)),
     ]
+
+
+def _kept(world: Any, plant: bool) -> int:
+    """How many tensors there are more after one call of each op, whose results are gone. ``plant``: one op keeps what it made."""
+    from mkernel.torch import gemm
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    kept: list[torch.Tensor] = []
+    samples, new_ones = _samples(world), torch.Tensor.new_ones
+    before = tensors()
+    with pytest.MonkeyPatch.context() as patch:
+        if plant:
+            patch.setattr(torch.Tensor, "new_ones", lambda *a, **more: kept.append(made := new_ones(*a, **more)) or made)
+        with torch.no_grad():
+            for function, arguments in samples:
+                function(*map(gemm.plain, filter(torch.is_tensor, arguments)), *(each for each in arguments if not torch.is_tensor(each)))
+    return tensors() - before
+
+
+@pytest.mark.parametrize("plant", [False, True])
+def test_nothing_is_kept_of_a_call(plant: bool) -> None:
+    """What a call makes in a CUDA graph lies in the graph's memory, and has values once that is replayed: torch refuses such a graph."""
+    assert mk.launch(_kept, 1, args=(plant,), **WORLD) == [int(plant)]
+
+
+def test_no_function_is_cached() -> None:
+    """The same of ops that are not called above: in ``mkernel.torch`` a cache would keep tensors."""
+    folder = Path(mkt.__file__).parent
+    assert not [path.name for path in folder.glob("*.py") if re.search(r"functools\.(lru_)?cache\b", path.read_text(encoding="utf-8"))]
 
 
 def test_opcheck() -> None:
