@@ -43,8 +43,10 @@ _RESULT_BYTES = 2 * 64 * 128  # a buffer of 64 rows x 128 bytes for each consume
 _BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
 _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares the memory of the stages (kernels_src/comm/copy.cuh)
 
-_PUT_BYTES = (512 * 1024, 4 * 1024 * 1024)  # what a put should reach, and may reach where the shard is large:
-_PUTS = 16  # per shard; every put costs the engine some microseconds
+# What a put should reach, several times what the engine takes for it, and what it may reach where the shard is large. Tiles wait for whole
+# puts.
+_PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
+_PUTS = 16  # per shard
 
 _LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
 

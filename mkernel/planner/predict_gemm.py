@@ -200,7 +200,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     if nodes > 1:
         network = sent(machine, topology, shard, plan.put_bytes)
         entry = entered(machine, conditions, topology, by_one_thread=True)  # a thread of each CTA that sends looks at all entries
-        last_chunk = min(shard, plan.put_bytes) * mates / (max(1, intra) * machine.cta_link) if mates else 0.0
+        last_chunk = min(shard, plan.put_bytes) * mates / machine.cta_link  # one CTA forwards it
         last = waves(topology.ranks_per_node * tiles_n * max(1, plan.chunk_rows // BLOCK_M), compute) * t
         if plan.span > 1:
             last = work.seconds / plan.planes * (1 if plan.near_planes == plan.planes else plan.planes - plan.near_planes)
@@ -314,7 +314,8 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     compute, gathers = plan.split.compute or 1, plan.op == ALLREDUCE
     # A rank's links carry, in each direction, a partial tile of every other owner of its node, and of every foreign one to its rail peer;
     # in an all-reduce then its own results to each.
-    filled = plan.rows / (plan.tile_rows * BLOCK_M)  # of tiles, by rows that there are: over NVLink the others are left out
+    # Of tiles, by rows that there are: over NVLink the others are left out. Where an owner has one tile, that of most is whole.
+    filled = plan.rows / (plan.tile_rows * BLOCK_M) if plan.tiles > 1 else 1.0
     near = mates * nodes * plan.tiles * plan.partial_bytes * filled
     back = mates * nodes * plan.tiles * plan.result_bytes if gathers else 0.0
     link_rate = machine.link if mates > 1 else machine.link_pair
@@ -354,7 +355,9 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
         network = sent(machine, topology, plan.tiles * plan.partial_bytes, plan.put_bytes)
         # The node's partial tiles of every foreign owner on the rail are added up by CTAs of their own.
         adding = topology.ranks_per_node * (nodes - 1) * plan.tiles * plan.partial_bytes / ((plan.split.inter_reduce or 1) * machine.add)
-        first = start + entry + slowed
+        # The first put waits for its tiles' sums, of which each CTA makes some one after the other.
+        of_put = waves(min(plan.chunk_tiles, plan.tiles), plan.split.inter_reduce or 1) * topology.ranks_per_node * plan.partial_bytes
+        first = start + entry + slowed + (of_put / machine.add if not plan.one_shot else 0.0)
         end = max(end, first + max(network.arrived, adding) + add + t)
         if gathers:
             again = sent(machine, topology, plan.tiles * plan.result_bytes, plan.put_bytes)

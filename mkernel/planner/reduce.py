@@ -57,6 +57,8 @@ __all__ = [
 _TAIL = 1.5  # of a tile's time: what comes last is sent, waited for and added (measured, docs/speed_log.md)
 _GROUPS = 8  # of an owner's tiles: few enough that a group shares what it loads, many enough that the link is busy all the time;
 _ALLREDUCE_GROUPS = 32  # in an all-reduce of three ranks or more inside a node (measured, docs/speed_log.md)
+_ADDING_CTAS = 4, 16  # that make a node's sums: few, or many
+_RAIL_BYTES = 50e9  # per second, from a rank to other nodes: a card of 400 Gb/s
 _PULL_CTAS = 4, 12  # of the all-reduce: at least, and at most,
 _LINK_PULL_CTAS = 14  # and where the links take longer than the products
 _CTA_PULLS = 40e9  # bytes per second
@@ -182,7 +184,7 @@ def _plan_of_class(
             if fits_packets(packed):
                 chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
                 return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
-    default = default_split(plan, sm_count)
+    default = default_split(plan, sm_count, wanted)
     if asked.cluster is None and given is None and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
         product = pairs.Paired(topology.size if scatters else 1, rows, problem.n, problem.k, problem.b_row_major)
         paired = pairs.choose(product, tile, wanted, default, sm_count, (), sent=True)
@@ -286,8 +288,11 @@ def fewest_pulling(sm_count: int) -> int:
     return min(_PULL_CTAS[0], max(1, sm_count // 4))
 
 
-def default_split(plan: ReducePlan, sm_count: int) -> Split:
-    """Partial tiles are sent by the CTAs that compute them; an all-reduce has CTAs that pull finished tiles, as many as are in time."""
+def default_split(plan: ReducePlan, sm_count: int, wanted: Split) -> Split:
+    """Partial tiles are sent by the CTAs that compute them; an all-reduce has CTAs that pull finished tiles, as many as are in time.
+
+    What it has beside ``wanted`` fits where it fits more rows.
+    """
     problem, topology = plan.problem, plan.problem.topology
     several = topology.num_nodes > 1
     pull = problem.op == ALLREDUCE and topology.size > 1 and not plan.one_shot
@@ -297,8 +302,23 @@ def default_split(plan: ReducePlan, sm_count: int) -> Split:
     if pull and not several and not all_the_time:
         multiplying = seconds_to_multiply(plan.rows, problem.n, problem.k, sm_count)
         intra = choose_ctas(_sent_bytes(plan, 1) / _CTA_PULLS, _IN_TIME * multiplying, fewest, intra)
-    return Split(
-        intra_comm=intra,
-        inter_send=min(2, max(1, sm_count // 8)) if several else 0,
-        inter_reduce=min(4, max(1, sm_count // 8)) if several and not plan.one_shot else 0,
-    )
+    if not several:
+        return Split(intra_comm=intra, inter_send=0, inter_reduce=0)
+    senders, adding = min(2, max(1, sm_count // 8)), 0
+    if not plan.one_shot:
+        others = (wanted.compute or 1, intra if wanted.intra_comm is None else wanted.intra_comm, wanted.inter_send or senders)
+        adding = min(_choose_adding(plan, sm_count, sm_count - sum(others)), max(1, sm_count // 8))
+    return Split(intra_comm=intra, inter_send=senders, inter_reduce=adding)
+
+
+def _choose_adding(plan: ReducePlan, sm_count: int, left: int) -> int:
+    """How many CTAs, of those ``left``, add up their node's partial tiles before they compute.
+
+    The first put waits for sums, so that many are better where the network binds: where all products together leave as many SMs idle until
+    everything is sent.
+    """
+    problem, topology, (few, many) = plan.problem, plan.problem.topology, _ADDING_CTAS
+    rows = plan.rows * (topology.size if problem.op == REDUCE_SCATTER else 1)
+    sent = (topology.num_nodes - 1) * plan.tiles * plan.partial_bytes * (2 if problem.op == ALLREDUCE else 1)
+    busy = sm_count * seconds_to_multiply(rows, problem.n, problem.k, sm_count) * _RAIL_BYTES
+    return many if many <= left and busy <= (sm_count - many) * sent else few

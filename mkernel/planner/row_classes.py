@@ -1,8 +1,8 @@
 """Classes of rows: calls of one class use the same kernel, and share what was tuned. Arithmetic, the same on every rank.
 
-A class ends at a multiple of its step: 4 rows up to 16, 16 up to 256, 64 up to 2048, 128 up to 16384, and beyond that a 128th of the next
-power of two, so that there are about 64 classes per doubling however large a matrix is. The choice for a class is made for its largest
-number of rows.
+A class ends at a multiple of its step: 1 row up to 2, 2 up to 4, 4 up to 16, 16 up to 256, 32 up to 1024, 64 up to 4096, 128 up to 16384,
+and beyond that a 128th of the next power of two, so that there are about 64 classes per doubling however large a matrix is. The choice for
+a class is made for its largest number of rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ __all__ = ["EXAMINED_ROWS", "MOST_KERNELS", "MOST_ROWS", "class_of", "classes", 
 
 Kernel = TypeVar("Kernel")
 
-_STEPS = ((16, 4), (256, 16), (2048, 64), (16384, 128))  # (up to so many rows, step); each limit is a multiple of the next step
-_ENDS = [end for first, (last, step) in zip((0, 16, 256, 2048), _STEPS, strict=True) for end in range(first + step, last + 1, step)]
+# (up to so many rows, step); each limit is a multiple of the next step
+_STEPS = ((2, 1), (4, 2), (16, 4), (256, 16), (1024, 32), (4096, 64), (16384, 128))
+_FIRSTS = 0, *(last for last, _ in _STEPS[:-1])
+_ENDS = [end for first, (last, step) in zip(_FIRSTS, _STEPS, strict=True) for end in range(first + step, last + 1, step)]
 _PER_POWER = 128
 MOST_ROWS = (1 << 31) - 1  # of a matrix
 MOST_KERNELS = 8  # of one N and K, however many classes there are

@@ -197,7 +197,7 @@ def test_nobody_waits_for_ever(topology: Topology) -> None:
 def test_the_graph_knows_what_a_tile_needs() -> None:
     """Rank 0 of 2 x 2 gets its neighbour's chunks pushed, its rail peer's by put, and those of rank 3 forwarded by rank 1."""
     plan = plan_of(Topology(4, 2), 300, 64, 8192, split=Split(1, 1, 1), span=1)
-    assert plan.chunk_rows == 32
+    assert plan.chunk_rows == 16
     graph = wait_graph(plan)
     tiles = list(plan.tiles(0))
     expected: dict[int, Callable[[int], Step]] = {
@@ -209,7 +209,7 @@ def test_the_graph_knows_what_a_tile_needs() -> None:
     for source, step in expected.items():
         at = tiles.index(Tile(source, 1, 0))
         waits = graph.before(("tile", 0, at))
-        assert set(waits) == entered | {step(c) for c in range(4, 8)} | {("tile", 0, at - 1)}
+        assert set(waits) == entered | {step(c) for c in range(8, 16)} | {("tile", 0, at - 1)}
     assert set(graph.before(("tile", 0, 1))) == entered | {("tile", 0, 0)}, "the own shard is there"
     assert set(graph.before(("forward", 1, 3, 0))) == {*entered, ("put", 3, 0, 1), ("push", 1, plan.chunks - 1)}
     assert set(graph.before(("put", 3, 2, 1))) == {*entered, ("put", 3, 1, 1)}

@@ -81,7 +81,7 @@ def test_as_much_as_there_is_room_for(size: int) -> None:
         assert plan.tagged == (plan.packets and packets == 2)
         assert plan.ahead_bytes <= (abi.TAGGED_BYTES if plan.tagged else abi.AHEAD_BYTES)
     assert fits == {True, False}
-    assert not plan_of(size, 0, 256, 2048, tiling=Tiling(packets=1)).packets or class_of(0) == 4
+    assert not plan_of(size, 0, 256, 2048, tiling=Tiling(packets=1)).packets or class_of(0) == 1
     assert abi.AHEAD_OFFSET + 2 * (abi.AHEAD_BYTES + abi.TAGGED_BYTES) == abi.SIGNAL_BYTES
 
 
