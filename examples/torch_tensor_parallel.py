@@ -149,9 +149,8 @@ def main() -> int:
 def show(trainings: dict[str, Training], options: argparse.Namespace, world: mk.World, worst: float, right: bool) -> None:
     """Losses of some steps, and the time of one."""
     sizes = f"hidden {options.hidden}, sequence {options.sequence}, batch {options.batch}"
-    print(
-        f"{world.size} ranks on {world.target}: {sizes}, bfloat16{', compiled' * (options.compile or options.graphs)}{', graphs' * options.graphs}"
-    )
+    how = ", compiled, graphs" if options.graphs else ", compiled" * options.compile
+    print(f"{world.size} ranks on {world.target}: {sizes}, bfloat16{how}")
     for step in sorted({0, *range(9, options.steps, 10), options.steps - 1}):
         print(f"step {step + 1:3d}: " + ", ".join(f"{name} {training.losses[step]:.5f}" for name, training in trainings.items()))
     for name, training in trainings.items():
