@@ -191,7 +191,7 @@ def test_areas(topology: Topology, how: str, partials: str) -> None:
 
 def splits(topology: Topology, how: str) -> list[Split]:
     """One CTA per role; uneven numbers; more communication CTAs than tiles."""
-    default = default_split(plan_of(topology, how, 1, 8, 64), 64)
+    default = default_split(plan_of(topology, how, 1, 8, 64), 64, Split())
     numbers = ((1, 1, 1, 1), (2, 3, 2, 3), (5, 9, 7, 11))
     return [Split(c, *(n * bool(usual) for n, usual in zip(rest, dataclasses.astuple(default)[1:], strict=True))) for c, *rest in numbers]
 
