@@ -156,7 +156,14 @@ PACKETS = [
         "if (missing == 0 || entries.is_open()) return true;",
         workload=_TAGGED,
     ),
-    Bug("later rounds have come with the first one", "tile/multiply.cuh", "    has_come = false;\n", workload="tagged packets long"),
+    Bug(
+        "later rounds have come with the first one",
+        "tile/multiply.cuh",
+        "    has_come = false;\n",
+        workload="tagged packets long",
+        seeds=40,
+        first=9,
+    ),
     Bug("a round is stored while another one is multiplied", "tile/multiply.cuh", _SETTLED, workload="tagged packets long", seeds=40),
     Bug("a round is multiplied before all have stored it", "tile/multiply.cuh", _STORED, workload=_TAGGED),
     Bug(
