@@ -62,9 +62,9 @@ def parallel(options: argparse.Namespace, mesh: Any, device: torch.device, modul
     block = torch_parallel.parallelize_module(block, mesh, plan)
     if pipelined:
         enable_symm_mem_for_group(mesh.get_group().group_name)
-    if pipelined or not options.graphs:
-        return torch.compile(block, options={"_micro_pipeline_tp": pipelined}) if options.compile or pipelined else block
-    return torch.compile(block, mode="reduce-overhead")
+    if options.graphs and not pipelined:
+        return torch.compile(block, mode="reduce-overhead")
+    return torch.compile(block, options={"_micro_pipeline_tp": pipelined}) if options.compile or pipelined else block
 
 
 class Training:

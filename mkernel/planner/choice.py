@@ -43,7 +43,7 @@ _ONE_STEP_BYTES = 64 << 20
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 CONFIRMED_SMS = 132
 _PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best changes slowly there
-_CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << max(0, (rows - 1).bit_length() - 1)) // _PER_DOUBLING) == 0)
+_CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length()) // (2 * _PER_DOUBLING)) == 0)
 # How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
 _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;

@@ -354,10 +354,10 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
     if nodes > 1:
         network = sent(machine, topology, plan.tiles * plan.partial_bytes, plan.put_bytes)
         # The node's partial tiles of every foreign owner on the rail are added up by CTAs of their own.
-        adding = topology.ranks_per_node * (nodes - 1) * plan.tiles * plan.partial_bytes / ((plan.split.inter_reduce or 1) * machine.add)
+        adders, one_sum = plan.split.inter_reduce or 1, topology.ranks_per_node * plan.partial_bytes / machine.add
+        adding = (nodes - 1) * plan.tiles * one_sum / adders
         # The first put waits for its tiles' sums, of which each CTA makes some one after the other.
-        of_put = waves(min(plan.chunk_tiles, plan.tiles), plan.split.inter_reduce or 1) * topology.ranks_per_node * plan.partial_bytes
-        first = start + entry + slowed + (of_put / machine.add if not plan.one_shot else 0.0)
+        first = start + entry + slowed + waves(min(plan.chunk_tiles, plan.tiles), adders) * one_sum
         end = max(end, first + max(network.arrived, adding) + add + t)
         if gathers:
             again = sent(machine, topology, plan.tiles * plan.result_bytes, plan.put_bytes)

@@ -314,11 +314,12 @@ def default_split(plan: ReducePlan, sm_count: int, wanted: Split) -> Split:
 def _choose_adding(plan: ReducePlan, sm_count: int, left: int) -> int:
     """How many CTAs, of those ``left``, add up their node's partial tiles before they compute.
 
-    The first put waits for sums, so that many are better where the network binds: where all products together leave as many SMs idle until
+    The first put waits for sums, so that many are better where the network binds: where all products are done by the other SMs before
     everything is sent.
     """
     problem, topology, (few, many) = plan.problem, plan.problem.topology, _ADDING_CTAS
     rows = plan.rows * (topology.size if problem.op == REDUCE_SCATTER else 1)
     sent = (topology.num_nodes - 1) * plan.tiles * plan.partial_bytes * (2 if problem.op == ALLREDUCE else 1)
-    busy = sm_count * seconds_to_multiply(rows, problem.n, problem.k, sm_count) * _RAIL_BYTES
-    return many if many <= left and busy <= (sm_count - many) * sent else few
+    if many > left or seconds_to_multiply(rows, problem.n, problem.k, sm_count - many) > sent / _RAIL_BYTES:
+        return few
+    return many

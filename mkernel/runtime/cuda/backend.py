@@ -36,7 +36,6 @@ from mkernel.runtime.cuda.tensor_map import TensorMaps
 __all__ = ["CudaBackend"]
 
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
-_NOTHING = contextlib.nullcontext()
 _address_of = ctypes.addressof
 
 
@@ -287,7 +286,7 @@ class CudaBackend(Backend):
 
     def after(self, stream: int, action: Callable[[], object]) -> None:
         turn = self._queue.order(stream)
-        with _NOTHING if turn[3] else self._current():
+        with self._current():
             action()
             self._queue.launched(turn)  # so that calls on other streams wait for it, too
 

@@ -100,10 +100,6 @@ class CupyLibrary(_Streamed):
                 return self._empty(shape, kind, stream)
         return self._empty(shape, kind, stream)
 
-    def on(self, stream: int) -> Any:
-        """``with library.on(stream):`` it is CuPy's current stream."""
-        return self._object(stream)
-
     def _empty(self, shape: Sequence[int], kind: Any, stream: int) -> Any:
         if stream == self.stream():
             return self._cupy.empty(tuple(shape), dtype=kind)
