@@ -38,7 +38,7 @@ class Failure:
     record: errors.FailureRecord | None = None
     derived: bool = False  # only an echo of another rank's failure, whose own report says more
     details: dict[str, Any] | None = None  # of a transport's failure: peer, op, status ... as TransportError takes them
-    asked: tuple[tuple[int, str], ...] = ()  # of a mismatch that kernels found: what ranks asked for, as far as they have told
+    asked: tuple[tuple[int, str], ...] = ()  # of a mismatch that kernels found: what ranks say of that call, as far as they have
 
     def replaces(self, other: Failure | None) -> bool:
         """Whether this failure says more than ``other`` about why the world failed."""
@@ -56,6 +56,13 @@ class Failure:
             return self
         return dataclasses.replace(other, asked=tuple(sorted({*self.asked, *other.asked})))
 
+    def answered(self, report: Failure) -> Failure:
+        """The mismatch, as the rank of ``report`` tells it to the others: its kernel asked for something, or has not come that far."""
+        asked = report.asked
+        if self.record is not None and report.record is not None and report.record.epoch != self.record.epoch:
+            asked = tuple((rank, f"was still in call {report.record.epoch}, which {what}") for rank, what in asked)
+        return dataclasses.replace(self, asked=asked)
+
     def error(self) -> errors.Error:
         """A fresh exception: several threads may raise it."""
         if self.kind == Kind.timeout:
@@ -63,7 +70,7 @@ class Failure:
         if self.kind == Kind.lost:
             return errors.PeerLostError(self.message, self.rank)
         if self.kind == Kind.mismatch:
-            asked = "; ".join(f"rank {rank} asked for {what}" for rank, what in self.asked)
+            asked = "; ".join(f"rank {rank} {what}" for rank, what in self.asked)
             return errors.MismatchError(f"{self.message}: {asked}" if asked else self.message)
         if self.kind == Kind.transport:
             return errors.TransportError(self.message, **(self.details or {"peer": self.rank}))
@@ -138,9 +145,9 @@ def read_host_block(
     if state == abi.State.mismatch:
         data = getattr(plan, "agreed_data", "")  # that the kernel compares, too
         message = f"{who}: rank {record.peer} entered call {record.epoch} with another plan{f', or other {data}' if data else ''}"
-        return Failure(Kind.mismatch, message, record.rank, record, asked=((record.rank, title),))
+        return Failure(Kind.mismatch, message, record.rank, record, asked=((record.rank, f"asked for {title}"),))
     message = f"{who} was asked to leave call {record.epoch} while waiting for {record.flag} of rank {record.peer}"
-    return Failure(Kind.aborted, message, record.rank, record, derived=True, asked=((record.rank, title),))
+    return Failure(Kind.aborted, message, record.rank, record, derived=True, asked=((record.rank, f"asked for {title}"),))
 
 
 def _flag_name(plan: Plan | None, rank: int, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -152,7 +151,7 @@ class FailureWatch:
             self.fail(report)
         known = world.failure
         if known is not None and known.kind == Kind.mismatch and known.record is not None:
-            self.fail(dataclasses.replace(known, asked=report.asked))  # the others learn what this rank asked for
+            self.fail(known.answered(report))
 
     def check(self) -> None:
         """Raise what has failed, if anything has. A rank that only heard an echo of the failure waits a little for the reason."""

@@ -192,15 +192,20 @@ def mismatch_of(world: World, error: Exception, calls: int) -> tuple[str, bool]:
 # "rank 1 asked for TITLE", "rank 1 has launched TITLE", "rank 1 asked for a barrier after 7 calls, the last of them TITLE"
 _TOLD = re.compile(r"rank (\d+) (?:asked for|has launched) (?:[^;]*? the last of them )?(.*?)(?=; rank|, but rank|$)")
 
+_STILL, _CALL = re.compile(r"rank (\d+) was still in call (\d+),"), re.compile(r" entered call (\d+) ")
+
 
 def wrongly_told(told: list[tuple[str, bool]], asked: list[str]) -> list[str]:
     """What is wrong with what ranks were told, where each asked for the beginning of a plan's title."""
     wrong, heard = [], set[int]()
     for rank, (text, launched) in enumerate(told):
         named = {int(who): what for who, what in _TOLD.findall(text)}
-        heard |= named.keys()
+        # A kernel may be asked to leave before it has come to the call that ranks disagree in.
+        still, found = {int(who): int(call) for who, call in _STILL.findall(text)}, _CALL.search(text)
+        heard |= named.keys() | still.keys()
         false = [who for who, what in named.items() if not what.startswith(asked[who])]
-        if not text.startswith("MismatchError") or false or (launched and rank not in named):
+        false += [who for who, call in still.items() if found is None or call >= int(found[1])]
+        if not text.startswith("MismatchError") or false or (launched and rank not in named.keys() | still.keys()):
             wrong.append(f"rank {rank}: something else of {false}, or nothing of itself: {text}")
     # Others wait for what a rank asked for, but not long: on a busy machine one of them may not hear it.
     missing = {rank for rank, (_, launched) in enumerate(told) if launched} - heard

@@ -359,3 +359,23 @@ def test_failures_travel_whole() -> None:
     error = failure.error()
     assert isinstance(error, errors.TimeoutError)
     assert error.record == record
+
+
+def test_a_kernel_that_leaves_an_earlier_call_has_asked_for_nothing_yet() -> None:
+    """What a rank tells the others of a mismatch is of that call, or says which other call it is of."""
+
+    def report(rank: int, call: int, *, derived: bool) -> Failure:
+        record = errors.FailureRecord(2, rank, "compute", 0, "entry flag 0", 0, call, 1, 1)
+        kind = Kind.aborted if derived else Kind.mismatch
+        return Failure(kind, f"rank {rank} speaks", rank, record, derived, asked=((rank, f"asked for plan {call}"),))
+
+    mismatch = report(2, 5, derived=False)
+    known: Failure | None = mismatch
+    for rank, call in ((0, 5), (1, 4)):
+        told = mismatch.answered(report(rank, call, derived=True))
+        assert told.replaces(known)
+        known = told.joined(known)
+    assert known is not None
+    assert str(known.error()) == (
+        "rank 2 speaks: rank 0 asked for plan 5; rank 1 was still in call 4, which asked for plan 4; rank 2 asked for plan 5"
+    )
