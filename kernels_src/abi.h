@@ -89,9 +89,10 @@ struct ControlBlock {
   uint32_t tile_counter;  // next tile of the dynamic scheduler; zeroed by the last CTA out
   uint32_t exit_counter;  // CTAs that have left; zeroed by the last CTA out
   uint32_t failed;        // State of the first failure of this rank (compare-and-swap)
-  uint32_t sync_counter;  // CTAs that have come to a barrier of the grid (comm/grid.cuh); zeroed by the last one
-  uint64_t gathered;      // CTAs whose part of the gather buffer is full (comm/shard_packets.cuh); zeroed by the last CTA out
-  uint64_t reserved1[11];
+  uint32_t reserved0;
+  uint64_t gathered;  // CTAs whose part of the gather buffer is full (comm/shard_packets.cuh); zeroed by the last CTA out
+  uint64_t met;       // how often CTAs have come to barriers of the grid (comm/grid.cuh); zeroed by the last CTA out
+  uint64_t reserved1[10];
 };
 
 // First words of every rank's signal segment; op flags follow at kSignalFlags.

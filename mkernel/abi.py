@@ -157,9 +157,10 @@ class ControlBlock(ctypes.Structure):
         ("tile_counter", _u32),
         ("exit_counter", _u32),
         ("failed", _u32),
-        ("sync_counter", _u32),
+        ("reserved0", _u32),
         ("gathered", _u64),
-        ("reserved1", _u64 * 11),
+        ("met", _u64),
+        ("reserved1", _u64 * 10),
     ]
 
 

@@ -275,6 +275,7 @@ MK_DEVICE void leave_call(const Call& call) {
     control->tile_counter = 0;
     control->exit_counter = 0;
     control->gathered = 0;
+    control->met = 0;
     control->epoch = call.epoch();
     // The engine may rest: this call issues no more commands, and those that it waits for are complete (rule 14).
     if (call.world.launch != 0) ptx::store_release_sys(&reinterpret_cast<abi::Ring*>(call.world.ring)->ended, call.world.launch);

@@ -131,7 +131,8 @@ MK_DEVICE Choice choice_of(const Parameters& p, const Rows&, uint32_t node, uint
   const Combining& c = p.combining;
   const uint64_t index = token_index(c, node, token) * kTopK + i;
   const int32_t row = i < kTopK ? load_index(c.row_of, index) : -1;
-  return make_choice(p, index, row, row >= 0 && Rows::kByExpert ? load_index(c.expert_of, index) : 0);
+  const uint32_t expert = Rows::kByExpert && i < kTopK ? load_index(c.expert_of, index) : 0;  // of no row something, at the same time
+  return make_choice(p, index, row, expert);
 }
 
 template <class Rows>
@@ -147,9 +148,9 @@ template <class Parameters, CombinedRows Rows>
 MK_DEVICE bool choose_rows(const Entered& entered, const Parameters& p, const Rows& rows, uint32_t node, uint32_t token,
                            const float* weights, Chosen& chosen) {
   const Choice choice = choice_of(p, rows, node, token, ptx::lane_index());
+  const float weight = kWeighted && ptx::lane_index() < kTopK ? weights[uint64_t(token) * kTopK + ptx::lane_index()] : 0;
   if (!wait_all(entered, RowFlags<Rows>{rows, choice}, kTopK)) return false;
   const uint64_t at = choice.exists ? reinterpret_cast<uint64_t>(rows.at(choice)) : 0;
-  const float weight = kWeighted && choice.exists ? weights[uint64_t(token) * kTopK + ptx::lane_index()] : 0;
 #pragma unroll
   for (uint32_t i = 0; i < kTopK; ++i) {
     const uint64_t high = ptx::broadcast(static_cast<uint32_t>(at >> 32), i), low = ptx::broadcast(static_cast<uint32_t>(at), i);

@@ -6,13 +6,17 @@
 
 namespace mkernel {
 
-// One of the ids that a rank gives, as kernels use it: an int32, -1 (kNone) where it is not routed. An int64 that has no int32 becomes the nearest.
-MK_DEVICE uint32_t given_id(const RoutingArguments& r, uint64_t i) {
+// One of the ids that a rank gives, and, as kernels use it, an int32, -1 (kNone) where it is not routed. An int64 that has no int32 becomes the nearest.
+struct GivenId {
+  uint32_t low, high;
+};
+MK_DEVICE GivenId load_id(const RoutingArguments& r, uint64_t i) {
   const char* ids = reinterpret_cast<const char*>(r.ids) + i * r.id_bytes;
-  const uint32_t low = ptx::load_input_word(ids);
-  if (r.id_bytes == 4) return low;
-  const uint32_t high = ptx::load_input_word(ids + 4), sign = low >> 31 != 0 ? kNone : 0;
-  return high == sign ? low : high >> 31 != 0 ? 0x80000000u : 0x7fffffffu;
+  return GivenId{ptx::load_input_word(ids), ptx::load_input_word(ids + r.id_bytes - 4)};
+}
+MK_DEVICE uint32_t as_word(const RoutingArguments& r, const GivenId& id) {
+  const uint32_t sign = id.low >> 31 != 0 ? kNone : 0;
+  return id.high == sign || r.id_bytes == 4 ? id.low : id.high >> 31 != 0 ? 0x80000000u : 0x7fffffffu;
 }
 
 // Writes this rank's record into its heap. All threads of one CTA; then it is announced. Of a rank with too many tokens only the header is needed.
@@ -24,13 +28,25 @@ MK_DEVICE void write_record(const Entered& entered, const RoutingArguments& r) {
     ptx::store_global(record, header);
   }
   const uint32_t ids = r.tokens <= r.max_tokens ? r.tokens * kTopK : 0;
+  constexpr uint32_t kAtOnce = 8;  // loads of a thread that are under way
 #pragma unroll 1
-  for (uint32_t i = ptx::thread_index(); i < ids; i += kGemmThreads) {
-    ptx::store_word(record + sizeof(Header) + i * 4, given_id(r, i));
-    if constexpr (kWeighted) {
-      const uint32_t weight = ptx::load_input_word(reinterpret_cast<const char*>(r.weights) + uint64_t(i) * 4);
-      ptx::store_word(record + sizeof(Header) + ids_bytes(r) + i * 4, weight);
-    }
+  for (uint32_t begin = ptx::thread_index(); begin < ids; begin += kAtOnce * kGemmThreads) {
+    const auto each = [&](const auto& visit) {
+#pragma unroll
+      for (uint32_t n = 0; n < kAtOnce; ++n) {
+        if (begin + n * kGemmThreads < ids) visit(n, begin + n * kGemmThreads);
+      }
+    };
+    GivenId id[kAtOnce];
+    uint32_t weight[kAtOnce];
+    each([&](uint32_t n, uint32_t i) {
+      id[n] = load_id(r, i);
+      if constexpr (kWeighted) weight[n] = ptx::load_input_word(reinterpret_cast<const char*>(r.weights) + uint64_t(i) * 4);
+    });
+    each([&](uint32_t n, uint32_t i) {
+      ptx::store_word(record + sizeof(Header) + i * 4, as_word(r, id[n]));
+      if constexpr (kWeighted) ptx::store_word(record + sizeof(Header) + ids_bytes(r) + i * 4, weight[n]);
+    });
   }
 }
 
@@ -83,17 +99,17 @@ MK_DEVICE void stage_rows(const Entered& entered, const Parameters& p) {
 #pragma unroll 1
   for (uint32_t chunk = ptx::cta_index(); chunk < chunks; chunk += ptx::cta_count()) {
     const uint32_t left = r.tokens - chunk * kStagedRows, rows = left < kStagedRows ? left : kStagedRows;
-    const uint64_t begin = uint64_t(chunk) * kStagedRows * r.row_bytes;
 #pragma unroll 1
     for (uint32_t row = ptx::warp_index(); row < rows; row += kRoutingWarps) {
-      const uint64_t at = begin + uint64_t(row) * r.row_bytes;
-      const char* from = reinterpret_cast<const char*>(r.x) + at + ptx::lane_index() * kWarpUnit;
+      const uint64_t token = chunk * kStagedRows + row;
+      const char* from = reinterpret_cast<const char*>(r.x) + token * r.row_bytes + ptx::lane_index() * kWarpUnit;
+      char* to = staged + token * r.slot_bytes;
       const auto load = [&] {
         const ptx::Words words = ptx::load_input(from);
         from += kWarpStride;
         return words;
       };
-      copy_by_warp(r.row_bytes, load, [&](uint32_t offset, const ptx::Words& words) { ptx::store_global(staged + at + offset, words); });
+      copy_by_warp(r.row_bytes, load, [&](uint32_t offset, const ptx::Words& words) { ptx::store_global(to + offset, words); });
     }
     ptx::sync_cta();
     if (ptx::warp_index() == 0) raise_flag(entered, p, chunk_flag(r, world.rank, chunk), 1);

@@ -66,11 +66,12 @@ MK_DEVICE void find_rows(const Entered& entered, const Parameters& p, PullStorag
     ptx::sync_warp();
     RowBatch& batch = storage.batch[at.index];
     if (exists) {
-      uint32_t slots = 0;
-#pragma unroll 1
+      uint32_t slots = 0, slot[kTopK];  // loaded at once
+#pragma unroll
+      for (uint32_t i = 0; i < kTopK; ++i) slot[i] = ptx::load_word(&tables.slots()[uint64_t(item.token) * kTopK + i]);
+#pragma unroll
       for (uint32_t i = 0; i < kTopK; ++i) {
-        const uint32_t slot = tables.slots()[uint64_t(item.token) * kTopK + i];
-        if (slot != kNone) batch.slot[lane][slots++] = slot;
+        if (slot[i] != kNone) batch.slot[lane][slots++] = slot[i];
       }
       batch.from[lane] = item.from, batch.slots[lane] = slots;
     }

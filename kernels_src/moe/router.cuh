@@ -1,6 +1,6 @@
 // Which row of which rank each choice of each token becomes: every rank works it out for itself from the routing of all ranks.
 // All CTAs share the tokens of all ranks: each counts those of its range, they meet, each adds up what comes before its range, and gives its tokens
-// their places. All ranks see the same data, so all find the same fault, or none.
+// their places. Few tokens each CTA counts all of, and need not meet before. All ranks see the same data, so all find the same fault, or none.
 #pragma once
 #include "comm/grid.cuh"
 #include "comm/status.cuh"
@@ -19,8 +19,15 @@ struct Verdict {
 
 class Router {
  public:
-  MK_DEVICE Router(const Entered& entered, const RoutingArguments& r, RoutingScratch& scratch)
-      : entered_(entered), world_(entered.world()), r_(r), scratch_(scratch), tables_(entered, r), warp_(ptx::warp_index()) {}
+  // `counted_alone`: choices of all ranks that each CTA counts by itself.
+  MK_DEVICE Router(const Entered& entered, const RoutingArguments& r, RoutingScratch& scratch, uint32_t counted_alone)
+      : entered_(entered),
+        world_(entered.world()),
+        r_(r),
+        scratch_(scratch),
+        counted_alone_(counted_alone),
+        tables_(entered, r),
+        warp_(ptx::warp_index()) {}
 
   // Reads who has how many tokens. All threads, once the flags of all records have come. False: a rank has too many (verdict).
   MK_DEVICE bool read_headers() {
@@ -50,7 +57,10 @@ class Router {
     return false;
   }
 
-  // Counts the tokens of this CTA's range for every column. All threads. Then the CTAs meet (sync_grid).
+  // Whether the tokens are so few that each CTA counts all of them, a warp each group. Known when the headers are.
+  MK_DEVICE bool is_few() const { return num_groups() <= kPlacers && scratch_.first_token[kWorldSize] * kTopK <= counted_alone_; }
+
+  // Counts the tokens of this CTA's range for every column. All threads. Then the CTAs meet (sync_grid), unless there are few.
   MK_DEVICE void count() {
     const uint32_t lane = ptx::lane_index();
     uint64_t fault = kNoFault;
@@ -70,6 +80,7 @@ class Router {
     const uint64_t found = least(fault);
     if (lane == 0) scratch_.fault[warp_] = found;
     ptx::sync_cta();
+    if (is_few()) return;
     uint32_t* counted = tables_.counted(ptx::cta_index());
 #pragma unroll 1
     for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
@@ -86,44 +97,32 @@ class Router {
 
   // What comes before this CTA's range, where every expert begins, and whether the routing is right. All threads. False: it is not (verdict).
   MK_DEVICE bool add_up() {
-    const uint32_t cta = ptx::cta_index(), lane = ptx::lane_index();
+    const uint32_t lane = ptx::lane_index();
+    if (!is_few()) add_ctas();
+    uint32_t* ctas_before = scratch_.marks[0];  // of few tokens nothing
 #pragma unroll 1
     for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) {
-      uint32_t before = 0, total = 0;
-#pragma unroll 12
-      for (uint32_t other = 0; other < ptx::cta_count(); ++other) {  // many loads under way at once
-        if (other == cta) before = total;
-        total += tables_.counted(other)[c];
-      }
-      scratch_.total[c] = total;
-#pragma unroll 1
+      uint32_t before = is_few() ? 0 : ctas_before[c];
+      uint32_t own[kPlacers];
+#pragma unroll
+      for (uint32_t w = 0; w < kPlacers; ++w) own[w] = scratch_.before[w][c];
+#pragma unroll
       for (uint32_t w = 0; w < kPlacers; ++w) {
-        const uint32_t own = scratch_.before[w][c];
         scratch_.before[w][c] = before;
         scratch_.marks[w][c] = 0;
-        before += own;
+        before += own[w];
       }
+      if (is_few()) scratch_.total[c] = before;
     }
-    uint64_t fault = kNoFault;
-#pragma unroll 1
-    for (uint32_t other = ptx::thread_index(); other < ptx::cta_count(); other += kGemmThreads) {
-      const uint32_t* counted = tables_.counted(other);
-      const uint64_t found = uint64_t(counted[kColumns + 1]) << 32 | counted[kColumns];
-      fault = found < fault ? found : fault;
-    }
-    fault = least(fault);
-    if (lane == 0) scratch_.fault[warp_] = fault;
     ptx::sync_cta();
+    // Of each rank its rows, then this rank's slots and the rows that it fetches: a warp each.
 #pragma unroll 1
-    for (uint32_t rank = warp_; rank < kWorldSize; rank += kRoutingWarps) {
-      const uint32_t* counts = scratch_.total + rank * kExperts;
-      const uint32_t rows = scan(counts, r_.alignment, 1, scratch_.first_row + rank * kExperts);
-      if (lane == 0) scratch_.rank_rows[rank] = rows;
-    }
-    if (warp_ == 0) {
-      const uint32_t slots = scan(scratch_.total + world_.rank * kExperts, r_.alignment, kSegmentRows, scratch_.first_slot);
-      const uint32_t items = scan(scratch_.total + kFirstOf, 1, 1, scratch_.first_item);
-      if (lane == 0) scratch_.first_slot[kExperts] = slots, scratch_.first_item[kExperts] = items;
+    for (uint32_t i = warp_; i < kWorldSize + 2; i += kRoutingWarps) {
+      const bool is_rows = i < kWorldSize, is_slots = i == kWorldSize;
+      const uint32_t* counts = scratch_.total + (is_rows ? i * kExperts : is_slots ? world_.rank * kExperts : kFirstOf);
+      uint32_t* first = is_rows ? scratch_.first_row + i * kExperts : is_slots ? scratch_.first_slot : scratch_.first_item;
+      const uint32_t all = scan(counts, is_rows || is_slots ? r_.alignment : 1, is_slots ? kSegmentRows : 1, first);
+      if (lane == 0) (is_rows ? scratch_.rank_rows[i] : first[kExperts]) = all;
     }
     ptx::sync_cta();
     return judge(least_of_cta());
@@ -137,6 +136,7 @@ class Router {
       const Range range = groups();
 #pragma unroll 1
       for (uint32_t group = range.begin; group < range.end; ++group) {
+        if (is_few() && group % ptx::cta_count() != ptx::cta_index()) continue;
         const Token token = token_at(group * kGroup + lane);
         if (token.exists && range.end - range.begin > 1) copy_ids(ids_of(), kept_ids(token));  // else they are still there
         place_group(token);
@@ -176,10 +176,52 @@ class Router {
   };
   MK_DEVICE static uint32_t& word(uint64_t array, uint64_t i) { return reinterpret_cast<uint32_t*>(array)[i]; }
 
-  // The groups of this warp: contiguous, and those of a CTA's warps follow each other.
+  // The columns that all CTAs have counted: of all in scratch_.total, of those before this one in scratch_.marks[0]; and the first fault of any. The
+  // warps share the CTAs, and have many loads under way at once. All threads.
+  MK_DEVICE void add_ctas() {
+    const uint32_t lane = ptx::lane_index(), per_cta = groups_per_cta(), ctas = (num_groups() + per_cta - 1) / per_cta;
+    uint32_t* ctas_before = scratch_.marks[0];
+#pragma unroll 1
+    for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) scratch_.total[c] = ctas_before[c] = 0;
+    ptx::sync_cta();
+    constexpr uint32_t kAtOnce = 6;
+    // Of a warp's CTAs, all columns, 32 at a time: number i is of CTA `first` + i / kBlocks * kRoutingWarps.
+    constexpr uint32_t kBlocks = (kColumns + 31) / 32;
+    const uint32_t loads = warp_ < ctas ? ((ctas - warp_ - 1) / kRoutingWarps + 1) * kBlocks : 0;
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < loads; begin += kAtOnce) {
+      uint32_t counted[kAtOnce];
+#pragma unroll
+      for (uint32_t n = 0; n < kAtOnce; ++n) {
+        const uint32_t i = begin + n, c = i % kBlocks * 32 + lane;
+        if (i < loads && c < kColumns) counted[n] = tables_.counted(warp_ + i / kBlocks * kRoutingWarps)[c];
+      }
+#pragma unroll
+      for (uint32_t n = 0; n < kAtOnce; ++n) {
+        const uint32_t i = begin + n, c = i % kBlocks * 32 + lane;
+        if (i >= loads || c >= kColumns) continue;
+        ptx::shared_add(&scratch_.total[c], counted[n]);
+        if (warp_ + i / kBlocks * kRoutingWarps < ptx::cta_index()) ptx::shared_add(&ctas_before[c], counted[n]);
+      }
+    }
+    uint64_t fault = kNoFault;
+#pragma unroll 1
+    for (uint32_t other = ptx::thread_index(); other < ctas; other += kGemmThreads) {
+      const uint32_t* counted = tables_.counted(other);
+      const uint64_t found = uint64_t(counted[kColumns + 1]) << 32 | counted[kColumns];
+      fault = found < fault ? found : fault;
+    }
+    fault = least(fault);
+    if (lane == 0) scratch_.fault[warp_] = fault;
+    ptx::sync_cta();
+  }
+
+  // The groups of this warp: contiguous, and those of a CTA's warps follow each other; or of all CTAs' warps the same, where there are few.
+  MK_DEVICE uint32_t num_groups() const { return (scratch_.first_token[kWorldSize] + kGroup - 1) / kGroup; }
+  MK_DEVICE uint32_t groups_per_cta() const { return (num_groups() + ptx::cta_count() - 1) / ptx::cta_count(); }
   MK_DEVICE Range groups() const {
-    const uint32_t all = (scratch_.first_token[kWorldSize] + kGroup - 1) / kGroup;
-    const uint32_t per_cta = (all + ptx::cta_count() - 1) / ptx::cta_count(), per_warp = (per_cta + kPlacers - 1) / kPlacers;
+    const uint32_t all = num_groups(), per_cta = groups_per_cta(), per_warp = (per_cta + kPlacers - 1) / kPlacers;
+    if (is_few()) return Range{warp_, warp_ < all ? warp_ + 1 : warp_};
     const uint32_t first = ptx::cta_index() * per_cta, last = first + per_cta < all ? first + per_cta : all;
     const uint32_t begin = first + warp_ * per_warp, end = begin + per_warp < last ? begin + per_warp : last;
     return Range{begin, end};
@@ -221,6 +263,7 @@ class Router {
       if (code != 0 && fault == kNoFault) fault = fault_of(token.number, i, code);
       ids[i] = code != 0 ? kNone : id;
     }
+    if (is_few()) return fault;  // a warp has one group
     uint32_t* kept = kept_ids(token);
 #pragma unroll
     for (uint32_t i = 0; i < kTopK; ++i) kept[i] = ids[i];
@@ -293,7 +336,7 @@ class Router {
     scratch_.scan[warp_][lane] = sum;
     ptx::sync_warp();
     uint32_t at = 0, all = 0;
-#pragma unroll 1
+#pragma unroll 8
     for (uint32_t other = 0; other < 32; ++other) {
       if (other == lane) at = all;
       all += scratch_.scan[warp_][other];
@@ -321,7 +364,7 @@ class Router {
   }
   MK_DEVICE uint64_t least_of_cta() const {
     uint64_t fault = kNoFault;
-#pragma unroll 1
+#pragma unroll
     for (uint64_t found : scratch_.fault) fault = found < fault ? found : fault;
     return fault;
   }
@@ -434,7 +477,7 @@ class Router {
       const uint64_t x_offset = scratch_.x_offset[token.rank];
       if (x_offset != kStaged) return Item{reinterpret_cast<uint64_t>(memory + x_offset + at), kNone, token.number};
       const uint32_t flag = chunk_flag(r_, token.rank, token.index / kStagedRows);
-      return Item{reinterpret_cast<uint64_t>(memory + r_.staged_offset + at), flag, token.number};
+      return Item{reinterpret_cast<uint64_t>(memory + r_.staged_offset + uint64_t(token.index) * r_.slot_bytes), flag, token.number};
     }
     const uint64_t area = r_.arrived_offset + uint64_t(node_distance(world_, token.rank) - 1) * r_.max_tokens * r_.row_bytes;
     const uint32_t flag = chunk_flag(r_, token.rank, place_listed / r_.put_rows);
@@ -484,6 +527,7 @@ class Router {
   const abi::World& world_;
   const RoutingArguments& r_;
   RoutingScratch& scratch_;
+  uint32_t counted_alone_;
   Tables tables_;
   uint32_t warp_;  // asked for once, by all lanes: most of what needs it is done by lanes that have a token
   Verdict verdict_;

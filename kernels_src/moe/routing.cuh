@@ -40,7 +40,7 @@ struct RoutingArguments {
   uint64_t row_weight;                                                     // (max_rows) float32, or 0
   uint64_t expert_counts;                                                  // (all experts): tokens of all ranks, or 0
   uint64_t records_offset;  // data heap: by node, the record of this rank's rail peer there, or its own
-  uint64_t staged_offset;   // data heap: (max_tokens, row_bytes), this rank's rows, for its node
+  uint64_t staged_offset;   // data heap: (max_tokens, row_bytes), slot_bytes apart, this rank's rows, for its node
   uint64_t sending_offset;  // data heap: by distance of the node - 1, rows that go there
   uint64_t arrived_offset;  // data heap: by distance of the node - 1, rows that came from there
   uint64_t tables_offset;   // data heap, read by this rank only: Tables
@@ -51,7 +51,7 @@ struct RoutingArguments {
   uint32_t id_bytes;   // 4 or 8
   uint32_t row_bytes;
   uint32_t put_rows;    // rows of a put
-  uint32_t slot_bytes;  // from a slot to the next one: whole lines
+  uint32_t slot_bytes;  // from a slot, or a staged row, to the next one: whole lines
 };
 constexpr uint64_t kStaged = ~uint64_t(0);
 
@@ -73,7 +73,7 @@ MK_DEVICE const char* record(const abi::World& world, const RoutingArguments& r,
   return heap(world, rank % kR) + record_offset(r, rank / kR);
 }
 
-// ---- flags of the op: of each rank its record; of each rank its rows, in chunks; the barriers of the grid; of each rank of the node and each of its
+// ---- flags of the op: of each rank its record; of each rank its rows, in chunks; the barriers of the grid (numbers only); of each rank of the node and each of its
 // intra_comm CTAs, that it has fetched its rows
 MK_DEVICE uint32_t max_chunks(const RoutingArguments& r) {
   const uint32_t rows = r.put_rows < kStagedRows ? r.put_rows : kStagedRows;
@@ -82,8 +82,8 @@ MK_DEVICE uint32_t max_chunks(const RoutingArguments& r) {
 MK_DEVICE uint32_t chunk_flag(const RoutingArguments& r, uint32_t rank, uint32_t chunk) {
   return kWorldSize + rank * max_chunks(r) + chunk;
 }
-MK_DEVICE uint32_t barrier_flag(const RoutingArguments& r, uint32_t i) { return kWorldSize * (1 + max_chunks(r)) + i; }
-MK_DEVICE uint32_t fetched_flag(const RoutingArguments& r, uint32_t i) { return barrier_flag(r, 2) + i; }
+MK_DEVICE uint32_t barrier_name(const RoutingArguments& r, uint32_t i) { return kWorldSize * (1 + max_chunks(r)) + i; }
+MK_DEVICE uint32_t fetched_flag(const RoutingArguments& r, uint32_t i) { return barrier_name(r, 2) + i; }
 
 // ---- tables in this rank's part of the heap. `token`: its number among the tokens of all ranks
 struct Item {     // a row to fetch

@@ -26,10 +26,10 @@ struct alignas(64) Parameters {
   uint64_t slots_offset;  // data heap, read by this rank only: rows by slot, slot_bytes apart
   uint64_t flag_offset;   // signal segment
   uint32_t c_row_bytes;
-  uint32_t group_m;      // tile rows of an expert that share columns of B
-  float clamp;           // of a gated result; 0: none
-  uint32_t reserved;     // the maps are 64-byte aligned
-  abi::TensorMap a_map;  // (slots, K), boxes of 128 rows; a_short_map: of 64
+  uint32_t group_m;        // tile rows of an expert that share columns of B
+  float clamp;             // of a gated result; 0: none
+  uint32_t counted_alone;  // choices of all ranks, at most, that each CTA counts by itself
+  abi::TensorMap a_map;    // (slots, K), boxes of 128 rows; a_short_map: of 64
   abi::TensorMap a_short_map;
   abi::TensorMap b_map;  // (experts of this rank, K, N) or its transpose
   abi::TensorMap c_map;  // (max_rows, N)
@@ -51,7 +51,6 @@ struct Storage {
 // ---- compute
 struct Tiles : GroupedTiles<Config, Parameters, kExperts> {
   using GroupedTiles::GroupedTiles;
-  static_assert(kShortTiles, "a tile of few rows loads slots of its own expert only: those of the next one may be written meanwhile");
   static constexpr bool kAnnouncesEntry = false;  // done when the tiles begin
   MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return true; }
   struct Blocks {
@@ -96,11 +95,11 @@ MK_DEVICE Routed route(const Call& call, const Parameters& p, Storage& storage, 
   ptx::sync_cta();
   if (storage.failed != 0) return routed;
 
-  Router router(entered, p.routing, storage.routing);
+  Router router(entered, p.routing, storage.routing, p.counted_alone);
   bool right = router.read_headers();
   if (right) {
     router.count();
-    if (!sync_grid(entered, p, barrier_flag(p.routing, 0), storage.failed)) return routed;
+    if (!router.is_few() && !sync_grid(entered, p, 1, barrier_name(p.routing, 0), storage.failed)) return routed;
     right = router.add_up();
   }
   if (!right) {
@@ -114,7 +113,7 @@ MK_DEVICE Routed route(const Call& call, const Parameters& p, Storage& storage, 
   router.place();
   storage.experts.build(kExperts, [&](uint32_t e) { return router.rows_of(e); });
   routed.items = router.num_items();
-  if (!sync_grid(entered, p, barrier_flag(p.routing, 1), storage.failed)) return routed;
+  if (!sync_grid(entered, p, router.is_few() ? 1 : 2, barrier_name(p.routing, 1), storage.failed)) return routed;
   ptx::fence_proxy_async();  // what was scratch is written by bulk copies next; and bulk copies write to the heap
   ptx::sync_cta();
   routed.outcome = Outcome::kRouted;

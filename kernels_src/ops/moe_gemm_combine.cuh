@@ -26,13 +26,13 @@ struct alignas(64) Parameters {
   abi::World world;
   abi::Fields fields;
   Combining combining;
-  uint64_t c;                // at rows_offset: the products of this rank's experts, (max_rows, N), contiguous
-  uint64_t expert_offsets;   // (kExperts + 1) int32: the row with which each expert begins
-  uint64_t counters_offset;  // data heap, read by this rank only: struct Counters
-  uint64_t rows_offset;      // data heap: (max_rows, N)
-  uint64_t flag_offset;      // signal segment: a flag for the zeroed counters, one per local rank and expert, then those of combining
-  uint64_t fetched_offset;   // data heap, read by this rank only: (N, max_tokens, k) rows, of choices whose rows are copied
-  uint32_t c_row_bytes;
+  uint64_t c;                  // at rows_offset: the products of this rank's experts, (max_rows, N)
+  uint64_t expert_offsets;     // (kExperts + 1) int32: the row with which each expert begins
+  uint64_t counters_offset;    // data heap, read by this rank only: struct Counters
+  uint64_t rows_offset;        // data heap: (max_rows, N)
+  uint64_t flag_offset;        // signal segment: a flag for the zeroed counters, one per local rank and expert, then those of combining
+  uint64_t fetched_offset;     // data heap, read by this rank only: (N, max_tokens, k) rows, of choices whose rows are copied
+  uint32_t c_row_bytes;        // from a product, or a row that is fetched, to the next one: whole lines
   uint32_t group_m;            // tile rows of an expert that share columns of B
   uint32_t windows;            // of experts; rows of all but the last are copied
   uint32_t reserved[7];        // the maps are 64-byte aligned
@@ -92,9 +92,9 @@ struct FinishedRows {
     return wait_flag(entered, p, expert_flag(choice.holder, choice.expert), node_mate(p.world, choice.holder));
   }
   MK_DEVICE const char* product(const Choice& choice) const {
-    return heap(p.world, choice.holder) + p.rows_offset + uint64_t(choice.row) * p.combining.row_bytes;
+    return heap(p.world, choice.holder) + p.rows_offset + uint64_t(choice.row) * p.c_row_bytes;
   }
-  MK_DEVICE uint64_t fetched_offset(uint64_t index) const { return p.fetched_offset + index * p.combining.row_bytes; }
+  MK_DEVICE uint64_t fetched_offset(uint64_t index) const { return p.fetched_offset + index * p.c_row_bytes; }
 
   // ---- for combining
   MK_DEVICE bool wait(const Entered& entered, const Choice& choice) const {
@@ -168,9 +168,8 @@ MK_DEVICE void find_rows(const Entered& entered, const Parameters& p, FoundRows&
       const uint32_t token = distance == 0 || !exists ? place : load_index(p.combining.listed, token_index(p.combining, node, place));
       index[look] = token_index(p.combining, node, token) * kTopK + i % kTopK;
       row[look] = exists ? load_index(p.combining.row_of, index[look]) : -1;
+      expert[look] = exists ? load_index(p.combining.expert_of, index[look]) : 0;
     }
-#pragma unroll
-    for (uint32_t look = 0; look < kLooks; ++look) expert[look] = row[look] >= 0 ? load_index(p.combining.expert_of, index[look]) : 0;
 #pragma unroll
     for (uint32_t look = 0; look < kLooks; ++look) {
       const Choice c = make_choice(p, index[look], row[look], expert[look]);

@@ -106,8 +106,10 @@ struct GroupedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t packed_row(const TileCoordinate& c) const { return experts.first_row(c.plane) + c.m * Shape::kBlockM; }
   MK_DEVICE uint32_t slot_row(const TileCoordinate& c) const { return experts.first_slot(c.plane) + c.m * Shape::kBlockM; }
 
-  MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const { return c.is_short ? kBlockRows : Shape::kBlockM; }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return c.is_short ? &p.a_short_map : &p.a_map; }
+  // Where tiles have no halves, a tile of few rows is multiplied whole, but only its own rows are loaded.
+  MK_DEVICE bool is_low(const TileCoordinate& c) const { return kShortTiles ? c.is_short : rows(c) <= kBlockRows; }
+  MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const { return is_low(c) ? kBlockRows : Shape::kBlockM; }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_low(c) ? &p.a_short_map : &p.a_map; }
   MK_DEVICE int32_t b_plane(const TileCoordinate& c) const { return c.plane; }
 
   MK_DEVICE void store(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {

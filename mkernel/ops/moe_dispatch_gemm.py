@@ -72,7 +72,7 @@ class Parameters(ctypes.Structure):
         ("c_row_bytes", ctypes.c_uint32),
         ("group_m", ctypes.c_uint32),
         ("clamp", ctypes.c_float),
-        ("reserved", ctypes.c_uint32),
+        ("counted_alone", ctypes.c_uint32),
         ("a_map", abi.TensorMap),
         ("a_short_map", abi.TensorMap),
         ("b_map", abi.TensorMap),
@@ -390,6 +390,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
             c_row_bytes=y_stride,
             group_m=plan.group_m,
             clamp=problem.clamp,
+            counted_alone=plan.counted_alone,
             **{name: abi.TensorMap.from_buffer_copy(raw) for name, raw in maps.items()},
         )
 

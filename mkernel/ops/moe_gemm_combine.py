@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
+from mkernel.ops.arguments import check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
 from mkernel.ops.moe import Routing, check_routing, layout_of_experts
 from mkernel.ops.moe_combine import Combining, bind_combining, check_combined, problem_of
@@ -220,7 +220,7 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
         _, _, row_major, stride = layout_of_experts("w", w, k, dtype)
         inner, outer, box = (n, k, BLOCK_K) if row_major else (k, n, plan.tile.block_n)
         plane = w.strides[0] if w.shape[0] > 1 else stride * outer
-        tensor_map, a_stride, c_stride = world.backend.tensor_map, row_stride("a", a), n * ITEM
+        tensor_map, a_stride, c_stride = world.backend.tensor_map, row_stride("a", a), plan.pitch
         a_is = (a.address, dtype, (k, rows, 1), (a_stride, rows * a_stride))
         c_at = world.heap_address + products
         maps = {

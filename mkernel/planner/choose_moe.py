@@ -21,7 +21,7 @@ from mkernel.planner.split import Split
 __all__ = ["plan_moe_dispatch_gemm", "plan_moe_gemm_combine"]
 
 _WIDTHS = (256, 192, 128, 64)
-_DISPATCHED_WIDTHS = (256, 128)  # with others, tiles of few rows would load slots of the next expert, which are being written
+_GATED_WIDTHS = (256, 128)  # of gate and up together
 _FETCHING, _COMBINING = (8, 16, 24, 32, 48, 64), (8, 12, 16, 24, 32)  # CTAs
 _WORTH, _TILE_WORTH = 0.97, 0.95  # of the time of what the rules choose, and with their tile, at most: the model is not better than that
 
@@ -43,7 +43,7 @@ def plan_moe_dispatch_gemm(
 
     if not model_decides(problem, sm_count):
         return make(split)
-    widths = () if problem.gated else _fitting(_DISPATCHED_WIDTHS, problem.n)
+    widths = _fitting(_GATED_WIDTHS, 2 * problem.n) if problem.gated else _fitting(_WIDTHS, problem.n)
     tiles = map(moe_dispatch_gemm.fitting_tile(problem), widths)
     return _fastest(make, tiles, _splits(split, _FETCHING, sm_count // 2), machine, sm_count, problem.max_tokens * problem.topology.size)
 

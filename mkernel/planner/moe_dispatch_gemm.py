@@ -22,6 +22,7 @@ ITEM = 2  # bytes of a value
 SPECIALIZED = Specialized(["k"])  # as allgather_gemm; not measured
 PARAMETER_BYTES = 896
 PUT_BYTES = 512 * 1024  # what a put should reach
+COUNTED_ALONE = 1024  # choices of all ranks, at most, that each CTA counts: to read 4 KiB takes no longer than to meet the others
 _GROUP_M = 16
 _HEADER = 16  # bytes of a record before the ids
 _ALIGNMENT = 1024  # of areas
@@ -88,6 +89,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
     """Every call of a problem, whatever its tokens."""
 
     put_rows: int
+    counted_alone: int
     specialize: frozenset[str] = SPECIALIZED
 
     op = OP
@@ -113,7 +115,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
         others, rows = topology.num_nodes - 1, problem.max_tokens * problem.row_bytes
         sizes = (
             topology.num_nodes * self.record_bytes,
-            rows if topology.ranks_per_node > 1 else 0,
+            problem.max_tokens * problem.slot_bytes if topology.ranks_per_node > 1 else 0,
             others * rows,
             others * rows,
             self.table_bytes,
@@ -222,7 +224,7 @@ def make_plan(
     default = Split(intra_comm=max(1, min(16, sm_count // 4)), inter_send=senders, inter_reduce=0)
     chosen = (split or Split()).complete(default, sm_count)
     put_rows = max(1, math.ceil(PUT_BYTES / problem.row_bytes))
-    return MoeDispatchGemmPlan(problem, 0, chosen, tile or choose_tile(problem), put_rows, parse(specialize, SPECIALIZED))
+    return MoeDispatchGemmPlan(problem, 0, chosen, tile or choose_tile(problem), put_rows, COUNTED_ALONE, parse(specialize, SPECIALIZED))
 
 
 assert BLOCK_K == SEGMENT_ROWS

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner import moe_combine
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, GemmTile, fitting
-from mkernel.planner.moe import rows_per_piece
+from mkernel.planner.moe import rows_per_piece, whole_lines
 from mkernel.planner.moe_combine import WARPS, CombineLayout, MoeCombineProblem, Scale, aligned
 from mkernel.planner.specialize import Specialized, parse, remark
 from mkernel.planner.split import Split
@@ -97,10 +97,14 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
         return aligned(self.counter_bytes)
 
     @property
+    def pitch(self) -> int:
+        """Bytes from a product, or a row that is fetched, to the next one."""
+        return whole_lines(self.problem.combined.row_bytes)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of all products of a rank."""
-        combined = self.problem.combined
-        return combined.max_rows * combined.row_bytes
+        return self.problem.combined.max_rows * self.pitch
 
     @property
     def windows(self) -> int:
@@ -118,7 +122,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
     def fetched_bytes(self) -> int:
         """Rows of all choices of the tokens that this rank sums up."""
         combined = self.problem.combined
-        return combined.topology.num_nodes * combined.max_tokens * combined.topk * combined.row_bytes if self.windows > 1 else 0
+        return combined.topology.num_nodes * combined.max_tokens * combined.topk * self.pitch if self.windows > 1 else 0
 
     @functools.cached_property
     def combining(self) -> CombineLayout:

@@ -174,9 +174,20 @@ def _rank(world: Any, model: Model, seed: int, kinds: tuple[str, ...]) -> list[s
 
 @contextlib.contextmanager
 def small_puts(seed: int, put_bytes: int = 256) -> Iterator[None]:
-    """A few rows are several puts, which a slow network brings in any order."""
+    """A few rows are several puts, which a slow network brings in any order; and CTAs count few tokens each by itself, or not."""
     faults = _FAULTS(seed=seed, delay_us=20.0, reorder_us=20.0)
-    with mock.patch.object(emulated, "Faults", lambda: faults), mock.patch.object(planner, "PUT_BYTES", put_bytes):
+    alone = (0, 60, planner.COUNTED_ALONE)[seed % 3]
+    with (
+        mock.patch.object(emulated, "Faults", lambda: faults),
+        mock.patch.multiple(planner, PUT_BYTES=put_bytes, COUNTED_ALONE=alone),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def narrow_tiles() -> Iterator[None]:
+    """Tiles whose halves are no whole panels: those of few rows are multiplied whole."""
+    with mock.patch.object(planner, "choose_tile", lambda problem: planner.fitting_tile(problem)(128 if problem.gated else 64)):
         yield
 
 

@@ -129,6 +129,9 @@ def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
         return packets_body.found_wrong(world, workload, seed)
     if workload == "dispatch":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
+    if workload == "dispatch in narrow tiles":
+        with moe_body.narrow_tiles():
+            return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])
     if workload == "dispatch in large puts":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most], put_bytes=12 << 10)
     if workload in ring_body.PLANTED_SCALES:

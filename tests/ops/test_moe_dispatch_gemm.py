@@ -62,12 +62,12 @@ def test_as_many_rows_in_a_piece_as_fit(rng: np.random.Generator, world: str) ->
     assert found_wrong(world, model, seed, tuple(rng.permutation(ROUTINGS)[:3])) is None, f"{model}, seed {seed}"
 
 
-@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_tiles_of_any_width(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, width: int) -> None:
-    """As the model may choose them on GPUs. Others would load slots of the next expert."""
+    """As the model may choose them on GPUs. No tile loads slots of the next expert, which may be written meanwhile."""
     monkeypatch.setattr(planner, "choose_tile", lambda problem: planner.fitting_tile(problem)(width))
     model = draw_model(rng, 2)
-    model = dataclasses.replace(model, gated=model.gated and width == 256)
+    model = dataclasses.replace(model, gated=model.gated and width % 128 == 0)
     seed = int(rng.integers(1 << 30))
     assert found_wrong("1x2", model, seed, tuple(rng.permutation(ROUTINGS)[:3])) is None, f"{model}, seed {seed}"
 

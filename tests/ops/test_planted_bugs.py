@@ -120,6 +120,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
+        pytest.param("1x2", "dispatch in narrow tiles", marks=pytest.mark.slow),
         *(pytest.param(world, "ring", marks=pytest.mark.slow) for world in ("1x2", "2x2", "4x1")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("ring shared", "ring by position")),
         *(pytest.param("2x2", workload, marks=pytest.mark.slow) for workload in ("varlen", "varlen by position")),

@@ -157,7 +157,7 @@ def _inside(world: Any, action: Callable[[], None]) -> None:
         progress[:] = 0
 
     def wait() -> None:
-        while control.tile_counter < _TILES and not (_MOE and control.sync_counter) and not (progress > 2).any():
+        while control.tile_counter < _TILES and not (_MOE and control.met) and not (progress > 2).any():
             time.sleep(0 if _MOE else 0.001)
         action()
 

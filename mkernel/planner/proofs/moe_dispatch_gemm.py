@@ -35,9 +35,9 @@ class _Call:
         self.on_heap, self.ranks = on_heap, range(self.topology.size)
         self.movers, self.senders = plan.split.intra_comm or 0, plan.split.inter_send or 0
         areas, nodes = plan.areas, self.topology.num_nodes
-        rows = self.problem.max_tokens * self.problem.row_bytes
+        rows, staged = (self.problem.max_tokens * each for each in (self.problem.row_bytes, self.problem.slot_bytes))
         self.records = _area("routing of ranks", areas.records, nodes * plan.record_bytes, {"tell", "post"}, {"post", "route"})
-        self.staged = _area("staged tokens", areas.staged, rows if self.topology.ranks_per_node > 1 else 0, {"stage"}, {"pull"})
+        self.staged = _area("staged tokens", areas.staged, staged if self.topology.ranks_per_node > 1 else 0, {"stage"}, {"pull"})
         self.sending = _area("rows to send", areas.sending, (nodes - 1) * rows, {"put"}, {"put"})
         self.arrived = _area("rows arrived", areas.arrived, (nodes - 1) * rows, {"put"}, {"pull"})
         self.tables = _area("where tokens go", areas.tables, plan.table_bytes, {"route", "pull"}, {"put", "pull", "tile"})
@@ -184,8 +184,6 @@ class _Call:
             yield self.flag(step, rank, source, writes=False)
             yield self.record(step, self.holder(rank, source), source, writes=False)
         yield Access(step, rank, self.tables, 0, self.tables.bytes, True)
-        for barrier in range(2):
-            yield self.flag(step, rank, self.topology.size * (1 + self.plan.max_chunks) + barrier, writes=True)
 
     def _put(self, step: Step, rank: int, peer: int, chunk: int) -> Iterator[Access]:
         there = self.topology.node(peer)
@@ -234,8 +232,8 @@ class _Call:
         return sum(blocks[:expert]) * size, blocks[expert] * size
 
     def rows(self, step: Step, rank: int, area: Area, first: int, number: int, of: int, *, writes: bool) -> Access:
-        size = self.problem.row_bytes
-        return Access(step, rank, area, first * size, min(number, of - first) * size, writes)
+        pitch, last = self.problem.slot_bytes, min(number, of - first) - 1
+        return Access(step, rank, area, first * pitch, last * pitch + self.problem.row_bytes, writes)
 
     def sent_rows(self, step: Step, rank: int, area: Area, at: int, source: int, node: int, chunk: int, *, writes: bool) -> Access:
         first, size = chunk * self.plan.put_rows, self.problem.row_bytes

@@ -120,7 +120,7 @@ class _MoeGemmCombine(CombineCall):
     def _own_accesses(self, step: Step) -> Iterator[Access]:
         kind, rank, *rest = step
         assert isinstance(rank, int)
-        row_bytes = self.problem.row_bytes
+        pitch = self.plan.pitch
         match kind, rest:
             case "zero", []:
                 yield Access(step, rank, self.counters, 0, self.plan.counter_bytes, writes=True)
@@ -128,7 +128,7 @@ class _MoeGemmCombine(CombineCall):
             case "tile", [int(expert), int(row)]:
                 begin = self.offsets[rank][expert] + row * BLOCK_M
                 end = min(begin + BLOCK_M, self.offsets[rank][expert + 1])
-                yield Access(step, rank, self.products, begin * row_bytes, (end - begin) * row_bytes, writes=True)
+                yield Access(step, rank, self.products, begin * pitch, (end - begin) * pitch, writes=True)
                 yield self.flag(step, rank, 0, writes=False)
                 yield Access(step, rank, self.counters, self.plan.finished_offset(expert), _COUNTER, writes=True)
             case "finish", [int(expert)]:
@@ -164,7 +164,7 @@ class _MoeGemmCombine(CombineCall):
         """Where a row is fetched to."""
         node, combined = self.topology.node(home), self.problem
         index = (node * combined.max_tokens + token) * combined.topk + self.rows_of[rank][node][token].index(row)
-        return Access(step, rank, self.fetched, index * combined.row_bytes, combined.row_bytes, writes)
+        return Access(step, rank, self.fetched, index * self.plan.pitch, combined.row_bytes, writes)
 
     def row_accesses(self, step: Step, rank: int, row: int, expert: int) -> Iterator[Access]:
         if not self.is_fetched(rank, row, expert):
@@ -173,4 +173,4 @@ class _MoeGemmCombine(CombineCall):
     def _product(self, step: Step, rank: int, row: int, expert: int) -> Iterator[Access]:
         holder, local_row = self.holder(rank, row)
         yield self.flag(step, rank, self.plan.expert_flag(self.topology.local_rank(holder), expert), writes=False)
-        yield Access(step, holder, self.products, local_row * self.problem.row_bytes, self.problem.row_bytes, writes=False)
+        yield Access(step, holder, self.products, local_row * self.plan.pitch, self.problem.row_bytes, writes=False)
