@@ -236,7 +236,7 @@ MK_DEVICE void combine_role(const Call& call, const Parameters& p, Storage& stor
   if (kR > 1 && p.windows > 1) {
     if (warp == 0 && ptx::elected()) copy_rows(*entered, p, storage.fetch, storage.fetch_barriers);
     if (warp == 2) find_all_rows(*entered, p, storage.fetch, storage.fetch_barriers);
-    ptx::sync_warp();
+    ptx::sync_cta();  // no warp looks for what has not come while others copy
   }
   combine_items(*entered, p, warp == 0);
 }

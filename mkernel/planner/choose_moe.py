@@ -23,6 +23,7 @@ __all__ = ["plan_moe_dispatch_gemm", "plan_moe_gemm_combine"]
 _WIDTHS = (256, 192, 128, 64)
 _GATED_WIDTHS = (256, 128)  # of gate and up together
 _FETCHING, _COMBINING = (8, 16, 24, 32, 48, 64), (8, 12, 16, 24, 32)  # CTAs
+_ALIKE = 1.015  # of the shortest time: CTAs that copy and save no more than that multiply instead
 _WORTH, _TILE_WORTH = 0.97, 0.95  # of the time of what the rules choose, and with their tile, at most: the model is not better than that
 
 _Plan = TypeVar("_Plan", MoeDispatchGemmPlan, MoeGemmCombinePlan)
@@ -94,5 +95,8 @@ def _fastest(
         known = prediction.seconds if prediction is not None else float("inf")
         return known if plan.tile == rules.tile else known / _TILE_WORTH
 
-    best = min((make(split, tile) for tile in (rules.tile, *tiles) for split in splits), key=seconds)
-    return best if seconds(best) < _WORTH * seconds(rules) else rules
+    plans = {plan: seconds(plan) for plan in (make(split, tile) for tile in (rules.tile, *tiles) for split in splits)}
+    best = min(plans, key=lambda plan: plans[plan])
+    alike = [plan for plan, known in plans.items() if plan.tile == best.tile and known <= _ALIKE * plans[best]]
+    best = min(alike, key=lambda plan: plan.split.intra_comm or 0)
+    return best if plans[best] < _WORTH * seconds(rules) else rules

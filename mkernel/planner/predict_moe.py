@@ -20,10 +20,11 @@ from mkernel.planner.topology import Topology
 
 __all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm_combine"]
 
-_ROUTING = 25e-6  # seconds until rows have places, of few tokens: three meetings of all CTAs (docs/moe.md),
-_ROUTING_TOKEN = 4e-9  # and for every token: fitted to docs/benchmarks/moe_*.json
+# Seconds until rows have places, of few tokens, which each CTA counts by itself, and of others; and for every token (docs/speed_log.md).
+_FEW_ROUTING, _ROUTING, _ROUTING_TOKEN = 12e-6, 19e-6, 0.8e-9
 # What a CTA that copies rows takes for a piece, and to load or store a row beside its bytes; and bytes in a second (docs/speed_log.md).
 _PIECE, _COPY, _COPY_RATE = 250e-9, 35e-9, 150e9
+_FOUND = 40e-9  # more for a row of a combine: a warp looks for those of a window among all choices
 _ID = 4  # bytes of a choice, and of its weight
 
 
@@ -101,7 +102,8 @@ def predict_moe_dispatch_gemm(plan: MoeDispatchGemmPlan, machine: Machine, condi
     # Every rank learns the choices of all tokens, over the network, too, and finds a place for each.
     told = sent(machine, topology, tokens / size * problem.topk * _ID * (2 if problem.weighted else 1), plan.put_bytes)
     entry = entered(machine, conditions, topology)
-    routing = told.arrived + _ROUTING + tokens * _ROUTING_TOKEN
+    few = tokens * problem.topk <= plan.counted_alone
+    routing = told.arrived + (_FEW_ROUTING if few else _ROUTING) + tokens * _ROUTING_TOKEN
     begin = start + entry + routing
     end = begin + _overlapped(fetching, seconds, problem.experts, problem.topk / problem.all_experts, intra / (compute + intra))
     end = max(end, begin + fetching + cost.seconds)
@@ -134,7 +136,7 @@ def predict_moe_gemm_combine(plan: MoeGemmCombinePlan, machine: Machine, conditi
     link_bytes = rows * (topology.ranks_per_node - 1) / size * combined.row_bytes * topology.num_nodes
     # Rows of all but the last window are fetched while tiles are multiplied; all SMs then sum what a token's experts have made.
     link = link_bytes / machine.link
-    fetching = max(link, link_bytes / combined.row_bytes / intra * _copied(combined.row_bytes, 1))
+    fetching = max(link, link_bytes / combined.row_bytes / intra * (_copied(combined.row_bytes, 1) + _FOUND))
     share = 1 / plan.windows
     summing = rows * combined.row_bytes / min(machine.memory, machine.add * machine.sms)
     entry = entered(machine, conditions, topology)
