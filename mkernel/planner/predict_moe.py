@@ -20,8 +20,9 @@ from mkernel.planner.topology import Topology
 
 __all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm_combine"]
 
-# Seconds until rows have places, of few tokens, which each CTA counts by itself, and of others; and for every token (docs/speed_log.md).
-_FEW_ROUTING, _ROUTING, _ROUTING_TOKEN = 12e-6, 19e-6, 0.8e-9
+# Seconds until rows have places, of few tokens, which each CTA counts by itself, and of others (docs/speed_log.md); and what every token
+# adds to a call beside what is counted below: fitted to docs/benchmarks/moe_*.json.
+_FEW_ROUTING, _ROUTING, _ROUTING_TOKEN = 12e-6, 19e-6, 3e-9
 # What a CTA that copies rows takes for a piece, and to load or store a row beside its bytes; and bytes in a second (docs/speed_log.md).
 _PIECE, _COPY, _COPY_RATE = 250e-9, 35e-9, 150e9
 _FOUND = 40e-9  # more for a row of a combine: a warp looks for those of a window among all choices

@@ -469,6 +469,8 @@ COMMON = [
         "comm/mailbox.cuh",
         "      ptx::sync_warp();  // what lane 0 has seen to be filled, all lanes may read\n",
         found_as="data race",
+        world="1x4",
+        first=1,
         tsan=True,
     ),
     Bug(

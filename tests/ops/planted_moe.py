@@ -8,7 +8,7 @@ from tests.ops.planted_bug import Bug
 
 __all__ = ["MOE"]
 
-_PULL, _ROUTER, _SEND, _EXCHANGE = (f"moe/{name}.cuh" for name in ("pull", "router", "send", "exchange"))
+_PULL, _COUNTING, _ROUTER, _SEND, _EXCHANGE = (f"moe/{name}.cuh" for name in ("pull", "counting", "router", "send", "exchange"))
 _Bug = functools.partial(Bug, workload="dispatch")
 
 MOE = [
@@ -21,7 +21,7 @@ MOE = [
     ),
     _Bug(
         "lanes with a token ask for their warp",
-        _ROUTER,
+        _COUNTING,
         "return scratch_.ids[warp_][",
         "return scratch_.ids[ptx::warp_index()][",
         found_as="the warp has diverged",
@@ -44,12 +44,12 @@ MOE = [
     _Bug("one slot only", _PULL, "if (i < wanted) ptx::bulk_store(", "if (i < 1) ptx::bulk_store(", slow=True),
     _Bug(
         "tokens in reverse order of their CTAs",
-        _ROUTER,
+        _COUNTING,
         "< ptx::cta_index()) ptx::shared_add(",
         "> ptx::cta_index()) ptx::shared_add(",
         slow=True,
     ),
-    _Bug("of few tokens a CTA counts its own", _ROUTER, "if (is_few()) return Range{warp_, warp_ < all ? warp_ + 1 : warp_};", slow=True),
+    _Bug("of few tokens a CTA counts its own", _COUNTING, "if (is_few()) return Range{warp_, warp_ < all ? warp_ + 1 : warp_};", slow=True),
     _Bug("a CTA that has come waits for nobody", "comm/grid.cuh", "uint64_t(number) * ptx::cta_count()", "uint64_t(number)", seeds=20),
     Bug(
         "a tile of few rows loads those of the next expert",
@@ -78,7 +78,7 @@ MOE = [
         slow=True,
     ),
     _Bug("a band forgets those before it", _ROUTER, "place_listed = at + in_earlier_bands(column);", "place_listed = at;", world="2x2"),
-    _Bug("bands in order of choices", _ROUTER, "is_on(id, node * kR, kR) && expert < first", "is_on(id, node * kR, kR)", world="2x2"),
+    _Bug("bands in order of choices", _COUNTING, "is_on(id, node * kR, kR) && expert < first", "is_on(id, node * kR, kR)", world="2x2"),
     _Bug("the node is not told what has come", _SEND, "if (ok) raise_flag(entered, p, flag, 1);", world="2x2", slow=True),
     _Bug("it is told too early", _SEND, "ok = ptx::all_of_warp(ptx::lane_index() != 0 || wait_flag(entered, p, flag, rank));", world="2x2"),
     _Bug("rows are put before they are packed", _SEND, "ring.copy(packed);", "", world="2x2", slow=True),

@@ -35,12 +35,18 @@ _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError
 
 
 BUGS = [*COMMON, *PACKETS, *PAIRS, *REDUCTIONS, *MOE, *RING]
+_TSAN_SEEDS = 4  # a race is seen in some interleavings only
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
     "ring shared": 10,
     "reduce pairs": 4,
     "two shot pairs": 4,
 }  # two for each tile of its second call; other workloads: one of each role, or two
+
+
+def _seeds(bug: Bug) -> list[int]:
+    """In the order in which they are tried."""
+    return sorted(range(bug.seeds), key=lambda seed: seed != bug.first)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def test_found(copy: Path, bug: Bug) -> None:
     reports = []
     with env.override(MKERNEL_KERNELS_SRC=copy, MKERNEL_CPU_SMS=bug.sms):
         # The same seeds in every run: the checks are what is tested here, and the same seed gives the same interleaving.
-        for seed in sorted(range(bug.seeds), key=lambda seed: seed != bug.first):
+        for seed in _seeds(bug):
             report = planted.check(bug.world, bug.workload, seed)
             if report is None:
                 continue
@@ -153,5 +159,9 @@ def test_no_race_in_the_device_code_as_it_is(request: pytest.FixtureRequest, cop
 @pytest.mark.drawn(1)
 def test_found_by_thread_sanitizer(copy: Path, bug: Bug) -> None:
     bug.plant(copy)
-    found, errors = _tsan(copy, bug.world, "chunks" if bug.workload == "tiles" else bug.workload, 0, 12)
-    assert f"WARNING: ThreadSanitizer: {bug.found_as}" in errors or found is not None
+    workload = "chunks" if bug.workload == "tiles" else bug.workload
+    for seed in _seeds(bug)[:_TSAN_SEEDS]:
+        found, errors = _tsan(copy, bug.world, workload, seed, 12)
+        if f"WARNING: ThreadSanitizer: {bug.found_as}" in errors or found is not None:
+            return
+    pytest.fail(f"no {bug.found_as} is reported over {_TSAN_SEEDS} seeds")
