@@ -116,10 +116,14 @@ def on_a_used_ring(seed: int) -> None:
     with FabricNetwork(2, gigabytes_per_second=0.0, latency_us=0.0, seed=seed) as network:
         issuer, begin = network.producers[0], 0
         for call, end in enumerate((rng.randrange(1, 100), abi.RING_SLOTS + rng.randrange(100), abi.RING_SLOTS + 200), 1):
+            full = 0
             while issuer.head < end:
                 number = issuer.head
                 network.write(0, 8 * number, number.to_bytes(8, "little"))
-                if issuer.issue(number % 3, 1, 8 * number, 8 * number, 8, network.flag_offset(number), 7) is None or rng.random() < 0.1:
+                is_full = issuer.issue(number % 3, 1, 8 * number, 8 * number, 8, network.flag_offset(number), 7) is None
+                full = full + 1 if is_full else 0
+                assert full < 2000, f"the ring stays full: {issuer.completed} of {issuer.head} puts are complete"
+                if is_full or rng.random() < 0.1:
                     network.run(rng.randrange(300))
             network.end_call(call)
             for _ in range(20_000):
