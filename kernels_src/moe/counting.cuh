@@ -128,7 +128,6 @@ class Counting {
   }
   MK_DEVICE const Verdict& verdict() const { return verdict_; }
 
-  MK_DEVICE const Tables& tables() const { return tables_; }
   // Rows of an expert of this rank, those that its alignment adds included.
   MK_DEVICE uint32_t rows_of(uint32_t e) const {
     const uint32_t* first = scratch_.first_row + world_.rank * kExperts;
@@ -153,8 +152,8 @@ class Counting {
     for (uint32_t c = ptx::thread_index(); c < kColumns; c += kGemmThreads) scratch_.total[c] = ctas_before[c] = 0;
     ptx::sync_cta();
     constexpr uint32_t kAtOnce = 6;
-    // Of a warp's CTAs, all columns, 32 at a time: number i is of CTA `first` + i / kBlocks * kRoutingWarps.
-    constexpr uint32_t kBlocks = (kColumns + 31) / 32;
+    constexpr uint32_t kBlocks = (kColumns + 31) / 32;  // of columns, a lane each: load i is of one block, of one of the warp's CTAs
+    const auto cta_of = [&](uint32_t i) { return warp_ + i / kBlocks * kRoutingWarps; };
     const uint32_t loads = warp_ < ctas ? ((ctas - warp_ - 1) / kRoutingWarps + 1) * kBlocks : 0;
 #pragma unroll 1
     for (uint32_t begin = 0; begin < loads; begin += kAtOnce) {
@@ -162,14 +161,14 @@ class Counting {
 #pragma unroll
       for (uint32_t n = 0; n < kAtOnce; ++n) {
         const uint32_t i = begin + n, c = i % kBlocks * 32 + lane;
-        if (i < loads && c < kColumns) counted[n] = tables_.counted(warp_ + i / kBlocks * kRoutingWarps)[c];
+        if (i < loads && c < kColumns) counted[n] = tables_.counted(cta_of(i))[c];
       }
 #pragma unroll
       for (uint32_t n = 0; n < kAtOnce; ++n) {
         const uint32_t i = begin + n, c = i % kBlocks * 32 + lane;
         if (i >= loads || c >= kColumns) continue;
         ptx::shared_add(&scratch_.total[c], counted[n]);
-        if (warp_ + i / kBlocks * kRoutingWarps < ptx::cta_index()) ptx::shared_add(&ctas_before[c], counted[n]);
+        if (cta_of(i) < ptx::cta_index()) ptx::shared_add(&ctas_before[c], counted[n]);
       }
     }
     uint64_t fault = kNoFault;
@@ -184,9 +183,9 @@ class Counting {
     ptx::sync_cta();
   }
 
-  // The groups of this warp: contiguous, and those of a CTA's warps follow each other; or of all CTAs' warps the same, where there are few.
   MK_DEVICE uint32_t num_groups() const { return (scratch_.first_token[kWorldSize] + kGroup - 1) / kGroup; }
   MK_DEVICE uint32_t groups_per_cta() const { return (num_groups() + ptx::cta_count() - 1) / ptx::cta_count(); }
+  // The groups of this warp: contiguous, and those of a CTA's warps follow each other; or of all CTAs' warps the same, where there are few.
   MK_DEVICE Range groups() const {
     const uint32_t all = num_groups(), per_cta = groups_per_cta(), per_warp = (per_cta + kPlacers - 1) / kPlacers;
     if (is_few()) return Range{warp_, warp_ < all ? warp_ + 1 : warp_};

@@ -99,4 +99,4 @@ def _fastest(
     best = min(plans, key=lambda plan: plans[plan])
     alike = [plan for plan, known in plans.items() if plan.tile == best.tile and known <= _ALIKE * plans[best]]
     best = min(alike, key=lambda plan: plan.split.intra_comm or 0)
-    return best if plans[best] < _WORTH * seconds(rules) else rules
+    return best if plans[best] < _WORTH * plans[rules] else rules
