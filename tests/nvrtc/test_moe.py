@@ -20,11 +20,6 @@ _SMS, _EXPERTS = 132, 256
 _WORLDS = {"1x1": Topology(1, 1), "1x2": Topology(2, 2), "1x4": Topology(4, 4), "2x2": Topology(4, 2), "4x8": Topology(32, 8)}
 
 
-def _spills(world: str, gated: bool, **_: object) -> bool:
-    """The number of the call, 8 bytes, finds no registers: see the test below. NVRTC 13.0 spills 16 bytes of others, too."""
-    return world == "4x8" and gated
-
-
 @pytest.mark.cases(
     world=tuple(_WORLDS),
     n=(128, 2048, 3368, 13280),
@@ -35,8 +30,8 @@ def _spills(world: str, gated: bool, **_: object) -> bool:
     topk=(1, 8),
     weighted=(True, False),
     gated=(True, False),
-    width=(128, 256),
-    valid=lambda **case: not _spills(**case) and (not case["gated"] or case["width"] == 256),
+    width=(64, 128, 192, 256),
+    valid=lambda gated, width, **_: not gated or width in (128, 256),
 )
 @pytest.mark.drawn(2)
 def test_dispatch(
@@ -46,12 +41,6 @@ def test_dispatch(
     problem = MoeDispatchGemmProblem(_WORLDS[world], n, k, dtype, row_major, experts, topk, 8192, 65536, 1, weighted, gated, 0.0)
     plan = moe_dispatch_gemm.make_plan(problem, _SMS, tile=moe_dispatch_gemm.fitting_tile(problem)(width))
     assert any(name.startswith("HGMMA") for name in compiled(caplog, plan.spec))
-
-
-@pytest.mark.xfail(strict=True, reason="of several nodes of 8 ranks, gated, 8 bytes spill")
-def test_dispatch_that_spills(caplog: pytest.LogCaptureFixture) -> None:
-    problem = MoeDispatchGemmProblem(Topology(32, 8), 2048, 7168, "bfloat16", True, 8, 1, 8192, 65536, 1, True, True, 0.0)
-    compiled(caplog, moe_dispatch_gemm.make_plan(problem, _SMS).spec)
 
 
 def _combined(world: str, dtype: str, topk: int, weighted: bool, canonical: bool) -> MoeCombineProblem:

@@ -11,7 +11,7 @@ import pytest
 import mkernel as mk
 from mkernel.abi import FlagKind, TraceKind
 
-CALLS = 12
+CALLS = 36  # of 12, a call in which another rank happens to lose more decided for 3 of 300 seeds
 _TENTH = 10
 
 
