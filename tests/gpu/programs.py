@@ -35,7 +35,7 @@ from mkernel.bench.peers import gather  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
 from mkernel.tools.table import format_table  # noqa: E402
 from tests.gpu.machines import GpuMachine, Machine  # noqa: E402
-from tests.programs.calls import Array, Call, Limits, fits  # noqa: E402
+from tests.programs.calls import Array, Call, Limits, all_rows, fits  # noqa: E402
 from tests.programs.memory import KINDS, NAN, pitch  # noqa: E402
 from tests.programs.program import SHARED_BITS, Program, Step, draw  # noqa: E402
 
@@ -125,12 +125,13 @@ def pieces(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Saved:
-    """What is left of a call: its bits, and those between the rows of ``out``."""
+    """What is left of a call: its bits, those between the rows of ``out``, and those of all rows of A, if they were asked for."""
 
     step: Step
     replay: int
     bits: Any
     pad: Any
+    gathered: Any
 
 
 class Rank:
@@ -156,7 +157,9 @@ class Rank:
     def _arrays(self, step: Step, rank: int) -> list[tuple[str, Array, str]]:
         arrays = step.call.inputs(self.program.topology, rank)
         operands = [(name, array, place) for (name, array), place in zip(arrays.items(), step.places, strict=True)]
-        return [*operands, ("out", step.call.result(self.program.topology, rank), step.out)]
+        keeps = step.call.keeps(self.program.topology) if step.gathered != "none" else None
+        kept = [] if keeps is None else [("gathered", keeps, step.gathered)]
+        return [*operands, *kept, ("out", step.call.result(self.program.topology, rank), step.out)]
 
     def _plane(self, place: str, words: int) -> Any:
         if place == "heap":
@@ -265,6 +268,8 @@ class Rank:
             worst = max(worst, error)
             if not error <= 1.0:
                 found.append(f"{what}: {error:.3g} times the bound")
+            if saved.gathered is not None and bool((machine.words(saved.gathered) != all_rows(xp, program.topology, inputs)).any()):
+                found.append(f"{what}: other rows are gathered than were sent")
             sums.append(zlib.crc32(self._host(bits)) if call.same_on_all_ranks else 0)
         for rank, others in enumerate(gather(world, sums)):
             wrong = [self.saved[i].step.number for i, (mine, other) in enumerate(zip(sums, others, strict=False)) if mine != other]
@@ -317,12 +322,14 @@ class Prepared:
                 continue
             words = self.words[name]
             words[...] = NAN
-            if name != "out":
+            if name not in ("out", "gathered"):
                 seed = seed_of(self.rank.program, self.step, replay, rank, index)
                 self.machine.fill(words[:, : array.stored[1]], seed, array.dtype)
 
     def call(self, **where: Any) -> Any:
         out = self.given[-1] if "out" in self.words else None
+        if "gathered" in self.words:
+            where["gathered"] = self.given[len(self.step.places)]
         result = self.step.call.run(self.operands(), world=self.rank.world, out=out, **where)
         if out is not None and result is not out:
             raise AssertionError(f"step {self.step.number}: out is not returned as given")
@@ -336,7 +343,8 @@ class Prepared:
         pad = None
         if "out" in self.words and "out" in self.step.padded:
             pad = self.words["out"][:, self.arrays[-1][1].columns :].copy()
-        self.rank.saved.append(Saved(self.step, replay, self.machine.saved(result), pad))
+        gathered = self.machine.saved(self.given[len(self.step.places)]) if "gathered" in self.words else None
+        self.rank.saved.append(Saved(self.step, replay, self.machine.saved(result), pad, gathered))
         self.machine.spoil(result)
 
     def spoil(self) -> None:

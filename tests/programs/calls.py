@@ -24,7 +24,7 @@ from mkernel.tools.check import node_sums as node_sums_of
 from mkernel.tools.check import worst_product, worst_sum
 from tests.ops.body import roles
 
-__all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits", "ReduceScatter", "fits", "log_uniform"]
+__all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits", "ReduceScatter", "all_rows", "fits", "log_uniform"]
 
 DTYPES = ("bfloat16", "float16")
 PACKETS = ("packets", "shares")  # how few values of a reduction travel inside a node; with shares, of K of a tile
@@ -113,6 +113,10 @@ class Call(abc.ABC):
     def result(self, world: Topology, rank: int) -> Array:
         """What ``out`` is on a rank."""
 
+    def keeps(self, world: Topology) -> Array | None:
+        """What the argument ``gathered`` is on every rank, if the op has it: all of its rows of A."""
+        return None
+
     @property
     @abc.abstractmethod
     def options(self) -> dict[str, Any]:
@@ -123,7 +127,7 @@ class Call(abc.ABC):
         """The largest error of a rank's result over its bound: right if at most 1. ``xp``: numpy or CuPy."""
 
     def run(self, arrays: Sequence[Any], **where: Any) -> Any:
-        """Call the op. ``where``: world, out, stream."""
+        """Call the op. ``where``: world, out, stream, gathered."""
         return getattr(mk, self.op)(*arrays, **self.options, **where)
 
     def plan(self, world: Any, arrays: Sequence[Any], most: int = 0, **where: Any) -> Any:
@@ -285,10 +289,11 @@ class AllGatherGemm(Gemm):
     def _rows_of_result(self, world: Topology) -> int:
         return self._all_rows(world)
 
+    def keeps(self, world: Topology) -> Array:
+        return Array(self._all_rows(world), self.k, self.dtype)
+
     def worst(self, xp: Any, world: Topology, rank: int, inputs: Inputs, result: Any) -> float:
-        kind = result.dtype
-        bits = xp.concatenate([xp.ascontiguousarray(inputs(source)["a"].view(xp.uint16)) for source in range(world.size)])
-        return worst_product(xp, result, bits.view(kind), _contiguous(xp, inputs(rank)["b"]))
+        return worst_product(xp, result, all_rows(xp, world, inputs).view(result.dtype), _contiguous(xp, inputs(rank)["b"]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,6 +389,11 @@ class AllReduce(_Reduction):
 
 
 OPS: tuple[type[Call], ...] = (AllGatherGemm, ReduceScatter, AllReduce)
+
+
+def all_rows(xp: Any, world: Topology, inputs: Inputs) -> Any:
+    """The bits of the operands ``a`` of all ranks, one below the other."""
+    return xp.concatenate([xp.ascontiguousarray(inputs(rank)["a"].view(xp.uint16)) for rank in range(world.size)])
 
 
 def fits(call: Call, world: Topology, sm_count: int) -> bool:

@@ -44,6 +44,8 @@ class Memory:
             for rank in range(world.size):  # planes on the heap are as large on every rank
                 arrays = step.call.inputs(program.topology, rank)
                 kept = [*zip(arrays.items(), step.places, strict=True), (("out", step.call.result(program.topology, rank)), step.out)]
+                if step.gathered != "none":
+                    kept.append((("gathered", step.call.keeps(program.topology)), step.gathered))
                 for (name, array), place in kept:
                     words = array.stored[0] * pitch(array, True)
                     sizes[name, place] = max(sizes.get((name, place), 8), words)
@@ -70,6 +72,12 @@ class Memory:
         fresh = step.out == "fresh"
         plane = self._ordinary(max(8, array.stored[0] * pitch(array, padded))) if fresh else self._planes["out", step.out]
         return matrix(plane, array, padded)
+
+    def gathered(self, step: Step) -> Any:
+        """What to give as ``gathered``, all NaN; or None."""
+        if step.gathered == "none":
+            return None
+        return matrix(self._planes["gathered", step.gathered], step.call.keeps(self.program.topology), False)
 
 
 def host_input(program: Program, step: Step, rank: int, index: int, array: Array) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -35,11 +36,12 @@ class Step:
     """One call.
 
     ``number``: of the step in the program it was drawn for; with the program's seed it decides the inputs. ``places``: where each operand
-    lies. ``padded``: arrays (also "out") whose rows lie apart. ``late``: a rank, one of its CTAs (-1: all), after how many asynchronous
-    copies it rests each time, and for how many turns of target cpu's scheduler (on GPUs a rank, before the call: microseconds). ``asleep``:
-    a rank, and the seconds of virtual time that it spends on its host before the call; on target cpu only. ``stream``, ``library``,
-    ``graph``: on GPUs only. ``max_rows``: where plans are made first, this one is for calls of up to so many (0: of its own size), counted
-    as its own rows are; ``planned``: False where an earlier step's plan covers it.
+    lies; ``gathered``: where the rows that the op is asked to keep. ``padded``: arrays (also "out") whose rows lie apart. ``late``: a
+    rank, one of its CTAs (-1: all), after how many asynchronous copies it rests each time, and for how many turns of target cpu's
+    scheduler (on GPUs a rank, before the call: microseconds). ``asleep``: a rank, and the seconds of virtual time that it spends on its
+    host before the call; on target cpu only. ``stream``, ``library``, ``graph``: on GPUs only. ``max_rows``: where plans are made first,
+    this one is for calls of up to so many (0: of its own size), counted as its own rows are; ``planned``: False where an earlier step's
+    plan covers it.
     """
 
     number: int
@@ -54,11 +56,13 @@ class Step:
     library: str = "cupy"
     max_rows: int = 0
     planned: bool = True
+    gathered: str = "none"
     graph: int = 0  # steps that follow each other with the same number, not 0, are captured and replayed as one graph
 
     def __str__(self) -> str:
         places = ", ".join((*self.places, f"out {self.out}", *(f"{name} padded" for name in self.padded)))
         more = [
+            f"gathered {self.gathered}" if self.gathered != "none" else "",
             f"late {self.late}" if self.late else "",
             f"asleep {self.asleep}" if self.asleep else "",
             "then a barrier" if self.barrier else "",
@@ -126,9 +130,10 @@ def palette(
     order = rng.sample(mechanisms, len(mechanisms))
     while len(chosen) < kernels:
         op, mechanism = order[len(chosen)] if len(chosen) < len(order) else rng.choice(mechanisms)
-        drawn = [call for call in (op.draw(rng, shape, limits, mechanism) for _ in range(CANDIDATES)) if fits(call, shape, sms)]
-        if drawn:
-            chosen.append(min(drawn, key=lambda call: _far(call.workspace(shape, sms), target)))
+        drawn = [op.draw(rng, shape, limits, mechanism) for _ in range(CANDIDATES)]
+        with env.override(MKERNEL_PLANNER="rules"):  # the model takes a second for as many, and its workspaces are as large or nearly so
+            near = sorted((call for call in drawn if fits(call, shape, sms)), key=lambda call: _far(call.workspace(shape, sms), target))
+        chosen += itertools.islice((call for call in near if fits(call, shape, sms)), 1)
     return tuple(chosen)
 
 
@@ -209,7 +214,8 @@ def _step(rng: random.Random, number: int, call: Call, world: Topology, sms: int
     out = rng.choice(OUTS)
     arrays = {**operands, "out": call.result(world, 0)}
     padded = tuple(name for name, array in arrays.items() if array.padded and rng.random() < 0.25 and (name, out) != ("out", "none"))
-    return Step(number, call, places, out, padded, rng.random() < 0.05, _late(rng, world, sms))
+    gathered = rng.choice(PLACES) if call.keeps(world) is not None and rng.random() < 0.3 else "none"
+    return Step(number, call, places, out, padded, rng.random() < 0.05, _late(rng, world, sms), gathered=gathered)
 
 
 def _late(rng: random.Random, world: Topology, sms: int) -> tuple[tuple[int, int, int, int], ...]:

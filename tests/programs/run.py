@@ -15,6 +15,7 @@ import mkernel as mk
 from mkernel import env
 from mkernel.errors import ArgumentError, CompileError
 from mkernel.transport import emulated
+from tests.programs.calls import all_rows
 from tests.programs.memory import Memory, host_inputs, host_plane, spilled
 from tests.programs.program import Network, Program, Step
 from tests.virtual_time import sleep
@@ -45,6 +46,7 @@ class Failure:
 class _Result:
     c: NDArray[Any]
     spilled: bool
+    gathered: NDArray[Any] | None
 
 
 def run(program: Program, scheduler_seed: int, timeout: float = 5.0) -> Failure | None:
@@ -94,15 +96,16 @@ def _rank(world: Any, program: Program, at: list[int]) -> list[_Result]:
         operands = memory.operands(step)
         for name, values in host_inputs(program, step, world.rank).items():
             operands[name][...] = values
-        out = memory.out(step)
+        out, gathered = memory.out(step), memory.gathered(step)
         for rank, cta, after, turns in step.late:
             if rank == world.rank:
                 world.backend.thread_ranks.hold(rank, turns, after, None if cta < 0 else cta)
         if step.asleep is not None and step.asleep[0] == world.rank:
             sleep(world, step.asleep[1])
-        c = step.call.run(list(operands.values()), world=world, out=out)
+        keep = {} if gathered is None else {"gathered": gathered}
+        c = step.call.run(list(operands.values()), world=world, out=out, **keep)
         assert out is None or c is out, "out is returned as given"
-        results.append(_Result(np.array(c), spilled(out)))
+        results.append(_Result(np.array(c), spilled(out), None if gathered is None else gathered.view(np.uint16).copy()))
         memory.operands(step)  # the call has ended: its inputs may be overwritten
         if step.barrier:
             world.barrier()
@@ -129,6 +132,8 @@ def problem_of(program: Program, step: Step, results: Sequence[_Result]) -> str 
             return f"rank {rank}: the result is {result.c.shape} {result.c.dtype}"
         if result.spilled:
             return f"rank {rank}: something was written between the rows of out"
+        if result.gathered is not None and result.gathered.tobytes() != (sent := all_rows(np, shape, inputs)).tobytes():
+            return f"rank {rank}: other rows are gathered than were sent{_where(result.gathered, sent)}"
         if step.call.same_on_all_ranks and rank > 0:
             if result.c.tobytes() != results[0].c.tobytes():
                 return f"ranks 0 and {rank} have different bits{_where(result.c, results[0].c)}"
@@ -194,6 +199,7 @@ def _simpler(program: Program) -> Iterator[Program]:
     if program.network != Network():
         yield dataclasses.replace(program, network=Network())
     plain: list[dict[str, Any]] = [{"late": ()}, {"asleep": None}, {"barrier": False}, {"padded": ()}, {"out": "none"}]
+    plain.append({"gathered": "none"})
     for change in plain:
         for i, step in enumerate(steps):
             simple = dataclasses.replace(step, **change)

@@ -150,6 +150,7 @@ def test_everything_is_drawn() -> None:
     assert {call.rows == 0 for call in drawn} == {call.split is None for call in drawn} == {True, False}
     assert {place for step in steps for place in step.places} == {"heap", "ordinary"}
     assert {step.out for step in steps} == {"none", "fresh", "reused", "heap"}
+    assert {step.gathered for step in steps if isinstance(step.call, AllGatherGemm)} == {"none", "heap", "ordinary"}
     assert {name for step in steps for name in step.padded} == {"a", "b", "out"}
     assert {cta for step in steps for _, cta, _, _ in step.late} == set(range(-1, 8))
     assert {len(step.late) for step in steps} == {0, 1, 2, 4, 6}
@@ -248,6 +249,15 @@ def test_an_element_that_nobody_writes_is_found() -> None:
     failure = run(_program(_step(0, Lazy(rows=5, n=8, k=16, dtype="bfloat16", transposed=False), out="reused")), 1)
     assert failure is not None
     assert "8 of 80 elements are not finite, in rows 9-9, columns 0-7" in failure.text
+
+
+def test_rows_that_are_not_kept_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _step(0, AllGatherGemm(rows=5, n=8, k=64, dtype="bfloat16", transposed=False, packets=2), gathered="heap")
+    assert run(_program(step), 1) is None
+    monkeypatch.setattr("mkernel.ops.allgather_gemm._Keeping.keeps", 0)
+    failure = run(_program(step), 1)
+    assert failure is not None
+    assert "other rows are gathered than were sent in 320 of 640 elements" in failure.text
 
 
 def test_the_script_runs_the_program_again() -> None:
