@@ -79,6 +79,7 @@ static_assert(sizeof(Storage) <= Config::kSharedBytes, "shared memory");
 
 // ---- compute: the keys of an item. This rank's first, then those of the rings in turn; or (kCanonical) all by position.
 constexpr uint32_t kOwnKeys = 0xfe, kAllKeys = 0xfd;  // in a credit, in place of a ring
+static_assert(kRings < kAllKeys, "a credit names a ring in 8 bits");
 
 class Keys {  // functions of the producer warp
   MK_DEVICE decltype(auto) sequence() const {

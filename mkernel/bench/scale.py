@@ -1,6 +1,7 @@
 """How calls are predicted to scale with nodes: curves by op, strong and weak, what binds at each size, and where algorithms change.
 
-Worlds of more than ``MAX_RANKS`` ranks cannot run, nor plans that need more than there is: their points are on paper only. Needs no GPU.
+Worlds of more than ``MAX_RANKS`` ranks (ring attention: ``MOST_RANKS``) cannot run, nor plans that need more than there is: their points
+are on paper only. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mkernel.planner.machine import Machine
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ITEM, Prediction
 from mkernel.planner.ring_attention import make_plan as plan_attention
-from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
+from mkernel.planner.ring_problem import MOST_RANKS, RingAttentionProblem, Sizes
 from mkernel.planner.split import SplitError
 from mkernel.planner.topology import Topology
 from mkernel.tools.table import format_table
@@ -169,7 +170,7 @@ def curve(op: str, growth: str, machine: Machine, nodes: Iterable[int], ranks_pe
     found = []
     for count in nodes:
         world = Topology(count * ranks_per_node, ranks_per_node)
-        missing = ["ranks"] if world.size > MAX_RANKS else []
+        missing = ["ranks"] if world.size > (MOST_RANKS if op == "ring_attention" else MAX_RANKS) else []
         try:
             of = SCALED[op](machine, world, growth == "weak")
         except (SplitError, _UnsplitError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_all_apart, check_extents, check_writable
+from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_writable
 from mkernel.ops.call import call, hold
 from mkernel.ops.op import Instance, Op, ResultSpec, instance_of, register
 from mkernel.ops.parameters import map_places, place_of
@@ -20,7 +20,7 @@ from mkernel.planner.ring_attention import (
     make_plan,
 )
 from mkernel.planner.ring_attention import OP as OP_NAME
-from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
+from mkernel.planner.ring_problem import LAYOUTS, MOST_RANKS, RingAttentionProblem, Sizes
 
 if TYPE_CHECKING:
     from mkernel.planner.split import Split
@@ -268,8 +268,6 @@ class RingAttention(Op[RingAttentionProblem]):
             if stride < taken:
                 raise ArgumentError("out.o.strides", o.strides, "rows must not overlap")
             taken = stride * extent
-        named = dict(zip(self.operands, operands, strict=True))
-        check_all_apart({"out.o": o, "out.lse": lse}, named)
 
     def bind(
         self,
@@ -360,6 +358,8 @@ def checked_problem(
     d = q.shape[-1]
     if d not in _HEAD_DIMS:
         raise ArgumentError("q.shape", q.shape, "D, the last extent, must be 64 or 128", "pad q, k and v with zeros")
+    if world.size > MOST_RANKS:
+        raise ArgumentError("world", f"{world.size} ranks", f"at most {MOST_RANKS} attend together", "attend within smaller worlds")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ArgumentError("k.shape", k.shape, f"Hkv must divide Hq = {heads}")
     if not isinstance(causal, bool):

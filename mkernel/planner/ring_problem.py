@@ -10,10 +10,11 @@ from mkernel.planner.attention_tile import AttentionTile
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.topology import Topology
 
-__all__ = ["LAYOUTS", "RingAttentionProblem", "Scale", "Sizes"]
+__all__ = ["LAYOUTS", "MOST_RANKS", "RingAttentionProblem", "Scale", "Sizes"]
 
 LAYOUTS = ("contiguous", "zigzag")
-_KEYS_SHARED_BYTES = 1024  # where the keys of a tile are gone through
+MOST_RANKS = 253  # kernels name a ring of them in 8 bits, beside what is no ring's (``kAllKeys`` in ops/ring_attention.cuh)
+_KEYS_SHARED_BYTES = ((128, 1024), (MOST_RANKS, 2048))  # where the keys of a tile are gone through: of so many ranks at most
 _TABLES_SHARED_BYTES = 4096  # of packed sequences
 
 
@@ -107,7 +108,8 @@ class RingAttentionProblem:
 
     @derived
     def tile(self) -> AttentionTile:
-        return AttentionTile.of(self.head_dim, self.causal, _KEYS_SHARED_BYTES + (_TABLES_SHARED_BYTES if self.packed else 0))
+        keys = next((size for ranks, size in _KEYS_SHARED_BYTES if self.topology.size <= ranks), 4096)  # more are on paper only
+        return AttentionTile.of(self.head_dim, self.causal, keys + (_TABLES_SHARED_BYTES if self.packed else 0))
 
     @property
     def order(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,16 @@ import pytest
 from mkernel import abi
 from mkernel.bench.cases import ops
 from mkernel.errors import ArgumentError
+from mkernel.jit import cpu
 from mkernel.ops.moe import check_columns
 from mkernel.ops.op import BUILT_IN, find
+from mkernel.ops.ring_attention import checked_problem
 from mkernel.planner import moe_combine, moe_dispatch_gemm, moe_gemm_combine
+from mkernel.planner.ring_attention import make_plan
+from mkernel.planner.ring_problem import MOST_RANKS, RingAttentionProblem, Sizes
 from mkernel.planner.split import SplitError
 from mkernel.planner.topology import Topology
+from mkernel.runtime.arrays.views import TensorView
 
 FLAG_WORDS = (abi.COUNTED_OFFSET - abi.SIGNAL_FLAGS) // 8
 SMS = 132
@@ -36,17 +42,39 @@ def moe_plan(op: str, topology: Topology) -> Any:
     return moe_dispatch_gemm.make_plan(dispatched, SMS)
 
 
-@pytest.mark.parametrize("per_node", [8, 4])
-@pytest.mark.parametrize("op", [name for name in BUILT_IN if find(name).bench])
-def test_plans(op: str, per_node: int) -> None:
-    topology = Topology(abi.MAX_RANKS, per_node)
+def plans(op: str, per_node: int) -> list[Any]:
+    """Plans of the largest world in which an op can be called."""
+    topology = Topology((MOST_RANKS if op == "ring_attention" else abi.MAX_RANKS) // per_node * per_node, per_node)
     if op.startswith("moe"):
-        assert 0 < moe_plan(op, topology).flag_words <= FLAG_WORDS
-        return
-    for size in ops()[op].demo_sizes("cuda", topology.size):
-        plan: Any = ops()[op].case(size, topology, "bfloat16").plan(SMS)
+        return [moe_plan(op, topology)]
+    return [ops()[op].case(size, topology, "bfloat16").plan(SMS) for size in ops()[op].demo_sizes("cuda", topology.size)]
+
+
+OPS = [name for name in BUILT_IN if find(name).bench]
+
+
+@pytest.mark.parametrize("per_node", [8, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_plans(op: str, per_node: int) -> None:
+    for plan in plans(op, per_node):
         assert 0 < plan.flag_words <= FLAG_WORDS
         assert getattr(plan, "counted_words", 0) <= abi.COUNTED_WORDS
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.drawn(1)
+def test_kernels_compile(op: str) -> None:
+    """What is asserted of constants holds there: sizes of tables, bits of what names a rank."""
+    assert cpu.compile(plans(op, 8)[-1].spec).exists()
+
+
+def test_a_ring_has_fewer_ranks() -> None:
+    world: Any = SimpleNamespace(size=MOST_RANKS + 1)
+    q = TensorView(0, (1, 8, 16, 128), (32768, 4096, 256, 2), "bfloat16")
+    with pytest.raises(ArgumentError, match="world = 254 ranks: at most 253 attend together"):
+        checked_problem(world, q, q, 8, 8, causal=True, scale=None, layout="contiguous", packed=False)
+    largest = RingAttentionProblem(Topology(MOST_RANKS, 11), 8, 8, 128, "bfloat16", True, "zigzag", 0.1, False, True)
+    assert cpu.compile(make_plan(largest, Sizes(1, 256).code, SMS).spec).exists()
 
 
 def test_attention_needs_an_sm_for_each_node_that_it_sends_to() -> None:
