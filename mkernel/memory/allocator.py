@@ -61,6 +61,11 @@ class Allocator:
         return self.capacity - self.used - self.workspace
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What decides where the next allocation lies: equal on all ranks whose calls were."""
+        return self.workspace, *self._holes
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest hole."""
         return max((end - max(start, self.workspace) for start, end in self._holes if end > self.workspace), default=0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_apart, check_extents, check_matrix, check_writable, row_stride
-from mkernel.ops.call import ask, call, remember, stream_of
+from mkernel.ops.call import ask, call, named, remember, stream_of
 from mkernel.ops.gemm import GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of, register
 from mkernel.ops.parameters import NO_MAP, place_of, surroundings
@@ -99,8 +99,8 @@ def allgather_gemm(
     b
         (K, N), the dtype of ``a``: this rank's columns, row-major or the transpose view of a (N, K) array. K and N are multiples of 8.
     gathered
-        (M, K), the dtype of ``a``, contiguous, to be filled with the rows of all ranks, for a backward pass. It costs one copy in the
-        device's memory, after the kernel. None: not wanted; each rank chooses for itself.
+        (M, K), the dtype of ``a``, contiguous, no byte shared with another argument, to be filled with the rows of all ranks, for a
+        backward pass. It costs one copy in the device's memory, after the kernel. None: not wanted; each rank chooses for itself.
     out
         (M, N), the dtype of ``a``, rows contiguous, no byte shared with ``a`` or ``b``; returned as given. None: a new array of
         the library of ``a`` (torch or CuPy; NumPy on target cpu), in memory of ``stream``. CuPy needs it in a capture.
@@ -154,12 +154,18 @@ def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: An
     with world.lock:
         libraries, queue = world.backend.libraries, stream_of(world, (a, b), stream)
         library = libraries[type(gathered)]
-        key = "gathered", choice_of(split), library.key(gathered), *(libraries[type(array)].key(array) for array in (a, b))
+        given = (a, b) if out is None else (a, b, out)
+        try:
+            key = "gathered", choice_of(split), library.key(gathered), *(libraries[type(array)].key(array) for array in given)
+        except ArgumentError as error:
+            raise named(error, world, ("gathered", "a", "b", "out")[: 1 + len(given)], (gathered, *given)) from None
         copy: Callable[[Any], None] | None = world.bound_calls.get(key)
         if copy is None:
             (view, b_view), instance = ask(world, OP, (a, b), ())
             kept = library.view(gathered)
-            _check_gathered(kept, view, b_view, instance)
+            _check_gathered(kept, instance)
+            others = {"a": view, "b": b_view} | ({} if out is None else {"out": libraries[type(out)].view(out)})
+            check_apart([("gathered", kept)], others.items())
             made = executable(world, OP, instance, split, queue)
             copy = remember(world, key, _copying(world, made, view, kept))
         result: Array = call(_KEEPING, (a, b), (True,), world=world, out=out, split=split, stream=stream)
@@ -169,7 +175,7 @@ def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: An
         return result
 
 
-def _check_gathered(kept: TensorView, a: TensorView, b: TensorView, instance: Instance[AllGatherGemmProblem]) -> None:
+def _check_gathered(kept: TensorView, instance: Instance[AllGatherGemmProblem]) -> None:
     problem, rows = instance
     shape = rows * problem.topology.size, problem.k
     if check_matrix("gathered", kept, problem.dtype) != shape:
@@ -177,7 +183,6 @@ def _check_gathered(kept: TensorView, a: TensorView, b: TensorView, instance: In
     if row_stride("gathered", kept) != problem.k * ITEM:
         raise ArgumentError("gathered.strides", kept.strides, "gathered must be contiguous")
     check_writable("gathered", kept)
-    check_apart("gathered", kept, {"a": a, "b": b})
 
 
 def _copying(world: World, made: Executable, a: TensorView, kept: TensorView) -> Callable[[Any], None]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mkernel.errors import ArgumentError
 from mkernel.planner.split import Split
+from mkernel.runtime.arrays.dlpack import numpy_dtype
 
 if TYPE_CHECKING:
     from mkernel.runtime.backend import TensorView
 
 __all__ = [
     "check_aligned",
-    "check_all_apart",
     "check_apart",
     "check_extents",
+    "check_item_aligned",
     "check_matrix",
     "check_operands",
     "check_split",
@@ -30,6 +32,7 @@ __all__ = [
 
 DTYPES = ("bfloat16", "float16")
 ITEM = 2  # bytes of both
+_MOST_WORK = 1_000_000  # of NumPy's search for a common byte
 MOST_EXTENT = 1 << 31  # that no array reaches
 
 
@@ -59,23 +62,39 @@ def check_writable(name: str, view: TensorView) -> None:
         raise ArgumentError(name, f"array at {view.address:#x}", "is read-only")
 
 
-def check_apart(name: str, view: TensorView, operands: Mapping[str, TensorView]) -> None:
-    """No byte of an output belongs to an operand, which other ranks may still be reading when the output is written."""
-    check_all_apart({name: view}, operands)
-
-
-def check_all_apart(outputs: Mapping[str, TensorView], operands: Mapping[str, TensorView]) -> None:
-    """The same of several outputs, of which none has a byte of one before it, either."""
-    others = [(name, view, *extent_of(view)) for name, view in operands.items()]
-    for name, view in outputs.items():
+def check_apart(written: Iterable[tuple[str, TensorView]], read: Iterable[tuple[str, TensorView]]) -> None:
+    """No byte that a call writes belongs to an array that it, or another rank, may still read then, nor to one that it writes, too."""
+    others = [(name, view, *extent_of(view)) for name, view in read]
+    for name, view in written:
         begin, end = extent_of(view)
-        for operand, other, first, last in others:
+        for other_name, other, first, last in others:
             if end <= first or last <= begin:
                 continue
-            if 0 not in (*view.shape, *other.shape) and np.shares_memory(np.asarray(_Place(view)), np.asarray(_Place(other))):
-                rule = f"overlaps {operand}, at {other.address:#x}, which is read while the result is written"
+            if 0 not in (*view.shape, *other.shape) and _may_share(view, other):
+                rule = f"overlaps {other_name}, at {other.address:#x}, which is in use while it is written"
                 raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
         others.append((name, view, begin, end))
+
+
+@functools.cache
+def _item_bytes(dtype: str) -> int:
+    """Bytes of an element: ops from outside mkernel may take other dtypes than its own do."""
+    return numpy_dtype(dtype).itemsize
+
+
+def _may_share(one: TensorView, other: TensorView) -> bool:
+    """Whether any byte is in both; True where strides are such that this takes long to find out (the problem is NP-complete)."""
+    try:
+        return np.shares_memory(np.asarray(_Place(one)), np.asarray(_Place(other)), max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except RuntimeError:  # numpy.exceptions.TooHardError, wherever this NumPy has it
+        return True
+
+
+def check_item_aligned(name: str, view: TensorView) -> None:
+    """Kernels read and write whole elements."""
+    if view.address % (item := _item_bytes(view.dtype)) and 0 not in view.shape:
+        rule = f"must start at a multiple of {item} bytes, the size of an element"
+        raise ArgumentError(name, f"array at {view.address:#x}", rule, "copy it into an array of its own")
 
 
 def extent_of(view: TensorView) -> tuple[int, int]:
@@ -86,7 +105,7 @@ def extent_of(view: TensorView) -> tuple[int, int]:
             begin += (number - 1) * stride
         else:
             end += (number - 1) * stride
-    return begin, end + ITEM
+    return begin, end + _item_bytes(view.dtype)
 
 
 class _Place:
@@ -97,7 +116,7 @@ class _Place:
             "data": (view.address, True),
             "shape": view.shape,
             "strides": view.strides,
-            "typestr": f"|V{ITEM}",
+            "typestr": f"|V{_item_bytes(view.dtype)}",
             "version": 3,
         }
 

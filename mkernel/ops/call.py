@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["BoundCall", "ask", "bound_call", "call", "hold", "not_plain", "remember", "stream_of"]
+__all__ = ["BoundCall", "ask", "bound_call", "call", "hold", "named", "not_plain", "remember", "stream_of"]
 
 T = TypeVar("T")
 
@@ -62,24 +62,25 @@ def call(
         queue = home.stream() if stream is None else w.backend.stream(stream)
         others: list[Library] = []
         keys: list[Any] = [op.name, options]
-        for array in operands:
-            if array is None:
-                keys.append(None)
-                continue
-            library = libraries[type(array)]
-            if library is not home:
-                others.append(library)
-            keys.append(library.key(array))
         views: Sequence[Any] = ()
+        results: Sequence[Any] = ()
         instance: Any = None
         try:
+            for array in operands:
+                if array is None:
+                    keys.append(None)
+                    continue
+                library = libraries[type(array)]
+                if library is not home:
+                    others.append(library)
+                keys.append(library.key(array))
             if out is None:
                 asked = tuple(keys)
                 known = w.bound_calls.get(asked)
                 if known is None:
                     views, instance = ask(w, op, operands, options, keys[2:])
                     known = remember(w, asked, op.results(instance, views))
-                results: Sequence[Any] = [home.empty(shape, dtype, queue) for shape, dtype in known]
+                results = [home.empty(shape, dtype, queue) for shape, dtype in known]
             else:
                 results = (out,) if op.result is None else op.arrays_of(out)
             keys.append(split)
@@ -90,6 +91,8 @@ def call(
                 keys.append(library.key(array))
             key = tuple(keys)
             bound = w.bound_calls.get(key)
+        except ArgumentError as error:
+            raise named(error, w, (*op.operands, *op.names_of_results(len(results))), (*operands, *results)) from None
         except TypeError as error:  # an option that cannot be hashed
             choice_of(split)
             _refuse(w, op, operands, options)
@@ -117,6 +120,18 @@ def _refuse(world: World, op: Op[Any], operands: Sequence[Any], options: Sequenc
         pass
 
 
+def named(error: ArgumentError, world: World, names: Sequence[str], arrays: Sequence[Any]) -> ArgumentError:
+    """The error of an array as that of the first argument which is refused like it, by its name; any other error as it is."""
+    for name, array in zip(names, arrays, strict=False) if error.argument == "array" else ():
+        try:
+            if array is not None or error.value == "NoneType":
+                world.backend.libraries[type(array)].view(array)
+        except ArgumentError as again:
+            if again.argument == "array":
+                return ArgumentError(name, again.value, again.rule, again.remedy)
+    return error
+
+
 def not_plain(options: Mapping[str, Any]) -> ArgumentError | None:
     """The error for an option that cannot be hashed, such as a list or an array; None where all can."""
     for name, value in options.items():
@@ -135,12 +150,15 @@ def ask(
     ``keys``: of the operands, where they are known, and whatever follows them.
     """
     libraries, optional, views = world.backend.libraries, op.optional, list[Any]()
-    for i, (name, array) in enumerate(zip(op.operands, operands, strict=True)):
-        if array is None and name in optional:
-            views.append(None)
-        else:
-            library = libraries[type(array)]
-            views.append(library.view(array) if keys is None else library.seen(array, keys[i]))
+    try:
+        for i, (name, array) in enumerate(zip(op.operands, operands, strict=True)):
+            if array is None and name in optional:
+                views.append(None)
+            else:
+                library = libraries[type(array)]
+                views.append(library.view(array) if keys is None else library.seen(array, keys[i]))
+    except ArgumentError as error:
+        raise named(error, world, op.operands, operands) from None
     return views, op.instance(world, *views, **dict(zip(op.options, options, strict=True)) if options else {})
 
 
@@ -157,6 +175,8 @@ def _made(
     asked: tuple[Sequence[Any], Instance[Any]] | None,
 ) -> BoundCall:
     """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` found, if known."""
+    if world.closed:  # maybe since this thread waits for the lock; a call that is known is not launched
+        world.check()
     libraries = world.backend.libraries
     form_of = op.form_of(keys)
     form = world.forms.get(form_of)
@@ -168,6 +188,7 @@ def _made(
     of_results = keys[len(keys) - len(results) :]
     made = [libraries[type(array)].seen(array, key) for array, key in zip(results, of_results, strict=True)]
     op.check_results(instance, views, made)
+    op.check_places(views, made)
     chosen = executable(world, op, instance, split, queue)
     bound = bound_call((chosen, op.bind(world, chosen, instance, views, made)))
     if form is None and form_of is not None:

@@ -12,7 +12,6 @@ from mkernel.ops.arguments import (
     ITEM,
     MOST_EXTENT,
     check_aligned,
-    check_apart,
     check_matrix,
     check_operands,
     check_writable,
@@ -83,7 +82,7 @@ class GemmOp(Op[Problem]):
         return [ResultSpec(instance.problem.result_shape(instance.rows), instance.problem.dtype)]
 
     def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
-        (a, b), (c,), problem = operands, results, instance.problem
+        (c,), problem = results, instance.problem
         shape = problem.result_shape(instance.rows)
         if c.shape != shape or c.dtype != problem.dtype or not c.writable or c.address % 16:  # one look for most calls
             if check_matrix("out", c, problem.dtype) != shape:
@@ -91,10 +90,7 @@ class GemmOp(Op[Problem]):
             check_writable("out", c)
             if shape[0]:
                 check_aligned("out", c)
-        begin, end = c.address, c.address + (shape[0] - 1) * row_stride("out", c) + shape[1] * ITEM
-        for other in (a, b):
-            if begin < _end(other) and other.address < end:  # there may still be no byte in common
-                check_apart("out", c, {"a": a, "b": b})
+        row_stride("out", c)
 
 
 class Binder(Protocol):

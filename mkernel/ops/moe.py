@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_multiple, check_writable
+from mkernel.ops.arguments import DTYPES, ITEM, check_aligned, check_extents, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.planner.moe import MAX_TOPK, SEGMENT_ROWS, most_rows, row_bits, slot_blocks
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
 _MOST_BYTES = 8 << 30  # that rows of any routing may take where the caller does not say how many there are
 _MOST_ROWS = 1 << 27  # of one rank
 _MARKS = 64  # bits of what kernels note of a token: its choices, the nodes, and one more
+_MOST_EXPERTS, _MOST_COLUMNS = 4095, 12288
 _TOKENS = 64  # the number of tokens that a call without max_tokens has room for is a multiple
 
 
@@ -125,6 +126,15 @@ def check_ids(ids: TensorView, tokens: int) -> int:
     return ids.shape[1]
 
 
+def check_tokens(name: str, view: TensorView, shape: tuple[int, int], dtype: str) -> None:
+    """An array with a row per token: ``add`` or ``out`` of what is combined."""
+    if check_matrix(name, view, dtype) != shape:
+        raise ArgumentError(f"{name}.shape", view.shape, f"must be (T, H) = {shape}")
+    if shape[0]:
+        check_aligned(name, view)
+    check_extents(row_stride(name, view))
+
+
 def check_weights(weights: TensorView | None, shape: tuple[int, int]) -> None:
     if weights is None:
         return
@@ -199,6 +209,27 @@ def check_columns(topology: Topology, topk: int) -> None:
         nodes = topology.num_nodes
         rule = f"a token must have fewer than {max(most, 0)} choices: choices and nodes ({nodes}) together fewer than {_MARKS - 1}"
         raise ArgumentError("topk_ids.shape", f"(T, {topk})", rule)
+
+
+def check_number_of_experts(experts: int, topology: Topology) -> None:
+    """Raise ArgumentError where tables have no room for so many of a rank (kernels_src/moe/routing.cuh, tile/grouped.cuh)."""
+    lists = topology.size + topology.num_nodes
+    bands = max(1, min(512 // lists, 16, experts)) if topology.num_nodes > 1 else 1
+    columns = experts * (topology.size + 1) + bands * lists
+    if experts > _MOST_EXPERTS or columns > _MOST_COLUMNS:
+        rule = f"at most {_MOST_EXPERTS} experts of a rank, and {_MOST_COLUMNS} columns, of which {topology.size} ranks need {columns}"
+        raise ArgumentError("w.shape", f"({experts}, H, F)", rule)
+
+
+def place_in_memory(array: Any) -> Any:
+    """Where an array of any library begins, to tell whether two are the same; the array's own number where it does not say."""
+    if hasattr(array, "data_ptr"):
+        return array.data_ptr()
+    for protocol in ("__cuda_array_interface__", "__array_interface__"):
+        told = getattr(array, protocol, None)
+        if told is not None:
+            return told["data"][0]
+    return id(array)
 
 
 def check_rows(ranks: int, given: Any, max_tokens: int, topk: int, experts: int, alignment: int, columns: int) -> int:

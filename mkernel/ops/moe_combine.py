@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_aligned, check_apart, check_extents, check_matrix, check_multiple, check_writable, row_stride
+from mkernel.ops.arguments import check_aligned, check_extents, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
-from mkernel.ops.moe import Routing, check_routing, check_row_bits, is_refused
+from mkernel.ops.moe import Routing, check_routing, check_row_bits, check_tokens, is_refused
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
 from mkernel.planner.gemm import shift_of
@@ -241,11 +241,7 @@ def _check_refused(world: World, ids: TensorView, max_tokens: int) -> None:
 
 def check_combined(problem: MoeCombineProblem, tokens: int, name: str, view: TensorView) -> None:
     """An array with a row per token: ``add`` or ``out``."""
-    if check_matrix(name, view, problem.dtype) != (tokens, problem.columns):
-        raise ArgumentError(f"{name}.shape", view.shape, f"must be (T, H) = {(tokens, problem.columns)}")
-    if tokens:
-        check_aligned(name, view)
-    check_extents(row_stride(name, view))
+    check_tokens(name, view, (tokens, problem.columns), problem.dtype)
 
 
 def _check_contiguous(name: str, view: TensorView, item: int) -> None:
@@ -332,12 +328,9 @@ class MoeCombine(Op[MoeCombineProblem]):
         return [ResultSpec((operands[1].shape[0], instance.problem.columns), instance.problem.dtype)]
 
     def check_results(self, instance: Instance[MoeCombineProblem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
-        (out,), (rows, *routing, weights, add) = results, operands
-        check_combined(instance.problem, routing[0].shape[0], "out", out)
+        (out,), (_, ids, *_) = results, operands
+        check_combined(instance.problem, ids.shape[0], "out", out)
         check_writable("out", out)
-        check_apart(
-            "out", out, {"rows": rows} | {name: view for name, view in (("topk_weights", weights), ("add", add)) if view is not None}
-        )
 
     def bind(
         self,

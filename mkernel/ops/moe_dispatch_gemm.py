@@ -8,9 +8,11 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
+from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_aligned, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
 from mkernel.ops.moe import (
     Routing,
@@ -20,11 +22,14 @@ from mkernel.ops.moe import (
     check_contiguous,
     check_expert_counts,
     check_ids,
+    check_number_of_experts,
+    check_routing,
     check_row_bits,
     check_rows,
     check_weights,
     layout_of_experts,
     note_refused,
+    place_in_memory,
 )
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from mkernel.ops.parameters import place_of
@@ -210,7 +215,8 @@ def moe_dispatch_gemm(
     expert, and multiplies blocks of rows as they become complete (kernels_src/ops/moe_dispatch_gemm.cuh).
     """
     if topk_ids is None and routing is not None:
-        topk_ids = routing.topk_ids
+        check_routing(routing)
+        topk_ids = routing[0]
     options = (activation, clamp, max_tokens, max_rows, alignment)
     result: Dispatched = call(OP, (x, topk_ids, w, topk_weights, expert_counts), options, world=world, out=out, split=split, stream=stream)
     return result
@@ -224,6 +230,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
     gets = "the products of its experts: (max_rows, F), and where they come from"
     operands = ("x", "topk_ids", "w", "topk_weights", "expert_counts")
     optional = frozenset({"topk_weights", "expert_counts"})
+    fills = frozenset({"expert_counts"})
     options: ClassVar[Mapping[str, Any]] = {"activation": None, "clamp": None, "max_tokens": None, "max_rows": None, "alignment": 1}
     result = Dispatched
     by_rows = False
@@ -247,13 +254,15 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         activation, clamp, alignment = options["activation"], options["clamp"], options["alignment"]
         if activation not in (None, "swiglu"):
             raise ArgumentError("activation", repr(activation), 'must be "swiglu" or None')
-        if clamp is not None and (activation is None or not isinstance(clamp, numbers.Real) or not float(clamp) > 0):
-            raise ArgumentError("clamp", clamp, "must be a positive number, and only with an activation")
+        if clamp is not None and (activation is None or not isinstance(clamp, numbers.Real) or not np.float32(clamp) > 0):
+            raise ArgumentError("clamp", clamp, "must be a number that is positive in float32, and only with an activation")
         experts, columns, row_major, _ = layout_of_experts("w", w, h, x.dtype)
         gated = activation is not None
         if gated and columns % 16:
             raise ArgumentError("w.shape", w.shape, "must be (E/W, H, 2 F) with F a multiple of 8")
-        check_bound("alignment", alignment)
+        if check_bound("alignment", alignment) * experts >= MOST_EXTENT:
+            raise ArgumentError("alignment", alignment, f"times {experts} experts must be below {MOST_EXTENT}")
+        check_number_of_experts(experts, world.topology)
         check_expert_counts(expert_counts, experts * world.size)
         n = columns // 2 if gated else columns
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
@@ -287,6 +296,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         if not isinstance(out, tuple) or len(out) != 5 or not isinstance(out[4], tuple) or len(out[4]) != 7:
             raise ArgumentError("out", type(out).__name__, "must be a Dispatched, as an earlier call has returned it")
         y, offsets, source, weight, routing = out
+        if routing[6] is not offsets and place_in_memory(routing[6]) != place_in_memory(offsets):
+            raise ArgumentError("out.routing.expert_offsets", "another array", "must be out.expert_offsets itself: one array is filled")
         return [y, offsets, source, *([] if weight is None else [weight]), *routing[:6]]
 
     def returned(self, results: Sequence[Any]) -> Dispatched:
@@ -294,23 +305,32 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         weight = more.pop(0) if len(more) > 6 else None
         return Dispatched(y, offsets, source, weight, Routing._make([*more, offsets]))
 
+    def names_of_results(self, count: int) -> Sequence[str]:
+        names = [*Dispatched._fields[:-1], *(f"routing.{name}" for name in Routing._fields[:-1])]
+        return [f"out.{name}" for name in names if name != "row_weight" or count == len(names)]
+
+    def check_places(self, operands: Sequence[TensorView | None], results: Sequence[TensorView]) -> None:
+        ids, sent = operands[1], results[-6]
+        if ids is not None and ids[:4] == sent[:4]:  # sent the same way again: all ids are read before any is written, as it was
+            operands = [operands[0], None, *operands[2:]]
+        super().check_places(operands, results)
+
     def check_results(
         self, instance: Instance[MoeDispatchGemmProblem], operands: Sequence[TensorView], results: Sequence[TensorView]
     ) -> None:
         specs = self.results(instance, operands)
         if len(specs) != len(results):
             raise ArgumentError("out", f"{len(results)} arrays", f"must have {len(specs)}: row_weight goes with topk_weights")
-        for view, (shape, dtype) in zip(results, specs, strict=True):
+        names = self.names_of_results(len(results))
+        for name, view, (shape, dtype) in zip(names, results, specs, strict=True):
             if view.shape != shape or view.dtype != dtype:
-                raise ArgumentError("out", f"{view.shape} {view.dtype}", f"must be {shape} {dtype}")
-            if not view.writable:
-                check_writable("out", view)
+                raise ArgumentError(name, f"{view.shape} {view.dtype}", f"must be {shape} {dtype}")
+            check_writable(name, view)
         y = results[0]
         check_aligned("out.y", y)
         row_stride("out.y", y)
-        check_apart("out.y", y, {"x": operands[0]})
-        for view in results[1:]:
-            check_contiguous("out", view)
+        for name, view in zip(names[1:], results[1:], strict=True):
+            check_contiguous(name, view)
 
     def bind(
         self,

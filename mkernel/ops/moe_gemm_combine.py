@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_aligned, check_apart, check_matrix, check_multiple, check_writable, row_stride
+from mkernel.ops.arguments import check_aligned, check_matrix, check_multiple, check_writable, row_stride
 from mkernel.ops.call import call, hold
 from mkernel.ops.moe import Routing, check_routing, layout_of_experts
 from mkernel.ops.moe_combine import Combining, bind_combining, check_combined, problem_of
@@ -88,7 +88,8 @@ def moe_gemm_combine(
     routing, topk_weights, add, out
         As in ``mk.moe_combine``.
     split
-        SMs per role: those of ``intra_comm`` combine and never multiply. None, or a role left at None: mkernel's choice.
+        SMs per role: those of ``intra_comm`` combine, and in large calls first copy rows; they never multiply. None, or a role left at
+        None: mkernel's choice.
     stream
         As in ``mk.allgather_gemm``.
 
@@ -125,8 +126,10 @@ def moe_gemm_combine(
     >>> mk.launch(rank, ranks=2, target="cpu")
     [[8.0], []]
 
-    The algorithm: tiles are multiplied expert by expert; SMs of their own combine a token as soon as all experts that it waits for are
-    done (kernels_src/ops/moe_gemm_combine.cuh).
+    The algorithm: compute CTAs multiply expert by expert into this rank's heap, and who finishes the last tile of an expert tells the
+    node that its rows are there. CTAs of ``intra_comm`` combine from the start and never multiply; compute CTAs join in when there are no
+    more tiles. A token's rows are waited for by expert. In large calls ``intra_comm`` first copies rows of earlier experts from the node
+    mates, window by window of experts, to where they are summed up later (kernels_src/ops/moe_gemm_combine.cuh).
     """
     if type(routing) is not Routing:
         check_routing(routing)
@@ -187,11 +190,9 @@ class MoeGemmCombine(Op[MoeGemmCombineProblem]):
     def check_results(
         self, instance: Instance[MoeGemmCombineProblem], operands: Sequence[TensorView], results: Sequence[TensorView]
     ) -> None:
-        (out,), (a, w, *routing, weights, add) = results, operands
-        check_combined(instance.problem.combined, routing[0].shape[0], "out", out)
+        (out,), (_, _, ids, *_) = results, operands
+        check_combined(instance.problem.combined, ids.shape[0], "out", out)
         check_writable("out", out)
-        more = {name: view for name, view in (("topk_weights", weights), ("add", add)) if view is not None}
-        check_apart("out", out, {"a": a, "w": w} | more)
 
     def bind(
         self,

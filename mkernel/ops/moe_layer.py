@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_matrix
-from mkernel.ops.call import not_plain, remember
-from mkernel.ops.moe import check_ids, check_weights, layout_of_experts
+from mkernel.ops.arguments import ITEM, check_apart, check_item_aligned, check_matrix, check_writable
+from mkernel.ops.call import named, not_plain, remember
+from mkernel.ops.moe import check_ids, check_tokens, check_weights, layout_of_experts
 from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.planner.moe import whole_lines
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from mkernel.runtime.world import World
     from mkernel.typing import Array
 
-__all__ = ["NAME", "OPTIONS", "Between", "check", "moe_layer", "queue_of"]
+__all__ = ["ARRAYS", "NAME", "OPTIONS", "Between", "check", "moe_layer", "queue_of"]
 
 NAME = "moe_layer"
+ARRAYS = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down", "add", "expert_counts")
 OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
 
 
@@ -73,7 +74,7 @@ def moe_layer(
     max_tokens, max_rows
         As in ``mk.moe_dispatch_gemm``.
     out
-        (T, H) to fill; returned as given.
+        (T, H) to fill, no byte shared with another argument; returned as given.
     split
         SMs per role, of both kernels. None: mkernel's choice for each.
 
@@ -110,12 +111,14 @@ def moe_layer(
     """
     w = current.current(world)
     options: dict[str, Any] = {"activation": activation, "clamp": clamp, "max_tokens": max_tokens, "max_rows": max_rows}
-    arrays = (x, topk_ids, topk_weights, w_gate_up, w_down, add, expert_counts)
+    arrays = (x, topk_ids, topk_weights, w_gate_up, w_down, add, expert_counts, out)
     with w.lock:
         libraries = w.backend.libraries
-        asked = (NAME, *options.values(), *(None if array is None else libraries[type(array)].key(array) for array in arrays))
         try:
+            asked = (NAME, *options.values(), *(None if array is None else libraries[type(array)].key(array) for array in arrays))
             known: Dispatched | None = w.bound_calls.get(asked)
+        except ArgumentError as error:
+            raise named(error, w, (*ARRAYS, "out"), arrays) from None
         except TypeError as error:
             raise not_plain(options) or error from None
         shape = between = None
@@ -139,8 +142,10 @@ def moe_layer(
         return moe_gemm_combine(rows.y, w_down, rows.routing, topk_weights=topk_weights, add=add, out=out, **more)
 
 
-def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, up: Any, down: Any, add: Any, *_: Any) -> tuple[Any, ...]:
-    """Extents and dtypes: calls alike in them share arrays, whatever their tokens.
+def check(
+    world: World, activation: str | None, x: Any, ids: Any, weights: Any, up: Any, down: Any, add: Any, counts: Any, out: Any = None
+) -> tuple[Any, ...]:
+    """Extents, dtypes and the layout of what is dispatched to: calls alike in them share arrays, whatever their tokens.
 
     What the second kernel would refuse is refused before the first one runs.
     """
@@ -150,13 +155,21 @@ def check(world: World, activation: str | None, x: Any, ids: Any, weights: Any, 
     tokens, h = check_matrix("x", x)
     topk = check_ids(ids, tokens)
     check_weights(weights, (tokens, topk))
-    experts, columns = layout_of_experts("w_gate_up", up, h, x.dtype)[:2]
+    experts, columns, row_major, _ = layout_of_experts("w_gate_up", up, h, x.dtype)
     f = columns if activation is None else columns // 2
     if layout_of_experts("w_down", down, f, x.dtype)[:2] != (experts, h):
         raise ArgumentError("w_down.shape", down.shape, f"must be ({experts}, {f}, {h}), as w_gate_up and x have it")
-    if add is not None and check_matrix("add", add, x.dtype) != (tokens, h):
-        raise ArgumentError("add.shape", add.shape, f"must be that of x, {(tokens, h)}")
-    return h, x.dtype, topk, experts, columns
+    for name, view in (("add", add), ("out", out)):
+        if view is not None:
+            check_tokens(name, view, (tokens, h), x.dtype)
+    given = [one for one in zip(ARRAYS, (x, ids, weights, up, down, add), strict=False) if one[1] is not None]
+    filled = [one for one in (("expert_counts", counts), ("out", out)) if one[1] is not None]
+    for one in filled:
+        check_writable(*one)
+    for one in (*given, *filled):
+        check_item_aligned(*one)
+    check_apart(filled, given)
+    return h, x.dtype, topk, experts, columns, row_major
 
 
 def queue_of(world: World, home: Library, stream: Any) -> Any:

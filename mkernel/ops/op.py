@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_extents
+from mkernel.ops.arguments import check_apart, check_extents, check_item_aligned
 from mkernel.planner.row_classes import class_of, classes
 from mkernel.planner.split import COMMUNICATION_ROLES, Split
 
@@ -89,6 +89,8 @@ class Op(abc.ABC, Generic[Problem]):
         Names of the arrays that a call takes, in order. ``routing.rows`` is an array of the function's argument ``routing``.
     optional
         Those of them that a caller may leave out: they are None then, and so are their views.
+    fills
+        Those of them that a call writes.
     by_rows
         Whether the calls of a problem differ in a number of rows that the ranks agree on; else every instance has 0 rows.
     options
@@ -112,6 +114,7 @@ class Op(abc.ABC, Generic[Problem]):
     gets: ClassVar[str]
     operands: ClassVar[tuple[str, ...]]
     optional: ClassVar[frozenset[str]] = frozenset()
+    fills: ClassVar[frozenset[str]] = frozenset()
     by_rows: ClassVar[bool] = True
     options: ClassVar[Mapping[str, Any]] = {}
     result: ClassVar[type[tuple[Any, ...]] | None] = None
@@ -185,7 +188,20 @@ class Op(abc.ABC, Generic[Problem]):
 
     @abc.abstractmethod
     def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
-        """Raises ArgumentError where a given ``out`` does not fit, or overlaps an operand."""
+        """Raises ArgumentError where a given ``out`` does not fit."""
+
+    def names_of_results(self, count: int) -> Sequence[str]:
+        """What ``count`` arrays, in the order of ``results``, are called in errors."""
+        return ("out",) if self.result is None else [f"out.{name}" for name in self.result._fields]  # type: ignore[attr-defined]
+
+    def check_places(self, operands: Sequence[TensorView | None], results: Sequence[TensorView]) -> None:
+        """Raises ArgumentError where an array is misaligned, or one that a call writes has a byte of another one of the call."""
+        given = [(name, view) for name, view in zip(self.operands, operands, strict=True) if view is not None]
+        made = [*zip(self.names_of_results(len(results)), results, strict=True)]
+        for one in (*given, *made):
+            check_item_aligned(*one)
+        written = [*(one for one in given if one[0] in self.fills), *made]
+        check_apart(written, [one for one in given if one[0] not in self.fills])
 
     @abc.abstractmethod
     def bind(
@@ -266,13 +282,20 @@ def names() -> tuple[str, ...]:
     return (*BUILT_IN, *(name for name in _registered if name not in BUILT_IN))
 
 
+def check_name(name: Any) -> None:
+    """Raises ArgumentError where it is something else, such as an operand."""
+    if not isinstance(name, str):
+        raise ArgumentError("op", type(name).__name__, "must be the name of an op, before its arrays", 'such as "allgather_gemm"')
+
+
 def find(name: Any) -> Op[Any]:
     """The op of a name. Raises ArgumentError."""
-    if isinstance(name, str) and name not in _registered:
+    check_name(name)
+    if name not in _registered:
         if name in BUILT_IN:
             importlib.import_module(f"mkernel.ops.{name}")
         else:
             _import_more()
-    if not isinstance(name, str) or name not in _registered:
+    if name not in _registered:
         raise ArgumentError("op", name, f"must be one of {', '.join(names())}")
     return _registered[name]

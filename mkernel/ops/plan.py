@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mkernel.ops import moe_layer, prepared_layer
+from mkernel.ops.op import check_name
 from mkernel.ops.prepared_plan import PreparedPlan, plan_kernel
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def plan(
     ArgumentError, MismatchError, CompileError
         As the op itself; ``max_rows`` is less than the arrays have, or needs more heap than there is.
     """
+    check_name(op)
     prepare = prepared_layer.plan_layer if op == moe_layer.NAME else plan_kernel
     how: dict[str, Any] = {"split": split, "specialize": specialize, "tiling": tiling, "stream": stream}
     return prepare(op, arrays, options, max_rows=max_rows, world=world, **how)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
 from mkernel.ops.moe import note_refused
-from mkernel.ops.moe_layer import NAME, OPTIONS, Between, check, moe_layer, queue_of
+from mkernel.ops.moe_layer import ARRAYS, NAME, OPTIONS, Between, check, moe_layer, queue_of
 from mkernel.ops.op import find
 from mkernel.ops.prepared_plan import PreparedPlan, plan_kernel
 from mkernel.runtime import current
@@ -85,7 +85,6 @@ def plan_layer(
 
 
 def _all_arrays(arrays: Sequence[Array | None]) -> list[Array | None]:
-    names = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down", "add", "expert_counts")
-    if not 5 <= len(arrays) <= len(names):
-        raise ArgumentError("arrays", f"{len(arrays)} arrays", f"{NAME} takes " + ", ".join(names), "the last two may be left out")
-    return [*arrays, *[None] * (len(names) - len(arrays))]
+    if not 5 <= len(arrays) <= len(ARRAYS):
+        raise ArgumentError("arrays", f"{len(arrays)} arrays", f"{NAME} takes " + ", ".join(ARRAYS), "the last two may be left out")
+    return [*arrays, *[None] * (len(ARRAYS) - len(arrays))]

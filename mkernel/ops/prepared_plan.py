@@ -80,6 +80,8 @@ class PreparedPlan:
     def run(self, *arrays: Array | None, out: Any = None, stream: Any = None) -> Any:
         """The op itself, of any number of rows up to ``max_rows``. Never collective in the host sense, never blocks on peers; capturable.
 
+        So for operands of the plan's problem: others are what the op takes, and prepared as a first call of it is.
+
         Raises
         ------
         ArgumentError

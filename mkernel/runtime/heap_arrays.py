@@ -42,7 +42,9 @@ def new_array(world: HeapWorld, shape: int | Sequence[int], dtype: DType, *, zer
         dropped = heap.report()
         if dropped:  # memory that is used again is idle on every rank, so that the workspace may grow over it in a later call
             world.wait_for_kernels()
-        heap.reclaim(world.collective(f"empty {size}", f"an array of {size} bytes: {list(extents)} {name}", dropped))
+        digest, words = heap.state()
+        what = f"an array of {size} bytes: {list(extents)} {name}, on a heap with {words}"
+        heap.reclaim(world.collective(f"empty {size} {digest}", what, dropped))
         lease = heap.lease(size)
         address = heap.address + lease.offset
         if zero and size:

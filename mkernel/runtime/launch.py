@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel import env
-from mkernel.errors import AbortedError, ArgumentError
+from mkernel import abi, env
+from mkernel.errors import AbortedError
 from mkernel.runtime import current
 from mkernel.runtime.init import open_world
 from mkernel.runtime.opening.placement import RankInfo, choose_target
 from mkernel.runtime.opening.target import MakeBackend, gpus_here
-from mkernel.runtime.options import Options
+from mkernel.runtime.options import Options, whole_number
 from mkernel.runtime.ranks.bootstrap import ThreadGroup, host_identity
 from mkernel.runtime.world import World
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from mkernel.runtime.cpu.thread_ranks import ThreadRanks
 
 __all__ = ["launch", "run"]
+
+_LEAVE_SECONDS = 10.0  # that ranks may take which were told to
 
 
 def launch(
@@ -80,8 +83,8 @@ def launch(
     ArgumentError
         Something that must travel to or from a process cannot be pickled; the message says what.
     """
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise ArgumentError("ranks", ranks, "must be a positive integer")
+    ranks = whole_number("ranks", ranks, 1, abi.MAX_RANKS)
+    seed = None if seed is None else whole_number("seed", seed, 0, (1 << 64) - 1, " or None")
     options = Options.resolve(target=target, ranks_per_node=ranks_per_node, **init_options)
     return run(fn, ranks, options, tuple(args), seed)
 
@@ -148,12 +151,21 @@ class _Launch:
                     thread.join()
             except BaseException as interrupt:  # Ctrl-C: take the ranks along
                 self._abort(f"{type(interrupt).__name__} in the caller of mk.launch")
-                for thread in threads:
-                    thread.join(10.0)
+                self._leave(threads)
                 raise
         if self.failures:
             raise self._explain()
         return self.results
+
+    def _leave(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for ranks that were told to leave, as long in all as one may take. Kernels of target cpu hear of it in waits only."""
+        end = time.monotonic() + _LEAVE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, end - _LEAVE_SECONDS / 2 - time.monotonic()))
+        if self.thread_ranks is not None:
+            self.thread_ranks.close()  # ends those that compute
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _rank(self, rank: int) -> None:
         try:

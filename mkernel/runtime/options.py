@@ -9,10 +9,12 @@ from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.planner.specialize import parse
 
-__all__ = ["DEFAULT_ENTRY_TIMEOUT", "DEFAULT_TIMEOUT", "Options", "checked_fields"]
+__all__ = ["DEFAULT_ENTRY_TIMEOUT", "DEFAULT_TIMEOUT", "Options", "checked_fields", "whole_number"]
 
 DEFAULT_TIMEOUT = 30.0  # seconds
 DEFAULT_ENTRY_TIMEOUT = 600.0  # seconds
+_MOST_BYTES = (1 << 47) - 1  # that a process can map
+_MANY = 1 << 16  # more than there are of anything
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,11 +36,9 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
                 raise ArgumentError(name, value, "must be a number of seconds greater than 0")
-        for name in ("ranks_per_node", "heap_bytes", "max_sms"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ArgumentError(name, value, "must be a positive integer or None")
-
+        for name, most in (("ranks_per_node", _MANY), ("heap_bytes", _MOST_BYTES), ("max_sms", _MANY)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, most, " or None"))
         if not isinstance(self.batch_invariant, bool):
             raise ArgumentError("batch_invariant", self.batch_invariant, "must be True or False")
 
@@ -54,6 +54,15 @@ class Options:
         given = {name: value for name, value in arguments.items() if value is not None and not (name in _OPEN and value == _OPEN[name])}
         told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
         return cls(**{**known, **told, **given})
+
+
+def whole_number(name: str, value: Any, least: int, most: int, otherwise: str = "") -> int:
+    """An argument that is an integer, of Python or of NumPy, within limits. Raises ArgumentError. ``otherwise``: what it may be, too."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value.__index__() <= most:
+        wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
+        limit = f" up to {most}" if isinstance(value, int) and value > most else ""
+        raise ArgumentError(name, value, f"must be {wanted}{limit}{otherwise}")
+    return int(value.__index__())
 
 
 def checked_fields(wanted: Any) -> str:

@@ -12,6 +12,7 @@ from mkernel import abi
 from mkernel.abi import FlagKind, Role, TraceKind
 from mkernel.errors import ArgumentError, Error
 from mkernel.runtime.clock import Clock
+from mkernel.runtime.options import whole_number
 from mkernel.runtime.pictures import perfetto
 from mkernel.runtime.pictures.occupancy import Occupancy, occupancy
 from mkernel.runtime.pictures.timeline import draw
@@ -33,6 +34,7 @@ _ROLE_OF_KIND = {
     TraceKind.fetch: Role.intra_comm,
 }
 _COMMUNICATION_LANE = 2
+_MOST_RECORDS = 1 << 24  # of a lane
 
 
 # What a flag is, in summaries: by FlagKind.
@@ -82,11 +84,11 @@ def trace(world: _TracedWorld, *, capacity: int = 4096) -> Trace:
     Raises
     ------
     ArgumentError
-        ``capacity`` is less than 2 (the first record of a lane holds its count).
+        ``capacity`` is less than 2 (the first record of a lane holds its count), or more than 2^24.
     """
-    if capacity < 2:
-        raise ArgumentError("capacity", capacity, "at least 2 records per lane")
-    return Trace(world, capacity)
+    if not hasattr(world, "recorder"):
+        raise ArgumentError("world", world, "must be a World", "pass what mk.init() or mk.launch gave")
+    return Trace(world, whole_number("capacity", capacity, 2, _MOST_RECORDS))
 
 
 class Trace:

@@ -218,12 +218,12 @@ class World:
         that nobody has seen.
         Arrays of ``empty`` that are still in use keep the heap's memory until they are dropped.
         """
-        if self._closed:
-            return
         error: Error | None = None
         refused: CallError | None = None
-        try:
-            with self.lock:
+        with self.lock:  # to the end: no call of another thread is under way, and the next one finds the world closed
+            if self._closed:
+                return
+            try:
                 if not self.has_failed():
                     self.wait_for_kernels()
                     refused = self._refused.take()
@@ -232,9 +232,9 @@ class World:
                     self.check()  # the last barrier is passed, but the world may have failed in the meantime
                 elif not self.failures.surfaced:
                     self.check()
-        except Error as e:
-            error = e
-        self._closed = self.attention = True
+            except Error as e:
+                error = e
+            self._closed = self.attention = True
         self._tear_down()
         for forget in self.when_closed:
             forget(self)

@@ -232,6 +232,13 @@ BAD = {
     "clamp": (((3, 16), (3, 1), (1, 16, 16)), {"clamp": 3.0}, "clamp = 3"),
     "odd": (((3, 16), (3, 1), (1, 16, 24)), {"activation": "swiglu"}, "2 F"),
     "alignment": (((3, 16), (3, 1), (1, 16, 8)), {"alignment": 0}, "alignment = 0"),
+    "a sum of more than 32 bits": (
+        ((3, 16), (3, 1), (64, 16, 8)),
+        {"alignment": 1 << 26, "max_rows": 64},
+        "alignment = 67108864: times 64",
+    ),
+    "many experts": (((3, 8), (3, 1), (4096, 8, 8)), {}, "at most 4095 experts"),
+    "clamp that is 0 in float32": (((3, 16), (3, 1), (1, 16, 16)), {"activation": "swiglu", "clamp": 1e-50}, "clamp = 1e-50"),
     "max_tokens": (((3, 16), (3, 1), (1, 16, 8)), {"max_tokens": -1}, "max_tokens = -1"),
     "8 GiB": (((3, 4096), (3, 1), (1, 4096, 8)), {"max_tokens": 1 << 21}, r"more than 8589934592.*4194304 is twice"),
 }
@@ -246,6 +253,27 @@ def test_bad_arguments(what: str) -> None:
             mk.moe_dispatch_gemm(np.zeros(x, np.float16), np.zeros(ids, np.int32), np.zeros(w, np.float16), **{"max_tokens": 8, **options})
 
     mk.launch(use, 1, target="cpu", heap_bytes=HEAP)
+
+
+def test_the_same_way_again_into_the_same_arrays() -> None:
+    """Also by a plain tuple of the routing. An out of whose two expert_offsets only one would be filled is refused."""
+
+    def use(world: Any) -> None:
+        x, w = np.full((8, 64), 1 + world.rank, np.float16), np.full((1, 64, 64), 1 / 64, np.float16)
+        first = mk.moe_dispatch_gemm(x, np.full((8, 1), 1 - world.rank, np.int32), w)
+        for routing in (first.routing, tuple(first.routing)):
+            first.y[...] = np.nan
+            again = mk.moe_dispatch_gemm(x, None, w, routing=routing, out=first)
+            assert (again.y[: again.rows()] == 2 - world.rank).all()
+            assert again.rows() == 8
+        for bad, message in (({"routing": first.routing[:3]}, "routing"), ({}, "topk_ids = NoneType")):
+            with pytest.raises(ArgumentError, match=message):
+                mk.moe_dispatch_gemm(x, None, w, **bad)
+        copied = first._replace(routing=first.routing._replace(expert_offsets=first.expert_offsets.copy()))
+        with pytest.raises(ArgumentError, match=r"out\.routing\.expert_offsets = another array"):
+            mk.moe_dispatch_gemm(x, first.routing.topk_ids, w, out=copied)
+
+    mk.launch(use, 2, target="cpu", heap_bytes=HEAP)
 
 
 LOST_ROWS = r"chunk \d+ of the rows of rank|put \d+, to rank \d+, is not complete"

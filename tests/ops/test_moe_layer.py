@@ -146,19 +146,63 @@ def test_a_plan_of_the_layer_says_what_is_wrong() -> None:
     mk.launch(use, 1, target="cpu", heap_bytes=HEAP)
 
 
-def test_what_the_second_kernel_would_refuse_is_refused_before_the_first_one_runs() -> None:
-    def use(world: Any) -> int:
-        x, up, down = np.ones((3, 16), np.float16), np.ones((1, 16, 16), np.float16), np.ones((1, 8, 16), np.float16)
-        ids, weights = np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32)
-        for bad in (
-            {"w_down": np.ones((1, 16, 16), np.float16)},
-            {"w_down": np.ones((2, 8, 16), np.float16)},
-            {"topk_weights": np.ones((3, 2), np.float32)},
-            {"add": np.ones((2, 16), np.float16)},
-        ):
-            given = {"x": x, "topk_ids": ids, "topk_weights": weights, "w_gate_up": up, "w_down": down, **bad}
-            with pytest.raises(ArgumentError, match=next(iter(bad))):
-                mk.moe_layer(**given)
-        return int(world.call_number)
+def _spoiled(array: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The array in ways that no op takes."""
+    apart, odd = np.repeat(array, 2, -1)[..., ::2], np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    return {"of another dtype": array.astype(np.float64), "longer": np.concatenate([array, array]), "with gaps": apart, "odd": odd}
 
-    assert mk.launch(use, 1, target="cpu", heap_bytes=HEAP) == [0]
+
+def test_what_either_kernel_would_refuse_is_refused_before_one_runs() -> None:
+    """Every array in every bad way, before a first call that is right, and after it, when the other arrays are known."""
+
+    def use(world: Any) -> None:
+        good = {
+            "x": np.ones((3, 16), np.float16),
+            "topk_ids": np.zeros((3, 1), np.int32),
+            "topk_weights": np.ones((3, 1), np.float32),
+            "w_gate_up": np.ones((2, 16, 16), np.float16),
+            "w_down": np.ones((2, 8, 16), np.float16),
+            "add": np.ones((3, 16), np.float16),
+            "expert_counts": np.zeros(2, np.int32),
+            "out": np.zeros((3, 16), np.float16),
+        }
+        read_only = np.broadcast_to(np.float16(0), (3, 16))
+        shared = good["x"].reshape(-1)
+        bad: list[tuple[str, dict[str, Any]]] = [
+            (f"{name} {how}", {name: array}) for name in good for how, array in _spoiled(good[name]).items()
+        ]
+        bad += [(f"out is {name}", {name: good[name], "out": good[name]}) for name in ("x", "add")]
+        bad += [("out is w_down", {"w_down": (down := np.ones((2, 8, 16), np.float16)), "out": down[0, :3]})]
+        bad += [
+            ("out read-only", {"out": read_only}),
+            ("counts in x", {"x": shared.reshape(3, 16), "expert_counts": shared[:4].view(np.int32)}),
+        ]
+        bad += [("no x", {"x": None}), ("clamp", {"clamp": 1e-50})]
+        for _ in range(2):
+            calls = world.call_number
+            for what, change in bad:
+                with pytest.raises(ArgumentError):
+                    mk.moe_layer(**good | change)
+                    pytest.fail(what)
+                assert world.call_number == calls, what
+            mk.moe_layer(**good)
+            assert world.call_number == calls + 2
+
+    mk.launch(use, 1, target="cpu", heap_bytes=HEAP)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_that_differ_in_the_layout_of_their_weights_only(first: bool) -> None:
+    """Each has agreed on a number of tokens of its own."""
+
+    def use(world: Any) -> None:
+        for tokens, transposed in ((10, first), (100, not first), (7, first)):
+            x, up = np.ones((tokens, 64), np.float16), np.full((1, 64, 128), 1 / 64, np.float16)
+            if transposed:
+                up = np.ascontiguousarray(up.transpose(0, 2, 1)).transpose(0, 2, 1)
+            ids, weights, down = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32), np.full((1, 64, 64), 1 / 64, np.float16)
+            y = mk.moe_layer(x, ids, weights, up, down)
+            assert y.shape == (tokens, 64)
+            assert np.allclose(y.astype(float), 1 / (1 + np.exp(-1)), atol=1e-3)
+
+    mk.launch(use, 1, target="cpu", heap_bytes=HEAP)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mkernel as mk
@@ -125,6 +126,12 @@ def test_the_package_has_one_version() -> None:
         ({"entry_timeout": -1.0}, "entry_timeout"),
         ({"timeout": "soon"}, "timeout"),
         ({"heap_bytes": 0}, "heap_bytes"),
+        ({"heap_bytes": 1 << 46}, "heap_bytes"),  # more than a process can map of three ranks
+        ({"heap_bytes": 1 << 65}, "heap_bytes"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
         ({"ranks_per_node": 2.0}, "ranks_per_node"),
         ({"ranks_per_node": 2}, "ranks_per_node"),
         ({"transport": "carrier pigeon"}, "transport"),
@@ -137,6 +144,22 @@ def test_bad_options(options: dict[str, Any], argument: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         launch(lambda w: None, ranks=3, **{"target": "cpu", **options})
     assert caught.value.argument == argument
+
+
+def test_integers_of_numpy() -> None:
+    found = launch(lambda w: w.size, ranks=np.int64(2), target="cpu", seed=np.uint32(7), heap_bytes=np.int64(1 << 22), max_sms=np.int8(4))
+    assert found == [2, 2]
+
+
+@pytest.mark.parametrize("capacity", [1, True, 10.0, "x", None, 1 << 32])
+def test_bad_capacities(capacity: Any) -> None:
+    def rank(world: Any) -> None:
+        with pytest.raises(ArgumentError, match="capacity"), mk.trace(world, capacity=capacity):
+            pass
+        with pytest.raises(ArgumentError, match="world = 3: must be a World"):
+            mk.trace(3)  # type: ignore[arg-type]
+
+    launch(rank, ranks=1, target="cpu", heap_bytes=1 << 22)
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0])

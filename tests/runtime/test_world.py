@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkernel.errors import AbortedError, ArgumentError, MismatchError
+from mkernel.errors import AbortedError, ArgumentError, Error, MismatchError
 from mkernel.runtime import current
 from mkernel.runtime.init import join
 from mkernel.runtime.opening.memory import HEAP_BYTES
@@ -148,6 +148,58 @@ def test_disagreeing_sizes() -> None:
     with pytest.raises(MismatchError, match="an array of 20 bytes") as caught:
         ranks(lambda w: w.empty(5 + (w.rank == 1), "float32"))
     assert "24 bytes" in str(caught.value)
+
+
+@pytest.mark.parametrize("grow", [lambda w: w.heap.reserve(4096), lambda w: w.heap.allocate(4096)], ids=["workspace", "staging"])
+def test_heaps_that_have_come_apart(grow: Any) -> None:
+    """Arrays would lie at other offsets: whatever made the ranks differ, nobody is given one."""
+
+    def use(w: World) -> None:
+        w.empty(5, "float32")
+        if w.rank == 1:
+            grow(w)
+        w.empty(5, "float32")
+
+    with pytest.raises(MismatchError, match=r"an array of 20 bytes: .*on a heap with .* of workspace"):
+        ranks(use)
+
+
+def test_a_call_between_the_last_word_of_close_and_the_end() -> None:
+    """It finds the world closed: what it needs is no longer there."""
+
+    def use(w: World) -> list[str]:
+        call(w)
+        lock, said, depth = w.lock, list[str](), 0
+
+        def late() -> None:
+            with pytest.raises(Error) as caught:
+                call(w)
+            said.append(str(caught.value))
+
+        class Lock:
+            """When ``close`` gives it away, another thread calls at once."""
+
+            def __enter__(self) -> None:
+                nonlocal depth
+                lock.acquire()
+                depth += 1
+
+            def __exit__(self, *exc: object) -> None:
+                nonlocal depth
+                depth -= 1
+                lock.release()
+                if depth == 0 and not said:
+                    said.append("")
+                    thread = threading.Thread(target=late)
+                    thread.start()
+                    thread.join()
+
+        w.lock = Lock()  # type: ignore[assignment]
+        w.close()
+        w.lock = lock
+        return said
+
+    assert ranks(use, 1) == [["", "the world is closed: mk.init() makes a new one"]]
 
 
 @pytest.mark.parametrize(("shape", "dtype", "argument"), [((2, -1), "int8", "shape"), (3, "float7", "dtype"), (3, object, "dtype")])

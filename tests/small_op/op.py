@@ -10,7 +10,7 @@ import numpy as np
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_aligned, check_apart, check_extents, check_matrix, check_writable, row_stride
+from mkernel.ops.arguments import check_aligned, check_extents, check_matrix, check_writable, row_stride
 from mkernel.ops.call import call
 from mkernel.ops.op import Instance, Op, ResultSpec, register
 from tests.small_op.plan import ITEM, OP_NAME, PARAMETER_BYTES, AllGatherRowsPlan, AllGatherRowsProblem, make_plan
@@ -139,7 +139,6 @@ class AllGatherRows(Op[AllGatherRowsProblem]):
         check_aligned("out.rows", rows)
         if row_stride("out.rows", rows) != instance.problem.columns * ITEM or (offsets.shape[0] > 1 and offsets.strides != (4,)):
             raise ArgumentError("out.strides", (rows.strides, offsets.strides), "both arrays must be contiguous")
-        check_apart("out.rows", rows, {"x": operands[0]})
 
     def bind(
         self,

@@ -8,6 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from mkernel import abi
+from mkernel.errors import ArgumentError
 from mkernel.runtime.opening.engine import Network
 from mkernel.runtime.ranks.connect import CONNECT_SECONDS
 
@@ -35,7 +36,10 @@ class Memory:
 def open_memory(backend: Backend, heap_bytes: int, topology: Topology, rank: int, network: Network, undo: contextlib.ExitStack) -> Memory:
     """Allocate a rank's memory. ``undo`` frees it if a later step fails."""
     shape = (topology.local_rank(rank), topology.ranks_per_node)
-    data = backend.segment(heap_bytes, *shape)
+    try:
+        data = backend.segment(heap_bytes, *shape)
+    except OSError as error:
+        raise ArgumentError("heap_bytes", heap_bytes, f"cannot be had: {error}", "ask for less") from error
     undo.callback(data.close)
     # Only engines want flags in host memory. Packets are sent inside a node only, so that flags in host memory need no room for them.
     host = network.host_signals
