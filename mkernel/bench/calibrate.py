@@ -11,10 +11,9 @@ from pathlib import Path
 from mkernel import env
 from mkernel.bench import command
 from mkernel.bench.baselines import ASYNC_TP, NCCL, ONE_SHOT, TWO_SHOT
-from mkernel.bench.model_error import Measured, error_table, fit, measured
+from mkernel.bench.model_error import Measured, error_table, fit, measured_in
 from mkernel.bench.report import ALONE, SOLO, TUNED, Report
-from mkernel.errors import ArgumentError
-from mkernel.planner.machine import Machine, machine_named, machine_of, save
+from mkernel.planner.machine import Machine, machine_of, save
 from mkernel.tools.output import require_writable
 from mkernel.tools.table import format_table
 
@@ -48,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if there is a description, or nothing to measure it with, which is said."""
+    """Exit status 0 if a description was saved. Without a GPU this says what would be measured."""
     options = _parser().parse_args(argv)
     out: Path = options.out or env.CACHE_DIR.get() / "machine.json"
     require_writable("--out", out, parents=True)
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  calls between GPUs: {', '.join((*_OF_SEVERAL, *_LINK, *_PAIR))}")
         print(f"  never: {_NOT_MEASURED}")
         print("`--from FOLDER` fits the same to reports of `mkernel bench`; the cost model assumes an H200 meanwhile.")
-        return 0
+        return 1
     with tempfile.TemporaryDirectory(prefix="mkernel-calibrate-") as folder:
         for op, shapes in (("gemm", _PRODUCTS), *(_CALLS.items() if gpus > 1 else ())):
             words = [op, "--shapes", shapes, "--samples", str(_SAMPLES), "--cooldown", str(_COOLDOWN_MS), "--timeout", str(options.timeout)]
@@ -74,12 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fitted(folder: Path, start: str | None, out: Path) -> int:
     """Fit a description to the reports of a folder, save it and say what changed. Raises ArgumentError where there is none."""
-    rows = measured(folder) if folder.is_dir() else []
-    if not rows:
-        raise ArgumentError("--from", folder, "holds no report of `mkernel bench` with times")
+    rows = measured_in("--from", folder)
     reports = [Report.from_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     device = str(reports[0].machine.get("name", ""))
-    before = machine_named(start) if start else machine_of(device)
+    before = command.machine_option(start) if start else machine_of(device)
     names = told(rows)
     after = fit(rows, before, names)
     remarks = {

@@ -22,10 +22,14 @@ from mkernel.bench.baselines import ASYNC_TP, NCCL, ONE_SHOT, TWO_SHOT
 from mkernel.bench.cases import Case, Op, ops
 from mkernel.bench.cases.base import LAYOUTS
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
+from mkernel.bench.routings import KINDS
+from mkernel.bench.routings import MODELS as MOE_MODELS
+from mkernel.bench.shapes import MODELS
 from mkernel.bench.stats import NETWORK_GB_PER_S
 from mkernel.bench.summary import plot, summarize
 from mkernel.bench.timing import COOLDOWN_MS, LONGEST_COOLDOWN_MS
 from mkernel.errors import ArgumentError
+from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.reduce import ALGORITHMS, PARTIALS
 from mkernel.planner.split import COMMUNICATION_ROLES
 from mkernel.planner.topology import Topology
@@ -36,7 +40,21 @@ from mkernel.tools.output import require_writable
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["Asked", "gpus", "main", "open_world", "parse_split", "parse_world", "problem_arguments", "rank_arguments", "require_gpus"]
+__all__ = [
+    "WORLD",
+    "Asked",
+    "gpus",
+    "machine_option",
+    "main",
+    "open_world",
+    "parse_split",
+    "parse_world",
+    "problem_arguments",
+    "rank_arguments",
+    "require_gpus",
+]
+
+WORLD = "NODESxRANKS, or a number: one node of so many ranks"
 
 _ROLES = ("compute", *COMMUNICATION_ROLES)
 _RESULTS = Path("docs") / "benchmarks"
@@ -68,24 +86,39 @@ def parse_world(text: str) -> Topology:
         nodes, ranks = numbers if len(numbers) == 2 else (1, *numbers)
         return Topology(nodes * ranks, ranks)
     except ValueError:
-        raise ArgumentError("--world", repr(text), "must be NODESxRANKS", "for example 1x4 or 2x2") from None
+        raise ArgumentError("--world", repr(text), f"must be {WORLD}", "for example 1x4, 2x2 or 4") from None
+
+
+def machine_option(text: str | None, sms: int | None = None) -> Machine:
+    """The description that ``--machine`` names, else ``MKERNEL_MACHINE``. Raises ArgumentError, which names whichever was wrong."""
+    try:
+        return machine_named(text or env.MACHINE.get(), sms)
+    except ArgumentError as error:
+        name = "--machine" if text else error.argument
+        raise ArgumentError(name, error.value, error.rule, "`mkernel calibrate` writes such a file") from None
 
 
 def problem_arguments(parser: argparse.ArgumentParser, ops: Collection[str]) -> None:
     """Add the options that say what runs on which world; ``Asked`` reads them."""
     parser.add_argument("op", nargs="?", choices=ops, metavar="OP", default="allgather_gemm", help="one of " + ", ".join(ops))
     shapes = "comma-separated: S, MxNxK (allgather_gemm: N of one rank; the reductions: K of all ranks), random:N:SEED, MODEL:tpR with "
-    shapes += "MODEL llama-70b, qwen2.5-7b, deepseek-v3 or mixtral and R ranks, for gemm_allreduce also large, small; "
-    shapes += "of MoE T, T:MODEL:ROUTING, TxHxFxExK:ROUTING, random:N:SEED, decode, models, routings; "
+    shapes += f"MODEL {_one_of(MODELS)} and R ranks, for gemm_allreduce also large, small; "
+    shapes += f"of MoE T, T:MODEL:ROUTING with MODEL {_one_of(MOE_MODELS)} and ROUTING {_one_of(KINDS)}, "
+    shapes += "TxHxFxExK:ROUTING, random:N:SEED, decode, models, routings; "
     shapes += "of ring_attention BxHqxHkvxSxD (c after it: causal), causal, gqa, long, random:N:SEED "
     shapes += "(default: all of the op's)"
     parser.add_argument("--shapes", help=shapes)
-    parser.add_argument("--world", help="NODESxRANKS (default: one node with all GPUs; 2x2: emulated network)")
+    parser.add_argument("--world", help=f"{WORLD} (default: one node with all GPUs; 2x2: emulated network)")
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     parser.add_argument("--partials", choices=PARTIALS, help="what partial tiles travel as (default: the output's dtype)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="of gemm_allreduce (default: by world and size)")
     layouts = "of the GEMM ops: row-major (K, N), or the transpose view of an (N, K) array, as weights of torch's linear layers are passed"
     parser.add_argument("--b", choices=LAYOUTS, help=f"{layouts} (default: {LAYOUTS[0]})")
+
+
+def _one_of(names: Collection[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 def rank_arguments(parser: argparse.ArgumentParser) -> None:

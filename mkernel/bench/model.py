@@ -15,13 +15,13 @@ from typing import Any
 from mkernel import env
 from mkernel.bench.cases import Case, ops
 from mkernel.bench.classes import describe_classes
-from mkernel.bench.command import Asked, parse_split, parse_world, problem_arguments
-from mkernel.bench.model_error import error_rows, error_table, measured
+from mkernel.bench.command import Asked, machine_option, parse_split, parse_world, problem_arguments
+from mkernel.bench.model_error import error_rows, error_table, measured_in
 from mkernel.bench.published import published_table
 from mkernel.bench.scale import SCALED, scale_table, switch_table
 from mkernel.errors import ArgumentError
 from mkernel.planner.choice import ranked
-from mkernel.planner.machine import FABRIC, PYTHON_PUT, RDMA, Machine, machine_named
+from mkernel.planner.machine import FABRIC, PYTHON_PUT, RDMA, Machine
 from mkernel.planner.prediction import BATCH, RESOURCES, Prediction
 from mkernel.planner.reduce import ALLREDUCE
 from mkernel.planner.specialize import parse
@@ -126,9 +126,7 @@ def _on(machine: Machine, case: Case) -> Case:
 def _instead(options: argparse.Namespace, machine: Machine) -> str | None:
     """What is asked for in place of plans, if anything. Raises ArgumentError."""
     if options.error is not None:
-        rows = measured(options.error)
-        asked = machine if options.machine or env.MACHINE.is_set() else None
-        return error_rows([row for row in rows if row.world == options.world], asked) if options.world else error_table(rows, asked)
+        return _errors(options, machine if options.machine or env.MACHINE.is_set() else None)
     if options.published is not None:
         return f"{published_table(options.published, machine)}\n\n{_in_words(machine)}"
     if options.scale is None:
@@ -142,9 +140,23 @@ def _instead(options: argparse.Namespace, machine: Machine) -> str | None:
     return "\n\n".join([*tables, _in_words(machine)])
 
 
+def _errors(options: argparse.Namespace, asked: Machine | None) -> str:
+    """What ``--error`` asks for: of one world each row, else a table. Raises ArgumentError where there is nothing to compare with."""
+    rows = measured_in("--error", options.error)
+    if not options.world:
+        return error_table(rows, asked)
+    world = parse_world(options.world)
+    name = f"{world.num_nodes}x{world.ranks_per_node}"
+    chosen = [row for row in rows if row.world == name]
+    if not chosen:
+        known = ", ".join(sorted({row.world for row in rows}))
+        raise ArgumentError("--world", options.world, f"no report in {options.error} is of it", f"there are {known}")
+    return error_rows(chosen, asked)
+
+
 def machine_of(options: argparse.Namespace) -> Machine:
     """The machine that the options describe. Raises ArgumentError."""
-    machine = machine_named(options.machine or env.MACHINE.get(), options.sms)
+    machine = machine_option(options.machine, options.sms)
     paced, latency = env.EMULATED_GBPS.get(), env.EMULATED_LATENCY_US.get()
     switches: dict[str, Any] = {"oversubscription": options.oversubscription, "leaf_nodes": options.leaf_nodes}
     if options.engine and options.nics is None:

@@ -11,13 +11,14 @@ from mkernel.bench.cases import Case, ops
 from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.report import FUSED, MODES, SOLO, Report
 from mkernel.bench.stats import quantile
+from mkernel.errors import ArgumentError
 from mkernel.planner.machine import Machine, changed, machine_of, network_of
 from mkernel.planner.prediction import ALONE, BATCH, Conditions
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from mkernel.tools.table import format_table
 
-__all__ = ["FITTED", "Measured", "error_rows", "error_table", "fit", "held_out", "measured", "quantiles"]
+__all__ = ["FITTED", "Measured", "error_rows", "error_table", "fit", "held_out", "measured", "measured_in", "quantiles"]
 
 # What ``fit`` changes: constants that no measurement of their own has told.
 FITTED = ("sm_flops", "slow_octave", "warm", "sm_load", "start", "start_hot", "start_early", "tile", "entry", "flag", "beside")
@@ -25,6 +26,7 @@ _TRUST = 0.5  # how far, as a logarithm, a constant may go from what it was befo
 _FACTORS = (0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25)
 _ROUNDS = 12
 _NEAR = 0.15
+_REMEDY = "`mkernel bench OP --out FOLDER/OP.json` writes one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +60,34 @@ class Measured:
         return math.log(predicted.seconds * 1e3 / self.ms)
 
 
+def measured_in(option: str, folder: Path) -> list[Measured]:
+    """``measured`` of a folder that an option names.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such folder, it holds a file that is no report, or no times.
+    """
+    try:
+        rows = measured(folder) if folder.is_dir() else []
+    except (OSError, ValueError) as error:
+        raise ArgumentError(option, folder, f"must hold reports of `mkernel bench` only: {error}", _REMEDY) from None
+    if not rows:
+        raise ArgumentError(option, folder, "holds no report of `mkernel bench` with times", _REMEDY)
+    return rows
+
+
 def measured(folder: Path) -> list[Measured]:
-    """Every time of mkernel's untuned calls in the reports of a folder: of the op, and of its local product in a world of one."""
+    """Every time of mkernel's untuned calls in the reports of a folder: of the op, and of its local product in a world of one.
+
+    Raises ValueError where a file is no report.
+    """
     found: dict[tuple[str, ...], Measured] = {}
     for path in sorted(folder.glob("*.json")):
-        report = Report.from_json(path.read_text(encoding="utf-8"))
+        try:
+            report = Report.from_json(path.read_text(encoding="utf-8"))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path.name} is none ({error})") from None
         topology = Topology(report.world["ranks"], report.world["ranks_per_node"])
         machine = machine_of(str(report.machine.get("name", "")))
         network = str(report.settings.get("network") or "")

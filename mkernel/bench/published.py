@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mkernel.bench.cases import ops
 from mkernel.bench.command import parse_world
 from mkernel.bench.scale import moe_plans
+from mkernel.errors import ArgumentError
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import BATCH
@@ -62,8 +63,8 @@ class Published:
 
 
 def published(path: Path, machine: Machine) -> dict[str, list[Published]]:
-    """The times of a file, by op, in the order of sizes."""
-    raw: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    """The times of a file, by op, in the order of sizes. Raises ArgumentError where it has none."""
+    raw = _read(path)
     world = parse_world(raw["world"])
     found: dict[str, list[Published]] = {}
     plan: Any
@@ -77,6 +78,18 @@ def published(path: Path, machine: Machine) -> dict[str, list[Published]]:
                 plan = ops()[op].case(label, world, raw["dtype"]).plan(machine.sms)
             found.setdefault(op, []).append(Published(op, label, ms, plan, tokens))
     return found
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        problem = "" if isinstance(raw, dict) and raw.keys() >= {"world", "dtype", "ms"} else "it has no world, dtype and ms"
+    except (OSError, ValueError) as error:
+        problem = (isinstance(error, OSError) and error.strerror) or str(error)
+    if problem:
+        rule = f"must be a JSON file of times by op and shape ({problem})"
+        raise ArgumentError("--published", path, rule, "docs/scale/published.json is one")
+    return dict(raw)
 
 
 def fitted(rows: Sequence[Published], machine: Machine) -> Constants:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from mkernel.bench.cases import ops
 from mkernel.bench.command import Asked, open_world, problem_arguments, rank_arguments, require_gpus
 from mkernel.ops.op import names
 from mkernel.runtime import progress
@@ -19,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure how many SMs each role of an op should have, and remember it: for these shapes, this kind of GPU, worlds of "
         "this shape. One rank per GPU.",
     )
-    problem_arguments(parser, names())
+    problem_arguments(parser, [name for name in names() if name in ops()])  # of the ops of mk.tune those that have a bench case
     rank_arguments(parser)
     parser.add_argument("--samples", type=int, default=7, help="batches of calls per split (default 7)")
     parser.add_argument("--no-save", action="store_true", help="only show what is found")

@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 
 from mkernel.errors import Error
+from mkernel.version import VERSION
 
 __all__ = ["main", "whole_parser"]
 
@@ -48,6 +49,7 @@ def whole_parser(commands: Mapping[str, tuple[str, str]]) -> argparse.ArgumentPa
         By name: the module that runs the command, and its line of help.
     """
     parser = argparse.ArgumentParser(prog="mkernel")
+    parser.add_argument("--version", action="version", version=VERSION, help="show the version")
     found = parser.add_subparsers()
     for name, (module, text) in commands.items():
         of_command: argparse.ArgumentParser = importlib.import_module(_PARSERS.get(name, module))._parser()

@@ -48,6 +48,7 @@ class Result:
     outcomes: list[list[Outcome]]  # by case, then rank
     picture: str  # SVG, empty if there is none
     problem: str  # what went wrong, apart from wrong results
+    is_late: bool = False  # the problem: the ranks did not end within --timeout
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,14 +63,15 @@ def main(argv: Sequence[str]) -> int:
     )
     began = time.monotonic()
     rows: list[list[str]] = []
-    picture, wrong = "", 0
+    picture, wrong, late = "", False, False
     groups = _groups(options.target)
     for group in groups:
         print(f"world {group.name}, target {group.target}: starting", flush=True)
         result = _run(group, options)
         if result.problem:
             print(f"mkernel demo: world {group.name}, target {group.target}: {result.problem}", file=sys.stderr)
-        wrong += bool(result.problem) + sum(not outcome.right for by_rank in result.outcomes for outcome in by_rank)
+        late = late or result.is_late
+        wrong = wrong or bool(result.problem and not result.is_late) or not all(one.right for by_rank in result.outcomes for one in by_rank)
         rows += [_row(group, by_rank) for by_rank in result.outcomes]
         picture = picture or result.picture
     print("\n" + format_table(["op", "dtype", "size", "world", "target", "error/bound", "ms", "result"], rows))
@@ -77,8 +79,16 @@ def main(argv: Sequence[str]) -> int:
         print("\nTarget cpu emulates the GPU thread by thread: it shows that results are right, not how fast a GPU is.")
     if picture:
         _save(picture, options.picture)
-    print(f"{time.monotonic() - began:.0f} s; " + ("WRONG: see above" if wrong else "all results are right"))
-    return 1 if wrong else 0
+    print(f"{time.monotonic() - began:.0f} s; {_verdict(wrong, options.timeout if late else None)}")
+    return 1 if wrong or late else 0
+
+
+def _verdict(wrong: bool, limit: float | None) -> str:
+    """The last line; ``limit``: the seconds that a world reached, if any did."""
+    found = ["WRONG: see above"] if wrong else []
+    if limit is not None:
+        found.append(f"NOT FINISHED within the time limit of {limit:g} s: --timeout SECONDS raises it")
+    return "; ".join(found) or "all results are right"
 
 
 def _save(picture: str, path: str) -> None:
@@ -96,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--picture", default="mkernel-demo.svg", help="SVG to write (%(default)s)")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: fresh, printed)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds before a world that hangs is ended (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a world is ended, finished or not (%(default)s)")
     parser.add_argument("--launcher", choices=("auto", "mpi", "processes"), default="auto", help="how ranks are started (%(default)s)")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)  # this process is a rank
     parser.add_argument("--ranks-per-node", type=int, help=argparse.SUPPRESS)
@@ -133,7 +143,7 @@ def _run(group: Group, options: argparse.Namespace) -> Result:
         arguments += ["--ranks-per-node", str(group.ranks_per_node), "--seed", str(options.seed)]
         threads = str(max(1, (os.cpu_count() or 1) // group.ranks))
         environment = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads)  # for the reference
-        problem = ""
+        problem, is_late = "", False
         try:
             with progress.relayed(f"world {group.name}, target {group.target}") as output:
                 status = launcher.run(
@@ -141,14 +151,14 @@ def _run(group: Group, options: argparse.Namespace) -> Result:
                 )
             problem = f"a rank ended with status {status}" if status else ""
         except launcher.LauncherError as error:
-            problem = str(error)
+            problem, is_late = str(error), isinstance(error, launcher.TimeLimitError)
         reports = [demo_rank.read_report(folder, rank) for rank in range(group.ranks)]
         picture = folder / demo_rank.PICTURE
         drawn = picture.read_text(encoding="utf-8") if picture.exists() else ""
     reported, expected = min(map(len, reports)), len(demo_rank.cases(group.target, group.ranks))
     if not problem and reported != expected:
         problem = f"{reported} of {expected} cases reported"
-    return Result([[report[i] for report in reports] for i in range(reported)], drawn, problem)
+    return Result([[report[i] for report in reports] for i in range(reported)], drawn, problem, is_late)
 
 
 def _row(group: Group, outcomes: Sequence[Outcome]) -> list[str]:

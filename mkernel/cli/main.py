@@ -11,6 +11,7 @@ from typing import cast
 
 from mkernel import env
 from mkernel.errors import Error
+from mkernel.version import VERSION
 
 __all__ = ["COMMANDS", "main"]
 
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="\n".join(["commands:", *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"mkernel {VERSION}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of " + ", ".join(COMMANDS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `mkernel COMMAND --help`")
     return parser
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mkernel {options.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"mkernel {options.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `mkernel doctor | head`: nobody reads on; keep the interpreter's own flush quiet
         sys.stdout = None

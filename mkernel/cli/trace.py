@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mkernel.bench.cases import ops
-from mkernel.bench.command import parse_split, parse_world
+from mkernel.bench.command import WORLD, parse_split, parse_world
 from mkernel.errors import ArgumentError
 from mkernel.tools.output import require_writable
 
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mkernel trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("op", choices=list(ops()), metavar="OP", help="one of " + ", ".join(ops()))
     parser.add_argument("--shapes", help="one shape, as of `mkernel bench` (default: the smallest of `mkernel demo`)")
-    parser.add_argument("--world", help="NODESxRANKS on this machine (default: all GPUs, or 1x4)")
+    parser.add_argument("--world", help=f"{WORLD}, on this machine (default: all GPUs, or 1x4)")
     parser.add_argument("--target", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--split", help="SMs per role, e.g. compute=120,intra_comm=12 (default: mkernel's choice)")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if options.calls < 1:
         raise ArgumentError("--calls", options.calls, "must be at least 1")
     op, target = ops()[options.op], _target(options.target)
-    topology = parse_world(options.world or f"1x{_gpus() if target == 'cuda' else _RANKS}")
+    topology = parse_world(options.world or f"1x{_gpus()[0] if target == 'cuda' else _RANKS}")
     if not 0 <= options.rank < topology.size:
         raise ArgumentError("--rank", options.rank, f"must be one of the {topology.size} ranks")
     shape = options.shapes or (list(op.demo_sizes(target, topology.size)) or list(op.sizes))[0]
@@ -75,13 +75,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _target(target: str) -> str:
-    return target if target != "auto" else "cuda" if _gpus() else "cpu"
+    """The target that runs. Raises ArgumentError where GPUs are asked for and none is there."""
+    gpus, problem = _gpus()
+    if target == "cuda" and not gpus:
+        raise ArgumentError("--target", target, problem or "there is no GPU with compute capability 9.0", "see `python -m mkernel doctor`")
+    return target if target != "auto" else "cuda" if gpus else "cpu"
 
 
-def _gpus() -> int:
+def _gpus() -> tuple[int, str]:
+    """How many GPUs here run kernels, and what is wrong with those that are there."""
     from mkernel.runtime.opening.target import gpus_here
 
-    return sum(gpu.capability == (9, 0) for gpu in gpus_here()[0])
+    gpus, problem, _ = gpus_here()
+    return sum(gpu.capability == (9, 0) for gpu in gpus), problem
 
 
 def _traced(world: World, op: str, size: str, dtype: str, split: dict[str, int] | None, calls: int, seed: int) -> Trace:

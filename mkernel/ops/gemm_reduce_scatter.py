@@ -85,7 +85,7 @@ def gemm_reduce_scatter(
 
     The algorithm: a reduce-scatter by direct exchange, tile by tile. A rank computes the tiles of others first and stores each straight
     into its owner's heap; the owner adds them to its own product, a group of tiles later. Across nodes each node sends one sum
-    (kernels_src/reduce). Up to 8 MiB of products inside a node of at most 8 ranks travel in packets, each word its own flag
+    (kernels_src/reduce). Up to 4 MiB of products inside a node of at most 8 ranks travel in packets, each word its own flag
     (gemm_reduce_scatter_packets.cuh).
     """
     result: Array = call(OP, (a, b), (partials,), world=world, out=out, split=split, stream=stream)

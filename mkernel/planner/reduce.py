@@ -68,7 +68,7 @@ _IN_TIME = 0.45  # of the time that multiplying takes: when so many CTAs could h
 _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
 # Bytes of the result of all ranks up to which packets are faster (docs/speed_log.md): owners' tiles overlap with what is sent.
-_PACKET_VALUES = {REDUCE_SCATTER: 4 << 20, ALLREDUCE: 8 << 20}
+_PACKET_BYTES = {REDUCE_SCATTER: 4 << 20, ALLREDUCE: 8 << 20}
 
 
 def make_plan(
@@ -275,7 +275,7 @@ def may_be_packed(problem: ReduceProblem) -> bool:
 def are_few(problem: ReduceProblem, rows: int) -> bool:
     """Whether values may travel in packets, and are so few that these are faster; ``rows``: of a rank's result."""
     ranks = problem.topology.size if problem.op == REDUCE_SCATTER else 1
-    return may_be_packed(problem) and rows * ranks * problem.n * 2 <= _PACKET_VALUES[problem.op]
+    return may_be_packed(problem) and rows * ranks * problem.n * 2 <= _PACKET_BYTES[problem.op]
 
 
 def fits_packets(plan: ReducePlan) -> bool:

@@ -23,7 +23,7 @@ from mkernel.proxy.spawn import without_launcher
 from mkernel.runtime.ranks import rendezvous
 from mkernel.runtime.ranks.choice import launcher_size, under_mpi
 
-__all__ = ["LauncherError", "find_mpirun", "is_rank", "launched_size", "mpi_flavour", "run"]
+__all__ = ["LauncherError", "TimeLimitError", "find_mpirun", "is_rank", "launched_size", "mpi_flavour", "run"]
 
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 GRACE_SECONDS = 10.0
@@ -32,6 +32,10 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 class LauncherError(Error):
     """Ranks could not be started, or did not end in time."""
+
+
+class TimeLimitError(LauncherError):
+    """Ranks did not end in time."""
 
 
 def is_rank() -> bool:
@@ -93,7 +97,9 @@ def run(
     Raises
     ------
     LauncherError
-        There is no mpirun with mpi4py and ``kind`` is ``"mpi"``, or the ranks ran past ``timeout``.
+        There is no mpirun with mpi4py and ``kind`` is ``"mpi"``.
+    TimeLimitError
+        The ranks ran past ``timeout``.
     """
     command = [sys.executable, *arguments]
     variables = {**os.environ, **(environment or {})}
@@ -147,7 +153,7 @@ def _supervise(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], outp
                 if caught:
                     raise SystemExit(128 + caught[0])
                 if now > deadline:
-                    raise LauncherError(f"the ranks did not end within {timeout:.0f} s")
+                    raise TimeLimitError(f"the ranks did not end within {timeout:.0f} s")
                 if failed_at is None and any(process.poll() for process in processes):
                     failed_at = now
                 if failed_at is not None and now > failed_at + grace:
@@ -155,6 +161,9 @@ def _supervise(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], outp
                 time.sleep(0.05)
             return next((abs(process.returncode) for process in processes if process.returncode), 0)
         finally:
+            for process in processes:  # all of them before any is waited for: else the others report that it has gone
+                if process.poll() is None:
+                    _signal(process, signal.SIGTERM)
             for process in processes:
                 _end(process)
 
@@ -182,12 +191,10 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its session: SIGTERM first, so that mpirun can end its ranks; then, or when interrupted, SIGKILL."""
+    """End a process that has got SIGTERM, so that mpirun could end its ranks, and its session: later, or when interrupted, by SIGKILL."""
     try:
-        if process.poll() is None:
-            _signal(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
     finally:
         _signal(process, signal.SIGKILL)
     process.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mkernel.bench import command, main
+from mkernel.bench import command, main, routings, shapes
 from mkernel.bench.report import FUSED, SOLO, Report
 from mkernel.bench.timing import COOLDOWN_MS, LONGEST_COOLDOWN_MS
 from mkernel.errors import ArgumentError
@@ -93,6 +93,12 @@ def test_world_and_split_are_parsed() -> None:
     for text in ("", "compute", "compute=x", "comput=3", "compute=-1"):
         with pytest.raises(ArgumentError, match="split"):
             command.parse_split(text)
+
+
+def test_the_help_names_every_model_and_routing_and_both_ways_to_name_a_world() -> None:
+    told = " ".join(command._parser().format_help().split())
+    assert all(name in told for name in (*shapes.MODELS, *routings.MODELS, *routings.KINDS))
+    assert command.WORLD in told
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 
 from mkernel import env
+from mkernel.bench import command as bench_command
+from mkernel.bench.cases import ops
 from mkernel.cli import cache, doctor
 from mkernel.cli.main import COMMANDS, main
 from mkernel.errors import Error
+from mkernel.ops.op import names
 from mkernel.tools import launcher
 from mkernel.tools.table import format_table
+from mkernel.version import VERSION
 
 
 # ---- dispatch
@@ -57,6 +61,59 @@ def test_module_is_a_program() -> None:
     result = subprocess.run([sys.executable, "-m", "mkernel", "cache", "show"], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(os.environ["MKERNEL_CACHE_DIR"])
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"mkernel {VERSION}\n"
+
+
+# ---- ops
+SMALLEST = {"allgather_gemm": "8x8x8", "gemm": "8x8x8", "ring_attention": "1x1x1x128x64"}
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("op", [*names(), "moe_layer", "gemm", "none"])
+@pytest.mark.parametrize("command", ["bench", "tune", "model", "trace"])
+def test_every_op_is_taken_or_refused_in_words(
+    command: str, op: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is taken, ranks are started; here they are not."""
+
+    def launch(*_: Any, **__: Any) -> Any:
+        raise Error("no ranks here")
+
+    monkeypatch.setattr(bench_command, "gpus", lambda: 2)
+    monkeypatch.setattr(launcher, "run", lambda *_, **__: 0)
+    monkeypatch.setattr("mkernel.launch", launch)
+    shapes = SMALLEST.get(op, "16" if op.startswith("moe") else "16x16x16")
+    world = "1x1" if op == "gemm" else "1x2"
+    try:
+        status = main([command, op, "--shapes", shapes, "--world", world, *(["--target", "cpu"] if command == "trace" else [])])
+    except SystemExit as end:
+        status = int(str(end.code))
+    said = capsys.readouterr()
+    taken = ops().keys() & names() if command == "tune" else ops().keys()
+    if op not in taken:
+        assert status == 2
+        assert f"invalid choice: '{op}'" in said.err
+    elif command == "trace":
+        assert said.err == "mkernel trace: Error: no ranks here\n"
+    else:
+        assert (status, said.err) == (0, "")
+
+
+@pytest.mark.parametrize("more", [[], ["--world", "1x2"]])
+def test_a_trace_on_gpus_where_none_is_says_so(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for problem in ("", "the GPU driver fails: 999"):
+        monkeypatch.setattr("mkernel.runtime.opening.target.gpus_here", lambda problem=problem: ((), problem, None))
+        assert main(["trace", "allgather_gemm", "--target", "cuda", *more]) == 1
+        rule = problem or "there is no GPU with compute capability 9.0"
+        assert capsys.readouterr().err == f"mkernel trace: ArgumentError: --target = cuda: {rule} (see `python -m mkernel doctor`)\n"
 
 
 # ---- tables

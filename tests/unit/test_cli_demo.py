@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -257,12 +258,40 @@ def test_a_rank_that_fails_at_the_end_fails_the_demo(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_hang_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*_: Any, **__: Any) -> int:
-        raise launcher.LauncherError("the ranks did not end within 1 s")
+    reported = _reports(0.5, cases=2)
+
+    def run(*arguments: Any, **options: Any) -> int:
+        reported(*arguments, **options)
+        raise launcher.TimeLimitError("the ranks did not end within 7 s")
+
+    monkeypatch.setattr(launcher, "run", run)
+    assert main(["demo", "--target", "cpu", "--timeout", "7"]) == 1
+    said = capsys.readouterr()
+    assert "did not end" in said.err
+    assert said.out.splitlines()[-1].endswith("; NOT FINISHED within the time limit of 7 s: --timeout SECONDS raises it")
+    assert "WRONG" not in said.out, "what was checked is right"
+    assert sum(line.endswith("right") for line in said.out.splitlines()) == 2
+
+
+def test_ranks_that_are_wrong_and_hang_are_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reported = _reports(2.0, cases=2)
+
+    def run(*arguments: Any, **options: Any) -> int:
+        reported(*arguments, **options)
+        raise launcher.TimeLimitError("the ranks did not end within 7 s")
 
     monkeypatch.setattr(launcher, "run", run)
     assert main(["demo", "--target", "cpu"]) == 1
-    assert "did not end" in capsys.readouterr().err
+    assert re.search(r"WRONG: see above; NOT FINISHED .* 300 s", capsys.readouterr().out)
+
+
+def test_a_demo_that_is_interrupted_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*_: Any, **__: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "run", run)
+    assert main(["demo", "--target", "cpu"]) == 130
+    assert capsys.readouterr().err == "mkernel demo: interrupted\n"
 
 
 def test_worlds_by_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from mkernel import env
 from mkernel.bench import classes, model
 from mkernel.bench.cases import ops
+from mkernel.bench.model_error import Measured
 from mkernel.errors import ArgumentError
 from mkernel.ops.op import BUILT_IN, find
 from mkernel.planner.machine import H200
+from mkernel.planner.prediction import ALONE
 from mkernel.planner.topology import Topology
 
 
@@ -90,6 +93,39 @@ def test_a_network_that_sms_play_is_quicker_and_leaves_fewer_sms(capsys: pytest.
 def test_wrong_machines_are_refused(wrong: str) -> None:
     with pytest.raises(ArgumentError):
         model.main(["allgather_gemm", "--world", "1x4", "--shapes", "8192", *wrong.split()])
+
+
+def test_a_machine_that_is_none_is_blamed_on_what_named_it() -> None:
+    with pytest.raises(ArgumentError, match=r"^--machine = a100: must be .*`mkernel calibrate` writes such a file"):
+        model.main(["allgather_gemm", "--machine", "a100"])
+    with env.override(MKERNEL_MACHINE="a100"), pytest.raises(ArgumentError, match=r"^MKERNEL_MACHINE = a100: must be"):
+        model.main(["allgather_gemm"])
+    with env.override(MKERNEL_MACHINE="a100"):
+        assert model.main(["gemm", "--shapes", "64x64x64", "--machine", "h100"]) == 0
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    """The message names the option, and what would do."""
+    with pytest.raises(ArgumentError, match=r"--published = .*No such file.*docs/scale/published.json"):
+        model.main(["--published", str(tmp_path / "none.json")])
+    with pytest.raises(ArgumentError, match=r"--error = .*holds no report of `mkernel bench`.*--out"):
+        model.main(["--error", str(tmp_path / "none")])
+    (tmp_path / "else.json").write_text("[1]")
+    with pytest.raises(ArgumentError, match=r"--published = .*no world, dtype and ms"):
+        model.main(["--published", str(tmp_path / "else.json")])
+    with pytest.raises(ArgumentError, match=r"--error = .*else.json is none"):
+        model.main(["--error", str(tmp_path)])
+
+
+def test_the_error_of_a_world_without_reports_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    case = ops()["gemm"].case("64x64x64", Topology(1, 1), "bfloat16")
+    case.machine = H200
+    row = Measured("gemm", "1x1", "64x64x64", "isolated", 1.0, case, ALONE)
+    monkeypatch.setattr(model, "measured_in", lambda option, folder: [row])
+    with pytest.raises(ArgumentError, match=r"--world = 1x3: no report .* \(there are 1x1\)"):
+        model.main(["gemm", "--error", "reports", "--world", "1x3"])
+    assert model.main(["gemm", "--error", "reports", "--world", "1"]) == 0
+    assert "64x64x64" in capsys.readouterr().out
 
 
 def test_a_comparison_lists_where_the_model_would_choose_otherwise(capsys: pytest.CaptureFixture[str]) -> None:

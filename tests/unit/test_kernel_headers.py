@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -43,6 +44,27 @@ def test_no_op_includes_another() -> None:
     ops = {header for header in HEADERS if header.parent.name == "ops"}
     assert len(ops) > 4
     assert [op for op in ops if ops & set(included(op))] == []
+
+
+def told_headers() -> list[list[Path]]:
+    """The headers that each row of the table in docs/architecture.md names."""
+    page = (KERNELS.parent / "docs" / "architecture.md").read_text()
+    table = page.partition("### `kernels_src`")[2].partition("| Folder | File |")[2].partition("\n\n")[0]
+    rows, folder = [], ""
+    for first, files, *_ in (line.strip("|").split("|") for line in table.splitlines()[2:]):
+        folder = first.strip(" `/") or folder
+        rows.append([Path("" if folder == "top" else folder, name) for name in re.findall(r"`(\w+\.\w+)`", files)])
+    return rows
+
+
+def test_the_table_names_every_header_once_and_those_below_first() -> None:
+    rows = told_headers()
+    assert sorted(itertools.chain(*rows)) == HEADERS
+    above: set[Path] = set()
+    for row in rows:
+        above.update(row)
+        for header in row:
+            assert set(included(header)) <= above, f"{header} includes what is below it in the table"
 
 
 def test_the_digest_of_the_device_code_is_of_all_its_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
