@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_apart, check_extents, check_matrix, check_writable, row_stride
+from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_extents, check_matrix, check_places, check_writable, row_stride
 from mkernel.ops.call import ask, call, named, remember, stream_of
 from mkernel.ops.gemm import GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of, register
@@ -164,8 +164,8 @@ def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: An
             (view, b_view), instance = ask(world, OP, (a, b), ())
             kept = library.view(gathered)
             _check_gathered(kept, instance)
-            others = {"a": view, "b": b_view} | ({} if out is None else {"out": libraries[type(out)].view(out)})
-            check_apart([("gathered", kept)], others.items())
+            c = None if out is None else libraries[type(out)].view(out)
+            check_places(("gathered", "a", "b", "out"), (kept, view, b_view, c), ("gathered",))
             made = executable(world, OP, instance, split, queue)
             copy = remember(world, key, _copying(world, made, view, kept))
         result: Array = call(_KEEPING, (a, b), (True,), world=world, out=out, split=split, stream=stream)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_aligned",
-    "check_apart",
     "check_extents",
-    "check_item_aligned",
     "check_matrix",
     "check_operands",
+    "check_places",
     "check_split",
     "check_writable",
-    "extent_of",
     "layout_of",
     "row_stride",
 ]
@@ -62,24 +60,54 @@ def check_writable(name: str, view: TensorView) -> None:
         raise ArgumentError(name, f"array at {view.address:#x}", "is read-only")
 
 
-def check_apart(written: Iterable[tuple[str, TensorView]], read: Iterable[tuple[str, TensorView]]) -> None:
-    """No byte that a call writes belongs to an array that it, or another rank, may still read then, nor to one that it writes, too."""
-    others = [(name, view, *extent_of(view)) for name, view in read]
-    for name, view in written:
-        begin, end = extent_of(view)
-        for other_name, other, first, last in others:
-            if end <= first or last <= begin:
-                continue
-            if 0 not in (*view.shape, *other.shape) and _may_share(view, other):
-                rule = f"overlaps {other_name}, at {other.address:#x}, which is in use while it is written"
-                raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
-        others.append((name, view, begin, end))
+class _Items(dict[str, int]):
+    """Bytes of an element by dtype: ops from outside mkernel may take other dtypes than its own do."""
+
+    def __missing__(self, dtype: str) -> int:
+        self[dtype] = found = numpy_dtype(dtype).itemsize
+        return found
 
 
-@functools.cache
-def _item_bytes(dtype: str) -> int:
-    """Bytes of an element: ops from outside mkernel may take other dtypes than its own do."""
-    return numpy_dtype(dtype).itemsize
+_ITEMS = _Items()
+
+
+def check_places(names: Sequence[str], views: Sequence[TensorView | None], written: Container[str]) -> None:
+    """Arrays begin with whole elements, and no byte of one that a call writes belongs to another, which may be in use meanwhile.
+
+    ``written``: names of those that the call writes. One function looks at all of them, because each new size of a call comes here.
+    """
+    spans: list[tuple[int, int, str, TensorView]] = []
+    for name, view in zip(names, views, strict=True):
+        if view is None or 0 in view[1]:
+            continue
+        address, shape, strides, dtype, _ = view
+        item = _ITEMS[dtype]
+        if address % item:
+            rule = f"must start at a multiple of {item} bytes, the size of an element"
+            raise ArgumentError(name, f"array at {address:#x}", rule, "copy it into an array of its own")
+        begin, end = address, address + item
+        for number, stride in zip(shape, strides):  # noqa: B905 - as long as each other
+            if stride < 0:
+                begin += (number - 1) * stride
+            else:
+                end += (number - 1) * stride
+        spans += ((begin, end, name, view),)
+    spans.sort()
+    reached = 0
+    for begin, end, _, _ in spans:
+        if begin < reached:
+            _check_apart(spans, written)
+            return
+        if end > reached:
+            reached = end
+
+
+def _check_apart(spans: Sequence[tuple[int, int, str, TensorView]], written: Container[str]) -> None:
+    """Look at the bytes of arrays whose extents, from the first byte to behind the last, have some in common."""
+    for (begin, end, name, view), (first, last, other_name, other) in itertools.permutations(spans, 2):
+        if name in written and begin < last and first < end and _may_share(view, other):
+            rule = f"overlaps {other_name}, at {other.address:#x}, which is in use while it is written"
+            raise ArgumentError(name, f"array at {view.address:#x}", rule, "give it memory of its own")
 
 
 def _may_share(one: TensorView, other: TensorView) -> bool:
@@ -90,24 +118,6 @@ def _may_share(one: TensorView, other: TensorView) -> bool:
         return True
 
 
-def check_item_aligned(name: str, view: TensorView) -> None:
-    """Kernels read and write whole elements."""
-    if view.address % (item := _item_bytes(view.dtype)) and 0 not in view.shape:
-        rule = f"must start at a multiple of {item} bytes, the size of an element"
-        raise ArgumentError(name, f"array at {view.address:#x}", rule, "copy it into an array of its own")
-
-
-def extent_of(view: TensorView) -> tuple[int, int]:
-    """Addresses of the first byte of an array and of the one after its last, if it is not empty."""
-    begin = end = view.address
-    for number, stride in zip(view.shape, view.strides, strict=True):
-        if stride < 0:
-            begin += (number - 1) * stride
-        else:
-            end += (number - 1) * stride
-    return begin, end + _item_bytes(view.dtype)
-
-
 class _Place:
     """What NumPy takes for an array of the same extent. Nobody reads it: the memory may be a GPU's."""
 
@@ -116,7 +126,7 @@ class _Place:
             "data": (view.address, True),
             "shape": view.shape,
             "strides": view.strides,
-            "typestr": f"|V{_item_bytes(view.dtype)}",
+            "typestr": f"|V{_ITEMS[view.dtype]}",
             "version": 3,
         }
 

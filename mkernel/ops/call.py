@@ -175,7 +175,7 @@ def _made(
     asked: tuple[Sequence[Any], Instance[Any]] | None,
 ) -> BoundCall:
     """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` found, if known."""
-    if world.closed:  # maybe since this thread waits for the lock; a call that is known is not launched
+    if world.attention:  # closed, maybe, since this thread waits for the lock; a call that is known is not launched
         world.check()
     libraries = world.backend.libraries
     form_of = op.form_of(keys)

@@ -222,6 +222,10 @@ def moe_dispatch_gemm(
     return result
 
 
+_NAMES = tuple(f"out.{name}" for name in (*Dispatched._fields[:-1], *(f"routing.{name}" for name in Routing._fields[:-1])))
+_UNWEIGHTED_NAMES = tuple(name for name in _NAMES if name != "out.row_weight")
+
+
 class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
     """``mk.moe_dispatch_gemm``."""
 
@@ -262,7 +266,6 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
             raise ArgumentError("w.shape", w.shape, "must be (E/W, H, 2 F) with F a multiple of 8")
         if check_bound("alignment", alignment) * experts >= MOST_EXTENT:
             raise ArgumentError("alignment", alignment, f"times {experts} experts must be below {MOST_EXTENT}")
-        check_number_of_experts(experts, world.topology)
         check_expert_counts(expert_counts, experts * world.size)
         n = columns // 2 if gated else columns
         shape = (world.topology, n, h, x.dtype, row_major, experts, topk)
@@ -271,6 +274,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         key = OP_NAME, *shape, most, rows, alignment, weights is not None, gated, float(clamp or 0)
         known: MoeDispatchGemmProblem | None = world.held.get(key)
         if known is None:
+            check_number_of_experts(experts, world.topology)
             check_row_bits(world.topology, rows)
             known = hold(world, key, MoeDispatchGemmProblem(*key[1:]))
         return Instance(known, 0)
@@ -305,9 +309,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         weight = more.pop(0) if len(more) > 6 else None
         return Dispatched(y, offsets, source, weight, Routing._make([*more, offsets]))
 
-    def names_of_results(self, count: int) -> Sequence[str]:
-        names = [*Dispatched._fields[:-1], *(f"routing.{name}" for name in Routing._fields[:-1])]
-        return [f"out.{name}" for name in names if name != "row_weight" or count == len(names)]
+    def names_of_results(self, count: int) -> tuple[str, ...]:
+        return _NAMES if count == len(_NAMES) else _UNWEIGHTED_NAMES
 
     def check_places(self, operands: Sequence[TensorView | None], results: Sequence[TensorView]) -> None:
         ids, sent = operands[1], results[-6]
@@ -325,7 +328,8 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         for name, view, (shape, dtype) in zip(names, results, specs, strict=True):
             if view.shape != shape or view.dtype != dtype:
                 raise ArgumentError(name, f"{view.shape} {view.dtype}", f"must be {shape} {dtype}")
-            check_writable(name, view)
+            if not view.writable:
+                check_writable(name, view)
         y = results[0]
         check_aligned("out.y", y)
         row_stride("out.y", y)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import ITEM, check_apart, check_item_aligned, check_matrix, check_writable
+from mkernel.ops.arguments import ITEM, check_matrix, check_places, check_writable
 from mkernel.ops.call import named, not_plain, remember
 from mkernel.ops.moe import check_ids, check_tokens, check_weights, layout_of_experts
 from mkernel.ops.moe_dispatch_gemm import Dispatched, moe_dispatch_gemm
@@ -25,6 +25,7 @@ __all__ = ["ARRAYS", "NAME", "OPTIONS", "Between", "check", "moe_layer", "queue_
 
 NAME = "moe_layer"
 ARRAYS = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down", "add", "expert_counts")
+_NAMES, _FILLED = (*ARRAYS, "out"), ("expert_counts", "out")
 OPTIONS: Mapping[str, Any] = {"activation": "swiglu", "clamp": None, "max_tokens": None, "max_rows": None}
 
 
@@ -118,7 +119,7 @@ def moe_layer(
             asked = (NAME, *options.values(), *(None if array is None else libraries[type(array)].key(array) for array in arrays))
             known: Dispatched | None = w.bound_calls.get(asked)
         except ArgumentError as error:
-            raise named(error, w, (*ARRAYS, "out"), arrays) from None
+            raise named(error, w, _NAMES, arrays) from None
         except TypeError as error:
             raise not_plain(options) or error from None
         shape = between = None
@@ -162,13 +163,10 @@ def check(
     for name, view in (("add", add), ("out", out)):
         if view is not None:
             check_tokens(name, view, (tokens, h), x.dtype)
-    given = [one for one in zip(ARRAYS, (x, ids, weights, up, down, add), strict=False) if one[1] is not None]
-    filled = [one for one in (("expert_counts", counts), ("out", out)) if one[1] is not None]
-    for one in filled:
-        check_writable(*one)
-    for one in (*given, *filled):
-        check_item_aligned(*one)
-    check_apart(filled, given)
+    for name, view in (("expert_counts", counts), ("out", out)):
+        if view is not None and not view.writable:
+            check_writable(name, view)
+    check_places(_NAMES, (x, ids, weights, up, down, add, counts, out), _FILLED)
     return h, x.dtype, topk, experts, columns, row_major
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from mkernel import env
 from mkernel.errors import ArgumentError
-from mkernel.ops.arguments import check_apart, check_extents, check_item_aligned
+from mkernel.ops.arguments import check_extents, check_places
 from mkernel.planner.row_classes import class_of, classes
 from mkernel.planner.split import COMMUNICATION_ROLES, Split
 
@@ -190,18 +190,14 @@ class Op(abc.ABC, Generic[Problem]):
     def check_results(self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView]) -> None:
         """Raises ArgumentError where a given ``out`` does not fit."""
 
-    def names_of_results(self, count: int) -> Sequence[str]:
+    def names_of_results(self, count: int) -> tuple[str, ...]:
         """What ``count`` arrays, in the order of ``results``, are called in errors."""
-        return ("out",) if self.result is None else [f"out.{name}" for name in self.result._fields]  # type: ignore[attr-defined]
+        return ("out",) if self.result is None else tuple(f"out.{name}" for name in self.result._fields)  # type: ignore[attr-defined]
 
     def check_places(self, operands: Sequence[TensorView | None], results: Sequence[TensorView]) -> None:
         """Raises ArgumentError where an array is misaligned, or one that a call writes has a byte of another one of the call."""
-        given = [(name, view) for name, view in zip(self.operands, operands, strict=True) if view is not None]
-        made = [*zip(self.names_of_results(len(results)), results, strict=True)]
-        for one in (*given, *made):
-            check_item_aligned(*one)
-        written = [*(one for one in given if one[0] in self.fills), *made]
-        check_apart(written, [one for one in given if one[0] not in self.fills])
+        names, written = _names_of(self, len(results))
+        check_places(names, (*operands, *results), written)
 
     @abc.abstractmethod
     def bind(
@@ -252,6 +248,13 @@ class Op(abc.ABC, Generic[Problem]):
 
     def __repr__(self) -> str:
         return f"<mkernel op {self.name}>"
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of(op: Op[Any], results: int) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of all arrays of a call, and of those that it writes."""
+    made = op.names_of_results(results)
+    return (*op.operands, *made), op.fills.union(made)
 
 
 _registered: dict[str, Op[Any]] = {}

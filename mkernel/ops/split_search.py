@@ -162,6 +162,7 @@ def tune(
     predicts to be fastest (docs/model.md).
     """
     of, w = find(op), current.current(world)
+    w.check()
     arrays, given = of.all_operands(arrays), of.option_values(options)
 
     def calls_with(split: Split) -> list[Call]:

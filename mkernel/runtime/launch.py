@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mkernel import abi, env
+from mkernel import env
 from mkernel.errors import AbortedError
 from mkernel.runtime import current
 from mkernel.runtime.init import open_world
@@ -83,7 +83,7 @@ def launch(
     ArgumentError
         Something that must travel to or from a process cannot be pickled; the message says what.
     """
-    ranks = whole_number("ranks", ranks, 1, abi.MAX_RANKS)
+    ranks = whole_number("ranks", ranks, 1, 1 << 16)
     seed = None if seed is None else whole_number("seed", seed, 0, (1 << 64) - 1, " or None")
     options = Options.resolve(target=target, ranks_per_node=ranks_per_node, **init_options)
     return run(fn, ranks, options, tuple(args), seed)

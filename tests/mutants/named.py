@@ -92,5 +92,10 @@ NAMED = (
     _named("switches carry everything", "planner/machine.py", "max(nodes - 1, beyond * self.oversubscription)", "(nodes - 1)"),
     _named("all entries by one put", "planner/predict_network.py", "others * max(network.issue, network.put)", "network.put"),
     _named("a put for all nodes", "planner/predict_network.py", "engine = others * math.ceil(", "engine = math.ceil("),
-    _named("any world runs", "bench/scale.py", "if world.size > MAX_RANKS else []", "if False else []"),
+    _named(
+        "any world runs",
+        "bench/scale.py",
+        'if world.size > (MOST_RANKS if op == "ring_attention" else MAX_RANKS) else []',
+        "if False else []",
+    ),
 )

@@ -160,6 +160,17 @@ def test_the_name_of_the_op_comes_first() -> None:
     mk.launch(rank, 1, target="cpu", heap_bytes=1 << 22)
 
 
+def test_a_closed_world_is_closed_for_all() -> None:
+    with mk.init(target="cpu", heap_bytes=1 << 22) as world:
+        a, b = _halves(16, 64), _halves(64, 24)
+        mk.allgather_gemm(a, b)
+    for function in (mk.tune, mk.plan):
+        with pytest.raises(mk.Error, match="the world is closed"):
+            function("allgather_gemm", a, b, world=world)
+    with pytest.raises(mk.Error, match="the world is closed"):
+        mk.allgather_gemm(a, b, world=world)
+
+
 def test_what_is_gathered_is_apart() -> None:
     def rank(world: Any) -> None:
         arrays = {"a": _halves(16, 64), "b": _halves(64, 24), "out": _halves(16, 24)}
