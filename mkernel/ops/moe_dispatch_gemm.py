@@ -177,7 +177,8 @@ def moe_dispatch_gemm(
     alignment
         The rows of each expert begin at a multiple; those in between have ``source`` -1 and an undefined ``y``.
     out
-        A Dispatched of arrays to fill; CuPy needs it in a capture.
+        A Dispatched of arrays to fill; CuPy needs it in a capture. Its ``routing.expert_offsets`` is its ``expert_offsets``. Otherwise no
+        byte is shared, by them or with an operand; but ``topk_ids`` may be its ``routing.topk_ids``, to send the same way again.
 
     Returns
     -------
