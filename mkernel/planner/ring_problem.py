@@ -14,7 +14,7 @@ __all__ = ["LAYOUTS", "MOST_RANKS", "RingAttentionProblem", "Scale", "Sizes"]
 
 LAYOUTS = ("contiguous", "zigzag")
 MOST_RANKS = 253  # kernels name a ring of them in 8 bits, beside what is no ring's (``kAllKeys`` in ops/ring_attention.cuh)
-_KEYS_SHARED_BYTES = ((128, 1024), (MOST_RANKS, 2048))  # where the keys of a tile are gone through: of so many ranks at most
+_KEYS_SHARED_BYTES = 1024, 2048  # where the keys of a tile are gone through, of up to 128 ranks and of more
 _TABLES_SHARED_BYTES = 4096  # of packed sequences
 
 
@@ -108,7 +108,7 @@ class RingAttentionProblem:
 
     @derived
     def tile(self) -> AttentionTile:
-        keys = next((size for ranks, size in _KEYS_SHARED_BYTES if self.topology.size <= ranks), 4096)  # more are on paper only
+        keys = _KEYS_SHARED_BYTES[self.topology.size > 128]
         return AttentionTile.of(self.head_dim, self.causal, keys + (_TABLES_SHARED_BYTES if self.packed else 0))
 
     @property

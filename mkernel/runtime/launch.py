@@ -83,7 +83,7 @@ def launch(
     ArgumentError
         Something that must travel to or from a process cannot be pickled; the message says what.
     """
-    ranks = whole_number("ranks", ranks, 1, 1 << 16)
+    ranks = whole_number("ranks", ranks, 1)
     seed = None if seed is None else whole_number("seed", seed, 0, (1 << 64) - 1, " or None")
     options = Options.resolve(target=target, ranks_per_node=ranks_per_node, **init_options)
     return run(fn, ranks, options, tuple(args), seed)

@@ -56,7 +56,7 @@ class Options:
         return cls(**{**known, **told, **given})
 
 
-def whole_number(name: str, value: Any, least: int, most: int, otherwise: str = "") -> int:
+def whole_number(name: str, value: Any, least: int, most: int = _MANY, otherwise: str = "") -> int:
     """An argument that is an integer, of Python or of NumPy, within limits. Raises ArgumentError. ``otherwise``: what it may be, too."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value.__index__() <= most:
         wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
