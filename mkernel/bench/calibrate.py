@@ -20,8 +20,8 @@ from mkernel.tools.table import format_table
 __all__ = ["main"]
 
 # What products in a world of one tell, what calls between GPUs tell, and what neither does.
-_OF_ONE = ("sm_flops", "sm_load", "memory", "start", "start_early", "tile")
-_OF_SEVERAL = ("start_hot", "entry", "flag", "beside", "cta_link", "warps_link", "add")
+_OF_ONE = ("sm_flops", "sm_load", "memory", "start_lone", "start_early", "tile")
+_OF_SEVERAL = ("start", "start_hot", "entry", "flag", "beside", "cta_link", "warps_link", "add")
 _LINK, _PAIR = ("link",), ("link_pair",)
 _NOT_MEASURED = "slow_after, slow_octave, warm (minutes of work), attention, and the network between nodes"
 _PRODUCTS = "1x8192x2048,1x8192x4096,64x2560x8192,512x8192x2048,2048x2048x512,4096x4096x1024,8192x8192x256,8192x8192x2048,2048x2056x2056"

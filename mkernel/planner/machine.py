@@ -143,9 +143,9 @@ class Machine:
         Until a load from device memory has filled a stage, among those of many SMs.
     l2_bytes
         Of L2 that a matrix may fill and stay.
-    start, start_hot, start_early
-        What a call takes beside its work: launch, prologue, first loads, end. Alone; behind another call; and behind another call that lets
-        it begin early (``KernelSpec.early``).
+    start, start_hot, start_lone, start_early
+        What a call takes beside its work: launch, prologue, first loads, end. Alone; behind another call; and the same of kernels that may
+        begin before the one before them has ended (``KernelSpec.early``), in a world of one.
     tile
         Per tile of 128 x 256: its result leaves the registers, and the next tile's first loads arrive. In proportion to its size.
     tile_split
@@ -193,6 +193,7 @@ class Machine:
     l2_bytes: int
     start: float
     start_hot: float
+    start_lone: float
     start_early: float
     tile: float
     tile_split: float
@@ -226,7 +227,7 @@ H200 = Machine(
     warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
     # Fitted: 166 times of 22 shapes in a world of one (docs/speed_log.md, "Large tiles, taken apart"); sm_shared and l2 before these.
     sm_load=107e9,
-    boost=1.0,  # not measured
+    boost=1.08,  # and this: fitted to the same times
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
     l2_rows=117e9,
@@ -238,6 +239,7 @@ H200 = Machine(
     l2_bytes=50 << 20,
     start=7.0e-6,  # fitted: "fused alone" of 2048
     start_hot=4.2e-6,
+    start_lone=4.8e-6,  # fitted: 258 times of few rows (docs/speed_log.md)
     start_early=2.6e-6,  # 1.6 us less, in the median of 26 shapes back to back (docs/speed_log.md)
     tile=1.15e-6,
     tile_split=0.3e-6,
@@ -265,6 +267,7 @@ H100 = dataclasses.replace(
     memory=2.59e12,
     memory_latency=1.7e-6,
     start=8.2e-6,
+    start_lone=8.2e-6,
     tile=2.3e-6,
     entry=3.6e-6,
     flag=1.75e-6,

@@ -11,12 +11,12 @@ import math
 from typing import NamedTuple
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, Row, row_of_b
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, Row, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
-from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
+from mkernel.planner.prediction import ALONE, ITEM, LEAST_READ, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
-from mkernel.planner.spans import exchange_seconds
+from mkernel.planner.spans import EXCHANGE_BYTES, exchange_seconds
 
 __all__ = ["least_seconds", "predict_allgather_gemm", "predict_reduce"]
 
@@ -51,9 +51,11 @@ class _Work(NamedTuple):
 
 def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
     """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
-    start = machine.start
+    may_be_early = plan is None or plan.spec.early
     if conditions.hot:
-        start = machine.start_early if plan is None or plan.spec.early else machine.start_hot
+        start = machine.start_early if may_be_early else machine.start_hot
+    else:
+        start = machine.start_lone if may_be_early else machine.start
     return start + (_PAIR_START if isinstance(plan, AllGatherGemmPlan) and plan.cluster > 1 else 0.0)
 
 
@@ -80,6 +82,7 @@ def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
     others: int = 0, late: float = 0.0, apart: bool = False, alike: bool = False, b_row: Row | None = None,
+    group_m: int = GROUP_M,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
@@ -92,7 +95,7 @@ def _work(
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow, apart=apart,
-        alike=alike, b_row=b_row,
+        alike=alike, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)),
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -116,7 +119,9 @@ def least_seconds(
     """What no plan with such tiles, whose K is not shared, is predicted to go below: its tiles alone, evenly spread over ``ctas``."""
     tiles = math.ceil(m / BLOCK_M) * math.ceil(n / block_n)
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
-    cost = tile_cost(machine, BLOCK_M, block_n, n, k, load_rows, speed, cluster=cluster, active=min(tiles, ctas), b_row=b_row)
+    cost = tile_cost(
+        machine, BLOCK_M, block_n, n, k, load_rows, speed, cluster=cluster, active=min(tiles, ctas), b_row=b_row, together=LEAST_READ
+    )
     return start_of(machine, conditions) + max(1.0, tiles / ctas) * cost.seconds
 
 
@@ -158,10 +163,12 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         late=entry + pushing,
         apart=size > 1 and not plan.packets,
         b_row=row_of_b(n, k, problem.b_row_major),
+        group_m=plan.group_m,
     )
     exchange = 0.0
     if plan.sizes.shares > 1:
-        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.cluster, plan.plane_rows, block_n, _EXCHANGED_BY_GATHERS)
+        rate = _EXCHANGED_BY_GATHERS if size > 1 else EXCHANGE_BYTES
+        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.cluster, plan.plane_rows, block_n, rate)
         work = work._replace(seconds=work.seconds + exchange)
     t = work.cost.seconds
     if size == 1:
@@ -243,6 +250,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         apart=size > 1 and not plan.packets,
         alike=size > 1,  # measured: tiles of 128 columns whose partial values travel in packets
         b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
+        group_m=plan.group_m,
     )
     if plan.shares > 1:
         work = work._replace(seconds=work.seconds + exchange_seconds(plan.tiles * plan.shares, rows, plan.tile.block_n))

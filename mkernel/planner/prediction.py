@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mkernel.planner.gemm import BLOCK_K, Row
 from mkernel.planner.machine import Machine
 
-__all__ = ["ALONE", "BATCH", "BEHIND", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
+__all__ = ["ALONE", "BATCH", "BEHIND", "LEAST_READ", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
 
 ITEM = 2  # bytes of a 16-bit element
 RESOURCES = ("tensor", "load", "memory", "link", "network", "engine", "add", "routing", "entry", "start", "latency")
@@ -16,15 +16,20 @@ _WARPGROUPS = 2  # that multiply
 _BATCH_CALLS = 20
 _BLEND = 3.0
 # How much of what all SMs load is read from L2, by columns of a tile: what neighbours ask for at the same time is read once. By ncu
-# (lts__t_sectors_op_read of l1tex__m_xbar2l1tex_read_bytes, an H100, 2212 x 2560 x 7424; docs/model.md).
+# (lts__t_sectors_op_read of l1tex__m_xbar2l1tex_read_bytes, an H100, 2212 x 2560 x 7424; docs/model.md), where 16 neighbours, the SMs of a
+# GPC, had 16 rows of tiles.
 _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
+_NEIGHBOURS = 16
+LEAST_READ = 4  # rows of tiles of neighbours that read least, or nearly so
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
 # Fitted, few rows between two GPUs: the same along K where a row has half a sector at either end, and how many times as many L2 answers.
 _HALVES, _HALVES_ALONG_K = 1.35, 1.1
 _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, L2 answers so many times as many
-_APART_A = 1.4  # fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step
+# Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
+# the same.
+_APART_A, _FEW_ROWS = 1.4, 2
 _SECTOR = 32  # bytes
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four
 
@@ -123,10 +128,15 @@ def blend(*seconds: float) -> float:
     return most * float(sum((one / most) ** _BLEND for one in seconds)) ** (1 / _BLEND) if most > 0 else 0.0
 
 
+def _once(block_m: int, block_n: int, rows: int = _NEIGHBOURS) -> float:
+    """Rows of 128 bytes that differ, of all that neighbours load for a k step, where they have so many rows of tiles."""
+    return rows * block_m + _NEIGHBOURS / rows * block_n
+
+
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
     stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None, a_row: int = 0,
-    alike: bool = False,
+    alike: bool = False, together: int = _NEIGHBOURS,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
@@ -134,29 +144,31 @@ def tile_cost(
     that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
     tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
     step, because they also wait for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0:
-    ``k``); ``alike``: two lines of a row take an SM longer than one also along K.
+    ``k``); ``alike``: two lines of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
-    rate = machine.sm_flops * min(machine.boost, machine.sms / active)
-    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (rate * speed)
+    clock = 1.0 if apart else min(machine.boost, machine.sms / active)  # other CTAs move data meanwhile: between ranks nothing was gained
+    tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
-    of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / machine.sm_load
-    of_l2 = load_rows * (_APART_A if apart and not of_a.whole else 1.0) / of_a.of_l2 + width / of_b.of_l2
+    of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / (machine.sm_load * clock)
+    of_l2 = load_rows * (_APART_A if (apart or together <= _FEW_ROWS) and not of_a.whole else 1.0) / of_a.of_l2 + width / of_b.of_l2
     # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
-    read = (_READ_APART if apart else _READ)[block_n] if cluster == 1 else 1.0
+    read = 1.0
+    if cluster == 1:
+        read = _READ_APART[block_n] if apart else _READ[block_n] * min(1.0, _once(block_m, block_n, together) / _once(block_m, block_n))
     lines = load_rows * of_a.whole + width * of_b.whole
     load = steps * max(shared, of_sm, of_l2 * active, read * lines * _LINE * active / machine.l2)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
     fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
-    together = machine.paired if cluster > 1 else 1.0
-    together *= _SHALLOW if shallow else 1.0
-    return TileCost(tensor, load, max(tensor, load) * together + fixed + sums * block_m * block_n * ITEM / machine.add)
+    longer = machine.paired if cluster > 1 else 1.0
+    longer *= _SHALLOW if shallow else 1.0
+    return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 
 def busy_of(conditions: Conditions, machine: Machine, seconds: float) -> float:

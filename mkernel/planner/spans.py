@@ -11,7 +11,18 @@ from typing import NamedTuple
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, choose_tile
 from mkernel.planner.topology import Topology
 
-__all__ = ["Candidate", "Covering", "Product", "candidates", "choose", "choose_shares", "exchange_seconds", "most_shares", "spans_of"]
+__all__ = [
+    "EXCHANGE_BYTES",
+    "Candidate",
+    "Covering",
+    "Product",
+    "candidates",
+    "choose",
+    "choose_shares",
+    "exchange_seconds",
+    "most_shares",
+    "spans_of",
+]
 
 _NEAR_SECONDS = 6e-6  # until the first chunk of a node mate can be read: entry, copy, flag
 _FAR_SECONDS = 40e-6  # the same of another node's rank: staging, command, put, forwarding
@@ -22,7 +33,7 @@ _GAIN = 0.97  # of the time with a shard per plane: prediction is no better than
 _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
 _MOST_SHARES = 8  # of K
 _FEWEST_STEPS = 4  # k steps of a share
-_EXCHANGE_SECONDS, _EXCHANGE_BYTES = 2e-6, 5e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
+_EXCHANGE_SECONDS, EXCHANGE_BYTES = 2e-6, 5e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
 _WARP_ROWS = 16
 
 
@@ -165,7 +176,7 @@ def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> fl
     return seconds
 
 
-def exchange_seconds(ctas: int, rows: int, block_n: int, rate: float = _EXCHANGE_BYTES) -> float:
+def exchange_seconds(ctas: int, rows: int, block_n: int, rate: float = EXCHANGE_BYTES) -> float:
     """From when ``ctas`` shares of tiles of ``rows`` rows, at most, have been multiplied until they are added up.
 
     Packets of float32 are written, read and written again, so many bytes (``rate``) a second.

@@ -68,14 +68,14 @@ def test_a_report_is_predicted_on_the_network_that_it_names() -> None:
 
 def test_a_fit_finds_what_measurements_were_made_with() -> None:
     rows = [row for row in measured(REPORTS) if row.op == "gemm"]
-    other = dataclasses.replace(H200, start=H200.start * 1.3, tile=H200.tile * 0.7)
+    other = dataclasses.replace(H200, start_lone=H200.start_lone * 1.3, tile=H200.tile * 0.7)
     made = []
     for row in rows:
         prediction = row.case.predicted(other, row.conditions)
         assert prediction is not None
         made.append(dataclasses.replace(row, ms=prediction.seconds * 1e3))
-    found = fit(made, H200, ("start", "tile"))
-    assert found.start == pytest.approx(other.start, rel=0.03)
+    found = fit(made, H200, ("start_lone", "tile"))
+    assert found.start_lone == pytest.approx(other.start_lone, rel=0.03)
     assert found.tile == pytest.approx(other.tile, rel=0.1)
     assert quantiles(row.error(found) for row in made)[1] < 0.01
 
