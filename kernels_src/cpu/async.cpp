@@ -1,5 +1,6 @@
 // TMA and bulk copies. A load reads and writes at some later turn. A store reads shared memory at one turn and writes at another. Copies
 // are independent of each other, so they happen in any order; half of them only when nothing else can run, which is the latest legal time.
+#include <atomic>
 #include <cstring>
 
 #include "model.hpp"
@@ -260,10 +261,24 @@ void check_bulk(const void* global, uint32_t bytes, const char* what) {
   }
 }
 
+std::atomic<uint64_t> filled_rows{0};
+
+// Checks what a load reads, and counts the rows that lie outside, which it fills with zeros.
+void check_rows(const AsyncCopy& copy, const char* what) {
+  uint64_t filled = 0;
+  for_rows(copy, [&](char*, char* global, uint32_t, uint32_t bytes) {
+    check_source(global, bytes, what);
+    filled += bytes == 0;
+  });
+  filled_rows.fetch_add(filled, std::memory_order_relaxed);
+}
+
 }  // namespace
 }  // namespace mkcpu
 
 using namespace mkcpu;
+
+uint64_t mkc_filled_rows() { return filled_rows.load(std::memory_order_relaxed); }
 
 void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, uint32_t rank, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
   const Call call;
@@ -273,7 +288,7 @@ void mkc_tensor_load(void* smem, const void* map, uint64_t* bar, uint32_t rank, 
   check_load(*call.fiber.cta, shared_offset(smem, bytes, kTensorAlignment, what), bytes, bar, what);
   auto copy = new_copy(Copy::kTensorLoad, smem, bytes);
   copy->map = m, copy->bar = bar, copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = c3;
-  for_rows(*copy, [what](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, what); });
+  check_rows(*copy, what);
   call.scheduler.issue(std::move(copy));
 }
 
@@ -293,7 +308,7 @@ void mkc_tensor_load_multicast(void* smem, const void* map, uint64_t* bar, uint3
     auto copy = new_copy(Copy::kTensorLoad, cta.shared + offset, bytes);
     copy->cta = &cta, copy->map = m, copy->bar = reinterpret_cast<uint64_t*>(cta.shared + bar_offset);
     copy->at[0] = c0, copy->at[1] = c1, copy->at[2] = c2, copy->at[3] = 0;
-    for_rows(*copy, [what](char*, char* global, uint32_t, uint32_t row_bytes) { check_source(global, row_bytes, what); });
+    check_rows(*copy, what);
     call.scheduler.issue(std::move(copy));
   }
 }

@@ -117,7 +117,8 @@ MKC_API uint64_t
 mkc_next_timer(void* scheduler);         // the earliest time at which a thread has something to do (pause_until); UINT64_MAX: none
 MKC_API void mkc_poke(void* scheduler);  // every thread that waits for a system flag looks again. From any thread.
 MKC_API uint64_t mkc_turns(void* scheduler);
-MKC_API uint64_t mkc_trace(void* scheduler);                                                 // hash of the interleaving so far
+MKC_API uint64_t mkc_filled_rows();           // by TMA loads so far, of all schedulers: rows of boxes that lie outside of their matrix
+MKC_API uint64_t mkc_trace(void* scheduler);  // hash of the interleaving so far
 MKC_API void mkc_name(void* scheduler, uint64_t address, uint64_t bytes, const char* name);  // for reports; bytes = 0 removes
 
 // Memory operations for engines. The scheduler is the one on whose thread they run, or null.

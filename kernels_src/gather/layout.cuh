@@ -27,31 +27,35 @@ static_assert(!KShares::kMay || (kNodes == 1 && Config::kSlices == 1), "there ar
 struct alignas(64) Parameters {
   abi::World world;
   abi::Fields fields;
-  uint64_t a;               // this rank's shard (rows, K), contiguous
-  uint64_t gather_offset;   // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
-  uint64_t send_offset;     // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
-  uint64_t flag_offset;     // signal segment: one flag per (source rank, chunk)
-  uint64_t packet_offset;   // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
-  uint64_t ahead_offset;    // signal segment, with kPackets: comm/shard_packets.cuh, comm/tagged_packets.cuh
-  uint32_t rows;            // M / W
-  uint32_t whole_tiles;     // tiles 0 .. whole_tiles-1 are whole, the others are sliced
-  uint32_t group_m;         // tile rows that share columns of B
-  uint32_t part_blocks;     // blocks of a chunk's rows whose first parts travel before their second parts
-  uint32_t chunk_shift;     // a chunk has 1 << chunk_shift rows
-  uint32_t part_shift;      // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
-  uint32_t piece_rows;      // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
-  uint32_t piece_units;     // and of each so many units, of which a row of a part has a multiple
-  uint32_t load_rows;       // of a tile of A
-  uint32_t span;            // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
-  uint32_t shares;          // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
-  uint32_t stage_send;      // 1: inter_send first copies the shard to send_offset
-  uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
-  uint32_t keeps;           // 1: the shards of tagged packets are wanted in the gather buffer, too
-  uint64_t c;               // its first row
-  uint64_t reserved[6];     // the maps are 64-byte aligned
-  abi::TensorMap a_map;     // (rows, K)
-  abi::TensorMap part_map;  // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
-  abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts)
+  uint64_t a;              // this rank's shard (rows, K), contiguous
+  uint64_t gather_offset;  // data heap: (parts, world size, rows, K / parts); the own shard is there with span > 1 only
+  uint64_t send_offset;    // data heap: where network sends read the shard, in the caller's array or in this rank's staging area
+  uint64_t flag_offset;    // signal segment: one flag per (source rank, chunk)
+  uint64_t packet_offset;  // signal segment: (tiles that are shared, shares, CTAs of a pair, warps, packets of a thread, 32)
+  uint64_t ahead_offset;   // signal segment, with kPackets: comm/shard_packets.cuh, comm/tagged_packets.cuh
+  uint32_t rows;           // M / W
+  uint32_t whole_tiles;    // tiles 0 .. whole_tiles-1 are whole, the others are sliced
+  uint32_t group_m;        // tile rows that share columns of B
+  uint32_t part_blocks;    // blocks of a chunk's rows whose first parts travel before their second parts
+  uint32_t chunk_shift;    // a chunk has 1 << chunk_shift rows
+  uint32_t part_shift;     // K travels in 1 << part_shift parts: each a whole number of k steps, and its rows no shorter than kWarpStride
+  uint32_t piece_rows;     // with parts, of the part map's box: so many rows (several only if they are whole rows of a part),
+  uint32_t piece_units;    // and of each so many units, of which a row of a part has a multiple
+  uint32_t load_rows;      // of a tile of A, at most
+  uint32_t span;           // ranks whose shards are one plane: a divisor or a multiple of the ranks of a node, and a divisor of all
+  uint32_t shares;         // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
+  uint32_t last_row;       // the last row of tiles of a plane,
+  uint32_t tail_rows;      // and how many rows of A are loaded for its tiles
+  uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
+  uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
+  uint32_t keeps;          // 1: the shards of tagged packets are wanted in the gather buffer, too
+  uint64_t c;              // its first row
+  uint64_t reserved[5];    // the maps are 64-byte aligned
+  abi::TensorMap a_map;    // (rows, K), boxes of 128 rows; a_tail_map: of tail_rows
+  abi::TensorMap a_tail_map;
+  abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
+  abi::TensorMap gather_map;  // (parts * planes, rows of a plane, K / parts), boxes of 128 rows; gather_tail_map: of tail_rows
+  abi::TensorMap gather_tail_map;
   abi::TensorMap b_map;
   abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
   abi::TensorMap c_map;        // (planes, rows of a plane, N)

@@ -202,7 +202,10 @@ struct Tiles : BasicOp<Config, Parameters> {
     const uint32_t source = row / p.rows;
     return (plane * span() + source) * num_blocks(p) + ((row - source * p.rows) >> p.chunk_shift);
   }
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_own(c) ? &p.a_map : &p.gather_map; }
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const {
+    if (is_own(c)) return BasicOp::a_map(c);
+    return is_last_row(c) ? &p.gather_tail_map : &p.gather_map;
+  }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : part * planes() + c.plane; }
   MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * part_k(p) : 0; }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate& c) const {
@@ -227,7 +230,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   using Unit = TaggedUnit;
   using Row = TaggedRow;
   MK_DEVICE TaggedShards tagged() const { return TaggedShards{shards()}; }
-  MK_DEVICE uint32_t load_rows(const TileCoordinate&) const { return kTagged ? 0 : p.load_rows; }
+  MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const { return kTagged ? 0 : BasicOp::load_rows(c); }
   MK_DEVICE uint32_t taken_rows(const TileCoordinate& c) const { return rows_of(c) < Shape::kBlockM ? rows_of(c) : Shape::kBlockM; }
   MK_DEVICE Row taken_row(const TileCoordinate& c, uint32_t row) const {
     return tagged().row(p.world, (c.m * Shape::kBlockM + row) * uint32_t(row_bytes(p)));

@@ -27,16 +27,19 @@ struct alignas(64) Parameters {
   uint32_t group_taken;     // of these, of an owner, what is computed one after the other
   uint32_t group_m;         // tile rows that share columns of B
   uint32_t chunk_shift;     // a put has 1 << chunk_shift tiles
-  uint32_t load_rows;       // of a tile of A
+  uint32_t load_rows;       // of a tile of A, at most
   uint32_t shares;          // CTAs that share K of a tile (tile/shares.cuh)
   uint32_t whole_pairs;     // pairs of tiles, in raster order, before the last group, if that has a row of tiles without a neighbour;
   uint32_t last_pairs;      // and rows of pairs in that group
+  uint32_t last_row;        // the last row of tiles of an owner,
+  uint32_t tail_rows;       // and how many rows of A are loaded for its tiles
   uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
   uint32_t reserved0;
   uint64_t share_offset;  // signal segment: packets of shares
   uint64_t c;             // the result's first row; used with shares
-  uint32_t reserved[14];  // the maps are 64-byte aligned
-  abi::TensorMap a_map;   // (owners or 1, rows, K)
+  uint32_t reserved[12];  // the maps are 64-byte aligned
+  abi::TensorMap a_map;   // (owners or 1, rows, K), boxes of 128 rows; a_tail_map: of tail_rows
+  abi::TensorMap a_tail_map;
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (1, rows, N)
 };

@@ -89,7 +89,7 @@ MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const Tile
   const StageRing<Config> ring(op);
   StagePosition<Config> stage, filled;
 #pragma unroll 1
-  for (uint32_t i = 0; i < stages; ++i, stage.advance(ring.count())) {
+  for (uint32_t i = 0; op.load_rows(c) != 0 && i < stages; ++i, stage.advance(ring.count())) {
     ptx::tma_load_3d(ring.a(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
                      op.a_plane(c, 0));
   }
@@ -123,6 +123,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = bytes_of_stage<Config>(op, c);
+    const bool loads_a = !Op::kTakes && (!Shape::kPaired || op.load_rows(c) != 0);
     const uint32_t steps = op.steps(c, part);
     // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
     constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
@@ -136,12 +137,12 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
       if (Op::kGathers && has_b != 0) {
         --has_b;
-        ptx::tma_load_3d(ring.a(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
+        if (loads_a) ptx::tma_load_3d(ring.a(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
         continue;
       }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
-      if constexpr (!Op::kTakes) ptx::tma_load_3d(ring.a(storage, stage.index), a, filled, a_k, a_row, a_plane);
+      if (loads_a) ptx::tma_load_3d(ring.a(storage, stage.index), a, filled, a_k, a_row, a_plane);
       load_b<Config>(op, ring.b(storage, stage.index), b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {

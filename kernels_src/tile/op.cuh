@@ -30,7 +30,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.wait_inputs(entered, c, part) } -> Same<bool>;  // waits for the part's inputs, of both tiles of a pair; false: failed. Warp function
   { op.steps(c, part) } -> Same<uint32_t>;             // k steps of the part; the parts of a tile follow each other in K,
   { op.first_step(c) } -> Same<uint32_t>;              // from this k step on
-  { op.load_rows(c) } -> Same<uint32_t>;               // how many rows of the tile of A are loaded: those of the map's box
+  { op.load_rows(c) } -> Same<uint32_t>;               // how many rows of the tile of A are loaded: those of the map's box, or none
   { op.a_map(c) } -> Same<const abi::TensorMap*>;      // where the tile's rows of A are: map, row, plane and k
   { op.a_row(c) } -> Same<int32_t>;
   { op.a_plane(c, part) } -> Same<int32_t>;
@@ -111,7 +111,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
 };
 
 // What most ops have in common: no tiles of one CTA alone, nothing to add, results instead of partial tiles, no flags. Rows of tiles are the p.rows
-// rows of plane 0 of the maps p.a_map and p.c_map, with all of K; columns are those of p.b_map.
+// rows of plane 0 of the maps p.a_map, p.a_tail_map and p.c_map, with all of K; columns are those of p.b_map.
 template <class Config, class Parameters>
 struct BasicOp {
   using Shape = GemmShape<Config>;
@@ -134,9 +134,15 @@ struct BasicOp {
   MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN; }
   MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
-  MK_DEVICE uint32_t load_rows(const TileCoordinate&) const { return p.load_rows; }  // what the others hold does not matter
-  MK_DEVICE bool is_low() const { return p.load_rows <= kBlockRows; }                // of all tiles: see StageRing
-  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate&) const { return &p.a_map; }
+  // Of the last row of tiles no more rows are loaded than there are, in whole warps' rows, by a map of its own: to fill rows that are not there with
+  // zeros takes TMA longer than to load rows. What the others hold does not matter.
+  MK_DEVICE bool is_last_row(const TileCoordinate& c) const { return c.m == p.last_row; }
+  MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const {
+    if (Shape::kPaired && c.m > p.last_row) return 0;  // the second CTA of a pair has no tile
+    return is_last_row(c) ? p.tail_rows : Shape::kBlockM;
+  }
+  MK_DEVICE bool is_low() const { return p.load_rows <= kBlockRows; }  // of all tiles: see StageRing
+  MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_last_row(c) ? &p.a_tail_map : &p.a_map; }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
   MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }

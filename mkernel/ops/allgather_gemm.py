@@ -11,7 +11,7 @@ from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_extents, check_matrix, check_places, check_writable, row_stride
 from mkernel.ops.call import ask, call, named, remember, stream_of
-from mkernel.ops.gemm import GemmOp, Held, checked
+from mkernel.ops.gemm import STORED_ROWS, GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of, register
 from mkernel.ops.parameters import NO_MAP, place_of, surroundings
 from mkernel.ops.schedule import choice_of, executable
@@ -60,14 +60,18 @@ class Parameters(ctypes.Structure):
         ("load_rows", ctypes.c_uint32),
         ("span", ctypes.c_uint32),
         ("shares", ctypes.c_uint32),
+        ("last_row", ctypes.c_uint32),
+        ("tail_rows", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
         ("keeps", ctypes.c_uint32),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 6),
+        ("reserved", ctypes.c_uint64 * 5),
         ("a_map", ctypes.c_ubyte * 128),
+        ("a_tail_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
         ("gather_map", ctypes.c_ubyte * 128),
+        ("gather_tail_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("b_slice_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
@@ -76,7 +80,7 @@ class Parameters(ctypes.Structure):
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
 _AT, _VALUES = place_of(Parameters, "fields", "c")
-_BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "part_map", "gather_map", "b_map", "b_slice_map", "c_map")
+_BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, *(name for name, *_ in Parameters._fields_ if name.endswith("_map")))
 
 
 def allgather_gemm(
@@ -280,7 +284,8 @@ class _Binder:
         world, known, k, plan = self._world, self._known, self._k, executable.made_of
         sizes = executable.sizes or plan.sizes
         parts, planes, columns, sliced, cluster, shared = plan.of_maps
-        load_rows, extent, plane_rows = sizes.load_rows, rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
+        of_tile = sizes.load_rows, sizes.tail_rows  # rows of A: of any tile, and of those of the last row
+        extent, plane_rows = rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
         a, c = (a_address, c_address) if rows else (b_address, b_address)  # without rows there are no tiles
         offset = world.heap_offset(a_address, plan.shard_bytes_of(rows)) if self._far and rows else None
         values = _VALUES.pack(
@@ -297,27 +302,28 @@ class _Binder:
             self._keeps,
             c if shared else 0,
         )
-        a_map = known.matrices(world, k, k * ITEM, 1, load_rows)(a, extent)
-        part_map = gather_map = NO_MAP
+        a_maps = known.matrices(world, k, k * ITEM, 1)(a, extent, *of_tile)
+        part_map = NO_MAP
         if parts > 1:
             units, step = k // BLOCK_K, k * ITEM
             rows_of_piece, units_of_piece = plan.piece_box
             box, strides = (BLOCK_K, units_of_piece, rows_of_piece), (BLOCK_K * ITEM, step)
             part_map = world.backend.tensor_map(a, known.dtype, (BLOCK_K, units, extent), strides, box, swizzled=False)
         if self._size == 1 or not rows:  # nothing is gathered
-            gather_map = a_map
+            gather_maps = a_maps
         elif executable.workspace_map is None:
             part_k, gather = k // parts, world.heap.address + executable.scratch_offset
-            gather_map = known.matrices(world, part_k, part_k * ITEM, planes * parts, load_rows)(gather, plane_rows)
-            executable.workspace_map = gather_map
+            of_parts = known.matrices(world, part_k, part_k * ITEM, planes * parts)
+            gather_maps = of_parts(gather, plane_rows, *of_tile)
+            executable.workspace_map = gather_maps
         else:
-            gather_map = executable.workspace_map
+            gather_maps = executable.workspace_map
         c_maps = self._c_maps.get(planes)
         if c_maps is None:
-            c_maps = self._c_maps[planes] = known.matrices(world, self._problem.n, self._c_stride, planes, 64)
+            c_maps = self._c_maps[planes] = known.matrices(world, self._problem.n, self._c_stride, planes)
         b_map = known.map(world, b_address, columns, cluster)
         slice_map = known.map(world, b_address, sliced) if sliced else NO_MAP
-        maps = a_map, part_map, gather_map, b_map, slice_map, c_maps(c, plane_rows)
+        maps = a_maps, part_map, gather_maps, b_map, slice_map, c_maps(c, plane_rows, STORED_ROWS)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from mkernel.runtime.prepared import Executable
     from mkernel.runtime.world import World
 
-__all__ = ["Binder", "Form", "GemmOp", "Held", "checked", "held"]
+__all__ = ["STORED_ROWS", "Binder", "Form", "GemmOp", "Held", "checked", "held"]
+
+STORED_ROWS = 64  # of a block of a result
 
 _MAX_MAPS = 1024  # of operands b of one layout, such as the weights of many layers
 
@@ -171,7 +173,7 @@ class Held:
         self.b_row_major, self._stride = layout_of("b", b)
         self.problems: dict[Hashable, Any] = {}
         self._maps: dict[tuple[int, int, int], bytes] = {}
-        self._matrices: dict[tuple[int, int, int, int], MatrixMaps] = {}
+        self._matrices: dict[tuple[int, int, int], MatrixMaps] = {}
 
     def map(self, world: World, b_address: int, columns: int, cluster: int = 1) -> bytes:
         """The tensor map of a ``b``; ``columns``: of a tile, and of a load where b's are contiguous; ``cluster``: CTAs with a part each."""
@@ -182,15 +184,15 @@ class Held:
             inner, outer, box = (n, k, BLOCK_K // cluster) if self.b_row_major else (k, n, columns // cluster)
             if len(self._maps) >= _MAX_MAPS:
                 del self._maps[next(iter(self._maps))]  # the oldest
-            made = self._maps[key] = self.matrices(world, inner, self._stride, 1, box)(b_address, outer)
+            made = self._maps[key] = self.matrices(world, inner, self._stride, 1)(b_address, outer, box)
         return made
 
-    def matrices(self, world: World, columns: int, row_bytes: int, planes: int, box_rows: int) -> MatrixMaps:
-        """What makes tensor maps of matrices of the product; ``box_rows``: of a load or store."""
-        key = columns, row_bytes, planes, box_rows
+    def matrices(self, world: World, columns: int, row_bytes: int, planes: int) -> MatrixMaps:
+        """What makes tensor maps of matrices of the product."""
+        key = columns, row_bytes, planes
         made = self._matrices.get(key)
         if made is None:
-            made = self._matrices[key] = world.backend.matrix_maps(self.dtype, columns, row_bytes, planes, (64, box_rows, 1))
+            made = self._matrices[key] = world.backend.matrix_maps(self.dtype, columns, row_bytes, planes)
         return made
 
 

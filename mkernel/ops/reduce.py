@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import MOST_EXTENT, check_extents
-from mkernel.ops.gemm import GemmOp, Held, checked
+from mkernel.ops.gemm import STORED_ROWS, GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of
 from mkernel.ops.parameters import place_of, surroundings
 from mkernel.planner.choice import plan_reduce
+from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.machine import Machine
 from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, sums_by_node
 
@@ -47,12 +48,15 @@ class Parameters(ctypes.Structure):
         ("shares", ctypes.c_uint32),
         ("whole_pairs", ctypes.c_uint32),
         ("last_pairs", ctypes.c_uint32),
+        ("last_row", ctypes.c_uint32),
+        ("tail_rows", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
         ("reserved0", ctypes.c_uint32),
         ("share_offset", ctypes.c_uint64),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint32 * 14),
+        ("reserved", ctypes.c_uint32 * 12),
         ("a_map", ctypes.c_ubyte * 128),
+        ("a_tail_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
     ]
@@ -60,7 +64,7 @@ class Parameters(ctypes.Structure):
 
 assert ctypes.sizeof(Parameters) == PARAMETER_BYTES
 _AT, _VALUES = place_of(Parameters, "fields", "c")
-_BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "b_map", "c_map")
+_BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "a_tail_map", "b_map", "c_map")
 
 
 class ReduceOp(GemmOp[ReduceProblem]):
@@ -127,13 +131,13 @@ class _Binder:
     def __init__(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> None:
         self._world, self._known, self._c_stride = world, known, c_stride
         self._of_a, self._owners = (problem.k, a_stride), world.size if problem.op == REDUCE_SCATTER else 1
-        self._a_maps: dict[tuple[int, int], MatrixMaps] = {}  # by rows of a load, and owners whose rows are one plane
-        self._c_maps = known.matrices(world, problem.n, c_stride, 1, 64)
+        self._a_maps: dict[int, MatrixMaps] = {}  # by owners whose rows are one plane
+        self._c_maps = known.matrices(world, problem.n, c_stride, 1)
 
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, plan = self._world, self._known, executable.made_of
         sizes = executable.sizes or plan.sizes_of(rows)
-        columns, load_rows, span, packets, stores_rows, cluster = plan.of_maps
+        columns, span, packets, stores_rows, cluster = plan.of_maps
         tiles, start = sizes.tiles, executable.scratch_offset
         partial, summed, arrived, result = plan.ends_of_tile
         values = _VALUES.pack(
@@ -146,11 +150,12 @@ class _Binder:
             *plan.arguments_of(rows, sizes),
             *((self._c_stride, 0, executable.packet_offset + sizes.exchanged, c_address) if stores_rows else (0, 0, 0, 0)),
         )
-        a_maps = self._a_maps.get((load_rows, span))
+        a_maps = self._a_maps.get(span)
         if a_maps is None:
-            a_maps = known.matrices(world, *self._of_a, self._owners // span, load_rows)
-            self._a_maps[load_rows, span] = a_maps
+            a_maps = self._a_maps[span] = known.matrices(world, *self._of_a, self._owners // span)
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
-        maps = a_maps(a, extent * span), known.map(world, b_address, columns, cluster), self._c_maps(c, extent)
+        tail = sizes.tail_rows
+        of_a = a_maps(a, extent * span, BLOCK_M if sizes.last_row else tail, tail)
+        maps = of_a, known.map(world, b_address, columns, cluster), self._c_maps(c, extent, STORED_ROWS)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

@@ -14,7 +14,7 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, choose_load_rows, raster, shift_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pushing import most_parts, warps_push
 from mkernel.planner.slices import most_slices, sliced_tiles
@@ -26,12 +26,12 @@ __all__ = ["OP", "PARAMETER_BYTES", "SHARE", "SPECIALIZED", "SUM", "AllGatherGem
 OP = "allgather_gemm"
 SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
-PARAMETER_BYTES = 1088  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+PARAMETER_BYTES = 1344  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
 _LOW_WIDTH = 128  # columns of tiles, at most, of kernels with more stages where rows are few
 _TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
-    *("load_rows", "span", "shares"),
+    *("load_rows", "span", "shares", "last_row", "tail_rows"),
 )
 
 
@@ -116,7 +116,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
-        return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares
+        return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares, sizes.last_row, sizes.tail_rows
 
     @derived
     def of_arguments(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         grid = total
         if not pushers:  # else each has chunks to push
             grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * cluster - computing)
-        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, choose_load_rows(plane_rows), shares))
+        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail_of(plane_rows)))
 
     @property
     def rounds(self) -> int:

@@ -24,10 +24,10 @@ class Sizes(NamedTuple):
         Tiles up to here are whole; the others are sliced.
     grid
         CTAs: no more than have something to do. Fewer, spread over the device, load faster (docs/speed_log.md).
-    load_rows
-        Rows of a tile of A that are loaded.
     shares
         CTAs, or pairs, that share K of a tile.
+    load_rows, last_row, tail_rows
+        Of ``gemm.tail_of``: of a plane.
     """
 
     plane_rows: int
@@ -37,8 +37,10 @@ class Sizes(NamedTuple):
     num_tiles: int
     whole_tiles: int
     grid: int
-    load_rows: int
     shares: int
+    load_rows: int
+    last_row: int
+    tail_rows: int
 
 
 # Of all its fields, without a function of Python in between.

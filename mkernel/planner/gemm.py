@@ -32,6 +32,7 @@ __all__ = [
     "row_of_b",
     "seconds_to_multiply",
     "shift_of",
+    "tail_of",
 ]
 
 BLOCK_M = 128
@@ -48,7 +49,7 @@ _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares
 _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
-_LOAD_ROWS = (16, 32, 64)  # of a tile of A that need not be loaded whole: filling rows that are not there with zeros takes TMA long
+_WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
 
 _SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured on H200.
@@ -290,11 +291,15 @@ def choose_ctas(seconds_of_one: float, seconds: float, fewest: int, most: int) -
 
 
 def choose_load_rows(rows: int) -> int:
-    """How many rows of a tile of A to load where the matrix has ``rows``."""
-    for load in _LOAD_ROWS:
-        if rows <= load:
-            return load
-    return BLOCK_M
+    """How many rows of a tile of A to load, at most, where the matrix has ``rows``: whole warps' rows."""
+    return BLOCK_M if rows > BLOCK_M else max(1, -(-rows // _WARP_ROWS)) * _WARP_ROWS
+
+
+def tail_of(rows: int) -> tuple[int, int, int]:
+    """How many rows of a tile to load where A has ``rows``, at most; the last row of tiles; and how many for those: whole warps' rows."""
+    last = (rows - 1) // BLOCK_M if rows else 0
+    tail = -(-(rows - last * BLOCK_M) // _WARP_ROWS) * _WARP_ROWS or _WARP_ROWS
+    return BLOCK_M if last else tail, last, tail
 
 
 def choose_put(shard_bytes: int) -> int:

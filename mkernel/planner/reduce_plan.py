@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, shift_of
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
 from mkernel.planner.pairs import lone_row, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
@@ -19,9 +19,10 @@ __all__ = ["PARAMETER_BYTES", "SPECIALIZED", "ReducePlan", "Tile"]
 
 # By default (docs/benchmarks.md): an all-reduce of few rows takes 1 us less with K compiled in, 4096 with N; a reduce-scatter nothing.
 SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])}
-PARAMETER_BYTES = 704  # sizeof(Parameters); ops/reduce.py mirrors the struct
+PARAMETER_BYTES = 832  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _ARGUMENTS = (  # of a launch
     *("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "shares", "whole_pairs", "last_pairs"),
+    *("last_row", "tail_rows"),
 )
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
@@ -105,7 +106,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
-        return rows, sizes.tiles, sizes.taken, *self.of_arguments, sizes.whole_pairs, sizes.last_pairs
+        return rows, sizes.tiles, sizes.taken, *self.of_arguments, sizes.whole_pairs, sizes.last_pairs, sizes.last_row, sizes.tail_rows
 
     @derived
     def of_arguments(self) -> tuple[int, ...]:
@@ -113,13 +114,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, self.shares
 
     @derived
-    def of_maps(self) -> tuple[int, int, int, bool, bool, int]:
-        """By which tensor maps are made: columns of a tile, rows of a load, ranks of a tile's rows.
+    def of_maps(self) -> tuple[int, int, bool, bool, int]:
+        """By which tensor maps are made: columns of a tile, ranks of a tile's rows.
 
         Whether in packets; whether threads store rows; and CTAs of a cluster.
         """
         stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER)
-        return self.tile.block_n, self.load_rows, self.span, self.packets, stores_rows, self.cluster
+        return self.tile.block_n, self.span, self.packets, stores_rows, self.cluster
 
     def describe(self) -> str:
         p, split = self.problem, self.split
@@ -172,7 +173,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         """What follows from the rows of a call of the class."""
         tiles, taken = self._tiles_of(rows)
         lone = lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m) if self.cluster > 1 else (0, 0)
-        return sizes_of((self.grid, tiles, taken, *lone, self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0))
+        exchanged = self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0
+        return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span)[1:]))
 
     @derived
     def grid(self) -> int:

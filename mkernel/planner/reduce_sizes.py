@@ -24,6 +24,8 @@ class Sizes(NamedTuple):
         Of ``pairs.lone_row``, with pairs of CTAs.
     exchanged
         Where CTAs share K: bytes of the packets of the ranks, behind which those of shares begin.
+    last_row, tail_rows
+        Of ``gemm.tail_of``: of an owner's rows, or of all where a tile has several owners' rows.
     """
 
     grid: int
@@ -32,7 +34,9 @@ class Sizes(NamedTuple):
     whole_pairs: int
     last_pairs: int
     exchanged: int
+    last_row: int
+    tail_rows: int
 
 
 # Of all its fields, without a function of Python in between.
-sizes_of: Callable[[tuple[int, int, int, int, int, int]], Sizes] = functools.partial(tuple.__new__, Sizes)
+sizes_of: Callable[[tuple[int, ...]], Sizes] = functools.partial(tuple.__new__, Sizes)

@@ -24,7 +24,7 @@ __all__ = ["Backend", "Copier", "Extents", "HostMemory", "Kernel", "MatrixMaps",
 # Of a tensor map with three or four dimensions: its extents or those of its box, innermost first; bytes from one index to the next, of all
 # dimensions but the innermost.
 Extents = tuple[int, int, int] | tuple[int, int, int, int]
-MatrixMaps = Callable[[int, int], bytes]  # (address, rows) -> a tensor map
+MatrixMaps = Callable[..., bytes]  # (address, rows, *rows of loads or stores) -> their tensor maps, one behind the other
 Strides = tuple[int, int] | tuple[int, int, int]
 
 
@@ -175,14 +175,18 @@ class Backend(abc.ABC):
         other. Out-of-bounds elements read as zero and are not written.
         """
 
-    def matrix_maps(self, dtype: str, columns: int, row_bytes: int, planes: int, box: Extents) -> MatrixMaps:
-        """What makes ``tensor_map`` of matrices of so many columns, ``planes`` of them one after the other, from address and rows.
+    def matrix_maps(self, dtype: str, columns: int, row_bytes: int, planes: int) -> MatrixMaps:
+        """What makes ``tensor_map`` of matrices of so many columns, ``planes`` of them one after the other.
+
+        Made from an address, rows, and the rows of one or several loads or stores, of 64 columns each: as many maps, one behind the
+        other.
 
         Used by one thread at a time.
         """
 
-        def make(address: int, rows: int) -> bytes:
-            return self.tensor_map(address, dtype, (columns, rows, planes), (row_bytes, rows * row_bytes), box)
+        def make(address: int, rows: int, *boxes: int) -> bytes:
+            shape, strides = (columns, rows, planes), (row_bytes, rows * row_bytes)
+            return b"".join([self.tensor_map(address, dtype, shape, strides, (64, box, 1)) for box in boxes])
 
         return make
 

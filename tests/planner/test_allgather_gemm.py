@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -365,12 +366,16 @@ def test_the_number_of_rows_is_no_compile_time_constant() -> None:
     assert few.digest != many.digest
 
 
-def test_the_fewest_rows_are_loaded_alone() -> None:
-    numbers = (0, 1, 4, 5, 16, 17, 32, 33, 64, 65, 128, 300)
-    by_span = {span: {rows: plan_of(Topology(4, 4), rows, 512, 512, span=span).load_rows for rows in numbers} for span in (1, 4)}
-    few = {0: 16, 1: 16, 4: 16, 5: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64}
-    assert by_span[1] == few | {65: 128, 128: 128, 300: 128}
-    assert by_span[4] == {rows: few.get(4 * rows, 32 if rows == 5 else 128) for rows in numbers}, "rows of all four ranks"
+@pytest.mark.parametrize("span", [1, 4])
+def test_no_more_rows_are_loaded_than_there_are(span: int, rng: np.random.Generator) -> None:
+    """But for those that a warp has besides."""
+    for rows in (0, 1, 16, 17, 32, 33, 128, 129, *map(int, rng.integers(1, 3000, 20))):
+        plan = plan_of(Topology(4, 4), rows, 512, 512, span=span)
+        sizes, all_rows = plan.sizes_of(rows), span * rows
+        assert sizes.load_rows == min(BLOCK_M, max(1, math.ceil(all_rows / 16)) * 16)
+        assert sizes.last_row == max(0, math.ceil(all_rows / BLOCK_M) - 1)
+        assert 0 <= sizes.last_row * BLOCK_M + sizes.tail_rows - all_rows < 16 or all_rows == 0
+        assert sizes.tail_rows % 16 == 0 < sizes.tail_rows <= BLOCK_M
 
 
 def test_plans_that_differ_have_other_digests() -> None:

@@ -8,6 +8,7 @@ import time
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mkernel.errors import ArgumentError
@@ -110,20 +111,23 @@ def test_the_numbers_are_the_drivers() -> None:
 
 
 @pytest.mark.parametrize("planes", [1, 3])
-def test_matrices_have_the_maps_of_tensors(encoder: Encoder, planes: int) -> None:
-    """What is made of address and rows alone, in any order, is what ``get`` makes of all."""
+def test_matrices_have_the_maps_of_tensors(encoder: Encoder, planes: int, rng: np.random.Generator) -> None:
+    """What is made of address, rows and rows of a box alone, in any order, is what ``get`` makes of all."""
     maps = TensorMaps(lambda: 4096)
     for dtype, row_bytes in (("bfloat16", 512), ("float16", 528)):
-        made = maps.matrices(dtype, 256, row_bytes, planes, (64, 32, 1))
+        made = maps.matrices(dtype, 256, row_bytes, planes)
         for address, rows in ((1 << 40, 100), (1 << 41, 1), (1 << 40, 0), (0, 0), (1 << 42, 2), (1 << 40, 1 << 31), (1 << 40, 100)):
-            found = made(address, rows)
-            assert found == maps.get(address, dtype, (256, rows, planes), (row_bytes, rows * row_bytes), (64, 32, 1)), (address, rows)
-            assert encoder.asked[-1] == encoder.asked[-2]
+            first, second = (int(box) for box in rng.integers(1, 257, 2))
+            for boxes in ((first,), (first, second), (second, second), (first, second, second)):
+                found, asked = made(address, rows, *boxes), encoder.asked[-1]
+                each = [maps.get(address, dtype, (256, rows, planes), (row_bytes, rows * row_bytes), (64, box, 1)) for box in boxes]
+                assert found == b"".join(each), (address, rows, boxes)
+                assert asked == encoder.asked[-1]
     encoder.status = 17
     with pytest.raises(ArgumentError, match=r"tensor = float16 \(256, 100, 3\).*\(status 17\)" if planes == 3 else r"\(status 17\)"):
-        made(1 << 40, 100)
+        made(1 << 40, 100, 32)
     with pytest.raises(ArgumentError, match=r"\(status 1\)"):
-        made(1 << 40, 1 << 64)
+        made(1 << 40, 1 << 64, 32)
 
 
 def test_errors(encoder: Encoder) -> None:

@@ -46,6 +46,7 @@ class SchedulerLibrary:
         self.poke = self._function(library, "poke", None, p)
         self.turns = self._function(library, "turns", u64, p)
         self.trace = self._function(library, "trace", u64, p)
+        self.filled_rows = self._function(library, "filled_rows", u64)
         self.name = self._function(library, "name", None, p, u64, u64, text)
         self.copy = self._function(library, "copy", None, p, p, p, ctypes.c_size_t)
         self.put_begins = self._function(library, "put_begins", u64, p, p, p, ctypes.c_size_t, text)

@@ -33,7 +33,7 @@ _place = ctypes.c_void_p.from_param
 # What the encoder reads of so many dimensions: extents, strides of all but the first, the box, and the steps inside it.
 _INPUT = {rank: struct.Struct(f"={rank}Q{rank - 1}Q{rank}I{rank}I") for rank in (3, 4)}
 _PACK, _PACK_4 = _INPUT[3].pack_into, _INPUT[4].pack_into
-_PACK_ROWS = struct.Struct("=4Q").pack_into  # of three dimensions: rows, planes, and the bytes of both
+_PACK_ROWS = struct.Struct("=4Q2I").pack_into  # of three dimensions: rows, planes, the bytes of both, and columns and rows of the box
 _OUTPUT = 128  # offset of the map
 
 
@@ -102,9 +102,9 @@ class TensorMaps:
         rule = f"no tensor map can describe it ({driver().CUresult(status).name})"
         raise ArgumentError("tensor", value, rule, "16-byte aligned base and strides are needed")
 
-    def matrices(self, dtype: str, columns: int, row_bytes: int, planes: int, box: Extents) -> MatrixMaps:
-        """As ``Backend.matrix_maps``. A new size of a call needs two of them, of which only address and rows are new."""
-        return _Matrices(self, dtype, columns, row_bytes, planes, box).get
+    def matrices(self, dtype: str, columns: int, row_bytes: int, planes: int) -> MatrixMaps:
+        """As ``Backend.matrix_maps``. A new size of a call needs two to four of them, of which only address and two numbers are new."""
+        return _Matrices(self, dtype, columns, row_bytes, planes).get
 
     @functools.cached_property
     def _encode(self) -> Any:
@@ -113,31 +113,38 @@ class TensorMaps:
 
 
 class _Matrices:
-    """Maps of matrices that differ in address and rows: what they have in common lies in memory that the encoder reads."""
+    """Maps of matrices that differ in address, rows and box: what they have in common lies in memory that the encoder reads."""
 
     __slots__ = ("_address", "_arguments", "_maps", "_memory", "_output", "_planes", "_row_bytes", "_shape")
 
-    def __init__(self, maps: TensorMaps, dtype: str, columns: int, row_bytes: int, planes: int, box: Extents) -> None:
-        self._maps, self._shape, self._row_bytes, self._planes = maps, (dtype, columns, box), row_bytes, planes
+    def __init__(self, maps: TensorMaps, dtype: str, columns: int, row_bytes: int, planes: int) -> None:
+        self._maps, self._shape, self._row_bytes, self._planes = maps, (dtype, columns), row_bytes, planes
         at, self._memory = _memory()
         self._output, self._address = self._memory[_OUTPUT:], ctypes.c_void_p()
         self._arguments = _arguments(at, dtype, 3, True, self._address)
-        _PACK(self._memory, 0, columns, 1, 1, 0, 0, *box, 1, 1, 1)
+        _PACK(self._memory, 0, columns, 1, 1, 0, 0, _BOX_COLUMNS, 1, 1, 1, 1, 1)
 
-    def get(self, address: int, rows: int) -> bytes:
-        """The map of a matrix. Raises ArgumentError as ``TensorMaps.get``."""
+    def get(self, address: int, rows: int, *boxes: int) -> bytes:
+        """The maps of a matrix, with boxes of so many rows. Raises ArgumentError as ``TensorMaps.get``."""
         row_bytes = self._row_bytes
         if rows > 1 and address:
-            try:
-                _PACK_ROWS(self._memory, 8, rows, self._planes, row_bytes, rows * row_bytes)
-            except struct.error:
-                pass
+            found, before = b"", 0
+            for box_rows in boxes:
+                if box_rows != before:  # else the same map again
+                    try:
+                        _PACK_ROWS(self._memory, 8, rows, self._planes, row_bytes, rows * row_bytes, _BOX_COLUMNS, box_rows)
+                    except struct.error:
+                        break
+                    self._address.value = address
+                    if self._maps._encode(*self._arguments):
+                        break
+                    before = box_rows
+                found += self._output
             else:
-                self._address.value = address
-                if not self._maps._encode(*self._arguments):
-                    return self._output.tobytes()
-        dtype, columns, box = self._shape  # of few rows; or what says why it cannot be
-        return self._maps.get(address, dtype, (columns, rows, self._planes), (row_bytes, rows * row_bytes), box)
+                return found
+        dtype, columns = self._shape  # of few rows; or what says why it cannot be
+        shape, strides = (columns, rows, self._planes), (row_bytes, rows * row_bytes)
+        return b"".join([self._maps.get(address, dtype, shape, strides, (_BOX_COLUMNS, box_rows, 1)) for box_rows in boxes])
 
 
 def _memory() -> tuple[int, memoryview]:
