@@ -136,7 +136,7 @@ def _once(block_m: int, block_n: int, rows: int = _NEIGHBOURS) -> float:
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
     stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None, a_row: int = 0,
-    alike: bool = False, together: int = _NEIGHBOURS,
+    alike: bool = False, together: int = _NEIGHBOURS, beside: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
@@ -144,11 +144,12 @@ def tile_cost(
     that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
     tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
     step, because they also wait for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0:
-    ``k``); ``alike``: two lines of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have.
+    ``k``); ``alike``: two lines of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have;
+    ``beside``: other SMs move data meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
-    clock = 1.0 if apart else min(machine.boost, machine.sms / active)  # other CTAs move data meanwhile: between ranks nothing was gained
+    clock = 1.0 if apart or beside else min(machine.boost, machine.sms / active)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
@@ -156,7 +157,10 @@ def tile_cost(
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
     of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / (machine.sm_load * clock)
-    of_l2 = load_rows * (_APART_A if (apart or together <= _FEW_ROWS) and not of_a.whole else 1.0) / of_a.of_l2 + width / of_b.of_l2
+    of_l2 = (
+        load_rows * (_APART_A if (apart or (cluster == 1 and together <= _FEW_ROWS)) and not of_a.whole else 1.0) / of_a.of_l2
+        + width / of_b.of_l2
+    )
     # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
     read = 1.0
     if cluster == 1:
