@@ -52,20 +52,9 @@ def _product(
     speed, from_memory = machine.speed(busy_of(conditions, machine, guess)), rows <= BLOCK_M  # B of a tile that nobody else reads
     stages, active = tile.stages if from_memory else 0, min(ctas, tiles)
     cost = tile_cost(
-        machine,
-        BLOCK_M,
-        tile.block_n,
-        n,
-        k,
-        load_rows,
-        speed,
-        stages=stages,
-        active=active,
-        a_row=a_row,
-        b_row=b_row,
-        alike=True,
+        machine, BLOCK_M, tile.block_n, n, k, load_rows, speed, stages=stages, active=active, a_row=a_row, b_row=b_row, alike=True,
         beside=True,
-    )
+    )  # fmt: skip
     touched = experts * (1 - math.exp(-rows))
     memory = (touched * n * k + experts * rows * (n + k)) * ITEM / machine.memory
     turns = math.ceil(tiles / ctas) if tiles < 4 * ctas else tiles / ctas + 0.5
