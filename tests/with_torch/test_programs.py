@@ -84,7 +84,7 @@ def test_it_is_found(what: str, rng: np.random.Generator, monkeypatch: pytest.Mo
     real = getattr(module, attribute)
     monkeypatch.setattr(module, attribute, functools.partial(planted, real) if planted.__code__.co_varnames[0] == "real" else planted)
     found: dict[str, float] = {}
-    for _ in range(12):
+    for _ in range(60):  # the weakest was seen by 9 of 40 programs
         found = wrong(draw(rng, 2, "bfloat16", steps=4, ops=(*ops, "allgather_gemm", "gemm_reduce_scatter")), "1x2")
         if found:
             break
