@@ -292,7 +292,7 @@ def choose_ctas(seconds_of_one: float, seconds: float, fewest: int, most: int) -
 
 def choose_load_rows(rows: int) -> int:
     """How many rows of a tile of A to load, at most, where the matrix has ``rows``: whole warps' rows."""
-    return BLOCK_M if rows > BLOCK_M else max(1, -(-rows // _WARP_ROWS)) * _WARP_ROWS
+    return tail_of(rows)[0]
 
 
 def tail_of(rows: int) -> tuple[int, int, int]:

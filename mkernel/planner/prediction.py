@@ -157,10 +157,8 @@ def tile_cost(
     width = block_n / cluster  # of B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
     of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / (machine.sm_load * clock)
-    of_l2 = (
-        load_rows * (_APART_A if (apart or (cluster == 1 and together <= _FEW_ROWS)) and not of_a.whole else 1.0) / of_a.of_l2
-        + width / of_b.of_l2
-    )
+    is_slow = not of_a.whole and (apart or (cluster == 1 and together <= _FEW_ROWS))
+    of_l2 = load_rows * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
     # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
     read = 1.0
     if cluster == 1:
