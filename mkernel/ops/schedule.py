@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mkernel.errors import ArgumentError
+from mkernel.jit.spec import KernelSpec
 from mkernel.ops import remembered
 from mkernel.ops.arguments import check_split
 from mkernel.ops.op import Instance, Op
@@ -299,10 +300,13 @@ def prepare(world: World, op: Op[Any], instance: Instance[Any], choice: Choice, 
             return None
         return found
 
-    grid, table = max(plan.grid for plan in plans.values()), table_of(world, problem, choice)
+    grids: dict[KernelSpec, int] = {}
+    for plan in plans.values():
+        grids[plan.spec] = max(plan.grid, grids.get(plan.spec, 0))
+    table = table_of(world, problem, choice)
     if table.file and len(table.untuned) > table.recalled and world.local_rank == 0:
         remembered.keep(table.file, table.untuned)
-    table.prepared = world.problems.prepare(problem, title_of(plans[rows]), {plan.spec for plan in plans.values()}, grid, plan_of, stream)
+    table.prepared = world.problems.prepare(problem, title_of(plans[rows]), grids, plan_of, stream)
     for plan in plans.values():
         plan.of_rows(0)  # works out what plans of a class have in common: not in the first call of each class
     return table.prepared

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import struct
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mkernel import abi
@@ -190,14 +190,13 @@ class Problems:
         self,
         key: Hashable,
         title: str,
-        specs: Iterable[KernelSpec],
-        grid: int,
+        grids: Mapping[KernelSpec, int],
         plan_of: Callable[[int, int], Plan | None],
         stream: Any = None,
     ) -> Prepared:
         """Agree with all ranks on the problem ``key``, and compile and load those of its kernels that are not there yet.
 
-        Collective unless all of it is there; blocks the host then. ``title``: for messages; ``grid``: the most CTAs of any call.
+        Collective unless all of it is there; blocks the host then. ``title``: for messages; ``grids``: of each kernel, the most CTAs.
 
         Raises
         ------
@@ -211,7 +210,7 @@ class Problems:
         world = self._world
         with world.lock:
             prepared = self._prepared.get(key)
-            missing = sorted({spec for spec in specs if spec not in self._kernels}, key=repr)
+            missing = sorted((spec for spec in grids if spec not in self._kernels), key=repr)
             if prepared is not None and not missing:
                 return prepared
             world.check()
@@ -220,7 +219,7 @@ class Problems:
                 raise ArgumentError("stream", stream, rule, "call mk.plan(...) before the capture")
             self.collectives += 1
             world.collective(f"prepare {digest_of((key, missing)):016x}", title)
-            self._load(title, missing, grid)
+            self._load(title, missing, grids)
             if prepared is None:
                 prepared = self._prepared[key] = Prepared(len(self._prepared) + 1, title, plan_of)
             return prepared
@@ -269,12 +268,12 @@ class Problems:
         self._prepared.clear()
         self._kernels.clear()
 
-    def _load(self, title: str, specs: Sequence[KernelSpec], grid: int) -> None:
+    def _load(self, title: str, specs: Sequence[KernelSpec], grids: Mapping[KernelSpec, int]) -> None:
         """Compile and load on every rank, after the agreement. Returns when all ranks are ready to launch."""
         with looked_at_once():
-            self._load_all(title, specs, grid)
+            self._load_all(title, specs, grids)
 
-    def _load_all(self, title: str, specs: Sequence[KernelSpec], grid: int) -> None:
+    def _load_all(self, title: str, specs: Sequence[KernelSpec], grids: Mapping[KernelSpec, int]) -> None:
         world = self._world
         if len(specs) > 1:  # ranks and cores share the work of compiling; loading finds the kernels in the cache, or meets the error again
             self._compile(title, specs[world.rank :: world.size])
@@ -287,8 +286,8 @@ class Problems:
             with progress.steps(f"compiling and loading {title}", len(specs)) as is_loaded:
                 for spec in specs:
                     loaded[spec] = kernel = world.backend.load(spec)
-                    if grid > kernel.max_ctas():
-                        raise ArgumentError("grid", grid, f"only {kernel.max_ctas()} CTAs fit on this device at once")
+                    if grids[spec] > kernel.max_ctas():
+                        raise ArgumentError("grid", grids[spec], f"only {kernel.max_ctas()} CTAs fit on this device at once")
                     is_loaded()
         except Exception as error:  # told to the other ranks, then raised
             problem = error

@@ -292,7 +292,7 @@ class World:
         with self.lock:
             self.check()
             plan = build()
-            prepared = self.problems.prepare((plan.op, plan.digest), title_of(plan), [plan.spec], plan.grid, lambda *_: plan, stream)
+            prepared = self.problems.prepare((plan.op, plan.digest), title_of(plan), {plan.spec: plan.grid}, lambda *_: plan, stream)
             self.problems.reserve(plan)
             executable = self._executables[key] = self.problems.executable(prepared, plan)
             return executable
