@@ -58,16 +58,22 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t near_planes() const { return span() < kR ? kR / span() : 1; }  // with shards of this node
   MK_DEVICE uint32_t plane_rows() const { return span() * p.rows; }
   MK_DEVICE uint32_t tile_rows() const { return (plane_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }  // of a plane
-  // With pairs of CTAs a number means two rows of tiles, or what is left of them.
-  static constexpr uint32_t kTakenRows = Shape::kCluster * Shape::kBlockM;
-  MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kCluster - 1) / Shape::kCluster; }  // of tiles
+  // With pairs of CTAs a number means two rows, or two columns, of tiles, or what is left of them.
+  static constexpr uint32_t kTakenRows = Shape::kClusterM * Shape::kBlockM;
+  MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kClusterM - 1) / Shape::kClusterM; }  // of tiles
+  MK_DEVICE uint32_t taken_columns() const { return (tiles_n() + Shape::kClusterN - 1) / Shape::kClusterN; }
   MK_DEVICE uint32_t num_tiles() const {
-    const uint32_t tiles = taken_rows() * planes() * tiles_n();
+    const uint32_t tiles = taken_rows() * planes() * taken_columns();
     if constexpr (KShares::kMay) return shares().count();
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const { return coordinate_of(tile, Shape::kPaired ? ptx::cluster_rank() : 0); }
-  MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {  // of a pair
+  MK_DEVICE static TileCoordinate of_cta(TileCoordinate taken, uint32_t cta) {  // of what a pair takes
+    if constexpr (Shape::kClusterM > 1) taken.m = taken.m * Shape::kClusterM + cta / Shape::kClusterN;
+    if constexpr (Shape::kClusterN > 1) taken.n = taken.n * Shape::kClusterN + cta % Shape::kClusterN;
+    return taken;
+  }
+  MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {
     uint32_t slice = 0;
     if (Config::kSlices > 1 && tile >= p.whole_tiles) {  // the last tiles are numbered by slices
       slice = 1 + (tile - p.whole_tiles) % Config::kSlices;
@@ -78,27 +84,27 @@ struct Tiles : BasicOp<Config, Parameters> {
     if constexpr (KShares::kMay) tile = shares().tile_of(tile, is_share, is_sum, share);
     const uint32_t index = tile;
     if constexpr (kOnePlane) {
-      const RasterPosition at = raster(tile, taken_rows(), tiles_n(), p.group_m);
-      return TileCoordinate{0, at.row * Shape::kCluster + cta, at.column, slice, index, is_sum, false, is_share, share};
+      const RasterPosition at = raster(tile, taken_rows(), taken_columns(), p.group_m);
+      return of_cta(TileCoordinate{0, at.row, at.column, slice, index, is_sum, false, is_share, share}, cta);
     }
-    const uint32_t per_plane = taken_rows() * tiles_n(), near = near_planes(), own = own_rows();
+    const uint32_t columns = taken_columns(), per_plane = taken_rows() * columns, near = near_planes(), own = own_rows();
     uint32_t of_class = 1, nearest = 0, rows = taken_rows();  // planes of the tile's class, the nearest one's distance, rows of each
-    const bool is_first = tile < own * tiles_n(), is_later = !is_first && tile < per_plane;  // of the own plane
+    const bool is_first = tile < own * columns, is_later = !is_first && tile < per_plane;  // of the own plane
     if (is_first) {
       rows = own;
     } else if (is_later) {
-      tile -= own * tiles_n(), rows -= own;
+      tile -= own * columns, rows -= own;
     } else if (tile >= per_plane * near) {
       tile -= per_plane * near, of_class = planes() - near, nearest = near;
     } else {
       tile -= per_plane, of_class = near - 1, nearest = 1;
     }
-    const RasterPosition at = raster(tile, rows * of_class, tiles_n(), p.group_m);  // of all the class's rows: row i of each plane in turn
+    const RasterPosition at = raster(tile, rows * of_class, columns, p.group_m);  // of all the class's rows: row i of each plane in turn
     uint32_t row = quotient(at.row, of_class);
     const uint32_t plane = plane_at(nearest + at.row - row * of_class);
     if (is_first) row += first_row(own_shard());
     if (is_later) row = later_row(row);
-    return TileCoordinate{plane, row * Shape::kCluster + cta, at.column, slice, index, is_sum, false, is_share, share};
+    return of_cta(TileCoordinate{plane, row, at.column, slice, index, is_sum, false, is_share, share}, cta);
   }
   // Of the shards of a plane: the row of tiles in which a shard begins, and the first that has no rows of the shard before.
   MK_DEVICE uint32_t begin_row(uint32_t shard) const { return shard < span() ? shard * p.rows / kTakenRows : taken_rows(); }
@@ -156,7 +162,7 @@ struct Tiles : BasicOp<Config, Parameters> {
 
   // ---- shares of K
   static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
-  MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * tiles_n(), p.shares}; }
+  MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * taken_columns(), p.shares}; }
   MK_DEVICE char* packets(const Entered& entered) const {
     return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;
   }
@@ -184,7 +190,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool is_own(const TileCoordinate& c) const {  // of the caller's array alone: so are both tiles of a pair, or none
     if constexpr (kOnePlane) return !kPackets;
     if (span() == 1) return c.plane == p.world.rank;
-    const uint32_t begin = c.m / Shape::kCluster * kTakenRows, end = end_of(begin);
+    const uint32_t begin = c.m / Shape::kClusterM * kTakenRows, end = end_of(begin);
     return begin - own_begin(c) < p.rows && end - own_begin(c) <= p.rows;
   }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const {

@@ -38,12 +38,22 @@ MK_DEVICE TilePart first_item(const Call& call, const Op& op) {
   return TilePart{op.parts(c) == 0 || (op.waits(c, 0) && !Op::kGathers) ? kStop : tile * Op::kParts, c};
 }
 
+// Of one stage of a tile: its rows of A, of the k step that begins at `k`; `step`: its number.
+template <class Config>
+MK_DEVICE void load_a(char* smem_a, const abi::TensorMap* a, uint64_t* filled, int32_t k, int32_t row, int32_t plane, uint32_t step) {
+  if constexpr (GemmShape<Config>::kClusterN > 1) {
+    Pair<Config>::load_a(smem_a, a, filled, k, row, plane, step);
+  } else {
+    ptx::tma_load_3d(smem_a, a, filled, k, row, plane);
+  }
+}
+
 // Of one stage of a tile: its columns from `column` on, of k steps from k on.
 template <class Config, class Op>
 MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint64_t* filled, int32_t column, int32_t k, int32_t b_plane,
                       uint32_t width) {
   using Shape = GemmShape<Config>;
-  if constexpr (Shape::kPaired) {
+  if constexpr (Shape::kClusterM > 1) {
     Pair<Config>::load_b(smem_b, b, filled, column, k, b_plane);
   } else if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
 #pragma unroll
@@ -90,8 +100,8 @@ MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const Tile
   StagePosition<Config> stage, filled;
 #pragma unroll 1
   for (uint32_t i = 0; op.load_rows(c) != 0 && i < stages; ++i, stage.advance(ring.count())) {
-    ptx::tma_load_3d(ring.a(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
-                     op.a_plane(c, 0));
+    load_a<Config>(ring.a(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
+                   op.a_plane(c, 0), i);
   }
 #pragma unroll 1
   for (uint32_t i = 0; i < stages; ++i, filled.advance(ring.count())) storage.stages.wait_filled(filled);
@@ -123,7 +133,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
     const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = bytes_of_stage<Config>(op, c);
-    const bool loads_a = !Op::kTakes && (!Shape::kPaired || op.load_rows(c) != 0);
+    const bool loads_a = !Op::kTakes && (Shape::kClusterM == 1 || op.load_rows(c) != 0);
     const uint32_t steps = op.steps(c, part);
     // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
     constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
@@ -137,12 +147,12 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
       if (Op::kGathers && has_b != 0) {
         --has_b;
-        if (loads_a) ptx::tma_load_3d(ring.a(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
+        if (loads_a) load_a<Config>(ring.a(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane, step);
         continue;
       }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
-      if (loads_a) ptx::tma_load_3d(ring.a(storage, stage.index), a, filled, a_k, a_row, a_plane);
+      if (loads_a) load_a<Config>(ring.a(storage, stage.index), a, filled, a_k, a_row, a_plane, step);
       load_b<Config>(op, ring.b(storage, stage.index), b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {

@@ -32,6 +32,18 @@ MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const StageOperan
   ptx::wgmma_commit();
 }
 
+// A stage that all lanes of a warp have read, to all whose loading threads write to it.
+template <class Config>
+MK_DEVICE void give_back(GemmStorage<Config>& storage, uint32_t stage) {
+  const uint32_t lane = ptx::lane_index();
+  uint64_t* taken = &storage.stages.taken[stage];
+  if constexpr (GemmShape<Config>::kPaired) {
+    if (lane < GemmShape<Config>::kSharing) Pair<Config>::give_back(taken, lane);
+  } else {
+    if (lane == 0) ptx::mbarrier_arrive(taken);
+  }
+}
+
 // Adds one partial tile, or the part of it in one stage.
 template <uint32_t Part, class Config>
 MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, uint32_t stage, uint32_t warpgroup) {
@@ -51,13 +63,7 @@ MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& 
   storage.stages.wait_filled(stage);
   add_stage<Part>(d, storage, stage.index, warpgroup);
   ptx::sync_warp();  // all lanes have read
-  if constexpr (GemmShape<Config>::kPaired) {
-    // To both CTAs, as stages of A and B.
-    const uint32_t lane = ptx::lane_index();
-    if (lane < GemmShape<Config>::kCluster) Pair<Config>::give_back(&storage.stages.taken[stage.index], lane);
-  } else {
-    if (ptx::lane_index() == 0) storage.stages.take(stage);
-  }
+  give_back<Config>(storage, stage.index);
   stage.advance();
 }
 template <uint32_t Part, class Config>
@@ -104,16 +110,6 @@ template <uint32_t N, bool Short, class Config>
 MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
                              StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, bool accumulate) {
   using Shape = GemmShape<Config>;
-  const uint32_t lane = ptx::lane_index();
-  const bool reports = lane < Shape::kCluster;
-  const auto give_back = [&](uint32_t number) {
-    uint64_t* taken = &storage.stages.taken[number];
-    if constexpr (Shape::kPaired) {
-      Pair<Config>::give_back(taken, lane);
-    } else {
-      ptx::mbarrier_arrive(taken);
-    }
-  };
   uint32_t previous = kStop;  // the stage of the step before
   uint32_t step = 0;
 #pragma unroll 1
@@ -124,26 +120,25 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
     storage.stages.wait_filled(stage);
     multiply_stage<N, Config>(d, operands, accumulate || step > 0);
     ptx::wgmma_wait<1>(d);
-    if (previous != kStop && reports) give_back(previous);
+    if (previous != kStop) give_back<Config>(storage, previous);
     previous = stage.index;
     stage.advance(ring.count());
   } while (++step < steps);
   ptx::wgmma_wait<0>(d);
-  if (reports) give_back(previous);
+  give_back<Config>(storage, previous);
 }
 
-// The same where the warpgroup has no rows: it gives the stages back.
+// The same where the warpgroup has no rows: it gives the stages back, and the other one has the tensor cores.
 template <class Config>
 MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
                          StagePosition<Config>& stage, uint32_t steps) {
 #pragma unroll
   for (float& e : d) e = 0.0f;
-  const bool reports = ptx::lane_index() == 0;
 #pragma unroll 1
   for (uint32_t step = 0; step < steps; ++step, stage.advance(ring.count())) {
     storage.stages.wait_filled(stage);
     ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not
-    if (reports) storage.stages.take(stage);
+    give_back<Config>(storage, stage.index);
   }
 }
 // A whole tile, or a warpgroup that has none of its rows.
@@ -223,6 +218,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if constexpr (Op::kTakes) {
       multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
+    } else if (!Op::kShortTiles && op.load_rows(c) <= warpgroup * kBlockRows) {
+      pass_part<Config>(d, storage, ring, stage, steps);
     } else {
       multiply_rows<Config>(d, storage, ring, stage, steps, warpgroup, part > 0);
     }

@@ -138,7 +138,7 @@ struct BasicOp {
   // zeros takes TMA longer than to load rows. What the others hold does not matter.
   MK_DEVICE bool is_last_row(const TileCoordinate& c) const { return c.m == p.last_row; }
   MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const {
-    if (Shape::kPaired && c.m > p.last_row) return 0;  // the second CTA of a pair has no tile
+    if (Shape::kClusterM > 1 && c.m > p.last_row) return 0;  // the second CTA of a pair has no tile
     return is_last_row(c) ? p.tail_rows : Shape::kBlockM;
   }
   MK_DEVICE bool is_low() const { return p.load_rows <= kBlockRows; }  // of all tiles: see StageRing
@@ -155,7 +155,10 @@ struct BasicOp {
     return left < Shape::kBlockM ? left : Shape::kBlockM;
   }
   // False: the CTA has no tile here, and multiplies beside its partner in the pair.
-  MK_DEVICE bool is_there(const TileCoordinate& c) const { return !Shape::kPaired || c.m * Shape::kBlockM < p.rows; }
+  MK_DEVICE bool is_there(const TileCoordinate& c) const {
+    if constexpr (Shape::kClusterN > 1) return c.n < tiles_n();
+    return !Shape::kPaired || c.m * Shape::kBlockM < p.rows;
+  }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {
     const uint32_t row = c.m * Shape::kBlockM + block_row(c, warpgroup);

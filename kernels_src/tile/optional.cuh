@@ -11,12 +11,17 @@ template <class Config>
   requires requires { Config::kGated; }
 constexpr bool kGated<Config> = Config::kGated != 0;
 
-// 2 where pairs of CTAs load B together (pair.cuh).
+// 2 where CTAs are pairs (pair.cuh), kClusterN 2 where those are neighbours in N.
 template <class Config>
 constexpr uint32_t kCluster = 1;
 template <class Config>
   requires requires { Config::kCluster; }
 constexpr uint32_t kCluster<Config> = Config::kCluster;
+template <class Config>
+constexpr uint32_t kClusterN = 1;
+template <class Config>
+  requires requires { Config::kClusterN; }
+constexpr uint32_t kClusterN<Config> = Config::kClusterN;
 
 // 1 where partial tiles are added in the order of the ranks, whoever adds (multiply.cuh).
 template <class Config>

@@ -65,8 +65,12 @@ struct GemmShape {
   // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
-  static constexpr uint32_t kCluster = optional::kCluster<Config>;  // CTAs that load B together, and take tiles together
-  static constexpr bool kPaired = kCluster == 2;
+  // CTAs that take tiles together: neighbours in M, which load B together, or in N, which load A together.
+  static constexpr uint32_t kCluster = optional::kCluster<Config>, kClusterN = optional::kClusterN<Config>,
+                            kClusterM = kCluster / kClusterN;
+  static constexpr bool kPaired = kCluster > 1;
+  static constexpr uint32_t kSharing = kClusterM + kClusterN - 1;  // CTAs with a stage's rows of A, or columns of B, one of them included
+  static_assert(kClusterM * kClusterN == kCluster && (kCluster <= 2 || kCluster == 4), "one, two or four CTAs");
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
   static_assert(!kMayBeLow || (!kPaired && !kGated && Config::kSlices == 1), "of CTAs alone, whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out

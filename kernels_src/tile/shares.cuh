@@ -40,7 +40,8 @@ struct Shares {
   MK_DEVICE static uint32_t warp() { return ptx::thread_index() / 32 - kWarpgroup / 32; }  // of the consumers
   // Packets of a tile's share 0 that are this thread's. `packets`: where they begin. A thread's lie 32 apart.
   MK_DEVICE ptx::Words* packets_of(char* packets, const TileCoordinate& c) const {
-    const uint64_t first = uint64_t(c.index) * shares * Shape::kCluster + c.m % Shape::kCluster;
+    const uint64_t first =
+        uint64_t(c.index) * shares * Shape::kCluster + c.m % Shape::kClusterM * Shape::kClusterN + c.n % Shape::kClusterN;
     return reinterpret_cast<ptx::Words*>(packets) + (first * kWarps + warp()) * kPackets * 32 + ptx::lane_index();
   }
   static constexpr uint32_t kNext = Shape::kCluster * kWarps * kPackets * 32;  // from one share's to the next one's

@@ -8,15 +8,15 @@ namespace mkernel {
 
 // Items on their way from the scheduler of a pair's leader to that of the other CTA (pair.cuh). They, and `filled`, are used in the other CTA's
 // shared memory, `taken` in the leader's.
-template <bool Paired>
+template <uint32_t Ctas>
 struct Relay {
-  MK_DEVICE void init() {}
-};
-template <>
-struct Relay<true> {
   Handshake<kTileQueue> slots;
   uint32_t item[kTileQueue];
-  MK_DEVICE void init() { slots.init(1, 1); }
+  MK_DEVICE void init() { slots.init(1, Ctas - 1); }
+};
+template <>
+struct Relay<1> {
+  MK_DEVICE void init() {}
 };
 
 // Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
@@ -36,7 +36,7 @@ struct GemmStorage {
   EntryGate entries;
   TilePart item[kTileQueue];
   Mailbox announce;
-  [[no_unique_address]] Relay<Shape::kPaired> relay;
+  [[no_unique_address]] Relay<Shape::kCluster> relay;
 };
 
 template <class Config>
@@ -80,7 +80,7 @@ MK_DEVICE Storage& shared_storage() {
 // Each by one thread: what the loading thread and the scheduler wait for, and the rest.
 template <class Config>
 MK_DEVICE void init_inputs(GemmStorage<Config>& storage) {
-  storage.stages.init(1, kConsumerWarps * GemmShape<Config>::kCluster);
+  storage.stages.init(1, kConsumerWarps * GemmShape<Config>::kSharing);
   storage.queue.init(1, kQueueReaders);
   ptx::mbarrier_init(&storage.tile_wanted, 1);
   ptx::mbarrier_init_fence();

@@ -210,7 +210,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
-    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n"})
     modelled = True
     parameters = Parameters
     keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too
@@ -243,7 +243,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
 
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""
-        pairs = ", pairs" if plan.cluster > 1 else ""
+        pairs = ", pairs" if plan.cluster > 1 else ", pairs along N" if plan.cluster_n > 1 else ""
         return (
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared

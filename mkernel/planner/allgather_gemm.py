@@ -75,12 +75,12 @@ def make_plan(
         if asked.shares not in (None, 1):
             raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
         asked = dataclasses.replace(asked, shares=1)
-    if asked.cluster == 2 and asked.shares is None:
+    if max(asked.cluster or 1, asked.cluster_n or 1) > 1 and asked.shares is None:
         asked = dataclasses.replace(asked, shares=1)
     if asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
     if tile is not None:
-        asked = dataclasses.replace(asked, cluster=asked.cluster or 1)
+        asked = dataclasses.replace(asked, cluster=asked.cluster or 1, cluster_n=asked.cluster_n or 1)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
     if split is None and tile is None and ("split" in compiled_in or problem.topology.num_nodes == 1 < problem.topology.size):
         kept = _kept_kernels(problem, sm_count, compiled_in, asked)
@@ -89,7 +89,7 @@ def make_plan(
             near = min(fit, key=lambda other: (abs(other.rows - of_class), other.rows))
             takes = near.packets and _takes_packets(problem, of_class, sm_count, split, asked)
             packets = asked.packets if takes else int(near.packets)
-            alike = dataclasses.replace(asked, shares=near.shares, cluster=near.cluster, packets=packets)
+            alike = dataclasses.replace(asked, shares=near.shares, cluster=near.cluster, packets=packets, cluster_n=near.cluster_n)
             plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in, alike)
     return plan.of_rows(rows)
 
@@ -128,20 +128,20 @@ def _plan_of_class(
     tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted, default = split or Split(), default_split(problem, rows, sm_count, tiles)
-    cluster, paired, may_pay = asked.cluster or 1, None, False
-    if asked.cluster is None and span == shares == 1 < topology.size:  # in a world of one the model decides
+    cluster, cluster_n, paired, may_pay = asked.cluster or 1, asked.cluster_n or 1, None, False
+    if asked.cluster is None and cluster_n == 1 and span == shares == 1 < topology.size:  # in a world of one the model decides
         product = Paired(topology.size, rows, problem.n, problem.k, problem.b_row_major)
         paired, may_pay = pairs.choose(product, tile, wanted, default, sm_count, spared), pairs.may_pay(product)
     if paired is not None:
         cluster, (tile, wanted) = 2, paired
     # Where pairs may pay no warps push, whose stores would stand in front of the loads that bind: so there are few enough kernels.
-    asks = wanted.compute is wanted.intra_comm is None and span == shares == cluster == 1
+    asks = wanted.compute is wanted.intra_comm is None and span == shares == cluster == cluster_n == 1
     if asks and not may_pay and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
-    chosen = pairs.complete(wanted, default, sm_count, spared, cluster)
+    chosen = pairs.complete(wanted, default, sm_count, spared, cluster * cluster_n)
     few_waves = tiles <= FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for chunks of several
-    plain = shares == cluster == 1
+    plain = shares == cluster == cluster_n == 1
     parts = most_parts(problem) if plain and (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
@@ -158,7 +158,7 @@ def _plan_of_class(
     if parts == 1:
         group_m = _GPC_GROUP_M if topology.size == 1 and tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
         return AllGatherGemmPlan(
-            problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, specialize=specialize
+            problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n, specialize=specialize
         )
     if span > 1 and rows <= BLOCK_M:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
@@ -237,19 +237,20 @@ def _plan_with_packets(
 ) -> AllGatherGemmPlan:
     """Tiles as of a rank that has all rows: none begins before all shards are there."""
     size, wanted, cluster = problem.topology.size, dataclasses.replace(split or Split(), intra_comm=0), asked.cluster or 1
+    cluster_n = asked.cluster_n or 1
     covering = choose(Product(Topology(1, 1), size * rows, problem.n, problem.k, sm_count), 0.0, tile, None, asked.shares)
     if covering is None:
         raise _no_covering(problem.topology, asked)
     _, tile, shares = covering
-    chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster)
+    chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster * cluster_n)
     tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
-    if asked.packets == 2 and (cluster > 1 or tile.block_n > _TAGGED_MOST):
+    if asked.packets == 2 and (cluster * cluster_n > 1 or tile.block_n > _TAGGED_MOST):
         raise TilingError(
             f"{asked}: a CTA that takes its rows from tagged packets is alone, and has tiles of at most {_TAGGED_MOST} columns"
         )
     return AllGatherGemmPlan(
-        *(problem, rows, chosen, tile, BLOCK_M, group_m, 1, 1, 1, size, shares, cluster),
+        *(problem, rows, chosen, tile, BLOCK_M, group_m, 1, 1, 1, size, shares, cluster, cluster_n),
         packets=True,
         tagged=asked.packets == 2,
         specialize=specialize,

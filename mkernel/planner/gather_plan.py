@@ -79,29 +79,36 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     span: int = 1  # ranks whose shards are one plane of tiles; with more than one, the own shard is kept in the gather buffer, too
     shares: int = 1  # CTAs, or pairs, that share K of a tile, as far as there is room for packets
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh)
+    cluster_n: int = 1  # the same of neighbours in N, which load A together
     packets: bool = False  # inside a node: shards travel in words that are their own flags, moved by the consumers of all CTAs
     tagged: bool = False  # packets of which each CTA takes the rows of its tile, out of as many bytes again (comm/tagged_packets.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
     of_class = (
-        *("spec", "fields", "tiles_n", "piece_box", "shifts", "planes", "pushers", "taken_group_m"),
+        *("spec", "fields", "tiles_n", "taken_columns", "ctas_together", "piece_box", "shifts", "planes", "pushers", "taken_group_m"),
         *("of_sizes", "of_arguments", "of_maps"),
     )
 
     @derived
     def spec(self) -> KernelSpec:
-        plain = self.shares == self.cluster == 1 and not self.packets
+        plain = self.shares == self.ctas_together == 1 and not self.packets
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
         packets = {"kShares": int(self.shares > 1 or self.packets), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
-        return self.spec_with(OP, PARAMETER_BYTES, self.cluster, alone=1, **more)
+        more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
+        return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
 
     @derived
     def may_be_low(self) -> bool:
         # Wide tiles have no registers for it, and would gain none.
         narrow, together = self.tile.block_n <= _LOW_WIDTH, self.packets or self.shares > 1 or self.tile.block_n == 64
-        return self.cluster == 1 and narrow and together
+        return self.ctas_together == 1 and narrow and together
+
+    @derived
+    def ctas_together(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster * self.cluster_n
 
     @property
     def _may_have_parts(self) -> bool:
@@ -135,17 +142,17 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
-        span, cluster, columns, computing, total, slices, shares, pushers, share_bytes = self.of_sizes
+        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, share_bytes = self.of_sizes
         plane_rows = span * rows
         tile_rows = -(-plane_rows // BLOCK_M)
         taken_rows = -(-tile_rows // cluster)
-        tiles, taken = columns * tile_rows, columns * taken_rows
+        tiles, taken = columns * tile_rows, taken_columns * taken_rows
         sliced = sliced_tiles(tiles, computing or 1, total) if slices > 1 else 0
         if shares > 1 and taken:
             shares = max(1, min(shares, abi.PACKET_BYTES // (taken * share_bytes)))
         grid = total
         if not pushers:  # else each has chunks to push
-            grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * cluster - computing)
+            grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * together - computing)
         return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail_of(plane_rows)))
 
     @property
@@ -157,10 +164,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def of_sizes(self) -> tuple[int, ...]:
-        """What ``sizes_of`` starts from: span, cluster, columns of tiles, CTAs, slices, shares, and bytes of packets of a share."""
-        split, share_bytes = self.split, self.cluster * BLOCK_M * self.tile.block_n * 4
-        computing, columns = split.compute or 0, self.planes * self.tiles_n
-        return self.span, self.cluster, columns, computing, split.total, self.slices, self.shares, self.pushers, share_bytes
+        """What ``sizes_of`` starts from.
+
+        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, and bytes of packets of a share.
+        """
+        split, together = self.split, self.ctas_together
+        columns, taken_columns = self.planes * self.tiles_n, self.planes * self.taken_columns
+        shared = self.slices, self.shares, self.pushers, together * BLOCK_M * self.tile.block_n * 4
+        return self.span, self.cluster, together, columns, taken_columns, split.compute or 0, split.total, *shared
 
     @derived
     def pushers(self) -> int:
@@ -224,7 +235,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def packet_bytes(self) -> int:
         """Bytes of the range of packets in the signal segment: unrounded sums of all shares."""
         shares = self.sizes.shares if self.sizes.shares > 1 else 0
-        return self.taken * shares * self.cluster * BLOCK_M * self.tile.block_n * 4
+        return self.taken * shares * self.ctas_together * BLOCK_M * self.tile.block_n * 4
 
     @property
     def ahead_bytes(self) -> int:
@@ -245,12 +256,16 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
-            f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{', pairs of CTAs' if self.cluster > 1 else ''}, "
+            f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{self._pairs_name}, "
             f"{self.packets_name or f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
+
+    @property
+    def _pairs_name(self) -> str:
+        return ", pairs of CTAs" * (self.cluster > 1) + ", pairs of CTAs along N" * (self.cluster_n > 1)
 
     @property
     def packets_name(self) -> str:
@@ -292,6 +307,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def taken_group_m(self) -> int:
         """``group_m`` in what clusters take at a time."""
         return max(1, self.group_m // self.cluster)
+
+    @derived
+    def taken_columns(self) -> int:
+        """Columns of tiles that clusters take at a time."""
+        return math.ceil(self.tiles_n / self.cluster_n)
 
     @property
     def num_tiles(self) -> int:
@@ -379,10 +399,16 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         classes = [(rows, 1, 0) for rows in self._order_of_rows(rank)]
         for order, planes, first in (*classes, (all_rows, near - 1, 1), (all_rows, self.planes - near, near)):
             rows = len(order) * planes
-            for index in range(rows * self.tiles_n):
-                row, n = raster(index, rows, self.tiles_n, self.taken_group_m)
-                together = range(order[row // planes] * self.cluster, (order[row // planes] + 1) * self.cluster)
-                yield [Tile(self.plane(rank, first + row % planes), m, n) for m in together if m < self.tile_rows]
+            for index in range(rows * self.taken_columns):
+                row, column = raster(index, rows, self.taken_columns, self.taken_group_m)
+                plane, taken = self.plane(rank, first + row % planes), order[row // planes]
+                ms = range(taken * self.cluster, min((taken + 1) * self.cluster, self.tile_rows))
+                ns = range(column * self.cluster_n, min((column + 1) * self.cluster_n, self.tiles_n))
+                yield [Tile(plane, m, n) for m in ms for n in ns]
+
+    def place_of(self, tile: Tile) -> tuple[int, int, int]:
+        """Plane, row and column of what a cluster takes, of which the tile is one."""
+        return tile.plane, tile.m // self.cluster, tile.n // self.cluster_n
 
     def sources(self, tile: Tile) -> range:
         """The ranks whose shards a tile covers."""

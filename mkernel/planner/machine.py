@@ -233,7 +233,7 @@ H200 = Machine(
     l2_rows=117e9,
     l2_rows_sectors=72e9,
     l2_rows_split=47e9,
-    paired=1.07,
+    paired=1.0,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
     memory_latency=1.45e-6,  # fitted: few rows by tiles of 64 and 128 columns, with 8 and 6 stages (docs/speed_log.md)
     l2_bytes=50 << 20,
@@ -263,7 +263,7 @@ H100 = dataclasses.replace(
     sm_flops=6.48e12,
     boost=1.10,
     l2=8.1e12,
-    paired=1.12,
+    paired=1.05,
     memory=2.59e12,
     memory_latency=1.7e-6,
     start=8.2e-6,

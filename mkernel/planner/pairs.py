@@ -18,6 +18,7 @@ _TIME = {256: 0.86, 128: 0.9}
 _GAIN = 0.97  # of the time of CTAs alone: a count of waves is no better than that
 _FEW_TURNS = 4  # from here on, CTAs that finish early have taken others' tiles
 _NO_PAIR = 0xFFFFFFFF  # more than there are
+_LEFT_OVER = 8  # of so many SMs of a large device one, at most, has no three others of its GPC for a cluster of four: of 8 GPCs two each
 _FEWEST_K = 1024  # of shorter products nobody has measured pairs, whose CTAs wait for each other at every tile
 
 
@@ -87,6 +88,8 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     """
     if cluster == 1:
         return wanted.complete(default, sm_count, spared)
+    if cluster > 2:
+        sm_count -= sm_count // _LEFT_OVER
     even = Split(default.compute, *(-(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES))
     found = wanted.complete(even, sm_count // cluster * cluster, spared)
     if any((number or 0) % cluster for number in (found.compute, *(getattr(found, role) for role in COMMUNICATION_ROLES))):

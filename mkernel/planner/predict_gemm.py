@@ -51,12 +51,13 @@ class _Work(NamedTuple):
 
 def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
     """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
-    may_be_early = plan is None or plan.spec.early
+    paired = isinstance(plan, AllGatherGemmPlan) and plan.ctas_together > 1
+    may_be_early = plan is None or (plan.spec.early and (conditions.hot or not paired))
     if conditions.hot:
         start = machine.start_early if may_be_early else machine.start_hot
     else:
         start = machine.start_lone if may_be_early else machine.start
-    return start + (_PAIR_START if isinstance(plan, AllGatherGemmPlan) and plan.cluster > 1 else 0.0)
+    return start + (_PAIR_START if paired else 0.0)
 
 
 def waves(tiles: float, ctas: float) -> float:
@@ -80,7 +81,7 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
-    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, stages: int = 0,
+    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, cluster_n: int = 1, stages: int = 0,
     others: int = 0, late: float = 0.0, apart: bool = False, alike: bool = False, b_row: Row | None = None,
     group_m: int = GROUP_M,
 ) -> _Work:  # fmt: skip
@@ -88,14 +89,16 @@ def _work(
 
     ``others``: CTAs that come ``late``; ``apart``, ``alike``, ``b_row``: as ``tile_cost`` has them.
     """
-    tiles = shards * math.ceil(rows / (cluster * block_m)) * cluster * math.ceil(n / block_n) * shares
+    taken = math.ceil(rows / (cluster * block_m)) * math.ceil(n / (cluster_n * block_n))
+    tiles = shards * taken * cluster * cluster_n * shares
+    there = math.ceil(rows / block_m) * math.ceil(n / block_n) / (taken * cluster * cluster_n)
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
     steps = math.ceil(k / (shares * BLOCK_K))
     of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
-        tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, from_memory, shallow=shallow, apart=apart,
-        alike=alike, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)),
+        tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, cluster_n, from_memory, shallow=shallow,
+        apart=apart, alike=alike, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -114,13 +117,25 @@ def _work(
 
 def least_seconds(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, block_n: int, load_rows: int, cluster: int, ctas: int,
-    b_row: Row | None = None,
+    b_row: Row | None = None, cluster_n: int = 1,
 ) -> float:  # fmt: skip
     """What no plan with such tiles, whose K is not shared, is predicted to go below: its tiles alone, evenly spread over ``ctas``."""
     tiles = math.ceil(m / BLOCK_M) * math.ceil(n / block_n)
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
     cost = tile_cost(
-        machine, BLOCK_M, block_n, n, k, load_rows, speed, cluster=cluster, active=min(tiles, ctas), b_row=b_row, together=LEAST_READ
+        machine,
+        BLOCK_M,
+        block_n,
+        n,
+        k,
+        load_rows,
+        speed,
+        cluster=cluster,
+        cluster_n=cluster_n,
+        active=min(tiles, ctas),
+        b_row=b_row,
+        together=LEAST_READ,
+        there=1 / (cluster * cluster_n),
     )
     return start_of(machine, conditions) + max(1.0, tiles / ctas) * cost.seconds
 
@@ -151,15 +166,16 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         reading = turns * chunk / read if intra and mates == 1 else 0.0
         pushing = max(blend(shard * mates / most, reading), turns * chunk / own_rate)
         one_chunk = chunk / own_rate
-    few = plan.taken * plan.cluster * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
+    few = plan.taken * plan.ctas_together * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
         *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
         halved=plan.whole_tiles < plan.num_tiles,
         shares=plan.sizes.shares,
         cluster=plan.cluster,
+        cluster_n=plan.cluster_n,
         stages=plan.stages_of(plan.load_rows),
-        others=intra if few and plan.cluster == nodes == 1 else 0,
+        others=intra if few and plan.ctas_together == nodes == 1 else 0,
         late=entry + pushing,
         apart=size > 1 and not plan.packets,
         b_row=row_of_b(n, k, problem.b_row_major),
@@ -168,7 +184,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     exchange = 0.0
     if plan.sizes.shares > 1:
         rate = _EXCHANGED_BY_GATHERS if size > 1 else EXCHANGE_BYTES
-        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.cluster, plan.plane_rows, block_n, rate)
+        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.ctas_together, plan.plane_rows, block_n, rate)
         work = work._replace(seconds=work.seconds + exchange)
     t = work.cost.seconds
     if size == 1:

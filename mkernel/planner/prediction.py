@@ -24,12 +24,13 @@ LEAST_READ = 4  # rows of tiles of neighbours that read least, or nearly so
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
-# Fitted, few rows between two GPUs: the same along K where a row has half a sector at either end, and how many times as many L2 answers.
-_HALVES, _HALVES_ALONG_K = 1.35, 1.1
-_SAME_LINE = 1.15  # fitted: of a B whose rows are along K, L2 answers so many times as many
+_FOURS = 1.10  # fitted: how many times as long tiles take in clusters of four
+_PAIRED_IN_N, _PAIRED_APART = 1.02, 1.07  # fitted: and in pairs in N, or where pairs also wait for other ranks, of what others take
+_HALVES = 1.35  # fitted, few rows between two GPUs: the same along K where a row has half a sector at either end
+_SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2 answers so many times as many
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
 # the same.
-_APART_A, _FEW_ROWS = 1.4, 2
+_APART_A, _FEW_ROWS = 1.25, 2
 _SECTOR = 32  # bytes
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four
 
@@ -118,8 +119,7 @@ def _rows(machine: Machine, row: Row, alike: bool, same_line: float = 1.0) -> _R
     answered = machine.l2_rows_sectors if whole else machine.l2_rows_split
     if not row.along_k or alike:
         return _Rows(_SPLIT_ROW, answered, False)
-    of_sm, of_l2 = (1.0, 1.0) if whole else (_HALVES, _HALVES_ALONG_K)
-    return _Rows(of_sm, answered * same_line * of_l2, False)
+    return _Rows(1.0, answered * same_line, False) if whole else _Rows(_HALVES, answered, False)
 
 
 def blend(*seconds: float) -> float:
@@ -135,17 +135,18 @@ def _once(block_m: int, block_n: int, rows: int = _NEIGHBOURS) -> float:
 
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
-    stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None, a_row: int = 0,
-    alike: bool = False, together: int = _NEIGHBOURS, beside: bool = False,
+    cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None,
+    a_row: int = 0, alike: bool = False, together: int = _NEIGHBOURS, beside: bool = False, there: float = 1.0,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
     ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
-    that load the columns of B together; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a
-    tile at the same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in
-    step, because they also wait for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0:
-    ``k``); ``alike``: two lines of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have;
-    ``beside``: other SMs move data meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster.
+    that load the columns of B together, and ``cluster_n`` the rows of A; ``there``: which share of the CTAs has a tile, where some of a
+    cluster have none; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a tile at the same
+    time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in step, because they also wait
+    for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0: ``k``); ``alike``: two lines
+    of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data
+    meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -154,23 +155,31 @@ def tile_cost(
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
-    width = block_n / cluster  # of B that this CTA loads
+    is_alone = cluster == cluster_n == 1
+    height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
-    of_sm = (load_rows * of_a.of_sm + width * of_b.of_sm) * _LINE / (machine.sm_load * clock)
-    is_slow = not of_a.whole and (apart or (cluster == 1 and together <= _FEW_ROWS))
-    of_l2 = load_rows * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
+    of_sm = (height * of_a.of_sm + width * of_b.of_sm) * _LINE / (machine.sm_load * clock)
+    is_slow = not of_a.whole and (apart or (is_alone and together <= _FEW_ROWS))
+    of_l2 = there * height * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
     # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
     read = 1.0
-    if cluster == 1:
+    if is_alone:
         read = _READ_APART[block_n] if apart else _READ[block_n] * min(1.0, _once(block_m, block_n, together) / _once(block_m, block_n))
-    lines = load_rows * of_a.whole + width * of_b.whole
+    lines = height * of_a.whole + width * of_b.whole
     load = steps * max(shared, of_sm, of_l2 * active, read * lines * _LINE * active / machine.l2)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
     fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
-    longer = machine.paired if cluster > 1 else 1.0
+    longer = 1.0 if is_alone else _clustered(machine, cluster, cluster_n, apart)
     longer *= _SHALLOW if shallow else 1.0
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
+
+
+def _clustered(machine: Machine, cluster: int, cluster_n: int, apart: bool) -> float:
+    """How many times as long tiles take that CTAs of a cluster multiply together."""
+    if cluster * cluster_n > 2:
+        return _FOURS
+    return machine.paired * (_PAIRED_IN_N if cluster_n > 1 else 1.0) * (_PAIRED_APART if apart else 1.0)
 
 
 def busy_of(conditions: Conditions, machine: Machine, seconds: float) -> float:

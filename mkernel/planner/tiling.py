@@ -32,6 +32,8 @@ class Tiling:
         CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
     packets
         Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 2, in tagged ones; 0, in chunks.
+    cluster_n
+        Of ``allgather_gemm``: CTAs that load rows of A together, for tiles that are neighbours in N. 1, or 2 if ``cluster`` is not.
     """
 
     block_n: int | None = None
@@ -39,6 +41,7 @@ class Tiling:
     shares: int | None = None
     cluster: int | None = None
     packets: int | None = None
+    cluster_n: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -60,8 +63,9 @@ class Tiling:
             raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
         if found.packets not in (None, 0, 1, 2):
             raise ValueError(f"packets {found.packets}: must be 0, 1 or 2")
-        if found.cluster not in (None, 1, 2):
-            raise ValueError(f"cluster {found.cluster}: must be 1 or 2")
+        for name, ctas in (("cluster", found.cluster), ("cluster_n", found.cluster_n)):
+            if ctas not in (None, 1, 2, 4) or (found.cluster or 1) * (found.cluster_n or 1) > 4:
+                raise ValueError(f"{name} {ctas}: must be 1, 2 or 4, and of both 4 at most")
         return found
 
     @property
@@ -75,4 +79,5 @@ class Tiling:
         digits = 0
         for value in (self.block_n, self.span, self.shares, self.cluster):
             digits = digits * _RADIX + (0 if value is None else value + 1)
-        return digits * _FACTOR + (0 if self.packets is None else self.packets + 1) * _PACKETS_FACTOR & 0xFFFFFF
+        packets, cluster_n = (0 if value is None else value + 1 for value in (self.packets, self.cluster_n))
+        return digits * _FACTOR + (packets + 4 * cluster_n) * _PACKETS_FACTOR & 0xFFFFFF

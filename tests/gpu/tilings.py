@@ -150,6 +150,7 @@ class Rank:
                 "span": getattr(plan, "span", None),
                 "shares": plan.shares,
                 "cluster": plan.cluster,
+                "cluster_n": getattr(plan, "cluster_n", None),
                 "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
             }
             tiling = Tiling(**{name: value for name, value in fields.items() if name in known})
@@ -170,8 +171,8 @@ class Rank:
             shares = [Tiling(shares=number) for number in (2, 4, 8)] if "shares" in known and self.world.num_nodes == 1 else []
             found |= _named([*wide, *spans, *shares])
         if self.options.pairs and "cluster" in known:
-            columns = (None, 128, 192, 256)
-            found |= _named([Tiling(block_n=n, shares=1, cluster=cluster) for n in columns for cluster in (1, 2)])
+            clusters = [{"cluster": 1}, {"cluster": 2}, *([{"cluster_n": 2}] if "cluster_n" in known else [])]
+            found |= _named([Tiling(block_n=n, shares=1, **cluster) for n in (None, 64, 128, 192, 256) for cluster in clusters])
         for text in self.options.tilings:
             asked = {name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known}
             found[text] = Tiling.parse(asked)

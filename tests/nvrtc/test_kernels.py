@@ -53,6 +53,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 MODES = ("all", "none")  # of specialize
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))  # CTAs in M and N
 
 
 def plan_of(
@@ -185,14 +186,14 @@ def test_the_kernel_that_tells_the_time(caplog: pytest.LogCaptureFixture) -> Non
     assert not {name.split(".")[0] for name in compiled(caplog, clock.SPEC)} & {"STL", "LDL", "STACK"}, "local memory"
 
 
-@pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x2", "1x8"), cluster=(1, 2), row_major=(True, False), specialize=MODES)
+@pytest.mark.cases(block_n=(64, 128, 192, 256), world=("1x1", "1x2", "1x8"), cluster=CLUSTERS, row_major=(True, False), specialize=MODES)
 @pytest.mark.drawn(1)
 def test_allgather_gemm_whose_ctas_share_k(
-    caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: int, row_major: bool, specialize: str
+    caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: tuple[int, int], row_major: bool, specialize: str
 ) -> None:
     per_node = int(world.split("x")[1])
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 8192, "bfloat16", row_major)
-    plan = make_plan(problem, 16, _SMS, specialize=specialize, tiling=Tiling(block_n, per_node, 4, cluster))
+    plan = make_plan(problem, 16, _SMS, specialize=specialize, tiling=Tiling(block_n, per_node, 4, cluster[0], None, cluster[1]))
     instructions = compiled(caplog, plan.spec, packets=True)
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}
     assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"} <= instructions, "whole packets"
@@ -260,15 +261,15 @@ def test_loads_that_wait_for_each_other_are_seen(tmp_path: Path, look: str, wait
 
 
 @pytest.mark.cases(
-    block_n=(64, 128, 192, 256), world=("1x2", "1x4", "1x5", "1x8"), cluster=(1, 2), row_major=(True, False), specialize=MODES
+    block_n=(64, 128, 192, 256), world=("1x2", "1x4", "1x5", "1x8"), cluster=CLUSTERS, row_major=(True, False), specialize=MODES
 )
 @pytest.mark.drawn(1)
 def test_allgather_gemm_whose_shards_travel_in_packets(
-    caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: int, row_major: bool, specialize: str
+    caplog: pytest.LogCaptureFixture, block_n: int, world: str, cluster: tuple[int, int], row_major: bool, specialize: str
 ) -> None:
     per_node = int(world.split("x")[1])
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 4 * block_n + 64, 1024, "bfloat16", row_major)
-    plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(block_n, None, 1, cluster, 1))
+    plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(block_n, None, 1, cluster[0], 1, cluster[1]))
     assert plan.packets
     instructions = compiled(caplog, plan.spec, packets=True)
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{block_n}x16.F32.BF16"}

@@ -61,6 +61,8 @@ WORKLOADS = {
     # Pairs of CTAs that load B together.
     "pairs": (Case("bfloat16", 264, 264, split="pairs", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
     "pairs warps": (Case("bfloat16", 264, 136, False, split="warps", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
+    "pairs along N": (Case("bfloat16", 264, 264, split="pairs", tiling=Tiling(64, 1, None, 1, None, 2)), 3, (300, 129), 20.0),
+    "fours": (Case("bfloat16", 264, 264, split="warps", tiling=Tiling(64, 1, None, 2, None, 2)), 3, (300, 129), 20.0),
     # The same for the reductions.
     "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),
     "reduce exactly": (Case("bfloat16", 520, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),

@@ -152,7 +152,8 @@ COMMON = [
     Bug(
         "a warpgroup without rows keeps the stages",
         "tile/multiply.cuh",
-        "    if (reports) storage.stages.take(stage);\n",
+        "a lap ahead of one that has not\n    give_back<Config>(storage, stage.index);\n",
+        "a lap ahead of one that has not\n",
         workload="shares",
         found_as="deadlock",
     ),
@@ -309,7 +310,7 @@ COMMON = [
     Bug(
         "a stage is never given back",
         "tile/multiply.cuh",
-        "    if (previous != kStop && reports) give_back(previous);\n",
+        "    if (previous != kStop) give_back<Config>(storage, previous);\n",
         found_as="deadlock",
     ),
     Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1>(d);\n"),

@@ -1,10 +1,12 @@
-"""What is planted in pairs of CTAs that load B together (kernels_src/tile/pair.cuh)."""
+"""What is planted in clusters of CTAs that load B, or A, together (kernels_src/tile/pair.cuh)."""
 
 from __future__ import annotations
 
 from tests.ops.planted_bug import Bug
 
 __all__ = ["PAIRS"]
+
+_TO_OTHERS = "ptx::cluster_rank() ^ lane"
 
 PAIRS = [
     Bug(
@@ -17,7 +19,7 @@ PAIRS = [
     Bug(
         "a stage is given back to the CTA itself twice, and not to its partner",
         "tile/pair.cuh",
-        "ptx::cluster_give_back(taken, ptx::cluster_rank() ^ 1);",
+        "ptx::cluster_give_back(taken, ptx::cluster_rank() ^ lane);",
         "ptx::cluster_give_back(taken, ptx::cluster_rank());",
         workload="pairs",
     ),
@@ -36,10 +38,35 @@ PAIRS = [
     Bug(
         "halves of B are swapped",
         "tile/pair.cuh",
-        "rank = ptx::cluster_rank();",
-        "rank = ptx::cluster_rank(), half = 1 - rank;",
-        also=(("smem + p * Shape::kPanelBytes + rank * ", "smem + p * Shape::kPanelBytes + half * "), ("smem + rank * ", "smem + half * ")),
+        "part = row(), ctas",
+        "part = row(), half = 1 - part, ctas",
+        also=(("smem + p * Shape::kPanelBytes + part * ", "smem + p * Shape::kPanelBytes + half * "), ("smem + part * ", "smem + half * ")),
         workload="pairs",
+        found_as="wrong",
+    ),
+    *(
+        Bug(what, file, text, to, workload=workload, found_as=found_as)
+        for workload in ("pairs along N", "fours")
+        for what, file, text, to, found_as in (
+            (f"a stage is given back to the CTA itself only: {workload}", "tile/pair.cuh", _TO_OTHERS, "ptx::cluster_rank()", ""),
+            (f"rows of A are of the step before: {workload}", "tile/pair.cuh", "of_row(), k, row,", "of_row(), k - 64, row,", "wrong"),
+            (f"rows of A are loaded for the CTA alone: {workload}", "tile/pair.cuh", "of_row(), k,", "1u << ptx::cluster_rank(), k,", ""),
+            (f"all have the first column: {workload}", "ops/allgather_gemm.cuh", "+ cta % Shape::kClusterN;", "+ cta * 0;", "wrong"),
+        )
+    ),
+    Bug(
+        "B of a cluster of four comes from one of its rows",
+        "tile/pair.cuh",
+        "part = row(), ctas = of_column();",
+        "part = 0, ctas = of_column();",
+        workload="fours",
+    ),
+    Bug(
+        "a warpgroup passes that has some rows of its tile",
+        "tile/multiply.cuh",
+        "op.load_rows(c) <= warpgroup * kBlockRows",
+        "op.load_rows(c) < (warpgroup + 1) * kBlockRows",
+        workload="fours",
         found_as="wrong",
     ),
     Bug(
@@ -83,15 +110,15 @@ PAIRS = [
     Bug(
         "a stage of partial tiles is given back by the consumers of one CTA of a pair",
         "tile/multiply.cuh",
-        "Pair<Config>::give_back(&storage.stages.taken[stage.index], lane);",
-        "ptx::mbarrier_arrive(&storage.stages.taken[stage.index]);",
+        "all lanes have read\n  give_back<Config>(storage, stage.index);",
+        "all lanes have read\n  if (ptx::lane_index() < 2) ptx::mbarrier_arrive(&storage.stages.taken[stage.index]);",
         workload="reduce pairs",
     ),
     Bug(
         "a stage of partial tiles is given back to one CTA of a pair",
         "tile/multiply.cuh",
-        "Pair<Config>::give_back(&storage.stages.taken[stage.index], lane);",
-        "ptx::cluster_give_back(&storage.stages.taken[stage.index], 0);",
+        "all lanes have read\n  give_back<Config>(storage, stage.index);",
+        "all lanes have read\n  if (ptx::lane_index() < 2) ptx::cluster_give_back(&storage.stages.taken[stage.index], 0);",
         workload="reduce pairs",
     ),
     Bug(

@@ -131,7 +131,8 @@ REDUCTIONS = [
     Bug(
         "a stage of a partial tile is never given back",
         "tile/multiply.cuh",
-        "  if (ptx::lane_index() == 0) storage.stages.take(stage);\n",
+        "all lanes have read\n  give_back<Config>(storage, stage.index);\n",
+        "all lanes have read\n",
         workload="reduce exactly",
         found_as="deadlock",
     ),

@@ -21,8 +21,8 @@ _PLANTED = (
     Bug(
         "rows are loaded for a tile that there is not",
         "tile/op.cuh",
-        "if (Shape::kPaired && c.m > p.last_row) return 0;",
-        "if (Shape::kPaired && c.m > p.last_row) return 128;",
+        "if (Shape::kClusterM > 1 && c.m > p.last_row) return 0;",
+        "if (Shape::kClusterM > 1 && c.m > p.last_row) return 128;",
     ),
 )
 

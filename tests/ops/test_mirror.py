@@ -6,6 +6,7 @@ import collections
 import ctypes
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
     return library
 
 
-@pytest.mark.parametrize(("specialize", "cluster"), [("all", 1), ("none", 1), ("none", 2)])
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+@pytest.mark.parametrize(("specialize", "clusters"), [("all", (1, 1)), *(("none", clusters) for clusters in _CLUSTERS)])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "n", "k", "block_n", "group_m", "split"),
     [
@@ -52,18 +56,18 @@ def mirror(spec: KernelSpec) -> ctypes.CDLL:
 )
 @pytest.mark.drawn(4)
 def test_kernel_and_plan_agree(
-    nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str, cluster: int
+    nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str, clusters: tuple[int, int]
 ) -> None:
     topology = Topology(nodes * per_node, per_node)
-    if cluster > 1:  # the same number of CTAs in all
-        split = Split(*(cluster * (number or 0) for number in dataclasses.astuple(split)))
+    if max(clusters) > 1:  # the same number of CTAs in all
+        split = Split(*(math.prod(clusters) * (number or 0) for number in dataclasses.astuple(split)))
 
     some = 3 if nodes == 1 and k > 3 * 64 else 1
 
     def plan_of(rows: int, span: int, shares: int) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
-        tiling = Tiling(None, span, shares, cluster)
-        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), specialize, tiling)
+        tiling = Tiling(None, span, shares, clusters[0], None, clusters[1])
+        plan = make_plan(problem, rows, 2 * split.total, split, GemmTile.deepest(block_n), specialize, tiling)
         return dataclasses.replace(plan, group_m=group_m)
 
     for rows, span, shares in itertools.product((0, 1, 129, 300, 1000), spans_of(topology), dict.fromkeys((1, some))):
@@ -89,18 +93,24 @@ def test_kernel_and_plan_agree(
 
 
 @pytest.mark.parametrize("specialize", ["all", "none"])
-@pytest.mark.parametrize(("per_node", "block_n", "shares", "cluster"), [(2, 64, 1, 1), (3, 128, 4, 1), (8, 256, 1, 2), (4, 64, 3, 2)])
+@pytest.mark.parametrize(
+    ("per_node", "block_n", "shares", "clusters"),
+    [
+        *((2, 64, 1, (1, 1)), (3, 128, 4, (1, 1)), (8, 256, 1, (2, 1)), (4, 64, 3, (2, 1))),
+        *((2, 128, 1, (1, 2)), (3, 64, 3, (1, 2)), (2, 64, 2, (1, 4)), (4, 128, 1, (2, 2))),
+    ],
+)
 @pytest.mark.parametrize("packets", [1, 2])
 @pytest.mark.drawn(3)
 def test_kernel_and_plan_agree_where_shards_travel_in_packets(
-    per_node: int, block_n: int, shares: int, cluster: int, packets: int, specialize: str
+    per_node: int, block_n: int, shares: int, clusters: tuple[int, int], packets: int, specialize: str
 ) -> None:
     """Tiles as of a world of one that has all rows."""
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 264, 520, "bfloat16", False)
     for rows in (1, 16, 43, 129, 300):
-        plan = make_plan(
-            problem, rows, 6, None, None, specialize, Tiling(min(block_n, 192), None, shares, cluster if packets == 1 else 1, packets)
-        )
+        cluster, cluster_n = clusters if packets == 1 else (1, 1)
+        tiling = Tiling(min(block_n, 192), None, shares, cluster, packets, cluster_n)
+        plan = make_plan(problem, rows, 6, None, None, specialize, tiling)
         assert plan.packets
         assert plan.tagged == (packets == 2)
         library = mirror(plan.spec)
@@ -114,17 +124,18 @@ def check_tiles(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> No
     """Each rank takes the plan's tiles, in its order."""
     for rank in range(plan.problem.topology.size):
         tiles, number = list(plan.tiles(rank)), library.mirror_num_tiles(rank, shape)
-        assert number == len(list(taken(tiles, plan.cluster)))
-        words = np.full((number * plan.cluster, 6), -1, np.int32)
+        assert number == len(list(taken(plan, tiles)))
+        words = np.full((number * plan.ctas_together, 6), -1, np.int32)
         library.mirror_tiles(rank, shape, words.ctypes.data_as(ctypes.c_void_p))
         found = [tuple(row) for row in words.tolist()]
-        assert [row for row in found if row[1] < plan.tile_rows] == [(t.plane, t.m, t.n, t.slice, t.kind, t.share) for t in tiles]
-        assert all(row[1] == plan.tile_rows for row in found if row[1] >= plan.tile_rows), "the rest of a pair"
+        there = [row for row in found if row[1] < plan.tile_rows and row[2] < plan.tiles_n]
+        assert there == [(t.plane, t.m, t.n, t.slice, t.kind, t.share) for t in tiles]
+        assert all(row in there or row[1] == plan.tile_rows or row[2] == plan.tiles_n for row in found), "the rest of a pair"
 
 
 def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank: int) -> None:
     """Tiles wait for the blocks of rows that the plan says, of all shards that they cover, or read the own shard, where their rows lie."""
-    numbers = list(taken(plan.tiles(rank), plan.cluster))
+    numbers = list(taken(plan, plan.tiles(rank)))
     for index, (tile, *_) in enumerate(numbers):
         if tile.n not in {0, plan.tiles_n - 1} or tile.share or tile.slice > 1:
             continue

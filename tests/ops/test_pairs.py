@@ -1,4 +1,4 @@
-"""Pairs of CTAs that load B together (kernels_src/tile/pair.cuh): right, the bits of CTAs alone, and all leave if a rank does not come."""
+"""Clusters of CTAs that load B, or A, together (kernels_src/tile/pair.cuh): right, the bits of CTAs alone, and all leave if a rank does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mkernel as mk
 from mkernel import env
 from mkernel.errors import ArgumentError, Error
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
-from mkernel.planner.choice import candidates
+from mkernel.planner.choice import candidates, plan_allgather_gemm
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.machine import H200
 from mkernel.planner.predict_gemm import predict_allgather_gemm
@@ -22,13 +22,13 @@ from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.row_classes import MOST_KERNELS, classes
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split, SplitError
-from mkernel.planner.tiling import Tiling
+from mkernel.planner.tiling import Tiling, TilingError
 from tests.ops.body import WORLDS, Case, back_to_back, problems, random, topology
 from tests.ops.test_allgather_gemm import ranks, seeds
 from tests.virtual_time import sleep
 
 _DTYPES = ("bfloat16", "float16")
-_SMS = 8
+_SMS = 16
 # The last row of tiles of a shard has a partner without rows, or both tiles have rows, or there is one row of tiles.
 _ROWS = (300, 129, 7, 500, 0, 128)
 
@@ -45,13 +45,18 @@ def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[lis
 
 
 def _valid(world: str, tiling: Tiling, split: str, **_: Any) -> bool:
-    at = topology(world)
-    return tiling.span in spans_of(at) and (split != "warps" or at.num_nodes == 1 < at.size)
+    at, fours = topology(world), (tiling.cluster or 1) * (tiling.cluster_n or 1) == 4
+    fits = split in ("default", "warps") or not fours  # splits of pairs are none of fours
+    return fits and tiling.span in spans_of(at) and (split != "warps" or at.num_nodes == 1 < at.size)
 
 
 @pytest.mark.cases(
     world=WORLDS,
-    tiling=tuple(Tiling(block_n, span, None, 2) for block_n, span in ((64, 1), (128, 2), (192, 1), (256, 1), (256, 2))),
+    tiling=tuple(
+        Tiling(block_n, span, None, cluster, None, cluster_n)
+        for block_n, span in ((64, 1), (64, 2), (128, 2), (192, 1), (256, 1), (256, 2))
+        for cluster, cluster_n in ((2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
+    ),
     shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
     split=("default", "pairs", "few pairs", "warps"),
     dtype=_DTYPES,
@@ -63,7 +68,7 @@ def test_every_element_and_the_bits_of_ctas_alone(
     request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
 ) -> None:
     case = Case(dtype, *shape, row_major, split, tiling=tiling)
-    alone = dataclasses.replace(case, tiling=dataclasses.replace(tiling, shares=1, cluster=1))
+    alone = dataclasses.replace(case, tiling=dataclasses.replace(tiling, shares=1, cluster=1, cluster_n=1))
     for seed in seeds(request):
         of_pairs, of_ctas = (ranks(_bits, world, one, seed, _ROWS, seed=seed) for one in (case, alone))
         for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_pairs, of_ctas, strict=True)):
@@ -122,8 +127,11 @@ def test_what_does_not_go_with_pairs() -> None:
         _plan(100, 132, Split(intra_comm=3))
     with pytest.raises(SplitError, match="even number"):
         _plan(100, 132, Split(compute=31, intra_comm=2))
-    with pytest.raises(ValueError, match="must be 1 or 2"):
-        Tiling.parse({"cluster": 4})
+    for wrong in ({"cluster": 3}, {"cluster_n": 8}, {"cluster": 2, "cluster_n": 4}):
+        with pytest.raises(ValueError, match="must be 1, 2 or 4, and of both 4 at most"):
+            Tiling.parse(wrong)
+    with pytest.raises(TilingError, match="alone"):
+        make_plan(AllGatherGemmProblem(topology("1x2"), 72, 136, "bfloat16", True), 16, 132, tiling=Tiling(64, packets=2, cluster_n=2))
 
     def asked(world: Any) -> str:
         a, b = random((8, 64), "float16", np.random.default_rng(0)), random((64, 8), "float16", np.random.default_rng(1))
@@ -132,6 +140,37 @@ def test_what_does_not_go_with_pairs() -> None:
         return str(caught.value)
 
     assert "even number" in ranks(asked, "1x1", seed=1)[0]
+
+
+def test_kernels_of_a_problem_have_as_many_ctas_as_there_is_room_for() -> None:
+    """A device has more of CTAs alone than of clusters of four, and one N and K has kernels of both."""
+
+    def prepared(world: Any) -> str:
+        problem = AllGatherGemmProblem(topology("1x1"), 72, 136, "bfloat16", False)
+        alone, fours = (make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, m, None, m)) for m in (1, 2))
+        assert (alone.grid, fours.grid) == (132, 116)
+        world.problems.prepare(problem, "both", {alone.spec: 132, fours.spec: 116}, lambda *_: None)
+        with pytest.raises(ArgumentError, match="only 116 CTAs fit") as caught:
+            another = make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, 1, None, 4))
+            world.problems.prepare("another", "too many", {another.spec: 132}, lambda *_: None)
+        return str(caught.value)
+
+    with env.override(MKERNEL_CPU_SMS=132):
+        ranks(prepared, "1x1", seed=1)
+
+
+def test_plans_of_the_model_fit_the_device(rng: np.random.Generator) -> None:
+    """Also where one problem has kernels of CTAs alone, of pairs, and of fours, for other numbers of rows."""
+    most = {1: 132, 2: 132, 4: 116}
+    found = set()
+    for world in ("1x1", "1x2", "1x4"):
+        for n, k in (8 * rng.integers(64, 1500, (6, 2))).tolist():
+            problem = AllGatherGemmProblem(topology(world), n, k, "bfloat16", False)
+            for rows in (1, 60, 124, 172, 300, 500, 1000, 4000):
+                plan = plan_allgather_gemm(problem, rows, 132, machine=H200)
+                found.add(plan.spec.cluster)
+                assert plan.grid <= most[plan.spec.cluster], plan.describe()
+    assert 2 in found
 
 
 def _chosen(world: str, rows: int, n: int, k: int, split: Split | None = None, *, row_major: bool = True) -> int:
@@ -176,4 +215,6 @@ def test_the_model_offers_pairs_where_rows_are_not_aligned() -> None:
     assert predicted(3584, 4608, 2) > predicted(3584, 4608, 1), "loads do not bind, and pairs wait for each other"
     for world, n, k in itertools.product(("1x1", "1x2", "2x2"), (3432, 3584), (4568, 4608)):
         plans = candidates(AllGatherGemmProblem(topology(world), n, k, "bfloat16", True), 7020, 132)
-        assert {plan.cluster for plan in plans} == ({1} if n % 64 == k % 64 == 0 else {1, 2})
+        clusters = {(plan.cluster, plan.cluster_n) for plan in plans}
+        in_n = {(1, 2), (2, 2)} if world == "1x1" else {(1, 2)}
+        assert clusters == {(1, 1)} | ({(2, 1)} if n % 64 or k % 64 else set()) | (in_n if k % 64 else set())

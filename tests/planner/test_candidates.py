@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,14 +46,15 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
                     yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, topology.size, 1))
                 yield from every_sharing_of_shards(problem, rows, sms, split, width) if inside and split.intra_comm else ()
                 pushed_by_warps = inside and not split.intra_comm
-                if topology.size > 1 and not pushed_by_warps and width in (256, 192, 128) and may_bind(problem, rows):
+                paired = topology.size > 1 and not pushed_by_warps and width in (256, 192, 128)
+                for m, n in clusters_of(problem, rows, fours=False) if paired else ():
                     with contextlib.suppress(SplitError):
-                        yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, 1, 1, 2))
-                        if inside and may_span(topology, rows, 2 * BLOCK_M):
-                            yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, topology.size, 1, 2))
+                        yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, 1, 1, m, None, n))
+                        if inside and may_span(topology, rows, m * BLOCK_M):
+                            yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, topology.size, 1, m, None, n))
         for width in WIDTHS if topology.size == 1 else ():
-            if may_bind(problem, rows):
-                yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, 1, 2))
+            for m, n in clusters_of(problem, rows):
+                yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, 1, m, None, n))
             most = min(sms // (-(-rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
             for shares in {most, max(2, most // 2), 2} if most >= 2 and not problem.canonical else ():
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
@@ -68,6 +70,16 @@ def alike(plan: Any) -> Any:
 
 def may_bind(problem: Any, rows: int) -> bool:
     return rows > BLOCK_M and bool(problem.n % BLOCK_K or problem.k % BLOCK_K)
+
+
+def clusters_of(problem: AllGatherGemmProblem, rows: int, *, fours: bool = True) -> list[tuple[int, int]]:
+    of_a = problem.k % BLOCK_K != 0
+    return [
+        *([(2, 1)] if may_bind(problem, rows) else []),
+        *([(1, 2)] if of_a else []),
+        *([(2, 2)] if of_a and fours and rows > BLOCK_M else []),
+        *([(1, 4)] if of_a and fours and rows <= BLOCK_M else []),
+    ]
 
 
 def may_span(topology: Topology, rows: int, of_tiles: int) -> bool:
@@ -95,10 +107,9 @@ def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int, 
             yield plan
             if width == 64 and plan.rounds <= 2:
                 yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, packets=2))
-    if may_bind(problem, rows * problem.topology.size):
-        for width in (256, 192, 128):
-            with contextlib.suppress(SplitError):
-                yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, 2, packets))
+    for (m, n), width in itertools.product(clusters_of(problem, rows * problem.topology.size), (256, 192, 128)):
+        with contextlib.suppress(SplitError):
+            yield allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, m, packets, n))
 
 
 def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:

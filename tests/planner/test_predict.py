@@ -149,7 +149,10 @@ def test_rows_that_begin_between_lines_are_loaded_longer() -> None:
     assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0, b_row=Row(4096, True)).load == aligned.load, "rows of a transposed B are along K"
     one_side = [tile_cost(H200, 128, 128, n, k, 128, 1.0, b_row=b).load for n, k, b in ((2056, 4096, Row(2056, False)), (2048, 4104, None))]
     both = tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0, b_row=Row(4104, True)).load
-    assert max(one_side) < both < tile_cost(H200, 128, 128, 2056, 4104, 128, 1.0).load, "a step of K wants the rest of the same lines"
+    assert max(one_side) < both <= tile_cost(H200, 128, 128, 2056, 4104, 128, 1.0).load
+    rows_of_b = Row(4112, True), Row(2064, False)
+    in_sectors = [tile_cost(H200, 128, 128, row.values, 4112, 128, 1.0, b_row=row).load for row in rows_of_b]
+    assert in_sectors[0] < in_sectors[1], "a step of K wants the rest of the same lines"
     assert tile_cost(H200, 128, 128, 2048, 4096, 128, 0.5).tensor == 2 * aligned.tensor
 
 
@@ -163,7 +166,9 @@ def test_the_choice_is_a_candidate_and_no_slower_than_the_rules(world: Topology,
             rules = next(iter(choice.candidates(problem, int(rows), 132)))
             seconds = {one.plan.digest: one.seconds for one in found}
             assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-            assert found[0].seconds <= seconds[chosen.digest] <= seconds[rules.digest]
+            assert found[0].seconds <= seconds[chosen.digest]
+            has_kernel = rules.spec in choice._kept(problem, 132, H200, None)  # of which a problem has few
+            assert seconds[chosen.digest] <= seconds[rules.digest] or not has_kernel
             assert chosen.split.total <= 132
 
 

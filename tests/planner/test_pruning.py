@@ -95,6 +95,7 @@ def test_no_plan_is_predicted_to_be_faster_than_its_tiles(world: Topology, rng: 
         for plan in choice.candidates(problem, rows, SMS):
             if plan.shares == 1:
                 b_row = row_of_b(problem.n, problem.k, problem.b_row_major)
-                sizes = all_rows, problem.n, problem.k, plan.tile.block_n, choose_load_rows(rows), plan.cluster, SMS, b_row
+                of_tile = plan.tile.block_n, choose_load_rows(rows), plan.cluster
+                sizes = all_rows, problem.n, problem.k, *of_tile, SMS, b_row, getattr(plan, "cluster_n", 1)
                 seconds = predict(plan, machine).seconds  # type: ignore[union-attr]
                 assert seconds >= 0.999999 * least_seconds(machine, ALONE, *sizes), plan.describe()

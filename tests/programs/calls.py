@@ -248,6 +248,7 @@ class AllGatherGemm(Gemm):
     op: ClassVar[str] = "allgather_gemm"
     mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
     packets: int = 0
+    cluster_n: int = 1  # 2: pairs are neighbours in N
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -267,17 +268,18 @@ class AllGatherGemm(Gemm):
         return super()._draw_split(rng, world)
 
     def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
+        paired = self
         if not self.packets:
-            return super()._perhaps_paired(rng, world)
-        if self.packets == 2 or rng.random() >= _PAIRED:
-            return self
-        return dataclasses.replace(self, split=rng.choice((None, mk.Split(compute=2))), cluster=2)
+            paired = super()._perhaps_paired(rng, world)
+        elif self.packets == 1 and rng.random() < _PAIRED:
+            paired = dataclasses.replace(self, split=rng.choice((None, mk.Split(compute=2))), cluster=2)
+        return dataclasses.replace(paired, cluster=1, cluster_n=2) if paired.cluster == 2 and rng.random() < 0.5 else paired
 
     @property
     def tiling(self) -> Tiling | None:
         if not self.packets:
-            return super().tiling
-        return Tiling(None if self.packets == 1 else 64, cluster=self.cluster, packets=self.packets)
+            return Tiling(cluster_n=2) if self.cluster_n == 2 else super().tiling
+        return Tiling(None if self.packets == 1 else 64, cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)

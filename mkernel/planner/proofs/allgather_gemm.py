@@ -70,7 +70,7 @@ def _in_packets(plan: AllGatherGemmPlan) -> Call:
                     accesses.append(Access(step, rank, gather, first * row, rows * row, writes=True))
             elif plan.waits(rank, tile):
                 accesses.append(Access(step, rank, gather, first * row, rows * row, writes=False))
-            accesses += _shares(plan, step, rank, tile, numbers[tile.plane, tile.m // plan.cluster, tile.n], packets)
+            accesses += _shares(plan, step, rank, tile, numbers[plan.place_of(tile)], packets)
     return Call(graph, (gather, ahead, packets), tuple(accesses))
 
 
@@ -113,12 +113,12 @@ def _accesses(plan: AllGatherGemmPlan, steps: list[Step], gather: Area, staging:
                 for source, chunk in plan.tile_chunks(tile) if plan.waits(rank, tile) else ():
                     yield flag(step, rank, source, chunk, writes=False)
                     yield data(step, rank, source, chunk, writes=False)
-                yield from _shares(plan, step, rank, tile, numbers[rank][tile.plane, tile.m // plan.cluster, tile.n], packets)
+                yield from _shares(plan, step, rank, tile, numbers[rank][plan.place_of(tile)], packets)
 
 
 def _numbers(plan: AllGatherGemmPlan, tiles: list[Tile]) -> dict[tuple[int, int, int], int]:
     """By plane, row and column of what a cluster takes: its number among the tiles whose K is shared; 0 of others."""
-    places = dict.fromkeys((tile.plane, tile.m // plan.cluster, tile.n) for tile in tiles if tile.kind)
+    places = dict.fromkeys(plan.place_of(tile) for tile in tiles if tile.kind)
     shared = {place: number for number, place in enumerate(places)}
     return collections.defaultdict(int, shared)
 
@@ -128,14 +128,15 @@ def _shares(plan: AllGatherGemmPlan, step: Step, rank: int, tile: Tile, number: 
     if tile.kind == 0:
         return
     of_thread, shares = plan.tile.block_n // 8, plan.sizes.shares
-    bytes_of_one, first_slot = BLOCK_M * plan.tile.block_n * 4 // of_thread, number * shares * plan.cluster + tile.m % plan.cluster
+    together, in_cluster = plan.ctas_together, tile.m % plan.cluster * plan.cluster_n + tile.n % plan.cluster_n
+    bytes_of_one, first_slot = BLOCK_M * plan.tile.block_n * 4 // of_thread, number * shares * together + in_cluster
     if tile.kind == SHARE:
-        begin = (first_slot + tile.share * plan.cluster) * of_thread
+        begin = (first_slot + tile.share * together) * of_thread
         yield Access(step, rank, packets, begin * bytes_of_one, of_thread * bytes_of_one, writes=True)
         return
     first, last = (of_thread * slice_ // shares for slice_ in (tile.share, tile.share + 1))
     for share, writes in itertools.product(range(shares if last > first else 0), (False, True)):
-        begin = (first_slot + share * plan.cluster) * of_thread + first
+        begin = (first_slot + share * together) * of_thread + first
         yield Access(step, rank, packets, begin * bytes_of_one, (last - first) * bytes_of_one, writes=writes)
 
 
@@ -170,7 +171,7 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
         if topology.num_nodes > 1:
             _inter_send_steps(graph, plan, rank, entered)
         tiles: list[Step] = []
-        for together in taken(plan.tiles(rank), plan.cluster):  # a cluster waits for the inputs of all its CTAs
+        for together in taken(plan, plan.tiles(rank)):  # a cluster waits for the inputs of all its CTAs
             waiting = [tile for tile in together if plan.waits(rank, tile) or (plan.tagged and tile.kind != SUM)]
             for _ in together:
                 tiles.append(("tile", rank, len(tiles)))
@@ -179,9 +180,9 @@ def wait_graph(plan: AllGatherGemmPlan) -> WaitGraph:
     return graph
 
 
-def taken(tiles: Iterable[Tile], cluster: int) -> Iterator[list[Tile]]:
+def taken(plan: AllGatherGemmPlan, tiles: Iterable[Tile]) -> Iterator[list[Tile]]:
     """Tiles that the CTAs of a cluster take together."""
-    for _, together in itertools.groupby(tiles, lambda tile: (tile.plane, tile.m // cluster, tile.n, tile.slice, tile.kind, tile.share)):
+    for _, together in itertools.groupby(tiles, lambda tile: (plan.place_of(tile), tile.slice, tile.kind, tile.share)):
         yield list(together)
 
 

@@ -1,0 +1,278 @@
+"""The plans that the cost model chooses from: the rules' own, and others that kernels can do (docs/planner.md, "Choosing")."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from mkernel.planner import allgather_gemm, reduce
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
+from mkernel.planner.derived import replaced
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.pushing import pushing_ctas
+from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
+from mkernel.planner.spans import most_shares
+from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling, TilingError
+from mkernel.planner.topology import Topology
+
+__all__ = ["PAIRED_WIDTHS", "WIDTHS", "candidates"]
+
+WIDTHS = (256, 192, 128, 64)
+PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly as much of A as alone
+_SHARED_WIDTHS, _SHARES_OF_SHARDS = (192, 128), (2, 3, 4)  # of tiles of single shards
+_PULLING = (14,)  # beside what the rules have
+_TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
+# Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
+_ONE_STEP_BYTES = 64 << 20
+_FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
+
+
+class MayWin(Protocol):
+    """By columns of a tile, CTAs of a cluster, and CTAs that do not multiply, at least: False where no plan with such tiles is wanted."""
+
+    def __call__(self, block_n: int, cluster: int, others: int, cluster_n: int = 1) -> bool: ...
+
+
+def _always(block_n: int, cluster: int, others: int, cluster_n: int = 1) -> bool:
+    return True
+
+
+def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> Any:
+    if isinstance(problem, AllGatherGemmProblem):
+        return allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize)
+    return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
+
+
+def candidates(
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None, may_win: MayWin = _always
+) -> Iterator[Any]:
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles.
+
+    ``may_win``: asked before a plan whose K is not shared is made.
+    """
+    rules = _rules(problem, rows, sm_count, specialize)
+    yield rules
+    if isinstance(problem, AllGatherGemmProblem):
+        yield from _gathers(problem, rows, sm_count, specialize, rules, may_win)
+    else:
+        yield from _reductions(problem, rows, sm_count, specialize, rules, may_win)
+        if problem.op == ALLREDUCE and problem.algorithm is None and problem.topology.num_nodes == 1 < problem.topology.size:
+            yield from _by_another_algorithm(problem, rows, sm_count, specialize, rules, may_win)
+
+
+def _gathers(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
+) -> Iterator[AllGatherGemmPlan]:
+    topology = problem.topology
+    if topology.size == 1:
+        yield from _products(problem, rows, sm_count, specialize, rules, may_win)
+        return
+    if allgather_gemm.may_travel_in_packets(problem, rows):
+        yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
+    if rules.packets:
+        return
+    inside, most = topology.num_nodes == 1, max(1, sm_count // 4)
+    spans = _spans(topology, rows)
+    pushing = 0, *pushing_ctas(topology)  # CTAs; none: a warp of every computing one
+    for split in [Split(intra_comm=ctas) for ctas in pushing if ctas <= most] if inside else [Split()]:
+        pushed_by_warps = inside and not split.intra_comm  # a warp that pushes stands in front of the loads of both CTAs of a pair
+        for width in WIDTHS:
+            if may_win(width, 1, 0):
+                plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
+                if plan != rules:
+                    yield plan
+                for span in spans if split.intra_comm or topology.size == 2 else ():
+                    tiling = Tiling(width, span, 1)
+                    spanning = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+                    if spanning not in (plan, rules):
+                        yield spanning
+            yield from (plan for plan in _sharing_of_shards(problem, rows, sm_count, split, specialize, width) if plan != rules)
+            for clusters in _pairs(problem, rows) if width in PAIRED_WIDTHS and not pushed_by_warps else ():
+                if may_win(width, clusters[0], 0, clusters[1]):
+                    plans = _in_pairs(problem, rows, sm_count, split, specialize, width, clusters)
+                    yield from (plan for plan in plans if plan != rules)
+
+
+def _in_pairs(
+    problem: AllGatherGemmProblem,
+    rows: int,
+    sm_count: int,
+    split: Split,
+    specialize: str | None,
+    width: int,
+    clusters: tuple[int, int],
+) -> Iterator[AllGatherGemmPlan]:
+    cluster, cluster_n = clusters
+    for span in (1, *_spans(problem.topology, rows, cluster * BLOCK_M)):
+        with contextlib.suppress(SplitError):  # few SMs
+            pairs = Tiling(width, span, 1, cluster, None, cluster_n)
+            yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=pairs)
+
+
+def _sharing_of_shards(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, split: Split, specialize: str | None, width: int
+) -> Iterator[AllGatherGemmPlan]:
+    """K of the tiles of single shards shared by CTAs, where tiles are few: what is left to do when the last chunk has come is a share.
+
+    So shares may be more than there are SMs.
+    """
+    tiles = problem.topology.size * math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width)
+    if width not in _SHARED_WIDTHS or not split.intra_comm or problem.canonical or tiles > sm_count:
+        return
+    for shares in _SHARES_OF_SHARDS:
+        tiling = Tiling(width, 1, shares, 1, 0)
+        with contextlib.suppress(TilingError):  # fewer k steps
+            yield allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+
+
+def _spans(topology: Topology, rows: int, of_tiles: int = BLOCK_M) -> list[int]:
+    """Numbers of shards for tiles to span: all, where there are fewer tiles then. Some begin as early as those of single shards.
+
+    ``of_tiles``: the rows that CTAs take together. Of shards that are no higher the rules see to it.
+    """
+    size = topology.size
+    fewer = rows > of_tiles and math.ceil(size * rows / of_tiles) < size * math.ceil(rows / of_tiles)
+    return [size] if fewer and topology.num_nodes == 1 else []
+
+
+def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, width: int) -> list[int]:
+    """Numbers of shares of K that may be worth their sums: as many as there are SMs, half as many, or two. ``rows``: that tiles lie in."""
+    most = 0 if problem.canonical else most_shares(rows, problem.n, problem.k, width, sm_count)
+    return sorted({most, max(2, most // 2), 2}) if most >= 2 else []
+
+
+def _sharings(
+    problem: AllGatherGemmProblem | ReduceProblem,
+    rows: int,
+    sm_count: int,
+    widths: tuple[int, ...],
+    known: tuple[int, int] | None,
+    may_win: MayWin,
+) -> Iterator[tuple[int, int]]:
+    """Widths of tiles and shares of their K, one of them among these, but ``known``; narrow tiles only where all are worked on at once."""
+    for width in widths:
+        if width == WIDTHS[-1] and math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) > sm_count:
+            continue
+        for shares in (1, *_shares(problem, rows, sm_count, width)):
+            if (width, shares) != known and (shares > 1 or may_win(width, 1, 0)):
+                yield width, shares
+
+
+def _in_packets(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
+) -> Iterator[AllGatherGemmPlan]:
+    """Where shards travel in packets, or could: as in a world of one; in tagged ones, where each CTA takes its rows in few rounds."""
+    all_rows, asked = rows * problem.topology.size, None if rules.packets else 1
+    known = (rules.tile.block_n, rules.shares) if rules.packets else None
+    alone = (Tiling(width, None, shares, 1, asked) for width, shares in _sharings(problem, all_rows, sm_count, WIDTHS, known, may_win))
+    pairs = (
+        Tiling(width, None, 1, cluster, asked, cluster_n)
+        for width, (cluster, cluster_n) in itertools.product(PAIRED_WIDTHS, [*_pairs(problem, all_rows), *_fours(problem, all_rows)])
+        if may_win(width, cluster, 0, cluster_n)
+    )
+    for tiling in itertools.chain([None] if rules.packets else [], alone, pairs):
+        plan = rules
+        if tiling is not None:
+            try:
+                plan = allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize, tiling=tiling)
+            except SplitError:  # one SM is no pair
+                continue
+            yield plan
+        if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
+            yield replaced(plan, tagged=True)
+
+
+def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
+    """Whether loads may bind, so that pairs of CTAs may pay: elsewhere one N and K would have too many kernels to choose from."""
+    return rows > BLOCK_M and (problem.n % BLOCK_K != 0 or problem.k % BLOCK_K != 0)
+
+
+def _pairs(problem: AllGatherGemmProblem, rows: int) -> list[tuple[int, int]]:
+    """Clusters of two that may pay: neighbours in M, or, where rows of A are not aligned, in N."""
+    return [(2, 1)] * _may_bind(problem, rows) + [(1, 2)] * (problem.k % BLOCK_K != 0)
+
+
+def _fours(problem: AllGatherGemmProblem, rows: int) -> list[tuple[int, int]]:
+    """Clusters of four that may pay, where all CTAs multiply: in N, or, if there are several rows of tiles, in both."""
+    return [(2, 2) if rows > BLOCK_M else (1, 4)] * (problem.k % BLOCK_K != 0)
+
+
+def _products(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
+) -> Iterator[AllGatherGemmPlan]:
+    """In a world of one, where the width, shares and pairs are all that plans of a class differ in."""
+    for width in WIDTHS:
+        if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster) and may_win(width, 1, 0):
+            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
+        for cluster, cluster_n in [*_pairs(problem, rows), *_fours(problem, rows)]:
+            if may_win(width, cluster, 0, cluster_n):
+                pairs = Tiling(width, 1, 1, cluster, None, cluster_n)
+                with contextlib.suppress(SplitError):  # few SMs
+                    yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
+        for shares in _shares(problem, rows, sm_count, width):
+            if (width, shares) != (rules.tile.block_n, rules.shares):
+                tiling = Tiling(width, 1, shares)
+                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+
+
+def _reductions(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+) -> Iterator[ReducePlan]:
+    topology = problem.topology
+    most = max(1, sm_count // 4)
+    pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size and not rules.one_shot
+    # Partial tiles of 64 columns take up to twice as long as predicted: many small stores, and flags, over the links.
+    widths = WIDTHS if topology.size == 1 and rows <= _FEW_ROWS else WIDTHS[:-1]
+    if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
+        for width in widths:
+            if may_win(width, 1, 0):
+                yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
+    if rules.packets:
+        yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
+    may_share = reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
+    for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
+        pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
+        for width in widths:
+            tile, paired = GemmTile.deepest(width, sent=True), width in PAIRED_WIDTHS and _may_bind(problem, rows)
+            if not (may_share or may_win(width, 1, pulling) or (paired and may_win(width, 2, pulling))):
+                continue
+            # Where everyone adds up everything, groups are those of the tile that was made narrower.
+            known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
+            plan = rules if known else reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
+            if plan.tile.block_n == width and plan != rules:  # packets, and one step, have no wider tiles than 128 columns
+                yield plan
+            if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
+                yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
+            # Of several ranks not where values travel in packets, or in one step, which add in another order.
+            if paired and (topology.size == 1 or not plan.everywhere):
+                with contextlib.suppress(SplitError, TilingError):  # few SMs, or one step is asked for
+                    tiling = Tiling(width, cluster=2)
+                    yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+
+
+def _by_another_algorithm(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+) -> Iterator[ReducePlan]:
+    """Plans of an all-reduce, whose problem leaves it open, by the algorithm that the rules did not choose."""
+    other, few = "two_shot" if rules.one_shot else "one_shot", reduce.are_few(problem, rows)
+    for width in WIDTHS[:-1]:
+        if few or may_win(width, 1, 0):
+            tile = GemmTile.deepest(width, sent=True)
+            plan = reduce.make_plan(problem, rows, sm_count, Split(), tile, specialize=specialize, algorithm=other)
+            if plan.tile.block_n == width and (not plan.one_shot or plan.workspace_bytes <= _ONE_STEP_BYTES):
+                yield plan
+
+
+def _sharing(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+) -> Iterator[ReducePlan]:
+    """Reductions in packets, with K shared and without."""
+    known = rules.tile.block_n, rules.shares
+    for width, shares in _sharings(problem, rows * rules.span, sm_count, WIDTHS[-2:], known, may_win):
+        plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
+        if plan.packets and plan.shares == shares:  # there is room
+            yield plan
