@@ -243,7 +243,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
 
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""
-        pairs = ", pairs" if plan.cluster > 1 else ", pairs along N" if plan.cluster_n > 1 else ""
+        pairs = f", {plan.clusters_name.replace(' of CTAs', '').removesuffix(' CTAs')}" if plan.ctas_together > 1 else ""
         return (
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared

@@ -256,7 +256,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{remark(self.specialize, SPECIALIZED)}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
-            f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}{self._pairs_name}, "
+            f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}"
+            f"{f', {self.clusters_name}' if self.ctas_together > 1 else ''}, "
             f"{self.packets_name or f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
@@ -264,8 +265,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         )
 
     @property
-    def _pairs_name(self) -> str:
-        return ", pairs of CTAs" * (self.cluster > 1) + ", pairs of CTAs along N" * (self.cluster_n > 1)
+    def clusters_name(self) -> str:
+        of_two = {(2, 1): "pairs of CTAs", (1, 2): "pairs of CTAs in N"}
+        return of_two.get((self.cluster, self.cluster_n), f"clusters of {self.cluster} x {self.cluster_n} CTAs")
 
     @property
     def packets_name(self) -> str:

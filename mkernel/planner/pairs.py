@@ -93,7 +93,8 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     even = Split(default.compute, *(-(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES))
     found = wanted.complete(even, sm_count // cluster * cluster, spared)
     if any((number or 0) % cluster for number in (found.compute, *(getattr(found, role) for role in COMMUNICATION_ROLES))):
-        raise SplitError(found, "each role needs an even number of SMs where CTAs are pairs", "make it even")
+        number = "an even number of SMs where CTAs are pairs" if cluster == 2 else f"a multiple of {cluster} SMs where CTAs are clusters"
+        raise SplitError(found, f"each role needs {number}", "make it even" if cluster == 2 else "make it one")
     return found
 
 

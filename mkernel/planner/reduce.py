@@ -113,6 +113,8 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
     """Raises TilingError where no number of rows could have such tiles."""
     size, steps = problem.topology.size, math.ceil(problem.k / BLOCK_K)
     packets = may_be_packed(problem) and _leaves_packets(asked, split)
+    if (asked.cluster or 1) > 2 or (asked.cluster_n or 1) > 1:
+        raise TilingError(f"{asked}: reductions have no clusters but pairs of CTAs that are neighbours in M")
     if asked.cluster == 2 and problem.algorithm == "one_shot":
         raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs")
     if asked.span not in (None, 1) and not (problem.op == REDUCE_SCATTER and asked.span == size and packets):

@@ -29,11 +29,11 @@ class Tiling:
     shares
         CTAs that share K of a tile.
     cluster
-        CTAs that load columns of B together, for tiles that are neighbours in M. 1 or 2.
+        CTAs that load columns of B together, for neighbours in M. 1 or 2; of ``allgather_gemm`` also 4.
     packets
         Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 2, in tagged ones; 0, in chunks.
     cluster_n
-        Of ``allgather_gemm``: CTAs that load rows of A together, for tiles that are neighbours in N. 1, or 2 if ``cluster`` is not.
+        Of ``allgather_gemm``: CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times ``cluster`` at most 4.
     """
 
     block_n: int | None = None

@@ -82,6 +82,9 @@ def test_what_reductions_cannot_have() -> None:
         plan_of(ALLREDUCE, 600, 4096, 2048, Tiling(cluster=2), algorithm="one_shot")
     with pytest.raises(SplitError, match="even number"):
         make_plan(plan_of(REDUCE_SCATTER, 600, 4096, 2048).problem, 600, 132, Split(compute=31), tiling=Tiling(cluster=2))
+    for tiling in (Tiling(cluster=4), Tiling(cluster_n=2)):
+        with pytest.raises(TilingError, match="no clusters but pairs"):
+            plan_of(REDUCE_SCATTER, 600, 4096, 2048, tiling)
 
 
 @each_op

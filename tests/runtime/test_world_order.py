@@ -194,7 +194,8 @@ def test_kernels_are_compiled_beside_each_other_on_a_rank_that_is_bound(bound: i
 
     def use(w: World) -> Compiling:
         os.sched_setaffinity(0, own)  # of this thread, and of those that it starts
-        w.problems._load("kernels", [FakePlan(digest=digest).spec for digest in range(4)], 1)
+        specs = [FakePlan(digest=digest).spec for digest in range(4)]
+        w.problems._load("kernels", specs, dict.fromkeys(specs, 1))
         assert os.sched_getaffinity(0) == own, "the rank's own thread stays where it is"
         assert isinstance(w.backend, Compiling)
         return w.backend
