@@ -156,8 +156,7 @@ struct BasicOp {
   }
   // False: the CTA has no tile here, and multiplies beside its partner in the pair.
   MK_DEVICE bool is_there(const TileCoordinate& c) const {
-    if constexpr (Shape::kClusterN > 1) return c.n < tiles_n();
-    return !Shape::kPaired || c.m * Shape::kBlockM < p.rows;
+    return (Shape::kClusterM == 1 || c.m * Shape::kBlockM < p.rows) && (Shape::kClusterN == 1 || c.n < tiles_n());
   }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {

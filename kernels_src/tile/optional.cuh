@@ -11,7 +11,7 @@ template <class Config>
   requires requires { Config::kGated; }
 constexpr bool kGated<Config> = Config::kGated != 0;
 
-// 2 where CTAs are pairs (pair.cuh), kClusterN 2 where those are neighbours in N.
+// CTAs of a cluster (pair.cuh), and how many of these are neighbours in N.
 template <class Config>
 constexpr uint32_t kCluster = 1;
 template <class Config>

@@ -130,7 +130,9 @@ def check_tiles(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any) -> No
         found = [tuple(row) for row in words.tolist()]
         there = [row for row in found if row[1] < plan.tile_rows and row[2] < plan.tiles_n]
         assert there == [(t.plane, t.m, t.n, t.slice, t.kind, t.share) for t in tiles]
-        assert all(row in there or row[1] == plan.tile_rows or row[2] == plan.tiles_n for row in found), "the rest of a pair"
+        rest = [row for row in found if row not in there]
+        of_rows, of_columns = (range(end, end + beside) for end, beside in ((plan.tile_rows, plan.cluster), (plan.tiles_n, plan.cluster_n)))
+        assert all(row[1] in of_rows or row[2] in of_columns for row in rest), "the rest of a cluster"
 
 
 def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank: int) -> None:
