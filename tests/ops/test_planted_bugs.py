@@ -38,6 +38,7 @@ BUGS = [*COMMON, *PACKETS, *PAIRS, *REDUCTIONS, *MOE, *RING]
 _TSAN_SEEDS = 4  # a race is seen in some interleavings only
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
+    "fours": 4,
     "ring shared": 10,
     "reduce pairs": 4,
     "two shot pairs": 4,
@@ -122,7 +123,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "tagged packets short"),
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
-        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps")),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
