@@ -218,7 +218,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if constexpr (Op::kTakes) {
       multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
-    } else if (!Op::kShortTiles && op.load_rows(c) <= warpgroup * kBlockRows) {
+    } else if (!Op::kShortTiles && !Op::kShares && op.load_rows(c) <= warpgroup * kBlockRows) {  // with shares of K it spills
       pass_part<Config>(d, storage, ring, stage, steps);
     } else {
       multiply_rows<Config>(d, storage, ring, stage, steps, warpgroup, part > 0);
