@@ -10,12 +10,13 @@
 
 namespace mkernel {
 
+static_assert(Shape::kClusterM == Shape::kCluster && Shape::kCluster <= 2, "CTAs alone, or pairs of neighbours in M");
+
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
 // one group later, the own ones: what they add has then had time to come. Interleaved: from the second group on one of each other owner and
 // an own one in turn, so that the link has as much to carry at any time.
 // Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
 // With pairs of CTAs an owner has whole pairs: uint32_t first_pair(owner), of all in raster order, and first_tile(owner), of single tiles.
-static_assert(Shape::kClusterM == Shape::kCluster && Shape::kCluster <= 2, "CTAs alone, or pairs of neighbours in M");
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
   uint32_t first_sum;  // of inter_reduce: the first of the sums that this CTA makes; kStop: it makes none

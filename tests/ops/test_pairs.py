@@ -1,4 +1,4 @@
-"""Clusters of CTAs that load B, or A, together (kernels_src/tile/pair.cuh): right, the bits of CTAs alone, and all leave if a rank does."""
+"""Clusters of CTAs that load B, or A, together (kernels_src/tile/pair.cuh): right, the bits of CTAs alone, and none waits for ever."""
 
 from __future__ import annotations
 
