@@ -61,18 +61,12 @@ struct Tiles : BasicOp<Config, Parameters> {
   // With pairs of CTAs a number means two rows, or two columns, of tiles, or what is left of them.
   static constexpr uint32_t kTakenRows = Shape::kClusterM * Shape::kBlockM;
   MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kClusterM - 1) / Shape::kClusterM; }  // of tiles
-  MK_DEVICE uint32_t taken_columns() const { return (tiles_n() + Shape::kClusterN - 1) / Shape::kClusterN; }
   MK_DEVICE uint32_t num_tiles() const {
     const uint32_t tiles = taken_rows() * planes() * taken_columns();
     if constexpr (KShares::kMay) return shares().count();
     return Config::kSlices > 1 ? p.whole_tiles + Config::kSlices * (tiles - p.whole_tiles) : tiles;
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const { return coordinate_of(tile, Shape::kPaired ? ptx::cluster_rank() : 0); }
-  MK_DEVICE static TileCoordinate of_cta(TileCoordinate taken, uint32_t cta) {  // of what a pair takes
-    if constexpr (Shape::kClusterM > 1) taken.m = taken.m * Shape::kClusterM + cta / Shape::kClusterN;
-    if constexpr (Shape::kClusterN > 1) taken.n = taken.n * Shape::kClusterN + cta % Shape::kClusterN;
-    return taken;
-  }
   MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {
     uint32_t slice = 0;
     if (Config::kSlices > 1 && tile >= p.whole_tiles) {  // the last tiles are numbered by slices

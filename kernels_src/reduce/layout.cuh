@@ -6,8 +6,8 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend, kInterReduce (each may be kDynamic), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot, kShares, kCluster (with pairs of CTAs); kSharedBytes,
-// kParameterBytes
+// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot, kShares, kCluster, kClusterN (with clusters of CTAs);
+// kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
 constexpr uint64_t kResultBytes = Shape::kPanels * kConsumerWarpgroups * kBlockBytes;  // a finished tile in the layout of its TMA stores
@@ -23,22 +23,22 @@ struct alignas(64) Parameters {
   uint64_t flag_offset;     // signal segment, in 64-bit words: a flag per partial tile, sum, chunk of arrived sums, finished tile
   uint32_t rows;            // of the owner's shard (reduce-scatter), of the whole (all-reduce)
   uint32_t tiles;           // per owner
-  uint32_t taken;           // the same in what CTAs take at a time: tiles, or with pairs of CTAs two of them, or what is left
+  uint32_t taken;           // the same in what CTAs take at a time: tiles, or what a cluster takes of them, or what is left
   uint32_t group_taken;     // of these, of an owner, what is computed one after the other
   uint32_t group_m;         // tile rows that share columns of B
   uint32_t chunk_shift;     // a put has 1 << chunk_shift tiles
   uint32_t load_rows;       // of a tile of A, at most
   uint32_t shares;          // CTAs that share K of a tile (tile/shares.cuh)
+  uint32_t interleaved;     // 1: own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
   uint32_t whole_pairs;     // pairs of tiles, in raster order, before the last group, if that has a row of tiles without a neighbour;
   uint32_t last_pairs;      // and rows of pairs in that group
   uint32_t last_row;        // the last row of tiles of an owner,
   uint32_t tail_rows;       // and how many rows of A are loaded for its tiles
   uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
-  uint32_t reserved0;
-  uint64_t share_offset;  // signal segment: packets of shares
-  uint64_t c;             // the result's first row; used with shares
-  uint32_t reserved[12];  // the maps are 64-byte aligned
-  abi::TensorMap a_map;   // (owners or 1, rows, K), boxes of 128 rows; a_tail_map: of tail_rows
+  uint64_t share_offset;    // signal segment: packets of shares
+  uint64_t c;               // the result's first row; used with shares
+  uint32_t reserved[12];    // the maps are 64-byte aligned
+  abi::TensorMap a_map;     // (owners or 1, rows, K), boxes of 128 rows; a_tail_map: of tail_rows
   abi::TensorMap a_tail_map;
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (1, rows, N)

@@ -84,7 +84,7 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     const uint32_t before = rest / (kWorldSize * p.group_taken), round = before + 1 < groups - 1 ? before + 1 : groups - 1;
     rest -= (round - 1) * kWorldSize * p.group_taken;
     const uint32_t begin = round * p.group_taken, own_begin = begin - p.group_taken, size = group_size(begin), sent = kPeers * size;
-    if (Config::kInterleaved != 0 && rest < kWorldSize * size) {
+    if (p.interleaved != 0 && rest < kWorldSize * size) {
       const uint32_t turn = rest % kWorldSize, index = rest / kWorldSize;
       return turn < kPeers ? OwnedTile{peer(turn), begin + index} : OwnedTile{own, own_begin + index};
     }

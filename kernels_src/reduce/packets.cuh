@@ -5,7 +5,8 @@
 // The threads that multiplied a tile exchange it themselves, each thread its own values. Where CTAs share K of a tile (tile/shares.cuh), the threads
 // that have added up a slice of its columns exchange that slice.
 //
-// All ranks take tiles, or slices of them, in the same order, and each is sent before anything of it is waited for: nothing waits in a circle.
+// All ranks take tiles, slices of them, or what clusters take, in the same order, and each is sent before anything of it is waited for: nothing waits in
+// a circle. Tiles that clusters take keep the numbers that they have alone, so that all is sent, and added, as it is there.
 #pragma once
 #include "reduce/layout.cuh"
 #include "tile/gemm.cuh"
@@ -55,18 +56,30 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   static constexpr bool kShares = KShares::kMay, kSums = kShares, kExchanges = !kShares;
   static constexpr bool kCanonicalSum = Config::kCanonical != 0;
   static_assert(!kShares || !kCanonicalSum, "one CTA adds up all of K");
+  static_assert(!kShares || !Shape::kPaired, "CTAs that share K take tiles alone");
 
   MK_DEVICE uint32_t num_tiles() const {
     if constexpr (kShares) return shares().count();
-    return p.tiles;
+    return p.taken;
   }
   MK_DEVICE uint32_t tile_rows() const { return (derived().all_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
+    if constexpr (Shape::kPaired) return of_cluster(tile);
     bool is_share = false, is_sum = false;
     uint32_t share = 0;
     if constexpr (kShares) tile = shares().tile_of(tile, is_share, is_sum, share);
     const RasterPosition at = raster(tile, tile_rows(), tiles_n(), p.group_m);
     return TileCoordinate{p.world.rank, at.row, at.column, 0, tile, is_sum, false, is_share, share};
+  }
+  MK_DEVICE TileCoordinate of_cluster(uint32_t number) const {
+    const uint32_t rows = tile_rows(), taken_rows = (rows + Shape::kClusterM - 1) / Shape::kClusterM;
+    const RasterPosition at = raster(number, taken_rows, taken_columns(), p.group_m / Shape::kClusterM);
+    TileCoordinate c = BasicOp::of_cta(TileCoordinate{p.world.rank, at.row, at.column, 0, 0, false}, ptx::cluster_rank());
+    c.index = raster_number(c.m, c.n, rows, tiles_n(), p.group_m);
+    return c;
+  }
+  MK_DEVICE bool is_there(const TileCoordinate& c) const {
+    return (Shape::kClusterM == 1 || c.m < tile_rows()) && (Shape::kClusterN == 1 || c.n < tiles_n());
   }
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
   MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return false; }

@@ -27,8 +27,7 @@ constexpr bool kEarly = kWorldSize == 1;
 template <class Config, TileOp<Config> Op>
 MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config>& storage) {
   Call call = coming;
-  static_assert(!GemmShape<Config>::kPaired || (!Op::kExchanges && !Op::kShortTiles),
-                "pairs have whole tiles, whose values stay in the CTA");
+  static_assert(!GemmShape<Config>::kPaired || !Op::kShortTiles, "pairs have whole tiles");
   // What takes long at the beginning stands side by side: one warp works out the first tile, one fetches maps, two initialize barriers. Roles are told
   // apart by halves, since of a switch ptxas makes a jump by a table, which first has to come from memory.
   const uint32_t warp = ptx::warp_index();

@@ -236,7 +236,9 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     }
     if (part + 1 < op.parts(c)) continue;
     if constexpr (Op::kExchanges) {
-      if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
+      if (op.is_there(c)) {
+        if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
+      }
       if constexpr (Op::kStoresRows) {
         if (traces) trace.end(abi::kTraceTile, tile);
         continue;

@@ -62,8 +62,11 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
 
   // ---- the result
   requires Same<decltype(Op::kExchanges), const bool>;
-  requires !Op::kExchanges || requires { op.exchange(entered, d, c); };  // each consumer thread replaces its values by those to store,
-  requires Same<decltype(Op::kStoresRows), const bool>;                  // or stores them itself
+  requires !Op::kExchanges || requires {
+    { op.is_there(c) } -> Same<bool>;  // whether there is a tile: else a CTA of a cluster multiplies beside the others;
+    op.exchange(entered, d, c);        // each consumer thread replaces its values by those to store,
+  };
+  requires Same<decltype(Op::kStoresRows), const bool>;  // or stores them itself
   requires !GemmShape<Config>::kGated || requires {
     { op.clamp() } -> Same<float>;  // gated.cuh
     requires !Op::kAdds && !Op::kExchanges;
@@ -133,6 +136,13 @@ struct BasicOp {
 
   MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN; }
+  // Where clusters take tiles: columns of what they take, and the tile of one CTA of it.
+  MK_DEVICE uint32_t taken_columns() const { return (tiles_n() + Shape::kClusterN - 1) / Shape::kClusterN; }
+  MK_DEVICE static TileCoordinate of_cta(TileCoordinate taken, uint32_t cta) {
+    if constexpr (Shape::kClusterM > 1) taken.m = taken.m * Shape::kClusterM + cta / Shape::kClusterN;
+    if constexpr (Shape::kClusterN > 1) taken.n = taken.n * Shape::kClusterN + cta % Shape::kClusterN;
+    return taken;
+  }
   MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
   // Of the last row of tiles no more rows are loaded than there are, in whole warps' rows, by a map of its own: to fill rows that are not there with
   // zeros takes TMA longer than to load rows. What the others hold does not matter.

@@ -92,6 +92,11 @@ MK_DEVICE RasterPosition raster(uint32_t tile, uint32_t tile_rows, uint32_t tile
   const uint32_t column = quotient(in_group, group_rows);
   return RasterPosition{group * group_m + in_group - column * group_rows, column};
 }
+// The number of the tile there.
+MK_DEVICE uint32_t raster_number(uint32_t row, uint32_t column, uint32_t tile_rows, uint32_t tiles_n, uint32_t group_m) {
+  const uint32_t first = quotient(row, group_m) * group_m, left = tile_rows - first, group_rows = left < group_m ? left : group_m;
+  return first * tiles_n + column * group_rows + row - first;
+}
 
 template <class Config>
 MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {  // columns of B

@@ -15,6 +15,7 @@ from mkernel.ops.gemm import STORED_ROWS, GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of, register
 from mkernel.ops.parameters import NO_MAP, place_of, surroundings
 from mkernel.ops.schedule import choice_of, executable
+from mkernel.planner import pairs
 from mkernel.planner.allgather_gemm import OP as OP_NAME
 from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.choice import plan_allgather_gemm
@@ -243,11 +244,10 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
 
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else ""
-        pairs = f", {plan.clusters_name.replace(' of CTAs', '').removesuffix(' CTAs')}" if plan.ctas_together > 1 else ""
         return (
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared
-            + pairs
+            + pairs.mechanism(plan.cluster, plan.cluster_n)
         )
 
     def travels(self, plan: Any) -> str:

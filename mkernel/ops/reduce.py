@@ -11,6 +11,7 @@ from mkernel.ops.arguments import MOST_EXTENT, check_extents
 from mkernel.ops.gemm import STORED_ROWS, GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of
 from mkernel.ops.parameters import place_of, surroundings
+from mkernel.planner import pairs
 from mkernel.planner.choice import plan_reduce
 from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.machine import Machine
@@ -46,12 +47,12 @@ class Parameters(ctypes.Structure):
         ("chunk_shift", ctypes.c_uint32),
         ("load_rows", ctypes.c_uint32),
         ("shares", ctypes.c_uint32),
+        ("interleaved", ctypes.c_uint32),
         ("whole_pairs", ctypes.c_uint32),
         ("last_pairs", ctypes.c_uint32),
         ("last_row", ctypes.c_uint32),
         ("tail_rows", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
-        ("reserved0", ctypes.c_uint32),
         ("share_offset", ctypes.c_uint64),
         ("c", ctypes.c_uint64),
         ("reserved", ctypes.c_uint32 * 12),
@@ -70,7 +71,7 @@ _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "a_tail_map"
 class ReduceOp(GemmOp[ReduceProblem]):
     """A product whose K is spread over the ranks."""
 
-    tilings = frozenset({"block_n", "shares", "cluster"})
+    tilings = frozenset({"block_n", "shares", "cluster", "packets", "cluster_n"})
     modelled = True
     parameters = Parameters
 
@@ -108,7 +109,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
         return plan_reduce(problem, rows, sm_count, split, specialize=specialize, tiling=tiling, machine=machine)
 
     def mechanism(self, plan: Any) -> str:
-        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
+        shared = f", {plan.shares} share K" if plan.shares > 1 else pairs.mechanism(plan.cluster, plan.cluster_n) if plan.packets else ""
         if plan.op == REDUCE_SCATTER:
             return f"packets{shared}" if plan.packets else "partial tiles"
         return f"{plan.algorithm}{' in packets' if plan.packets else ''}{shared}"
@@ -148,7 +149,7 @@ class _Binder:
             start + result * tiles,
             executable.flag_offset,
             *plan.arguments_of(rows, sizes),
-            *((self._c_stride, 0, executable.packet_offset + sizes.exchanged, c_address) if stores_rows else (0, 0, 0, 0)),
+            *((self._c_stride, executable.packet_offset + sizes.exchanged, c_address) if stores_rows else (0, 0, 0)),
         )
         a_maps = self._a_maps.get(span)
         if a_maps is None:

@@ -171,7 +171,7 @@ def _in_packets(
     alone = (Tiling(width, None, shares, 1, asked) for width, shares in _sharings(problem, all_rows, sm_count, WIDTHS, known, may_win))
     pairs = (
         Tiling(width, None, 1, cluster, asked, cluster_n)
-        for width, (cluster, cluster_n) in itertools.product(PAIRED_WIDTHS, [*_pairs(problem, all_rows), *_fours(problem, all_rows)])
+        for width, (cluster, cluster_n) in itertools.product(PAIRED_WIDTHS, _clusters(problem, all_rows))
         if may_win(width, cluster, 0, cluster_n)
     )
     for tiling in itertools.chain([None] if rules.packets else [], alone, pairs):
@@ -191,14 +191,18 @@ def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
     return rows > BLOCK_M and (problem.n % BLOCK_K != 0 or problem.k % BLOCK_K != 0)
 
 
-def _pairs(problem: AllGatherGemmProblem, rows: int) -> list[tuple[int, int]]:
+def _pairs(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> list[tuple[int, int]]:
     """Clusters of two that may pay: neighbours in M, or, where rows of A are not aligned, in N."""
     return [(2, 1)] * _may_bind(problem, rows) + [(1, 2)] * (problem.k % BLOCK_K != 0)
 
 
-def _fours(problem: AllGatherGemmProblem, rows: int) -> list[tuple[int, int]]:
+def _fours(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> list[tuple[int, int]]:
     """Clusters of four that may pay, where all CTAs multiply: in N, or, if there are several rows of tiles, in both."""
     return [(2, 2) if rows > BLOCK_M else (1, 4)] * (problem.k % BLOCK_K != 0)
+
+
+def _clusters(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> list[tuple[int, int]]:
+    return [*_pairs(problem, rows), *_fours(problem, rows)]
 
 
 def _products(
@@ -208,7 +212,7 @@ def _products(
     for width in WIDTHS:
         if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster) and may_win(width, 1, 0):
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
-        for cluster, cluster_n in [*_pairs(problem, rows), *_fours(problem, rows)]:
+        for cluster, cluster_n in _clusters(problem, rows):
             if may_win(width, cluster, 0, cluster_n):
                 pairs = Tiling(width, 1, 1, cluster, None, cluster_n)
                 with contextlib.suppress(SplitError):  # few SMs
@@ -276,3 +280,8 @@ def _sharing(
         plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
         if plan.packets and plan.shares == shares:  # there is room
             yield plan
+    for width, (cluster, cluster_n) in itertools.product(WIDTHS[-2:], _clusters(problem, rows * rules.span)):
+        if may_win(width, cluster, 0, cluster_n):
+            with contextlib.suppress(SplitError):  # few SMs
+                tiling = Tiling(width, None, 1, cluster, 1, cluster_n)
+                yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)

@@ -66,7 +66,10 @@ def _is_left_out(plan: Any) -> bool:
     if plan.specialize & {"n", "k"} or plan.problem.topology.size == 1:
         return False
     width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
-    if gathers and plan.cluster_n > 1:
+    if plan.ctas_together > 1 and not gathers and plan.packets:
+        kept = (128, 2, 1), (128, 1, 2), (128, 2, 2), (64, 2, 2), (64, 1, 4)
+        return plan.op == ALLREDUCE or (width, plan.cluster, plan.cluster_n) not in kept
+    if plan.cluster_n > 1:
         return True
     if plan.cluster > 1:
         return bool(width == PAIRED_WIDTHS[-1] or plan.packets)
@@ -134,11 +137,7 @@ def _worth_of(rules: Any, block_n: int, together: int) -> float:
 
 def _differs_in_tiles(rules: Any, block_n: int, together: int, span: int) -> bool:
     """Whether a plan that is else like the rules' has other loads, or fewer tiles, of the same width. ``together``: CTAs of a cluster."""
-    return bool(block_n == rules.tile.block_n and (together > _together(rules) or span > rules.span))
-
-
-def _together(plan: Any) -> int:
-    return int(plan.cluster * getattr(plan, "cluster_n", 1))
+    return bool(block_n == rules.tile.block_n and (together > rules.ctas_together or span > rules.span))
 
 
 def _worth(rules: Any, plan: Any) -> float:
@@ -149,7 +148,7 @@ def _worth(rules: Any, plan: Any) -> float:
     if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
         return _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
-    if alike and _differs_in_tiles(rules, plan.tile.block_n, _together(plan), plan.span):
+    if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.ctas_together, plan.span):
         return _WORTH
     return _WORTH_OF_PUSHED if gathers and plan.split.intra_comm else _WORTH_OF_TILES
 

@@ -16,6 +16,7 @@ from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
+from mkernel.planner.pairs import clusters_name
 from mkernel.planner.pushing import most_parts, warps_push
 from mkernel.planner.slices import most_slices, sliced_tiles
 from mkernel.planner.specialize import Specialized, remark
@@ -257,17 +258,12 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
             f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}"
-            f"{f', {self.clusters_name}' if self.ctas_together > 1 else ''}, "
+            f"{f', {clusters_name(self.cluster, self.cluster_n)}' if self.ctas_together > 1 else ''}, "
             f"{self.packets_name or f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
             f"{f'chunks pushed by a warp of {self.pushers} of them; ' if self.pushers else ''}"
             f"workspace {self.workspace_bytes} bytes"
         )
-
-    @property
-    def clusters_name(self) -> str:
-        of_two = {(2, 1): "pairs of CTAs", (1, 2): "pairs of CTAs in N"}
-        return of_two.get((self.cluster, self.cluster_n), f"clusters of {self.cluster} x {self.cluster_n} CTAs")
 
     @property
     def packets_name(self) -> str:

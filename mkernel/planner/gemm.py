@@ -29,6 +29,7 @@ __all__ = [
     "choose_tile",
     "digest_of",
     "raster",
+    "raster_number",
     "row_of_b",
     "seconds_to_multiply",
     "shift_of",
@@ -253,6 +254,12 @@ def raster(tile: int, tile_rows: int, tiles_n: int, group_m: int) -> tuple[int, 
     group, inside = divmod(tile, group_m * tiles_n)
     rows = min(group_m, tile_rows - group * group_m)
     return group * group_m + inside % rows, inside // rows
+
+
+def raster_number(row: int, column: int, tile_rows: int, tiles_n: int, group_m: int) -> int:
+    """The number of the tile there."""
+    first = row // group_m * group_m
+    return first * tiles_n + column * min(group_m, tile_rows - first) + row - first
 
 
 class Row(NamedTuple):

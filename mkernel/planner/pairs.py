@@ -10,7 +10,7 @@ from collections.abc import Container
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
-__all__ = ["Paired", "choose", "complete", "loads_bind", "lone_row", "may_pay", "upper_tile"]
+__all__ = ["Paired", "choose", "clusters_name", "complete", "loads_bind", "lone_row", "may_pay", "mechanism", "upper_tile"]
 
 # Of the time of CTAs alone with the same tile, where rows of B are not aligned: in a world of one 0.73 to 0.87 was measured
 # (docs/speed_log.md). Of narrower tiles less of what is loaded is of B.
@@ -37,6 +37,18 @@ class Paired:
         taken = self.shards * math.ceil(self.rows / (cluster * BLOCK_M)) * math.ceil(self.n / tile.block_n)
         turns = taken / max(1, ctas // cluster)
         return math.ceil(turns) if cluster > 1 and turns <= _FEW_TURNS else turns  # CTAs alone may cut the last tiles into halves
+
+
+def clusters_name(cluster: int, cluster_n: int) -> str:
+    """What clusters of so many CTAs in M and N are called."""
+    of_two = {(2, 1): "pairs of CTAs", (1, 2): "pairs of CTAs in N"}
+    return of_two.get((cluster, cluster_n), f"clusters of {cluster} x {cluster_n} CTAs")
+
+
+def mechanism(cluster: int, cluster_n: int) -> str:
+    """The same among the mechanisms of a plan, in short; of CTAs alone nothing."""
+    of_few = {(1, 1): "", (2, 1): ", pairs", (1, 2): ", pairs in N"}
+    return of_few.get((cluster, cluster_n), f", clusters of {cluster} x {cluster_n}")
 
 
 def loads_bind(product: Paired) -> bool:

@@ -51,7 +51,7 @@ class _Work(NamedTuple):
 
 def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
     """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
-    paired = isinstance(plan, AllGatherGemmPlan) and plan.ctas_together > 1
+    paired = plan is not None and plan.ctas_together > 1 and (plan.packets or isinstance(plan, AllGatherGemmPlan))
     may_be_early = plan is None or (plan.spec.early and (conditions.hot or not paired))
     if conditions.hot:
         start = machine.start_early if may_be_early else machine.start_hot
@@ -261,6 +261,7 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
         cluster=plan.cluster,
+        cluster_n=plan.cluster_n,
         stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
         apart=size > 1 and not plan.packets,

@@ -86,14 +86,15 @@ def make_plan(
 
     ``specialize``: as ``planner/specialize.py`` parses it. ``tiling``: what tiles cover, where it is asked for. Of a reduce-scatter a
     ``span`` of 1 asks for partial tiles that are copied in bulk, too, and one of all ranks for packets. ``algorithm``: of an all-reduce
-    whose problem leaves it open, not in pairs of CTAs.
+    whose problem leaves it open.
 
     Raises
     ------
     SplitError
         ``split`` does not fit.
     TilingError
-        A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, and tiles travel.)
+        A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, tiles travel, and CTAs take
+        them alone, or of two steps in pairs of neighbours in M.)
     """
     fields, asked, of_class = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling(), class_of(rows)
     _check_tiling(problem, asked, split)
@@ -113,10 +114,14 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
     """Raises TilingError where no number of rows could have such tiles."""
     size, steps = problem.topology.size, math.ceil(problem.k / BLOCK_K)
     packets = may_be_packed(problem) and _leaves_packets(asked, split)
-    if (asked.cluster or 1) > 2 or (asked.cluster_n or 1) > 1:
-        raise TilingError(f"{asked}: reductions have no clusters but pairs of CTAs that are neighbours in M")
-    if asked.cluster == 2 and problem.algorithm == "one_shot":
-        raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs")
+    if asked.packets not in (None, 0) and (asked.packets == 2 or not packets):
+        raise TilingError(f"{asked}: values travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, unrounded sums not")
+    if not packets and ((asked.cluster or 1) > 2 or (asked.cluster_n or 1) > 1):
+        raise TilingError(f"{asked}: reductions have no clusters but pairs of CTAs that are neighbours in M, if not in packets")
+    if not packets and asked.cluster == 2 and problem.algorithm == "one_shot":
+        raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs, if not in packets")
+    if max(asked.cluster or 1, asked.cluster_n or 1) > 1 and (asked.shares or 1) > 1:
+        raise TilingError(f"{asked}: CTAs that share K of tiles take them alone")
     if asked.span not in (None, 1) and not (problem.op == REDUCE_SCATTER and asked.span == size and packets):
         raise TilingError(f"{asked}: span must be 1, or, of a reduce-scatter that may travel in packets, all {size} ranks")
     if asked.shares not in (None, 1):
@@ -126,9 +131,15 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
             raise TilingError(f"{asked}: K is shared in packets only, by at most {steps} CTAs, which is as many as it has steps")
 
 
+def _takes_packets(problem: ReduceProblem, rows: int, split: Split | None, asked: Tiling) -> bool:
+    """Whether values travel in packets, if there is room: few, or where that is asked for. Tiles of one owner ask for the other kernel."""
+    few = are_few(problem, rows) or (asked.packets == 1 and may_be_packed(problem))
+    return few and _leaves_packets(asked, split) and not (problem.op == REDUCE_SCATTER and asked.span == 1)
+
+
 def _leaves_packets(asked: Tiling, split: Split | None) -> bool:
-    """Whether packets are left possible: CTAs that pull, wider tiles and pairs of CTAs ask for the other kernel."""
-    return asked.cluster != 2 and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
+    """Whether packets are left possible: CTAs that pull, and wider tiles, ask for the other kernel."""
+    return asked.packets != 0 and (asked.block_n or 0) <= _FEW_BLOCK_N and not (split and split.intra_comm)
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,8 +164,10 @@ def _plan_of_class(
     asked: Tiling,
     algorithm: str | None = None,
 ) -> ReducePlan:
-    scatters, topology, cluster = problem.op == REDUCE_SCATTER, problem.topology, asked.cluster or 1
-    algorithm = "two_shot" if scatters or cluster > 1 else problem.algorithm or algorithm
+    scatters, topology = problem.op == REDUCE_SCATTER, problem.topology
+    packs = _takes_packets(problem, rows, split, asked)
+    in_pairs = asked.cluster == 2 and (asked.cluster_n or 1) == 1 and not packs and problem.algorithm != "one_shot"
+    algorithm = "two_shot" if scatters or in_pairs else problem.algorithm or algorithm
     if algorithm is None:
         first, *others = _algorithms(problem, rows, split)
         make = functools.partial(_plan_of_class, problem, rows, sm_count, split, tile, group_tiles, specialize, asked)
@@ -172,6 +185,7 @@ def _plan_of_class(
         if algorithm == "one_shot":
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     load_rows = choose_load_rows(rows)
+    cluster = 2 if in_pairs else 1
     plan = ReducePlan(problem, rows, wanted, tile, 1, 1, load_rows=load_rows, algorithm=algorithm, cluster=cluster, specialize=specialize)
     group_was_chosen = group_tiles is None
     if group_tiles is None:
@@ -180,19 +194,22 @@ def _plan_of_class(
     # where each pair of a group has one tile.
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
-    # Tiles of one owner ask for the other kernel.
-    if are_few(problem, rows) and _leaves_packets(asked, wanted) and not (scatters and asked.span == 1):
-        for packed in _packed(plan, sm_count, given, asked.shares):
+    if packs:
+        for packed in _packed(plan, sm_count, given, asked):
             if fits_packets(packed):
-                chosen = wanted.complete(Split(0, 0, 0, 0), sm_count)
+                chosen = pairs.complete(wanted, Split(0, 0, 0, 0), sm_count, (), packed.ctas_together)
                 return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
+        if asked.cluster == 2:  # pairs may also add up partial tiles
+            in_tiles = dataclasses.replace(asked, packets=0)
+            return _plan_of_class(problem, rows, sm_count, split, given, None, specialize, in_tiles, algorithm)
     default = default_split(plan, sm_count, wanted)
-    if asked.cluster is None and given is None and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
+    is_open = asked.cluster is None and asked.cluster_n in (None, 1) and given is None
+    if is_open and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
         product = pairs.Paired(topology.size if scatters else 1, rows, problem.n, problem.k, problem.b_row_major)
         paired = pairs.choose(product, tile, wanted, default, sm_count, (), sent=True)
         if paired is not None:
-            in_pairs = dataclasses.replace(asked, cluster=2)
-            return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_pairs)
+            in_two = dataclasses.replace(asked, cluster=2)
+            return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_two)
     chosen = pairs.complete(wanted, default, sm_count, (), cluster)
     interleaved = saturates_link(plan, sm_count)
     return replaced(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
@@ -208,8 +225,10 @@ def _algorithms(problem: ReduceProblem, rows: int, split: Split | None) -> list[
     return [found, *(one for one in others if not problem.canonical or sums_by_node(one, problem.topology))]
 
 
-def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int | None) -> Iterator[ReducePlan]:
+def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, asked: Tiling) -> Iterator[ReducePlan]:
     """The plan with packets, if they have room: K shared where that is asked for, or saves more than predictions are off, then without.
+
+    Clusters are those asked for, which do not share K.
 
     ``tile``: where it is given.
     """
@@ -217,7 +236,9 @@ def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, shares: int 
     rows = plan.rows * (problem.topology.size if scatters else 1)  # of a reduce-scatter a tile has those of several owners
     whole = tile or (choose_tile(math.ceil(rows / BLOCK_M), problem.n, sm_count, _TAIL, sent=True) if scatters else plan.tile)
     whole = GemmTile.deepest(min(whole.block_n, _FEW_BLOCK_N), sent=True)
-    packed = replaced(plan, tile=whole, load_rows=choose_load_rows(rows), packets=True)
+    cluster, cluster_n = asked.cluster or 1, asked.cluster_n or 1
+    shares = 1 if cluster * cluster_n > 1 else asked.shares
+    packed = replaced(plan, tile=whole, load_rows=choose_load_rows(rows), packets=True, cluster=cluster, cluster_n=cluster_n)
     product = Product(Topology(1, 1), rows, problem.n, problem.k, sm_count)
     if shares != 1 and rows and problem.n:
         # The threads that add up shares store the result: there are no buffers for more than two blocks of it.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
-from mkernel.planner.pairs import lone_row, upper_tile
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, raster_number, shift_of, tail_of
+from mkernel.planner.pairs import clusters_name, lone_row, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
 from mkernel.planner.specialize import Specialized, remark
@@ -21,8 +21,8 @@ __all__ = ["PARAMETER_BYTES", "SPECIALIZED", "ReducePlan", "Tile"]
 SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])}
 PARAMETER_BYTES = 832  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _ARGUMENTS = (  # of a launch
-    *("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "shares", "whole_pairs", "last_pairs"),
-    *("last_row", "tail_rows"),
+    *("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "shares", "interleaved"),
+    *("whole_pairs", "last_pairs", "last_row", "tail_rows"),
 )
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
@@ -59,12 +59,16 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     shares: int = 1  # CTAs that share K of a tile, in packets
     algorithm: str = "two_shot"
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
-    cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh); then group_m is even
+    # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh), by whose number group_m can be divided; and
+    # in packets the same of neighbours in N, which load A together.
+    cluster: int = 1
+    cluster_n: int = 1
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
         *(name for name in GemmPlan.of_class if name != "grid"),  # which, where K is shared, goes by the tiles that there are
-        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile"),
+        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile", "ctas_together"),
+        "taken_columns",
         *("ends_of_tile", "of_arguments", "of_maps"),
     )
 
@@ -88,16 +92,27 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def may_be_low(self) -> bool:
-        return self.packets
+        return self.packets and self.ctas_together == 1
+
+    @derived
+    def ctas_together(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster * self.cluster_n
+
+    @derived
+    def taken_columns(self) -> int:
+        """Columns of tiles that clusters take at a time."""
+        return math.ceil(self.tiles_n / self.cluster_n)
 
     @derived
     def spec(self) -> KernelSpec:
         name = f"{self.op}_packets" if self.packets else f"{self.op}_one_shot" if self.one_shot else self.op
         float32 = int(self.problem.partials == "float32")
-        canonical, two_shot, in_turn = int(self.problem.canonical), int(not self.one_shot), int(self.interleaved)
-        more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kInterleaved": in_turn, "kSlices": 1}
+        canonical, two_shot = int(self.problem.canonical), int(not self.one_shot)
+        more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kSlices": 1}
         more |= {"kShares": int(self.shares > 1), "kLow": int(self.may_be_low)} if self.packets else {}
-        return self.spec_with(name, PARAMETER_BYTES, self.cluster, alone=1, **more)
+        more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
+        return self.spec_with(name, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
 
     @property
     def arguments(self) -> dict[str, int]:
@@ -111,13 +126,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def of_arguments(self) -> tuple[int, ...]:
         """Those of them that all calls of a class have in common, from ``group_tiles`` on."""
-        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, self.shares
+        return self.group_tiles, self.group_m, self.chunk_shift, self.load_rows, self.shares, int(self.interleaved)
 
     @derived
     def of_maps(self) -> tuple[int, int, bool, bool, int]:
         """By which tensor maps are made: columns of a tile, ranks of a tile's rows.
 
-        Whether in packets; whether threads store rows; and CTAs of a cluster.
+        Whether in packets; whether threads store rows; and CTAs of a cluster that are neighbours in M.
         """
         stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER)
         return self.tile.block_n, self.span, self.packets, stores_rows, self.cluster
@@ -136,7 +151,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs{remark(self.specialize, SPECIALIZED[self.op])}\n"
             f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}"
-            f"{f', {self.taken} pairs for pairs of CTAs' if self.cluster > 1 else ''}"
+            f"{f', {self.taken} times for {clusters_name(self.cluster, self.cluster_n)}' if self.ctas_together > 1 else ''}"
             f"{', the owners in turn' if self.interleaved and len(self.groups()) > 1 else ''}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
             f"inter_reduce {split.inter_reduce}; workspace {self.workspace_bytes} bytes"
@@ -166,13 +181,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def _tiles_of(self, rows: int) -> tuple[int, int]:
         """Both, of so many rows."""
         tile_rows, cluster = -(-rows * self.span // BLOCK_M), self.cluster
-        taken = -(-(-(-tile_rows // cluster) * self.tiles_n) // self.owners)
+        taken = -(-(-(-tile_rows // cluster) * self.taken_columns) // self.owners)
         return tile_rows * self.tiles_n if self.owners == 1 else cluster * taken, taken
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
         tiles, taken = self._tiles_of(rows)
-        lone = lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m) if self.cluster > 1 else (0, 0)
+        lone = lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m) if self.cluster > 1 and not self.packets else (0, 0)
         exchanged = self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0
         return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span)[1:]))
 
@@ -336,14 +351,22 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def taken_at(self, owner: int, number: int, is_sum: bool = False) -> list[Tile]:
         """What a cluster takes of an owner's tiles: one, or the tiles of a pair that exist; tiles of a pair keep their numbers."""
-        if self.cluster == 1:
+        if self.ctas_together == 1:
             return [self.at(owner, number, is_sum)]
+        if self.packets:
+            return self._taken_in_packets(owner, number)
         pair, rows = (owner if self.owners > 1 else 0) * self.taken + number, math.ceil(self.tile_rows / 2)
         if pair >= rows * self.tiles_n:
             return []
         row, _ = raster(pair, rows, self.tiles_n, self.group_m // 2)
         first = self.upper_tile(pair) - self.first_tile(owner)
         return [self.at(owner, first + i, is_sum) for i in range(min(2, self.tile_rows - 2 * row))]
+
+    def _taken_in_packets(self, rank: int, number: int) -> list[Tile]:
+        row, column = raster(number, -(-self.tile_rows // self.cluster), self.taken_columns, self.group_m // self.cluster)
+        ms = range(row * self.cluster, min((row + 1) * self.cluster, self.tile_rows))
+        ns = range(column * self.cluster_n, min((column + 1) * self.cluster_n, self.tiles_n))
+        return [self.at(rank, raster_number(m, n, self.tile_rows, self.tiles_n, self.group_m)) for m in ms for n in ns]
 
     def peers(self, rank: int) -> list[int]:
         """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""
@@ -359,8 +382,11 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def taken_of(self, rank: int) -> Iterator[list[Tile]]:
         """What ``rank`` computes, in the order in which its clusters take it; CTAs alone also take tiles that do not exist."""
+        if self.packets and self.shares == 1:
+            yield from (self.taken_at(rank, number) for number in range(self.taken))
+            return
         if self.everywhere:
-            for is_sum in (False,) if self.packets and self.shares == 1 else (False, True):
+            for is_sum in (False, True):
                 yield from ([self.at(rank, index, is_sum, share)] for index in range(self.tiles) for share in range(self.shares))
             return
         peers, before = self.peers(rank), range(0)

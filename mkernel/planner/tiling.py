@@ -29,11 +29,13 @@ class Tiling:
     shares
         CTAs that share K of a tile.
     cluster
-        CTAs that load columns of B together, for neighbours in M. 1 or 2; of ``allgather_gemm`` also 4.
+        CTAs that load columns of B together, for neighbours in M. 1 or 2; also 4 of ``allgather_gemm``, and of reductions in packets.
     packets
-        Of ``allgather_gemm``: 1, shards travel in packets inside a node, as far as there is room for them; 2, in tagged ones; 0, in chunks.
+        1, what travels inside a node does so in packets, as far as there is room for them; 0, in chunks, or of reductions in tiles. Of
+        ``allgather_gemm`` 2: in tagged ones.
     cluster_n
-        Of ``allgather_gemm``: CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times ``cluster`` at most 4.
+        Of ``allgather_gemm``, and of reductions in packets: CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times
+        ``cluster`` at most 4.
     """
 
     block_n: int | None = None

@@ -68,7 +68,7 @@ def test_every_element_and_the_bits_of_ctas_alone(
         rng = np.random.default_rng([seed, 21])
         shape, rows = drawn_shape(rng, block_n), drawn_rows(rng)
         algorithm = "two_shot" if op == ALLREDUCE else None
-        case = Case(dtype, *shape, row_major, split, op, partials, algorithm, Tiling(block_n, None, None, 2), invariant)
+        case = Case(dtype, *shape, row_major, split, op, partials, algorithm, Tiling(block_n, None, None, 2, 0), invariant)
         # With CTAs that pull, so that values do not travel in packets, which add in another order.
         alone = dataclasses.replace(case, tiling=Tiling(block_n, 1 if op == REDUCE_SCATTER else None, None, 1), split="pairs")
         of_pairs, of_ctas = (ranks(_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
@@ -80,11 +80,44 @@ def test_every_element_and_the_bits_of_ctas_alone(
                 assert bits == of_pairs[0][1], f"rank {rank} has other bits than rank 0"
 
 
+@pytest.mark.cases(
+    world=("1x2", "1x3", "1x4"),
+    how=(REDUCE_SCATTER, "one_shot", "two_shot"),
+    block_n=(64, 128),
+    clusters=((2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
+    dtype=("bfloat16", "float16"),
+    row_major=(True, False),
+    invariant=(False, True),
+)
+@pytest.mark.drawn(4)
+def test_packets_of_clusters_and_of_ctas_alone_have_the_same_bits(
+    request: pytest.FixtureRequest,
+    world: str,
+    how: str,
+    block_n: int,
+    clusters: tuple[int, int],
+    dtype: str,
+    row_major: bool,
+    invariant: bool,
+) -> None:
+    for seed in seeds(request):
+        rng = np.random.default_rng([seed, 22])
+        shape, rows = drawn_shape(rng, block_n), drawn_rows(rng)
+        op, algorithm = (how, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+        tiling = Tiling(block_n, None, 1, clusters[0], 1, clusters[1])
+        case = Case(dtype, *shape, row_major, "default", op, "output", algorithm, tiling, invariant)
+        alone = dataclasses.replace(case, tiling=Tiling(block_n, None, 1, 1, 1))
+        of_clusters, of_ctas = (ranks(_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
+        for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_clusters, of_ctas, strict=True)):
+            assert wrong == [], f"rank {rank}"
+            assert bits == same, f"rank {rank}"
+
+
 def test_what_does_not_go_with_pairs() -> None:
     def asked(world: Any, split: mk.Split | None, algorithm: str, named: str) -> str:
         a, b = random((8, 64), "float16", np.random.default_rng(0)), random((64, 8), "float16", np.random.default_rng(1))
         with pytest.raises(ArgumentError, match=named) as caught:
-            mk.plan(ALLREDUCE, a, b, world=world, algorithm=algorithm, tiling={"cluster": 2}, split=split)
+            mk.plan(ALLREDUCE, a, b, world=world, algorithm=algorithm, tiling={"cluster": 2, "packets": 0}, split=split)
         return str(caught.value)
 
     assert "even number" in ranks(asked, "1x2", mk.Split(intra_comm=3), "two_shot", "split", seed=1)[0]
