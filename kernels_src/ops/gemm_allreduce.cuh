@@ -15,14 +15,15 @@ static_assert(kPieceBytes == kConsumerWarpgroups * kBlockBytes, "a piece of a fi
 // Owners have runs of equal length of all tiles, or pairs of them, in raster order; the last ones may have fewer.
 struct Tiles : OwnedTiles<Tiles> {
   using OwnedTiles<Tiles>::OwnedTiles;
+  static constexpr bool kOwnRows = false;
   MK_DEVICE RasterPosition position(uint32_t owner, uint32_t index) const {
     return raster(first_tile(owner) + index, tile_rows(), tiles_n(), p.group_m);
   }
-  MK_DEVICE uint32_t first_pair(uint32_t owner) const { return owner * p.taken; }
+  MK_DEVICE uint32_t first_taken(uint32_t owner) const { return owner * p.taken; }
   MK_DEVICE uint32_t first_tile(uint32_t owner) const {
     if constexpr (!Shape::kPaired) return owner * p.tiles;
-    const uint32_t pairs = pair_rows() * tiles_n(), first = first_pair(owner);
-    return upper_tile(first < pairs ? first : pairs);
+    const uint32_t all = taken_rows() * taken_columns(), first = first_taken(owner);
+    return upper_tile(first < all ? first : all);
   }
   MK_DEVICE uint32_t count_of(uint32_t owner) const {
     if constexpr (Shape::kPaired) return first_tile(owner + 1) - first_tile(owner);

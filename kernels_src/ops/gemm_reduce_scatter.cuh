@@ -12,9 +12,10 @@ struct Tiles : OwnedTiles<Tiles> {
   MK_DEVICE RasterPosition position(uint32_t, uint32_t index) const { return raster(index, tile_rows(), tiles_n(), p.group_m); }
   MK_DEVICE uint32_t count_of(uint32_t) const { return p.tiles; }
   MK_DEVICE bool exists(uint32_t, uint32_t) const { return true; }  // known to the compiler
-  MK_DEVICE bool pair_exists(uint32_t) const { return true; }
+  static constexpr bool kOwnRows = true;
+  MK_DEVICE bool taken_exists(uint32_t) const { return true; }
   MK_DEVICE bool is_taken(const TileCoordinate&) const { return true; }
-  MK_DEVICE uint32_t first_pair(uint32_t) const { return 0; }
+  MK_DEVICE uint32_t first_taken(uint32_t) const { return 0; }
   MK_DEVICE uint32_t first_tile(uint32_t) const { return 0; }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t) const { return c.plane; }
   MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {

@@ -10,13 +10,16 @@
 
 namespace mkernel {
 
-static_assert(Shape::kClusterM == Shape::kCluster && Shape::kCluster <= 2, "CTAs alone, or pairs of neighbours in M");
+// Inside a node, and where each owner has rows of its own, CTAs may be clusters of any shape. Else runs of tiles belong to somebody: then they are alone,
+// or pairs of neighbours in M, whose tiles follow each other in raster order.
+constexpr bool kFollowing = Shape::kClusterN == 1 && Shape::kCluster <= 2;
+static_assert(kFollowing || kNodes == 1, "runs of tiles travel between nodes");
 
 // ---- tile -> coordinate: group by group of the owners' tiles: those of the other nodes' ranks (own rail last), of the node's other ranks, and,
 // one group later, the own ones: what they add has then had time to come. Interleaved: from the second group on one of each other owner and
 // an own one in turn, so that the link has as much to carry at any time.
 // Derived says how an owner's tiles lie in C: RasterPosition position(owner, index), and uint32_t count_of(owner): so many of p.tiles there are.
-// With pairs of CTAs an owner has whole pairs: uint32_t first_pair(owner), of all in raster order, and first_tile(owner), of single tiles.
+// With clusters an owner has whole ones: uint32_t first_taken(owner), of all in raster order, and first_tile(owner), of single tiles.
 template <class Derived>
 struct OwnedTiles : BasicOp<Config, Parameters> {
   uint32_t first_sum;  // of inter_reduce: the first of the sums that this CTA makes; kStop: it makes none
@@ -27,12 +30,12 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   static constexpr bool kAdds = kPeers > 0, kAnnounces = kPeers > 0, kCanonical = kAdds && Config::kCanonical != 0;
   static constexpr bool kSums = kNodes > 1;
 
-  // Each number, of these and of sums, is of what CTAs take: a tile, or those of a pair.
+  // Each number, of these and of sums, is of what CTAs take: a tile, or those of a cluster.
   MK_DEVICE uint32_t num_tiles() const { return p.taken * kWorldSize; }
   MK_DEVICE uint32_t num_sums() const { return p.taken * (kNodes - 1); }
   MK_DEVICE uint32_t assigned(uint32_t i) const {
     if constexpr (kNodes == 1) return kStop;
-    const uint32_t sum = (first_sum + i * num_inter_reduce(p)) / Shape::kCluster;  // the CTAs of a pair have the same
+    const uint32_t sum = (first_sum + i * num_inter_reduce(p)) / Shape::kCluster;  // the CTAs of a cluster have the same
     return first_sum != kStop && sum < num_sums() ? num_tiles() + sum : kStop;
   }
   MK_DEVICE uint32_t peer(uint32_t i) const {  // the i-th other owner
@@ -46,27 +49,34 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
     return TileCoordinate{owner, position.row, position.column, 0, index, is_sum};
   }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const { return coordinate_of(tile, Shape::kPaired ? ptx::cluster_rank() : 0); }
-  MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {  // of a pair
+  MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {  // of a cluster
     const bool is_sum = kNodes > 1 && tile >= num_tiles();
     const OwnedTile it = is_sum ? summed(tile - num_tiles()) : multiplied(tile);
-    if constexpr (Shape::kPaired) return of_pair(it.owner, it.index, is_sum, cta);
+    if constexpr (Shape::kPaired) return of_cluster(it.owner, it.index, is_sum, cta);
     return at(it.owner, it.index, is_sum);  // once: it is long
   }
-  // The tile of one CTA of a pair. Tiles keep the numbers that they have without pairs, so that all that is sent lies as it does there.
-  MK_DEVICE uint32_t pair_rows() const { return (tile_rows() + 1) / 2; }
-  MK_DEVICE TileCoordinate of_pair(uint32_t owner, uint32_t index, bool is_sum, uint32_t cta) const {
-    const uint32_t pair = derived().first_pair(owner) + index;
-    if (!derived().pair_exists(pair)) return TileCoordinate{owner, 0, 0, 0, kStop, is_sum};
-    const RasterPosition position = raster(pair, pair_rows(), tiles_n(), p.group_m / 2);
-    return TileCoordinate{owner, 2 * position.row + cta, position.column, 0, upper_tile(pair) - derived().first_tile(owner) + cta, is_sum};
+  // The tile of one CTA of a cluster. Tiles keep the numbers that they have without clusters, so that all that is sent lies as it does there.
+  MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kClusterM - 1) / Shape::kClusterM; }
+  MK_DEVICE TileCoordinate of_cluster(uint32_t owner, uint32_t index, bool is_sum, uint32_t cta) const {
+    const uint32_t taken = derived().first_taken(owner) + index;
+    if (!derived().taken_exists(taken)) return TileCoordinate{owner, 0, 0, 0, kStop, is_sum};
+    const RasterPosition at = raster(taken, taken_rows(), taken_columns(), p.group_m / Shape::kClusterM);
+    TileCoordinate c = of_cta(TileCoordinate{owner, at.row, at.column, 0, 0, is_sum}, cta);
+    if constexpr (kFollowing) {
+      c.index = upper_tile(taken) - derived().first_tile(owner) + cta;
+    } else {
+      static_assert(Derived::kOwnRows || kWorldSize == 1, "runs of tiles have owners");
+      c.index = raster_number(c.m, c.n, tile_rows(), tiles_n(), p.group_m);
+    }
+    return c;
   }
   // A pair's upper tile in the raster order of single tiles, in groups of p.group_m rows, an even number. Where the last group has an odd number of
   // rows, so has each of its columns of tiles.
   MK_DEVICE uint32_t upper_tile(uint32_t pair) const {
     return 2 * pair - (pair < p.whole_pairs ? 0 : quotient(pair - p.whole_pairs, p.last_pairs));
   }
-  MK_DEVICE bool pair_exists(uint32_t pair) const { return pair < pair_rows() * tiles_n(); }
-  // Of a pair both CTAs say the same: also where the lower one has no tile.
+  MK_DEVICE bool taken_exists(uint32_t number) const { return number < taken_rows() * taken_columns(); }
+  // Of a cluster all CTAs say the same: also those that have no tile.
   MK_DEVICE bool is_taken(const TileCoordinate& c) const { return Shape::kPaired ? c.index != kStop : derived().exists(c.plane, c.index); }
   struct OwnedTile {
     uint32_t owner, index;  // the rank that owns it, and its number among what is taken of that rank's
@@ -145,16 +155,30 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
       const abi::World& world = op.p.world;
       return arrived(i) ? rail_peer(world, op.arrived_distance(i)) : node_mate(world, local_peer(world, op.source_distance(c, i)));
     }
-    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {  // of a pair: the upper tile's, then the lower one's
+    MK_DEVICE bool wait(const Entered& entered, uint32_t i) const {  // of a cluster: tile by tile, column by column
       if constexpr (!Shape::kPaired) return wait_flag(entered, op.p, flag(i), writer(i));
-      const uint32_t count = op.addends(c, 1), lower = i < count ? 0 : 1;
-      i -= lower * count;
-      return wait_flag(entered, op.p, flag(i, lower), writer(i));
+      const uint32_t count = op.addends(c, 1);
+      uint32_t tile = i < count ? 0 : kFollowing ? 1 : i / count;
+      i -= tile * count;
+      if constexpr (!kFollowing) {
+        const uint32_t rows = op.rows_there(c), column = tile / rows;
+        tile = op.raster_further(c, tile - column * rows, column);
+      }
+      return wait_flag(entered, op.p, flag(i, tile), writer(i));
     }
   };
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
-    const bool is_pair = Shape::kPaired && c.m + 1 < tile_rows();
-    return wait_all(entered, AddendFlags{*this, c}, is_pair ? 2 * addends(c, part) : addends(c, part));
+    return wait_all(entered, AddendFlags{*this, c}, rows_there(c) * columns_there(c) * addends(c, part));
+  }
+  // From the first tile of a cluster on: rows and columns of its tiles that there are; and how much further the number of one of them is.
+  MK_DEVICE uint32_t rows_there(const TileCoordinate& c) const {
+    return Shape::kClusterM > 1 && tile_rows() - c.m < Shape::kClusterM ? tile_rows() - c.m : Shape::kClusterM;
+  }
+  MK_DEVICE uint32_t columns_there(const TileCoordinate& c) const {
+    return Shape::kClusterN > 1 && tiles_n() - c.n < Shape::kClusterN ? tiles_n() - c.n : Shape::kClusterN;
+  }
+  MK_DEVICE uint32_t raster_further(const TileCoordinate& c, uint32_t row, uint32_t column) const {
+    return raster_number(c.m + row, c.n + column, tile_rows(), tiles_n(), p.group_m) - c.index;
   }
 
   // ---- where a tile goes: a sum to where the network reads it, a partial tile to the node's rank on the owner's rail

@@ -64,17 +64,17 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE uint32_t tile_rows() const { return (derived().all_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
-    if constexpr (Shape::kPaired) return of_cluster(tile);
+    if constexpr (Shape::kPaired) return coordinate_of(tile, ptx::cluster_rank());
     bool is_share = false, is_sum = false;
     uint32_t share = 0;
     if constexpr (kShares) tile = shares().tile_of(tile, is_share, is_sum, share);
     const RasterPosition at = raster(tile, tile_rows(), tiles_n(), p.group_m);
     return TileCoordinate{p.world.rank, at.row, at.column, 0, tile, is_sum, false, is_share, share};
   }
-  MK_DEVICE TileCoordinate of_cluster(uint32_t number) const {
+  MK_DEVICE TileCoordinate coordinate_of(uint32_t number, uint32_t cta) const {  // of a cluster
     const uint32_t rows = tile_rows(), taken_rows = (rows + Shape::kClusterM - 1) / Shape::kClusterM;
     const RasterPosition at = raster(number, taken_rows, taken_columns(), p.group_m / Shape::kClusterM);
-    TileCoordinate c = BasicOp::of_cta(TileCoordinate{p.world.rank, at.row, at.column, 0, 0, false}, ptx::cluster_rank());
+    TileCoordinate c = BasicOp::of_cta(TileCoordinate{p.world.rank, at.row, at.column, 0, 0, false}, cta);
     c.index = raster_number(c.m, c.n, rows, tiles_n(), p.group_m);
     return c;
   }

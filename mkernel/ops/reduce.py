@@ -118,7 +118,7 @@ class ReduceOp(GemmOp[ReduceProblem]):
         if plan.packets:
             return "packets"
         puts = f", puts of {plan.chunk_tiles}" if plan.problem.topology.num_nodes > 1 else ""
-        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}{', pairs' if plan.cluster > 1 else ''}"
+        return f"tiles{puts}{', owners in turn' if plan.interleaved else ''}{pairs.mechanism(plan.cluster, plan.cluster_n)}"
 
     def binder(self, world: World, problem: ReduceProblem, known: Held, a_stride: int, c_stride: int) -> _Binder:
         return _Binder(world, problem, known, a_stride, c_stride)

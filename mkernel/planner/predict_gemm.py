@@ -51,13 +51,19 @@ class _Work(NamedTuple):
 
 def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
     """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
-    paired = plan is not None and plan.ctas_together > 1 and (plan.packets or isinstance(plan, AllGatherGemmPlan))
+    paired = plan is not None and _begin_together(plan)
     may_be_early = plan is None or (plan.spec.early and (conditions.hot or not paired))
     if conditions.hot:
         start = machine.start_early if may_be_early else machine.start_hot
     else:
         start = machine.start_lone if may_be_early else machine.start
     return start + (_PAIR_START if paired else 0.0)
+
+
+def _begin_together(plan: AllGatherGemmPlan | ReducePlan) -> bool:
+    """Whether CTAs are clusters, and nothing but the product is waited for at the end."""
+    only = isinstance(plan, AllGatherGemmPlan) or plan.packets or plan.problem.topology.size == 1
+    return plan.ctas_together > 1 and only
 
 
 def waves(tiles: float, ctas: float) -> float:
@@ -370,9 +376,11 @@ def _two_shot(plan: ReducePlan, machine: Machine, conditions: Conditions, start:
                 # Results go over the same links as partial tiles.
                 pulled = max(pulled, summed, link if step >= _STEPS else 0.0) + pulling
     # Own tiles that are done at the same time, in the end.
-    last = _last_own(plan.taken, plan.group_tiles, compute // plan.cluster) / plan.taken
+    last = _last_own(plan.taken, plan.group_tiles, compute // plan.ctas_together) / plan.taken
     end = max(summed, pulled + machine.flag, summed + back * last / pull_rate + machine.flag) if gathers else summed
-    end += plan.partial_bytes / machine.cta_link + _SUMMED + (_GATHERED if gathers else 0.0) + (_PAIR_TURN if plan.cluster > 1 else 0.0)
+    end += (
+        plan.partial_bytes / machine.cta_link + _SUMMED + (_GATHERED if gathers else 0.0) + (_PAIR_TURN if plan.ctas_together > 1 else 0.0)
+    )
     links = (near + back) / link_rate if mates else 0.0
     end = max(end, start + entry + links)  # both share the links
     network, adding = Sent(0.0, 0.0, 0.0), 0.0

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from mkernel import abi
 from mkernel.planner import pairs
@@ -93,8 +94,8 @@ def make_plan(
     SplitError
         ``split`` does not fit.
     TilingError
-        A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, tiles travel, and CTAs take
-        them alone, or of two steps in pairs of neighbours in M.)
+        A reduction cannot have such tiles, whatever its rows. (Where packets have no room, K is not shared, and tiles travel, which CTAs
+        take alone where they cannot take them in such clusters.)
     """
     fields, asked, of_class = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling(), class_of(rows)
     _check_tiling(problem, asked, split)
@@ -116,11 +117,15 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
     packets = may_be_packed(problem) and _leaves_packets(asked, split)
     if asked.packets not in (None, 0) and (asked.packets == 2 or not packets):
         raise TilingError(f"{asked}: values travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, unrounded sums not")
-    if not packets and ((asked.cluster or 1) > 2 or (asked.cluster_n or 1) > 1):
-        raise TilingError(f"{asked}: reductions have no clusters but pairs of CTAs that are neighbours in M, if not in packets")
-    if not packets and asked.cluster == 2 and problem.algorithm == "one_shot":
-        raise TilingError(f"{asked}: an all-reduce in one step has no pairs of CTAs, if not in packets")
-    if max(asked.cluster or 1, asked.cluster_n or 1) > 1 and (asked.shares or 1) > 1:
+    clusters = asked.cluster or 1, asked.cluster_n or 1
+    if not packets and _clusters_of_tiles(problem, clusters) != clusters:
+        of_one = problem.algorithm == "one_shot"
+        raise TilingError(
+            f"{asked}: an all-reduce in one step has no clusters of CTAs, if not in packets"
+            if of_one
+            else f"{asked}: runs of tiles, and tiles for other nodes, have no clusters but pairs of CTAs that are neighbours in M"
+        )
+    if max(clusters) > 1 and (asked.shares or 1) > 1:
         raise TilingError(f"{asked}: CTAs that share K of tiles take them alone")
     if asked.span not in (None, 1) and not (problem.op == REDUCE_SCATTER and asked.span == size and packets):
         raise TilingError(f"{asked}: span must be 1, or, of a reduce-scatter that may travel in packets, all {size} ranks")
@@ -129,6 +134,16 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
             raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
         if not packets or (problem.op == REDUCE_SCATTER and asked.span == 1) or (asked.shares or 1) > steps:
             raise TilingError(f"{asked}: K is shared in packets only, by at most {steps} CTAs, which is as many as it has steps")
+
+
+def _clusters_of_tiles(problem: ReduceProblem, asked: tuple[int, int]) -> tuple[int, int]:
+    """CTAs in M and N that take tiles together, not in packets: those asked for, if all of a cluster's tiles may be one owner's.
+
+    Where owners have runs of tiles, or these travel between nodes, pairs in M have runs of them; else CTAs take them alone.
+    """
+    topology = problem.topology
+    own_rows = topology.size == 1 or (problem.op == REDUCE_SCATTER and topology.num_nodes == 1)
+    return asked if (own_rows or asked == (2, 1)) and problem.algorithm != "one_shot" else (1, 1)
 
 
 def _takes_packets(problem: ReduceProblem, rows: int, split: Split | None, asked: Tiling) -> bool:
@@ -166,8 +181,8 @@ def _plan_of_class(
 ) -> ReducePlan:
     scatters, topology = problem.op == REDUCE_SCATTER, problem.topology
     packs = _takes_packets(problem, rows, split, asked)
-    in_pairs = asked.cluster == 2 and (asked.cluster_n or 1) == 1 and not packs and problem.algorithm != "one_shot"
-    algorithm = "two_shot" if scatters or in_pairs else problem.algorithm or algorithm
+    clusters = (1, 1) if packs else _clusters_of_tiles(problem, (asked.cluster or 1, asked.cluster_n or 1))
+    algorithm = "two_shot" if scatters or max(clusters) > 1 else problem.algorithm or algorithm
     if algorithm is None:
         first, *others = _algorithms(problem, rows, split)
         make = functools.partial(_plan_of_class, problem, rows, sm_count, split, tile, group_tiles, specialize, asked)
@@ -185,9 +200,10 @@ def _plan_of_class(
         if algorithm == "one_shot":
             tile = GemmTile.deepest(min(tile.block_n, _FEW_BLOCK_N), sent=True)
     load_rows = choose_load_rows(rows)
-    cluster = 2 if in_pairs else 1
-    plan = ReducePlan(problem, rows, wanted, tile, 1, 1, load_rows=load_rows, algorithm=algorithm, cluster=cluster, specialize=specialize)
-    group_was_chosen = group_tiles is None
+    cluster, cluster_n = clusters
+    how: dict[str, Any] = {"algorithm": algorithm, "cluster": cluster, "cluster_n": cluster_n, "specialize": specialize}
+    plan = ReducePlan(problem, rows, wanted, tile, 1, 1, load_rows=load_rows, **how)
+    group_was_chosen, wanted_tiles = group_tiles is None, group_tiles
     if group_tiles is None:
         group_tiles = choose_group(plan, sm_count)
     # An own tile waits for all of its chunk: what is computed before it reaches to the end of the next group, and a chunk no further, also
@@ -195,13 +211,13 @@ def _plan_of_class(
     put_tiles = max(1, min(group_tiles, choose_put(plan.tiles * plan.partial_bytes) // plan.partial_bytes))
     chunk_tiles = 1 << put_tiles.bit_length() - 1
     if packs:
-        for packed in _packed(plan, sm_count, given, asked):
-            if fits_packets(packed):
-                chosen = pairs.complete(wanted, Split(0, 0, 0, 0), sm_count, (), packed.ctas_together)
-                return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
-        if asked.cluster == 2:  # pairs may also add up partial tiles
+        packed = next(filter(fits_packets, _packed(plan, sm_count, given, asked)), None)
+        if packed is not None:
+            chosen = pairs.complete(wanted, Split(0, 0, 0, 0), sm_count, (), packed.ctas_together)
+            return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
+        if max(asked.cluster or 1, asked.cluster_n or 1) > 1:  # that may also add up partial tiles
             in_tiles = dataclasses.replace(asked, packets=0)
-            return _plan_of_class(problem, rows, sm_count, split, given, None, specialize, in_tiles, algorithm)
+            return _plan_of_class(problem, rows, sm_count, split, given, wanted_tiles, specialize, in_tiles, algorithm)
     default = default_split(plan, sm_count, wanted)
     is_open = asked.cluster is None and asked.cluster_n in (None, 1) and given is None
     if is_open and topology.num_nodes == 1 < topology.size and not plan.one_shot and group_was_chosen:
@@ -210,7 +226,7 @@ def _plan_of_class(
         if paired is not None:
             in_two = dataclasses.replace(asked, cluster=2)
             return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_two)
-    chosen = pairs.complete(wanted, default, sm_count, (), cluster)
+    chosen = pairs.complete(wanted, default, sm_count, (), plan.ctas_together)
     interleaved = saturates_link(plan, sm_count)
     return replaced(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
@@ -261,7 +277,7 @@ def choose_group(plan: ReducePlan, sm_count: int) -> int:
     topology = plan.problem.topology
     near = plan.op == ALLREDUCE and topology.num_nodes == 1 and topology.size > 2
     wanted = plan.taken // (_ALLREDUCE_GROUPS if near else _GROUPS)
-    return max(1, max(sm_count // (2 * plan.cluster), wanted) // rows) * rows
+    return max(1, max(sm_count // (2 * plan.ctas_together), wanted) // rows) * rows
 
 
 def link_bound(plan: ReducePlan, sm_count: int) -> bool:

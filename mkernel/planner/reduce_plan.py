@@ -51,7 +51,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     ``rows``: of a rank's result (M / W for the reduce-scatter, M for the all-reduce).
     """
 
-    group_tiles: int  # of an owner, that are computed one after the other; with pairs of CTAs so many pairs of tiles
+    group_tiles: int  # of an owner, that are computed one after the other; with clusters of CTAs so many times what they take
     chunk_tiles: int  # of one put
     group_m: int = GROUP_M  # tile rows that share columns of B
     load_rows: int = BLOCK_M  # of a tile of A: fewer where there are no more
@@ -59,10 +59,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     shares: int = 1  # CTAs that share K of a tile, in packets
     algorithm: str = "two_shot"
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
-    # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh), by whose number group_m can be divided; and
-    # in packets the same of neighbours in N, which load A together.
-    cluster: int = 1
-    cluster_n: int = 1
+    cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh); divides group_m
+    cluster_n: int = 1  # the same of neighbours in N, which load A together
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
@@ -187,7 +185,11 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
         tiles, taken = self._tiles_of(rows)
-        lone = lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m) if self.cluster > 1 and not self.packets else (0, 0)
+        lone = (
+            lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m)
+            if self.cluster == 2 and self.cluster_n == 1 and not self.packets
+            else (0, 0)
+        )
         exchanged = self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0
         return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span)[1:]))
 
@@ -350,23 +352,28 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return Tile(owner, index, *raster(of_all, self.tile_rows, self.tiles_n, self.group_m), is_sum, share)
 
     def taken_at(self, owner: int, number: int, is_sum: bool = False) -> list[Tile]:
-        """What a cluster takes of an owner's tiles: one, or the tiles of a pair that exist; tiles of a pair keep their numbers."""
+        """What a cluster takes of an owner's tiles: one, or those of its tiles that exist; all keep their numbers."""
         if self.ctas_together == 1:
             return [self.at(owner, number, is_sum)]
-        if self.packets:
-            return self._taken_in_packets(owner, number)
-        pair, rows = (owner if self.owners > 1 else 0) * self.taken + number, math.ceil(self.tile_rows / 2)
+        if self.owners == 1:
+            return self._taken_of_one(owner, number, is_sum)
+        pair, rows = owner * self.taken + number, math.ceil(self.tile_rows / 2)
         if pair >= rows * self.tiles_n:
             return []
         row, _ = raster(pair, rows, self.tiles_n, self.group_m // 2)
         first = self.upper_tile(pair) - self.first_tile(owner)
         return [self.at(owner, first + i, is_sum) for i in range(min(2, self.tile_rows - 2 * row))]
 
-    def _taken_in_packets(self, rank: int, number: int) -> list[Tile]:
+    def _taken_of_one(self, owner: int, number: int, is_sum: bool) -> list[Tile]:
+        """Where all tiles in raster order are of one owner, or of everyone."""
         row, column = raster(number, -(-self.tile_rows // self.cluster), self.taken_columns, self.group_m // self.cluster)
         ms = range(row * self.cluster, min((row + 1) * self.cluster, self.tile_rows))
         ns = range(column * self.cluster_n, min((column + 1) * self.cluster_n, self.tiles_n))
-        return [self.at(rank, raster_number(m, n, self.tile_rows, self.tiles_n, self.group_m)) for m in ms for n in ns]
+        return [self.at(owner, raster_number(m, n, self.tile_rows, self.tiles_n, self.group_m), is_sum) for m in ms for n in ns]
+
+    def cta_of(self, tile: Tile) -> int:
+        """Which CTA of a cluster has the tile."""
+        return tile.m % self.cluster * self.cluster_n + tile.n % self.cluster_n
 
     def peers(self, rank: int) -> list[int]:
         """The other owners in the order in which their tiles are computed: other nodes' (own rail last), then the node's."""

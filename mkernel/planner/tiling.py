@@ -29,13 +29,13 @@ class Tiling:
     shares
         CTAs that share K of a tile.
     cluster
-        CTAs that load columns of B together, for neighbours in M. 1 or 2; also 4 of ``allgather_gemm``, and of reductions in packets.
+        CTAs that load columns of B together, for neighbours in M. 1, 2 or 4. A reduction without packets has 4, and neighbours in N, only
+        in a world of one, and a reduce-scatter inside a node.
     packets
         1, what travels inside a node does so in packets, as far as there is room for them; 0, in chunks, or of reductions in tiles. Of
         ``allgather_gemm`` 2: in tagged ones.
     cluster_n
-        Of ``allgather_gemm``, and of reductions in packets: CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times
-        ``cluster`` at most 4.
+        CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times ``cluster`` at most 4.
     """
 
     block_n: int | None = None

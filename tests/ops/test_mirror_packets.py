@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 
 import pytest
 
@@ -14,6 +15,29 @@ from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from tests.ops.test_mirror_reduce import Mirror, check_order, check_roles
+
+
+@pytest.mark.cases(
+    how=(*ALGORITHMS, REDUCE_SCATTER),
+    specialize=("all", "none"),
+    size=(2, 3, 8),
+    clusters=((2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
+)
+@pytest.mark.drawn(4)
+def test_clusters_take_the_tiles_of_ctas_alone(how: str, specialize: str, size: int, clusters: tuple[int, int]) -> None:
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), 520, 64, "bfloat16", False, "output", algorithm)
+    for rows, group_m in itertools.product((0, 1, 129, 300, 1000), (4, 16)):
+        made = (
+            dataclasses.replace(make_plan(problem, rows, 8, specialize=specialize, tiling=Tiling(64, None, 1, m, 1, n)), group_m=group_m)
+            for m, n in (clusters, (1, 1))
+        )
+        plan, alone = made
+        assert (plan.packets, plan.spec.cluster, plan.packet_bytes) == (True, clusters[0] * clusters[1], alone.packet_bytes)
+        mirror = Mirror(plan)
+        for rank in range(size):
+            check_order(mirror, rank)
+            assert set(plan.tiles_of(rank)) == set(alone.tiles_of(rank))
 
 
 @pytest.mark.parametrize("how", [*ALGORITHMS, REDUCE_SCATTER])

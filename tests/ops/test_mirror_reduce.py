@@ -109,17 +109,21 @@ _PAIRS = [
 ]
 
 
-def plan_of(case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str, specialize: str, cluster: int = 1) -> ReducePlan:
+def plan_of(
+    case: tuple[Any, ...], op: str, algorithm: str, rows: int, partials: str, specialize: str, cluster: int = 1, cluster_n: int = 1
+) -> ReducePlan:
     nodes, per_node, n, block_n, group_m, group_tiles, chunk_tiles, (intra, send, reduce), interleaved = case
     topology = Topology(nodes * per_node, per_node)
     one_shot = algorithm == "one_shot"
-    split = Split(3 if cluster == 1 else 2, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
+    together = cluster * cluster_n
+    split = Split(3 if together == 1 else together, intra if op == ALLREDUCE and not one_shot else 0, send, 0 if one_shot else reduce)
     if split.intra_comm == 0 and op == ALLREDUCE and not one_shot and topology.size > 1:
-        split = dataclasses.replace(split, intra_comm=cluster)
+        split = dataclasses.replace(split, intra_comm=together)
     problem = ReduceProblem(op, topology, n, 64, "bfloat16", False, partials, algorithm)
+    tiling = Tiling(cluster=cluster, cluster_n=cluster_n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mkernel.planner.reduce.fits_packets", lambda plan: False)  # those are for test_mirror_packets.py
-        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), group_tiles, specialize, Tiling(cluster=cluster))
+        plan = make_plan(problem, rows, split.total, split, GemmTile.deepest(block_n), group_tiles, specialize, tiling)
     return dataclasses.replace(plan, group_m=group_m, chunk_tiles=chunk_tiles, interleaved=interleaved)
 
 
@@ -137,10 +141,10 @@ def check_order(mirror: Mirror, rank: int) -> None:
     plan = mirror.plan
     expected = [(t.owner, t.index, t.m, t.n, t.is_sum, plan.exists(t.owner, t.index), t.share) for t in plan.tiles_of(rank)]
     found = mirror.tiles(rank)
-    if plan.cluster > 1:
+    if plan.ctas_together > 1:
         there = [t for t in found if t[5]]
         assert there == expected
-        numbers = [list(together) for _, together in itertools.groupby(range(len(found)), lambda i: i // 2)]
+        numbers = [list(together) for _, together in itertools.groupby(range(len(found)), lambda i: i // plan.ctas_together)]
         assert [[found[i] for i in pair if found[i][5]] for pair in numbers] == [
             [(t.owner, t.index, t.m, t.n, t.is_sum, True, t.share) for t in together] for together in plan.taken_of(rank)
         ]
@@ -170,6 +174,25 @@ def test_pairs_of_tiles_with_owners(name: str, op: str, partials: str, specializ
         assert {(t.m, t.n) for t in plan.tiles_of(0)} == {(t.m, t.n) for t in alone.tiles_of(0) if alone.exists(t.owner, t.index)}
 
 
+@pytest.mark.cases(
+    name=("1x1", "1x2 in turn", "1x3", "1x4 in turn"),
+    op=(REDUCE_SCATTER, ALLREDUCE),
+    clusters=((1, 2), (2, 2), (1, 4), (4, 1)),
+    partials=("output", "float32"),
+    specialize=("all", "none"),
+    valid=lambda name, op, **_: op == REDUCE_SCATTER or name == "1x1",
+)
+@pytest.mark.drawn(4)
+def test_clusters_of_tiles_of_one_owner(name: str, op: str, clusters: tuple[int, int], partials: str, specialize: str) -> None:
+    for rows in (0, 1, 129, 300, 650, 1000, 2180):
+        case = (*_PAIRS_BY_NAME[name][:4], 4 * clusters[0], *_PAIRS_BY_NAME[name][5:])  # a group has whole clusters
+        plan = plan_of(case, op, "two_shot", rows, partials, specialize, *clusters)
+        assert (plan.cluster, plan.cluster_n, plan.spec.cluster) == (*clusters, clusters[0] * clusters[1])
+        check_all(plan)
+        alone = plan_of(case, op, "two_shot", rows, partials, specialize)
+        assert set(plan.tiles_of(0)) == set(alone.tiles_of(0)), "with the numbers that they have alone"
+
+
 def check_all(plan: ReducePlan) -> None:
     """The kernel of a plan has its order; and what one rank stores is what another looks for."""
     op = plan.op
@@ -192,7 +215,7 @@ def check_all(plan: ReducePlan) -> None:
 
 def check_sums(mirror: Mirror, rank: int) -> None:
     plan = mirror.plan
-    expected, ctas, cluster = list(plan.taken_sums_of(rank)), plan.split.inter_reduce or 0, plan.cluster
+    expected, ctas, cluster = list(plan.taken_sums_of(rank)), plan.split.inter_reduce or 0, plan.ctas_together
     for cta in range(ctas):
         found = [mirror.tile(rank, number) for number in mirror.assigned(rank, cta)]
         found = [tile for tile in found if tile[5] or cluster == 1]

@@ -13,7 +13,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.tiling import Tiling
-from tests.ops.body import WORLDS, Case, back_to_back, problems, random
+from tests.ops.body import WORLDS, Case, back_to_back, problems, random, topology
 from tests.ops.test_allgather_gemm import ranks, seeds
 
 _SMS = 8
@@ -37,6 +37,13 @@ def drawn_rows(rng: np.random.Generator) -> tuple[int, ...]:
     return (*(int(128 * tiles - rng.integers(0, 127)) for tiles in (odd, even, 1)), 0)
 
 
+def _valid(world: str, op: str, clusters: tuple[int, int], split: str, **_: Any) -> bool:
+    """Not between nodes, nor where owners have runs of tiles, unless pairs in M; and splits of pairs are none of fours."""
+    at = topology(world)
+    own_rows = at.size == 1 or (op == REDUCE_SCATTER and at.num_nodes == 1)
+    return (own_rows or clusters == (2, 1)) and (split == "default" or max(clusters) == 2 > min(clusters))
+
+
 def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
     results = back_to_back(world, case, seed, 0.0, rows)
     return problems(results), [result.c.tobytes() for result in results]
@@ -46,18 +53,21 @@ def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[lis
     world=WORLDS,
     op=(REDUCE_SCATTER, ALLREDUCE),
     block_n=(64, 128, 192, 256),
+    clusters=((2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
     split=("default", "pairs", "few pairs"),
     partials=("output", "float32"),
     dtype=("bfloat16", "float16"),
     row_major=(True, False),
     invariant=(False, True),
+    valid=_valid,
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(6)
 def test_every_element_and_the_bits_of_ctas_alone(
     request: pytest.FixtureRequest,
     world: str,
     op: str,
     block_n: int,
+    clusters: tuple[int, int],
     split: str,
     partials: str,
     dtype: str,
@@ -68,7 +78,9 @@ def test_every_element_and_the_bits_of_ctas_alone(
         rng = np.random.default_rng([seed, 21])
         shape, rows = drawn_shape(rng, block_n), drawn_rows(rng)
         algorithm = "two_shot" if op == ALLREDUCE else None
-        case = Case(dtype, *shape, row_major, split, op, partials, algorithm, Tiling(block_n, None, None, 2, 0), invariant)
+        case = Case(
+            dtype, *shape, row_major, split, op, partials, algorithm, Tiling(block_n, None, None, clusters[0], 0, clusters[1]), invariant
+        )
         # With CTAs that pull, so that values do not travel in packets, which add in another order.
         alone = dataclasses.replace(case, tiling=Tiling(block_n, 1 if op == REDUCE_SCATTER else None, None, 1), split="pairs")
         of_pairs, of_ctas = (ranks(_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
@@ -121,4 +133,4 @@ def test_what_does_not_go_with_pairs() -> None:
         return str(caught.value)
 
     assert "even number" in ranks(asked, "1x2", mk.Split(intra_comm=3), "two_shot", "split", seed=1)[0]
-    assert "no pairs of CTAs" in ranks(asked, "1x2", None, "one_shot", "tiling", seed=1)[0]
+    assert "no clusters of CTAs" in ranks(asked, "1x2", None, "one_shot", "tiling", seed=1)[0]

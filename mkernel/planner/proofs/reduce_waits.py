@@ -17,7 +17,7 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
     rank's tiles are one chain, as if a single CTA computed: with more CTAs a tile waits for fewer.
     """
     graph, topology = WaitGraph(), plan.problem.topology
-    steps = _Steps(plan)
+    steps, cluster = _Steps(plan), plan.ctas_together
     for rank in range(topology.size):
         graph.add(("enter", rank))
         entered: list[Step] = [("enter", other) for other in range(topology.size)]
@@ -27,8 +27,8 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
             _packet_steps(graph, plan, rank, entered)
         graph.chain(("tile", rank, i) for i in range(len(steps.tiles[rank])))
         for cta in range(plan.split.inter_reduce or 0):
-            mine = list(plan.taken_sums_of(rank))[cta // plan.cluster :: (plan.split.inter_reduce or 0) // plan.cluster]
-            sums = [tile for taken in mine for tile in taken[cta % plan.cluster :][:1] if plan.exists(tile.owner, tile.index)]
+            mine = list(plan.taken_sums_of(rank))[cta // cluster :: (plan.split.inter_reduce or 0) // cluster]
+            sums = [tile for taken in mine for tile in taken if plan.cta_of(tile) == cta % cluster and plan.exists(tile.owner, tile.index)]
             of_pair = {tile: taken for taken in mine for tile in taken}
             for tile in sums:
                 inputs = [step for one in of_pair[tile] for step in steps.inputs(rank, one)]

@@ -12,7 +12,8 @@ struct Place {  // of a tile on its way: on which rank of the node, which flag t
 inline uint64_t in_heap(const char* address) { return reinterpret_cast<uint64_t>(address) - kHeap; }
 
 // Seven words per tile: owner, number among its tiles, row and column, whether it is a sum, whether it exists, which share or slice.
-// With pairs of CTAs two tiles have a number: that of a CTA's is twice the number, and the CTA's in its pair. A CTA without a tile has no such tile.
+// With clusters of CTAs several tiles have a number: that of a CTA's is so many times the number, and the CTA's in its cluster. A CTA without a tile
+// has no such tile.
 constexpr uint32_t kCluster = mkernel::GemmShape<Config>::kCluster;
 template <class Tiles>
 mkernel::TileCoordinate tile_at(const Tiles& tiles, uint32_t tile) {
