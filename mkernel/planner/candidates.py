@@ -241,8 +241,9 @@ def _reductions(
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
         pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
         for width in widths:
-            tile, paired = GemmTile.deepest(width, sent=True), width in PAIRED_WIDTHS and _may_bind(problem, rows)
-            if not (may_share or may_win(width, 1, pulling) or (paired and may_win(width, 2, pulling))):
+            tile = GemmTile.deepest(width, sent=True)
+            clusters = [(m, n) for m, n in _clusters_of_tiles(problem, rows, width) if may_win(width, m, pulling, n)]
+            if not (may_share or may_win(width, 1, pulling) or clusters):
                 continue
             # Where everyone adds up everything, groups are those of the tile that was made narrower.
             known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
@@ -252,10 +253,17 @@ def _reductions(
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sm_count, split, tile, plan.tiles, specialize)
             # Of several ranks not where values travel in packets, or in one step, which add in another order.
-            if paired and (topology.size == 1 or not plan.everywhere):
+            for cluster, cluster_n in clusters if topology.size == 1 or not plan.everywhere else ():
                 with contextlib.suppress(SplitError, TilingError):  # few SMs, or one step is asked for
-                    tiling = Tiling(width, cluster=2)
+                    tiling = Tiling(width, None, 1, cluster, 0, cluster_n)
                     yield reduce.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+
+
+def _clusters_of_tiles(problem: ReduceProblem, rows: int, width: int) -> list[tuple[int, int]]:
+    """Beside sums of several ranks only pairs in M: clusters in N were no faster there (docs/speed_log.md)."""
+    if problem.topology.size == 1:
+        return _clusters(problem, rows)
+    return [(2, 1)] * (width in PAIRED_WIDTHS and _may_bind(problem, rows))
 
 
 def _by_another_algorithm(

@@ -72,7 +72,7 @@ def may_bind(problem: Any, rows: int) -> bool:
     return rows > BLOCK_M and bool(problem.n % BLOCK_K or problem.k % BLOCK_K)
 
 
-def clusters_of(problem: AllGatherGemmProblem, rows: int, *, fours: bool = True) -> list[tuple[int, int]]:
+def clusters_of(problem: AllGatherGemmProblem | ReduceProblem, rows: int, *, fours: bool = True) -> list[tuple[int, int]]:
     of_a = problem.k % BLOCK_K != 0
     return [
         *([(2, 1)] if may_bind(problem, rows) else []),
@@ -126,6 +126,9 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
             plan = reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, shares=shares))
             if plan.packets and plan.shares == shares:
                 yield plan
+    for width, (m, n) in itertools.product(WIDTHS[-2:] if rules.packets else (), clusters_of(problem, all_rows)):
+        with contextlib.suppress(SplitError):
+            yield reduce.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, m, 1, n))
     widths = WIDTHS if problem.topology.size == 1 and rows <= 2048 else WIDTHS[:-1]
     for width in widths if inside and problem.op == REDUCE_SCATTER else ():
         yield reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1))
@@ -137,9 +140,10 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
                 yield plan
             if pulls and not plan.everywhere and plan.group_tiles < plan.tiles and width > 64:
                 yield reduce.make_plan(problem, rows, sms, split, tile, plan.tiles)
-            if width in (256, 192, 128) and may_bind(problem, rows) and (problem.topology.size == 1 or not plan.everywhere):
+            pairs = [(2, 1)] if width in (256, 192, 128) and may_bind(problem, rows) and not plan.everywhere else []
+            for m, n in clusters_of(problem, rows) if problem.topology.size == 1 else pairs:
                 with contextlib.suppress(SplitError, TilingError):
-                    yield reduce.make_plan(problem, rows, sms, split, tiling=Tiling(width, cluster=2))
+                    yield reduce.make_plan(problem, rows, sms, split, tiling=Tiling(width, None, 1, m, 0, n))
 
 
 def every_all_reduce_by_the_other_algorithm(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:

@@ -165,6 +165,25 @@ def test_nobody_waits_for_ever_where_k_is_shared(size: int, how: str) -> None:
 
 
 @each_how
+@pytest.mark.parametrize("clusters", [(2, 1), (1, 2), (2, 2), (1, 4), (4, 1)])
+def test_clusters_do_not_wait_in_a_circle(how: str, clusters: tuple[int, int]) -> None:
+    """A cluster takes no tile before all its CTAs have what the other ranks send of those before."""
+    for (rows, n), sms in itertools.product(SIZES, (8, 132)):
+        problem = plan_of(3, how, few_enough(3, how, min(rows, 300), min(n, 1000)), min(n, 1000), sms).problem
+        plan = make_plan(
+            problem, few_enough(3, how, min(rows, 300), min(n, 1000)), sms, tiling=Tiling(64, None, 1, clusters[0], 1, clusters[1])
+        )
+        assert (plan.packets, plan.cluster, plan.cluster_n) == (True, *clusters)
+        graph = wait_graph(plan)
+        assert graph.find_cycle() is None
+        assert graph.missing() == set()
+        taken = list(plan.taken_of(0))
+        assert sorted(tile.index for together in taken for tile in together) == list(range(plan.tiles))
+        assert all(len(together) <= clusters[0] * clusters[1] for together in taken)
+        assert all(len({plan.cta_of(tile) for tile in together}) == len(together) for together in taken)
+
+
+@each_how
 def test_sums_before_shares_would_deadlock(how: str) -> None:
     plan = plan_of(3, how, 16, 256, shares=2)
     graph = wait_graph(plan)

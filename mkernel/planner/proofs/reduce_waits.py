@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 from mkernel.planner.reduce import REDUCE_SCATTER, ReducePlan, Tile
 
@@ -50,9 +52,13 @@ def wait_graph(plan: ReducePlan) -> WaitGraph:
 def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int, entered: list[Step]) -> None:
     """A tile's packets are sent, then (two-shot) sums of everyone's sent back, and then the tile is done; one tile after the other.
 
-    Where CTAs share K, what is sent is a slice, once all shares of the tile are multiplied.
+    Where CTAs share K, what is sent is a slice, once all shares of the tile are multiplied. A cluster's tiles are multiplied, and sent, at
+    the same time: each when what the cluster took before is done.
     """
-    gives_back, tiles = plan.op != REDUCE_SCATTER and not plan.one_shot, list(plan.tiles_of(rank))
+    gives_back, taken = plan.op != REDUCE_SCATTER and not plan.one_shot, list(plan.taken_of(rank))
+    tiles = list(itertools.chain.from_iterable(taken))
+    ends = itertools.accumulate(map(len, taken), initial=0)
+    done = [end for end, together in zip(ends, taken, strict=False) for _ in together]  # tiles before those that are taken together
     for i, tile in enumerate(tiles):
         item = item_of(plan, tile)
         if item is None:
@@ -61,7 +67,7 @@ def _packet_steps(graph: WaitGraph, plan: ReducePlan, rank: int, entered: list[S
             ("tile", rank, j) for j, one in enumerate(tiles) if tile.is_sum and not one.is_sum and one.index == tile.index
         ]
         sent: list[Step] = [("partials", source, item) for source in range(plan.problem.topology.size)]
-        graph.add(("partials", rank, item), [*entered, *shares, *([("tile", rank, i - 1)] if i > 0 else [])])
+        graph.add(("partials", rank, item), [*entered, *shares, *([("tile", rank, done[i] - 1)] if done[i] > 0 else [])])
         graph.add(("packets", rank, item), sent if gives_back else [("partials", rank, item)])
 
 
