@@ -77,15 +77,19 @@ WORKLOADS = {
     "packets short in one step": (Case("bfloat16", 64, 8, op=_ALL, algorithm="one_shot"), 12, (7, 130), 20.0),
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
     # And in pairs of CTAs, whose last row of tiles has no neighbour.
-    "reduce pairs": (Case("bfloat16", 136, 264, split="pairs", op=_SCATTER, tiling=Tiling(64, cluster=2)), 3, (300, 129), 20.0),
+    "reduce pairs": (Case("bfloat16", 136, 264, split="pairs", op=_SCATTER, tiling=Tiling(64, cluster=2, packets=0)), 3, (300, 129), 20.0),
+    "reduce fours": (Case("bfloat16", 136, 296, op=_SCATTER, tiling=Tiling(64, None, None, 2, 0, 2)), 3, (300, 129), 20.0),
     "two shot pairs": (
-        Case("bfloat16", 64, 264, split="pairs", op=_ALL, algorithm="two_shot", tiling=Tiling(64, cluster=2)),
+        Case("bfloat16", 64, 264, split="pairs", op=_ALL, algorithm="two_shot", tiling=Tiling(64, cluster=2, packets=0)),
         3,
         (300, 129),
         20.0,
     ),
     "scattered packets": (Case("bfloat16", 64, 264, op=_SCATTER), 4, (43, 129, 7), 20.0),  # rows of several owners in a tile
     "scattered packets short": (Case("bfloat16", 64, 8, op=_SCATTER), 12, (3, 65), 20.0),
+    # Clusters that have no tile for some CTAs, in either direction.
+    "packets fours": (Case("bfloat16", 136, 296, op=_ALL, algorithm="two_shot", tiling=Tiling(64, None, 1, 2, 1, 2)), 4, (300, 129), 20.0),
+    "scattered packets fours": (Case("bfloat16", 136, 296, op=_SCATTER, tiling=Tiling(64, None, 1, 2, 1, 2)), 4, (150, 65), 20.0),
     # K of a tile shared by three CTAs: slices of five columns of words, and six.
     "shared packets": (Case("bfloat16", 360, 136, op=_ALL, algorithm="two_shot", tiling=Tiling(128, None, 3)), 4, (43, 129, 7), 20.0),
     "shared packets in one step": (Case("bfloat16", 200, 72, op=_ALL, algorithm="one_shot", tiling=Tiling(64, None, 3)), 4, (43, 7), 20.0),

@@ -51,7 +51,7 @@ PAIRS = [
             (f"a stage is given back to the CTA itself only: {workload}", "tile/pair.cuh", _TO_OTHERS, "ptx::cluster_rank()", ""),
             (f"rows of A are of the step before: {workload}", "tile/pair.cuh", "of_row(), k, row,", "of_row(), k - 64, row,", "wrong"),
             (f"rows of A are loaded for the CTA alone: {workload}", "tile/pair.cuh", "of_row(), k,", "1u << ptx::cluster_rank(), k,", ""),
-            (f"all have the first column: {workload}", "ops/allgather_gemm.cuh", "+ cta % Shape::kClusterN;", "+ cta * 0;", "wrong"),
+            (f"all have the first column: {workload}", "tile/op.cuh", "+ cta % Shape::kClusterN;", "+ cta * 0;", "wrong"),
         )
     ),
     Bug(
@@ -131,9 +131,32 @@ PAIRS = [
     Bug(
         "a pair waits for what its upper tile adds",
         "reduce/owned_tiles.cuh",
-        "is_pair ? 2 * addends(c, part)",
-        "is_pair ? addends(c, part)",
+        "rows_there(c) * columns_there(c) * addends(c, part)",
+        "columns_there(c) * addends(c, part)",
         workload="reduce pairs",
+    ),
+    *(
+        Bug(f"{what}: reduce fours", "reduce/owned_tiles.cuh", text, to, workload="reduce fours", seeds=8, first=4)
+        for what, text, to in (
+            ("a cluster waits for what its first column adds", "rows_there(c) * columns_there(c) * addends", "rows_there(c) * addends"),
+            ("a cluster waits for tiles that are not its own", "raster_number(c.m + row, c.n + column,", "raster_number(c.m + row, c.n,"),
+            ("tiles of a cluster follow each other", "raster_number(c.m, c.n, tile_rows(), tiles_n(), p.group_m);", "4 * taken + cta;"),
+        )
+    ),
+    *(
+        Bug(f"{what}: {workload}", file, text, to, workload=workload, world=world)
+        for workload, world in (("packets fours", "1x2"), ("scattered packets fours", "1x3"))
+        for what, file, text, to in (
+            ("a tile that is not there is exchanged", "tile/multiply.cuh", "if (op.is_there(c)) {", "{"),
+            ("a tile beyond the last column is there", "reduce/packets.cuh", "&& (Shape::kClusterN == 1 || c.n < tiles_n())", ""),
+        )
+    ),
+    Bug(
+        "tiles of a cluster are one tile",
+        "reduce/packets.cuh",
+        "raster_number(c.m, c.n, rows,",
+        "raster_number(at.row, at.column, rows,",
+        workload="packets fours",
     ),
     *(
         Bug(

@@ -33,8 +33,8 @@ REDUCTIONS = [
     Bug(
         "nobody waits for partial tiles",
         "reduce/owned_tiles.cuh",
-        "    return wait_all(entered, AddendFlags{*this, c}, is_pair ? 2 * addends(c, part) : addends(c, part));",
-        "    return is_pair || true;",
+        "    return wait_all(entered, AddendFlags{*this, c}, rows_there(c) * columns_there(c) * addends(c, part));",
+        "    return true;",
         workload="reduce",
     ),
     Bug(
@@ -48,7 +48,7 @@ REDUCTIONS = [
     Bug(
         "the last partial tile is not waited for",
         "reduce/owned_tiles.cuh",
-        "is_pair ? 2 * addends(c, part) : addends(c, part));",
+        "rows_there(c) * columns_there(c) * addends(c, part));",
         "addends(c, part) - 1);",
         world="1x4",
         workload="reduce",

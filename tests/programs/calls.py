@@ -29,7 +29,8 @@ __all__ = ["OPS", "AllGatherGemm", "AllReduce", "Array", "Call", "Gemm", "Limits
 DTYPES = ("bfloat16", "float16")
 PACKETS = ("packets", "shares")  # how few values of a reduction travel inside a node; with shares, of K of a tile
 _H200_SMS = 132  # what is rounded on the way does not depend on their number
-_PAIRED = 0.2  # of the calls
+_PAIRED = 0.25  # of the calls, in clusters:
+_CLUSTERS = ((2, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
 _MACS_PER_ROW = 128  # a tile has so many rows, however few of them exist
 
 
@@ -150,7 +151,8 @@ class Gemm(Call):
     dtype: str
     transposed: bool
     split: mk.Split | None = None
-    cluster: int = 1  # 2: pairs of CTAs
+    cluster: int = 1  # CTAs of a cluster that are neighbours in M,
+    cluster_n: int = 1  # and in N
 
     @classmethod
     def draw(cls, rng: random.Random, world: Topology, limits: Limits, mechanism: str) -> Self:
@@ -192,16 +194,22 @@ class Gemm(Call):
         return mk.Split(compute=compute, **{role: rng.choice((1, 1, 1, 2)) for role in needed})
 
     def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
-        """Some calls in pairs of CTAs, each role with one or more."""
-        if rng.random() >= _PAIRED or getattr(self, "algorithm", None) == "one_shot" or getattr(self, "shares", 1) > 1:
+        """Some calls in clusters of CTAs, each role with one or more."""
+        if rng.random() >= _PAIRED:
             return self
-        needed = roles(world, self.op, "two_shot" if self.op == AllReduce.op else None)
-        split = rng.choice((None, mk.Split(**dict.fromkeys(needed, 2)), mk.Split(compute=2, **dict.fromkeys(needed, 2))))
-        return dataclasses.replace(self, split=split, cluster=2)
+        needed, (cluster, cluster_n) = roles(world, self.op, "two_shot" if self.op == AllReduce.op else None), rng.choice(_CLUSTERS)
+        each = dict.fromkeys(needed, cluster * cluster_n)
+        split = rng.choice((None, mk.Split(**each), mk.Split(compute=cluster * cluster_n, **each)))
+        return dataclasses.replace(self, split=split, cluster=cluster, cluster_n=cluster_n)
+
+    @property
+    def together(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster * self.cluster_n
 
     @property
     def tiling(self) -> Tiling | None:
-        return Tiling(cluster=2) if self.cluster == 2 else None
+        return Tiling(cluster=self.cluster, cluster_n=self.cluster_n) if self.together > 1 else None
 
     def _macs(self, world: Topology) -> float:
         tiles = -(-self._all_rows(world) // _MACS_PER_ROW)
@@ -248,7 +256,6 @@ class AllGatherGemm(Gemm):
     op: ClassVar[str] = "allgather_gemm"
     mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
     packets: int = 0
-    cluster_n: int = 1  # 2: pairs are neighbours in N
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -268,17 +275,17 @@ class AllGatherGemm(Gemm):
         return super()._draw_split(rng, world)
 
     def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
-        paired = self
-        if not self.packets:
-            paired = super()._perhaps_paired(rng, world)
-        elif self.packets == 1 and rng.random() < _PAIRED:
-            paired = dataclasses.replace(self, split=rng.choice((None, mk.Split(compute=2))), cluster=2)
-        return dataclasses.replace(paired, cluster=1, cluster_n=2) if paired.cluster == 2 and rng.random() < 0.5 else paired
+        if self.packets == 2:
+            return self
+        found = super()._perhaps_paired(rng, world)
+        if self.packets == 0 or found.together == 1:
+            return found
+        return dataclasses.replace(found, split=rng.choice((None, mk.Split(compute=found.together))))
 
     @property
     def tiling(self) -> Tiling | None:
         if not self.packets:
-            return Tiling(cluster_n=2) if self.cluster_n == 2 else super().tiling
+            return super().tiling
         return Tiling(None if self.packets == 1 else 64, cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
@@ -300,10 +307,11 @@ class AllGatherGemm(Gemm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reduction(Gemm):
-    """``shares``: of K of a tile; 1: as the planner chooses."""
+    """``shares``: of K of a tile; 1: as the planner chooses. ``packets``: 1, values travel in these; 0, in tiles; None: as it chooses."""
 
     partials: str = "output"
     shares: int = 1
+    packets: int | None = None
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -320,13 +328,25 @@ class _Reduction(Gemm):
             return rng.choice((None, None, mk.Split(compute=1), mk.Split(compute=2)))
         return super()._draw_split(rng, world)
 
+    def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
+        found = super()._perhaps_paired(rng, world) if self.shares == 1 else self
+        if found.together == 1:
+            return found
+        if "packets" in self.mechanisms_in(world) and self.partials == "output" and rng.random() < 0.5:
+            return dataclasses.replace(found, packets=1, split=rng.choice((None, mk.Split(compute=found.together))))
+        own_rows = world.size == 1 or (self.op == ReduceScatter.op and world.num_nodes == 1)
+        may = getattr(self, "algorithm", None) != "one_shot" and (own_rows or (found.cluster, found.cluster_n) == (2, 1))
+        return dataclasses.replace(found, packets=0) if may else self
+
     @property
     def options(self) -> dict[str, Any]:
         return super().options | {"partials": self.partials}
 
     @property
     def tiling(self) -> Tiling | None:
-        return Tiling(shares=self.shares) if self.shares > 1 else super().tiling
+        if self.shares > 1:
+            return Tiling(shares=self.shares)
+        return None if self.together == 1 else Tiling(cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
 
     def problem(self, world: Topology) -> reduce.ReduceProblem:
         return reduce.ReduceProblem(self.op, world, self.n, self.k, self.dtype, not self.transposed, self.partials)
@@ -360,7 +380,7 @@ class ReduceScatter(_Reduction):
 
     @property
     def mechanism(self) -> str:
-        return "shares" if self.shares > 1 else "tiles" if self.partials == "float32" or self.cluster > 1 else "packets"
+        return "shares" if self.shares > 1 else "tiles" if self.partials == "float32" or self.packets == 0 else "packets"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
