@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,13 +58,15 @@ def packets_of(
     specialize: str = "all",
     canonical: bool = False,
     shares: int = 1,
+    clusters: tuple[int, int] = (1, 1),
 ) -> ReducePlan:
     op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
     problem = ReduceProblem(op, Topology(size, size), 4 * block_n + 64, k, dtype, row_major, "output", algorithm, canonical)
     rows = 1000 // size if how == REDUCE_SCATTER else 1000
     rows = rows if shares == 1 else 16
-    plan = make_plan(problem, rows, _SMS, None, GemmTile.deepest(block_n), specialize=specialize, tiling=Tiling(shares=shares))
-    assert plan.packets
+    tiling = Tiling(block_n, None, shares, clusters[0], 1, clusters[1])
+    plan = make_plan(problem, rows, _SMS, specialize=specialize, tiling=tiling)
+    assert (plan.packets, plan.spec.cluster) == (True, clusters[0] * clusters[1])
     return plan
 
 
@@ -111,8 +114,10 @@ def test_kernel(
     partials=("output", "float32"),
     specialize=MODES,
     canonical=(False, True),
+    clusters=((2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
+    valid=lambda how, world, clusters, **_: clusters == (2, 1) or world == "1x1" or (how == REDUCE_SCATTER and world[0] == "1"),
 )
-def test_kernel_of_pairs(
+def test_kernel_of_clusters(
     caplog: pytest.LogCaptureFixture,
     how: str,
     world: str,
@@ -122,9 +127,11 @@ def test_kernel_of_pairs(
     partials: str,
     specialize: str,
     canonical: bool,
+    clusters: tuple[int, int],
 ) -> None:
     problem = plan_of(how, world, block_n, dtype, row_major, partials, canonical=canonical).problem
-    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(block_n, cluster=2))
+    tiling = Tiling(block_n, None, 1, clusters[0], 0, clusters[1])
+    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=tiling)
     loop_of_pairs(caplog, plan.spec, block_n, dtype)
 
 
@@ -141,7 +148,7 @@ def test_the_kernel_that_needs_most_registers(
 ) -> None:
     """Canonical sums of the widest pairs: of all kernels of pairs they alone have spilled, in 52 cases of 160."""
     problem = plan_of(how, world, 256, dtype, row_major, "output", canonical=True).problem
-    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(256, cluster=2))
+    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(256, cluster=2, packets=0))
     loop_of_pairs(caplog, plan.spec, 256, dtype)
 
 
@@ -165,7 +172,8 @@ def test_wgmma_is_not_serialized(
     specialize=MODES,
     canonical=(False, True),
     shares=(1, 4),
-    valid=lambda canonical, shares, **_: not canonical or shares == 1,
+    clusters=((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
+    valid=lambda canonical, shares, clusters, **_: shares == 1 or not (canonical or clusters != (1, 1)),
 )
 def test_packets(
     caplog: pytest.LogCaptureFixture,
@@ -177,8 +185,10 @@ def test_packets(
     specialize: str,
     canonical: bool,
     shares: int,
+    clusters: tuple[int, int],
 ) -> None:
-    plan = packets_of(how, size, block_n, dtype, row_major, specialize=specialize, canonical=canonical, shares=shares)
+    more: dict[str, Any] = {"specialize": specialize, "canonical": canonical, "shares": shares, "clusters": clusters}
+    plan = packets_of(how, size, block_n, dtype, row_major, **more)
     instructions = compiled(caplog, plan.spec, packets=True)
     operations = {name.split(".")[0] for name in instructions}
     kind = ".BF16" if dtype == "bfloat16" else ""
@@ -189,7 +199,7 @@ def test_packets(
         "STG.E.128.STRONG.SYS",
     }, "whole packets"
     assert not operations & {"STL", "LDL", "STACK"}, "local memory"
-    assert not {name for name in instructions if "MULTI" in name or name.startswith("LDGMC")}, "multicast"
+    assert not {name for name in instructions if "MULTIMEM" in name or name.startswith("LDGMC")}, "NVLink multicast"
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 

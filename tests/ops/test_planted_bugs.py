@@ -39,6 +39,9 @@ _TSAN_SEEDS = 4  # a race is seen in some interleavings only
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
     "fours": 4,
+    "reduce fours": 4,
+    "packets fours": 4,
+    "scattered packets fours": 4,
     "ring shared": 10,
     "reduce pairs": 4,
     "two shot pairs": 4,
@@ -124,7 +127,8 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
-        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs")),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs", "reduce fours")),
+        *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets fours", "scattered packets fours")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),
         pytest.param("2x2", "dispatch", marks=pytest.mark.slow),
         pytest.param("1x2", "dispatch in narrow tiles", marks=pytest.mark.slow),
