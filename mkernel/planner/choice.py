@@ -37,7 +37,9 @@ _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
 # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles
 _WORTH_OF_TILES = 0.9
-_WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
+# The same of gathers whose chunks are pushed by CTAs, and of clusters of reductions in packets, of which most times are known
+# (docs/speed_log.md).
+_WORTH_OF_PUSHED = 0.95
 
 
 class Ranked(NamedTuple):
@@ -146,7 +148,7 @@ def _worth(rules: Any, plan: Any) -> float:
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
     if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
-        return _WORTH
+        return _WORTH_OF_PUSHED if plan.packets and not gathers and plan.ctas_together > 1 else _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
     if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.ctas_together, plan.span):
         return _WORTH
