@@ -35,11 +35,10 @@ _CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << 
 # How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
 _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
-# and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles
+# and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles;
+# and clusters of reductions in packets, which wait for other ranks together
 _WORTH_OF_TILES = 0.9
-# The same of gathers whose chunks are pushed by CTAs, and of clusters of reductions in packets, of which most times are known
-# (docs/speed_log.md).
-_WORTH_OF_PUSHED = 0.95
+_WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
 
 
 class Ranked(NamedTuple):
@@ -148,7 +147,7 @@ def _worth(rules: Any, plan: Any) -> float:
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
     if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
-        return _WORTH_OF_PUSHED if plan.packets and not gathers and plan.ctas_together > 1 else _WORTH
+        return _WORTH_OF_TILES if plan.packets and not gathers and plan.ctas_together > 1 else _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
     if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.ctas_together, plan.span):
         return _WORTH

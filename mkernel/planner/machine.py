@@ -134,7 +134,7 @@ class Machine:
     sm_shared
         Into and out of the shared memory of one SM, together.
     l2_rows, l2_rows_sectors, l2_rows_split
-        How many rows of 128 bytes L2 answers all SMs together in a second: whole lines; rows in two lines that begin with a sector; others.
+        How many rows of 128 bytes L2 answers all SMs together in a second: lines; in two lines that begin with a sector; in two others.
     paired
         How many times as long a k step takes where pairs of CTAs load B together, beside what that saves.
     memory
@@ -231,7 +231,7 @@ H200 = Machine(
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
     l2_rows=117e9,
-    l2_rows_sectors=72e9,
+    l2_rows_sectors=66e9,
     l2_rows_split=47e9,
     paired=1.0,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8

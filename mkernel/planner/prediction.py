@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from mkernel.planner.gemm import BLOCK_K, Row
@@ -110,16 +111,17 @@ class _Rows(NamedTuple):
 def _rows(machine: Machine, row: Row, alike: bool, same_line: float = 1.0) -> _Rows:
     """The rows of a matrix, of 128 bytes each: lines; or in two lines, in whole sectors or with half a sector at either end.
 
-    Along K the next step wants the rest of the second line, so that two lines of whole sectors take an SM no longer than one, unless all
-    rows are ``alike``. ``same_line``: how many times as many L2 answers then.
+    Where they follow each other by whole sectors, every second or fourth of them is one line all the same. Along K the next step wants
+    the rest of the second line, so that two lines of whole sectors take an SM no longer than one, unless all rows are ``alike``.
+    ``same_line``: how many times as many L2 answers along K then.
     """
     if row.values * ITEM % _LINE == 0:
         return _Rows(1.0, machine.l2_rows, True)
-    whole = row.values * ITEM % _SECTOR == 0
-    answered = machine.l2_rows_sectors if whole else machine.l2_rows_split
-    if not row.along_k or alike:
-        return _Rows(_SPLIT_ROW, answered, False)
-    return _Rows(1.0, answered * same_line, False) if whole else _Rows(_HALVES, answered, False)
+    if row.values * ITEM % _SECTOR != 0:
+        return _Rows(_SPLIT_ROW if alike or not row.along_k else _HALVES, machine.l2_rows_split, False)
+    begin = math.gcd(row.values * ITEM, _LINE) / _LINE  # the share of rows that begin with a line
+    answered = 1 / (begin / machine.l2_rows + (1 - begin) / machine.l2_rows_sectors) * (same_line if row.along_k else 1.0)
+    return _Rows(begin + (1 - begin) * _SPLIT_ROW if alike or not row.along_k else 1.0, answered, False)
 
 
 def blend(*seconds: float) -> float:
