@@ -211,6 +211,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     gets = "all rows of A times its columns: (M, N)"
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
+    beside = frozenset({"gathered"})
     tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n"})
     modelled = True
     parameters = Parameters

@@ -95,6 +95,8 @@ class Op(abc.ABC, Generic[Problem]):
         Whether the calls of a problem differ in a number of rows that the ranks agree on; else every instance has 0 rows.
     options
         Keyword arguments that are part of the problem, with their defaults, in order.
+    beside
+        Keyword arguments beside these, and ``out``, that a call has, and ``mk.plan`` accepts: what it prepares does not depend on them.
     result
         None: a call returns one array. Else the NamedTuple that it returns; ``out`` is then such a tuple.
     bench
@@ -117,6 +119,7 @@ class Op(abc.ABC, Generic[Problem]):
     fills: ClassVar[frozenset[str]] = frozenset()
     by_rows: ClassVar[bool] = True
     options: ClassVar[Mapping[str, Any]] = {}
+    beside: ClassVar[frozenset[str]] = frozenset()
     result: ClassVar[type[tuple[Any, ...]] | None] = None
     bench: ClassVar[str] = ""
     tunable: ClassVar[tuple[str, ...]] = COMMUNICATION_ROLES
@@ -163,7 +166,7 @@ class Op(abc.ABC, Generic[Problem]):
 
     def option_values(self, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """The values of ``self.options``, in their order, of a caller's keyword arguments. Raises TypeError, as the function does."""
-        unknown = options.keys() - self.options.keys()
+        unknown = options.keys() - self.options.keys() - self.beside
         if unknown:
             raise TypeError(f"{self.name}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
         return tuple(options.get(name, default) for name, default in self.options.items())

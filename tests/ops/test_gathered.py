@@ -27,7 +27,7 @@ def _gather(world: Any, seed: int, k: int, packets: int, wanted: Any) -> list[in
         mk.allgather_gemm(shards[world.rank], b, gathered=gathered, split=whole)  # type: ignore[arg-type]
         if gathered is not None:
             wrong.append(int((gathered != np.concatenate(shards)).sum()))
-    plan: Any = mk.plan("allgather_gemm", shards[0], b, tiling=tiling).plan(40)
+    plan: Any = mk.plan("allgather_gemm", shards[0], b, gathered=gathered, tiling=tiling).plan(40)
     assert plan.parts == (wanted if world.size > 1 else 1)
     assert (plan.packets, plan.tagged) == (packets > 0, packets == 2)
     return wrong
