@@ -13,7 +13,7 @@ from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProbl
 from mkernel.planner.derived import replaced
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.pushing import pushing_ctas
-from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import most_shares
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
@@ -237,6 +237,8 @@ def _reductions(
                 yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     if rules.packets:
         yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
+    if rules.packets or (topology.size > 1 and problem.op == REDUCE_SCATTER and reduce.may_be_packed(problem)):
+        yield from _in_clusters(problem, rows, sm_count, specialize, may_win, WIDTHS[-2:] if rules.packets else WIDTHS[-2:-1])
     may_share = reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
         pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
@@ -288,8 +290,17 @@ def _sharing(
         plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
         if plan.packets and plan.shares == shares:  # there is room
             yield plan
-    for width, (cluster, cluster_n) in itertools.product(WIDTHS[-2:], _clusters(problem, rows * rules.span)):
+
+
+def _in_clusters(
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, may_win: MayWin, widths: tuple[int, ...]
+) -> Iterator[ReducePlan]:
+    """In packets, by clusters of CTAs, as far as there is room: tiles of a reduce-scatter then have rows of several owners."""
+    all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
+    for width, (cluster, cluster_n) in itertools.product(widths, _clusters(problem, all_rows)):
         if may_win(width, cluster, 0, cluster_n):
             with contextlib.suppress(SplitError):  # few SMs
                 tiling = Tiling(width, None, 1, cluster, 1, cluster_n)
-                yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+                plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+                if plan.packets:
+                    yield plan

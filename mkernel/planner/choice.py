@@ -38,7 +38,13 @@ _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less 
 # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles;
 # and clusters of reductions in packets, which wait for other ranks together
 _WORTH_OF_TILES = 0.9
+_WORTH_OF_PACKETS = 0.8  # of a reduction in tiles: these take up to a sixth less than predicted (docs/speed_log.md)
 _WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
+
+
+# Width, and clusters in M and N, of kernels for any N and K: in a world of one, and of reductions in packets.
+_OF_A_PRODUCT = frozenset({(256, 2, 1), (256, 1, 2), (256, 2, 2), (128, 2, 1), (128, 1, 2), (128, 2, 2), (128, 1, 4), (64, 1, 4)})
+_IN_PACKETS = frozenset({(128, 2, 1), (128, 1, 2), (128, 2, 2), (64, 2, 2), (64, 1, 4)})
 
 
 class Ranked(NamedTuple):
@@ -63,13 +69,14 @@ def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> R
 
 
 def _is_left_out(plan: Any) -> bool:
-    """Whether a plan's kernel is for any N and K between ranks, of which there are sixteen at most, and seldom the fastest."""
-    if plan.specialize & {"n", "k"} or plan.problem.topology.size == 1:
+    """Whether a plan's kernel is for any N and K, of which there are sixteen at most, and seldom the fastest."""
+    if plan.specialize & {"n", "k"}:
         return False
     width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
+    if plan.problem.topology.size == 1:
+        return plan.ctas_together > 1 and (width, plan.cluster, plan.cluster_n) not in _OF_A_PRODUCT
     if plan.ctas_together > 1 and not gathers and plan.packets:
-        kept = (128, 2, 1), (128, 1, 2), (128, 2, 2), (64, 2, 2), (64, 1, 4)
-        return plan.op == ALLREDUCE or (width, plan.cluster, plan.cluster_n) not in kept
+        return bool(plan.op == ALLREDUCE or (width, plan.cluster, plan.cluster_n) not in _IN_PACKETS)
     if plan.cluster_n > 1:
         return True
     if plan.cluster > 1:
@@ -117,9 +124,15 @@ def _fastest(
             if is_allowed:
                 of_rules = _predicted(plan, machine).seconds
                 below = _WORTH * of_rules
-        elif is_allowed and (seconds := _predicted(plan, machine).seconds) < min(below, _worth(rules, plan) * of_rules):
+        elif is_allowed and (seconds := _weighed(rules, plan, machine)) < min(below, _worth(rules, plan) * of_rules):
             best, below = plan, seconds
     return best
+
+
+def _weighed(rules: Any, plan: Any, machine: Machine) -> float:
+    """Predicted seconds, of packets where the rules have tiles so many that these are surely slower."""
+    is_other = isinstance(plan, ReducePlan) and plan.packets and not rules.packets
+    return _predicted(plan, machine).seconds / (_WORTH_OF_PACKETS if is_other else 1.0)
 
 
 def _is_sure(rules: Any) -> bool:

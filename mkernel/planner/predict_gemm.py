@@ -28,6 +28,7 @@ _UNCOUNTED, _ROUND = 2.1e-6, 1.2e-6
 # Fitted: from the last product until what comes after it has been done, beside what bytes take; the same of an all-reduce's results; and
 # how much more it is for pairs of CTAs, which wait for each other.
 _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
+_FOUR_TURN = 1.8e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
 _PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
@@ -57,10 +58,7 @@ def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan |
         start = machine.start_early if may_be_early else machine.start_hot
     else:
         start = machine.start_lone if may_be_early else machine.start
-    if plan is None or not paired:
-        return start
-    # In packets each CTA of a cluster waits for the other ranks, too, before all of them go on.
-    return start + _PAIR_START * (plan.ctas_together // 2 if plan.packets and isinstance(plan, ReducePlan) else 1)
+    return start + (_PAIR_START if paired else 0.0)
 
 
 def _begin_together(plan: AllGatherGemmPlan | ReducePlan) -> bool:
@@ -301,6 +299,8 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
     # Nothing is sent before the first wave has ended, and what the last one has made when it has.
     # The threads that multiply exchange, too: each wave waits for the other ranks.
     seconds = start + max(work.seconds / turns + link, work.seconds + link / turns) + steps * turns * machine.flag
+    if plan.ctas_together > 2:  # of which the last to have come goes on, too, before they take the next tiles
+        seconds += turns * _FOUR_TURN
     return Prediction(seconds, work.tensor, work.load, work.memory, link, 0.0, start)
 
 

@@ -126,9 +126,7 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
             plan = reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, shares=shares))
             if plan.packets and plan.shares == shares:
                 yield plan
-    for width, (m, n) in itertools.product(WIDTHS[-2:] if rules.packets else (), clusters_of(problem, all_rows)):
-        with contextlib.suppress(SplitError):
-            yield reduce.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, m, 1, n))
+    yield from every_reduction_in_clusters(problem, rows, sms, rules)
     widths = WIDTHS if problem.topology.size == 1 and rows <= 2048 else WIDTHS[:-1]
     for width in widths if inside and problem.op == REDUCE_SCATTER else ():
         yield reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1))
@@ -144,6 +142,18 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
             for m, n in clusters_of(problem, rows) if problem.topology.size == 1 else pairs:
                 with contextlib.suppress(SplitError, TilingError):
                     yield reduce.make_plan(problem, rows, sms, split, tiling=Tiling(width, None, 1, m, 0, n))
+
+
+def every_reduction_in_clusters(problem: ReduceProblem, rows: int, sms: int, rules: ReducePlan) -> Iterator[ReducePlan]:
+    """In packets: where these are what the rules have, or, of a reduce-scatter, where there is room for them."""
+    topology, scatters = problem.topology, problem.op == REDUCE_SCATTER
+    inside = topology.num_nodes == 1 < topology.size <= 8 and problem.partials == "output"
+    clusters = clusters_of(problem, rows * (topology.size if scatters else 1)) if rules.packets or (inside and scatters) else []
+    for width, (m, n) in itertools.product(WIDTHS[-2:] if rules.packets else WIDTHS[-2:-1], clusters):
+        with contextlib.suppress(SplitError):
+            plan = reduce.make_plan(problem, rows, sms, tiling=Tiling(width, None, 1, m, 1, n))
+            if plan.packets:
+                yield plan
 
 
 def every_all_reduce_by_the_other_algorithm(problem: ReduceProblem, rows: int, sms: int) -> Iterator[ReducePlan]:

@@ -41,7 +41,7 @@ def drawn(rng: np.random.Generator, world: Topology) -> tuple[Any, int, Machine]
 def thorough(problem: Any, rows: int, machine: Machine, kept: frozenset[Any] | None) -> Any:
     """The choice among all plans."""
     plans = list(choice.candidates(problem, rows, SMS))
-    seconds = [predict(plan, machine).seconds for plan in plans]  # type: ignore[union-attr]
+    seconds = [choice._weighed(plans[0], plan, machine) for plan in plans]
     may_be = [plan.spec in kept if kept is not None else not choice._is_left_out(plan) for plan in plans]
     allowed = [at for at, is_allowed in enumerate(may_be) if is_allowed] or [0]
     if 0 not in allowed:
