@@ -52,22 +52,17 @@ struct OwnedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE TileCoordinate coordinate_of(uint32_t tile, uint32_t cta) const {  // of a cluster
     const bool is_sum = kNodes > 1 && tile >= num_tiles();
     const OwnedTile it = is_sum ? summed(tile - num_tiles()) : multiplied(tile);
-    if constexpr (Shape::kPaired) return of_cluster(it.owner, it.index, is_sum, cta);
+    if constexpr (Shape::kPaired) return of_owner(it.owner, it.index, is_sum, cta);
     return at(it.owner, it.index, is_sum);  // once: it is long
   }
-  // The tile of one CTA of a cluster. Tiles keep the numbers that they have without clusters, so that all that is sent lies as it does there.
+  // The tile of one CTA of a cluster. All that is sent lies as it does without clusters.
   MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kClusterM - 1) / Shape::kClusterM; }
-  MK_DEVICE TileCoordinate of_cluster(uint32_t owner, uint32_t index, bool is_sum, uint32_t cta) const {
+  MK_DEVICE TileCoordinate of_owner(uint32_t owner, uint32_t index, bool is_sum, uint32_t cta) const {
+    static_assert(kFollowing || Derived::kOwnRows || kWorldSize == 1, "runs of tiles have owners");
     const uint32_t taken = derived().first_taken(owner) + index;
     if (!derived().taken_exists(taken)) return TileCoordinate{owner, 0, 0, 0, kStop, is_sum};
-    const RasterPosition at = raster(taken, taken_rows(), taken_columns(), p.group_m / Shape::kClusterM);
-    TileCoordinate c = of_cta(TileCoordinate{owner, at.row, at.column, 0, 0, is_sum}, cta);
-    if constexpr (kFollowing) {
-      c.index = upper_tile(taken) - derived().first_tile(owner) + cta;
-    } else {
-      static_assert(Derived::kOwnRows || kWorldSize == 1, "runs of tiles have owners");
-      c.index = raster_number(c.m, c.n, tile_rows(), tiles_n(), p.group_m);
-    }
+    TileCoordinate c = of_cluster(TileCoordinate{owner, 0, 0, 0, 0, is_sum}, taken, cta, tile_rows());
+    if constexpr (kWorldSize > 1) c.index -= derived().first_tile(owner);
     return c;
   }
   // A pair's upper tile in the raster order of single tiles, in groups of p.group_m rows, an even number. Where the last group has an odd number of

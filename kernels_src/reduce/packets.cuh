@@ -72,14 +72,7 @@ struct PacketTiles : BasicOp<Config, Parameters> {
     return TileCoordinate{p.world.rank, at.row, at.column, 0, tile, is_sum, false, is_share, share};
   }
   MK_DEVICE TileCoordinate coordinate_of(uint32_t number, uint32_t cta) const {  // of a cluster
-    const uint32_t rows = tile_rows(), taken_rows = (rows + Shape::kClusterM - 1) / Shape::kClusterM;
-    const RasterPosition at = raster(number, taken_rows, taken_columns(), p.group_m / Shape::kClusterM);
-    TileCoordinate c = BasicOp::of_cta(TileCoordinate{p.world.rank, at.row, at.column, 0, 0, false}, cta);
-    c.index = raster_number(c.m, c.n, rows, tiles_n(), p.group_m);
-    return c;
-  }
-  MK_DEVICE bool is_there(const TileCoordinate& c) const {
-    return (Shape::kClusterM == 1 || c.m < tile_rows()) && (Shape::kClusterN == 1 || c.n < tiles_n());
+    return of_cluster(TileCoordinate{p.world.rank, 0, 0, 0, 0, false}, number, cta, tile_rows());
   }
   MK_DEVICE uint32_t parts(const TileCoordinate&) const { return 1; }
   MK_DEVICE bool waits(const TileCoordinate&, uint32_t) const { return false; }

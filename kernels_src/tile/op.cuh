@@ -143,6 +143,15 @@ struct BasicOp {
     if constexpr (Shape::kClusterN > 1) taken.n = taken.n * Shape::kClusterN + cta % Shape::kClusterN;
     return taken;
   }
+  // The same of what a cluster takes by this number, in raster order, of so many rows of tiles. It keeps the number that it has without clusters.
+  MK_DEVICE TileCoordinate of_cluster(TileCoordinate c, uint32_t number, uint32_t cta, uint32_t rows) const {
+    const RasterPosition at =
+        raster(number, (rows + Shape::kClusterM - 1) / Shape::kClusterM, taken_columns(), p.group_m / Shape::kClusterM);
+    c.m = at.row, c.n = at.column;
+    c = of_cta(c, cta);
+    c.index = raster_number(c.m, c.n, rows, tiles_n(), p.group_m);
+    return c;
+  }
   MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
   // Of the last row of tiles no more rows are loaded than there are, in whole warps' rows, by a map of its own: to fill rows that are not there with
   // zeros takes TMA longer than to load rows. What the others hold does not matter.
@@ -166,7 +175,7 @@ struct BasicOp {
   }
   // False: the CTA has no tile here, and multiplies beside its partner in the pair.
   MK_DEVICE bool is_there(const TileCoordinate& c) const {
-    return (Shape::kClusterM == 1 || c.m * Shape::kBlockM < p.rows) && (Shape::kClusterN == 1 || c.n < tiles_n());
+    return (Shape::kClusterM == 1 || c.m <= p.last_row) && (Shape::kClusterN == 1 || c.n < tiles_n());
   }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {

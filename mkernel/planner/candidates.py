@@ -237,7 +237,7 @@ def _reductions(
                 yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     if rules.packets:
         yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
-    if rules.packets or (topology.size > 1 and problem.op == REDUCE_SCATTER and reduce.may_be_packed(problem)):
+    if rules.packets or (problem.op == REDUCE_SCATTER and reduce.may_be_packed(problem)):
         yield from _in_clusters(problem, rows, sm_count, specialize, may_win, WIDTHS[-2:] if rules.packets else WIDTHS[-2:-1])
     may_share = reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:

@@ -16,7 +16,7 @@ from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
-from mkernel.planner.pairs import clusters_name
+from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
 from mkernel.planner.slices import most_slices, sliced_tiles
 from mkernel.planner.specialize import Specialized, remark
@@ -400,9 +400,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             for index in range(rows * self.taken_columns):
                 row, column = raster(index, rows, self.taken_columns, self.taken_group_m)
                 plane, taken = self.plane(rank, first + row % planes), order[row // planes]
-                ms = range(taken * self.cluster, min((taken + 1) * self.cluster, self.tile_rows))
-                ns = range(column * self.cluster_n, min((column + 1) * self.cluster_n, self.tiles_n))
-                yield [Tile(plane, m, n) for m in ms for n in ns]
+                places = tiles_of_cluster((taken, column), (self.cluster, self.cluster_n), self.tile_rows, self.tiles_n)
+                yield [Tile(plane, m, n) for m, n in places]
 
     def place_of(self, tile: Tile) -> tuple[int, int, int]:
         """Plane, row and column of what a cluster takes, of which the tile is one."""

@@ -10,7 +10,18 @@ from collections.abc import Container
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.split import COMMUNICATION_ROLES, Split, SplitError
 
-__all__ = ["Paired", "choose", "clusters_name", "complete", "loads_bind", "lone_row", "may_pay", "mechanism", "upper_tile"]
+__all__ = [
+    "Paired",
+    "choose",
+    "clusters_name",
+    "complete",
+    "loads_bind",
+    "lone_row",
+    "may_pay",
+    "mechanism",
+    "tiles_of_cluster",
+    "upper_tile",
+]
 
 # Of the time of CTAs alone with the same tile, where rows of B are not aligned: in a world of one 0.73 to 0.87 was measured
 # (docs/speed_log.md). Of narrower tiles less of what is loaded is of B.
@@ -49,6 +60,12 @@ def mechanism(cluster: int, cluster_n: int) -> str:
     """The same among the mechanisms of a plan, in short; of CTAs alone nothing."""
     of_few = {(1, 1): "", (2, 1): ", pairs", (1, 2): ", pairs in N"}
     return of_few.get((cluster, cluster_n), f", clusters of {cluster} x {cluster_n}")
+
+
+def tiles_of_cluster(taken: tuple[int, int], clusters: tuple[int, int], tile_rows: int, tiles_n: int) -> list[tuple[int, int]]:
+    """Rows and columns of the tiles that there are of what a cluster takes, row by row; ``taken``: its own row and column."""
+    ms, ns = (range(at * ctas, min((at + 1) * ctas, end)) for at, ctas, end in zip(taken, clusters, (tile_rows, tiles_n), strict=True))
+    return [(m, n) for m in ms for n in ns]
 
 
 def loads_bind(product: Paired) -> bool:

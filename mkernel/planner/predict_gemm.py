@@ -94,7 +94,7 @@ def _work(
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
-    ``others``: CTAs that come ``late``; ``apart``, ``b_row``: as ``tile_cost`` has them.
+    ``others``: CTAs that come ``late``; ``apart``, ``alike``, ``b_row``: as ``tile_cost`` has them.
     """
     taken = math.ceil(rows / (cluster * block_m)) * math.ceil(n / (cluster_n * block_n))
     tiles = shards * taken * cluster * cluster_n * shares

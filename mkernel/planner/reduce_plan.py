@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, raster_number, shift_of, tail_of
-from mkernel.planner.pairs import clusters_name, lone_row, upper_tile
+from mkernel.planner.pairs import clusters_name, lone_row, tiles_of_cluster, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
 from mkernel.planner.specialize import Specialized, remark
@@ -355,21 +355,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         """What a cluster takes of an owner's tiles: one, or those of its tiles that exist; all keep their numbers."""
         if self.ctas_together == 1:
             return [self.at(owner, number, is_sum)]
-        if self.owners == 1:
-            return self._taken_of_one(owner, number, is_sum)
-        pair, rows = owner * self.taken + number, math.ceil(self.tile_rows / 2)
-        if pair >= rows * self.tiles_n:
+        of_all, rows = (owner if self.owners > 1 else 0) * self.taken + number, math.ceil(self.tile_rows / self.cluster)
+        if of_all >= rows * self.taken_columns:
             return []
-        row, _ = raster(pair, rows, self.tiles_n, self.group_m // 2)
-        first = self.upper_tile(pair) - self.first_tile(owner)
-        return [self.at(owner, first + i, is_sum) for i in range(min(2, self.tile_rows - 2 * row))]
-
-    def _taken_of_one(self, owner: int, number: int, is_sum: bool) -> list[Tile]:
-        """Where all tiles in raster order are of one owner, or of everyone."""
-        row, column = raster(number, -(-self.tile_rows // self.cluster), self.taken_columns, self.group_m // self.cluster)
-        ms = range(row * self.cluster, min((row + 1) * self.cluster, self.tile_rows))
-        ns = range(column * self.cluster_n, min((column + 1) * self.cluster_n, self.tiles_n))
-        return [self.at(owner, raster_number(m, n, self.tile_rows, self.tiles_n, self.group_m), is_sum) for m in ms for n in ns]
+        taken = raster(of_all, rows, self.taken_columns, self.group_m // self.cluster)
+        places = tiles_of_cluster(taken, (self.cluster, self.cluster_n), self.tile_rows, self.tiles_n)
+        first = self.first_tile(owner)
+        return [self.at(owner, raster_number(m, n, self.tile_rows, self.tiles_n, self.group_m) - first, is_sum) for m, n in places]
 
     def cta_of(self, tile: Tile) -> int:
         """Which CTA of a cluster has the tile."""

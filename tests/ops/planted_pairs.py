@@ -140,7 +140,7 @@ PAIRS = [
         for what, text, to in (
             ("a cluster waits for what its first column adds", "rows_there(c) * columns_there(c) * addends", "rows_there(c) * addends"),
             ("a cluster waits for tiles that are not its own", "raster_number(c.m + row, c.n + column,", "raster_number(c.m + row, c.n,"),
-            ("tiles of a cluster follow each other", "raster_number(c.m, c.n, tile_rows(), tiles_n(), p.group_m);", "4 * taken + cta;"),
+            ("tiles of a cluster follow each other", "c.index -= derived().first_tile(owner);", "c.index = 4 * taken + cta;"),
         )
     ),
     *(
@@ -148,12 +148,12 @@ PAIRS = [
         for workload, world in (("packets fours", "1x2"), ("scattered packets fours", "1x3"))
         for what, file, text, to in (
             ("a tile that is not there is exchanged", "tile/multiply.cuh", "if (op.is_there(c)) {", "{"),
-            ("a tile beyond the last column is there", "reduce/packets.cuh", "&& (Shape::kClusterN == 1 || c.n < tiles_n())", ""),
+            ("a tile beyond the last column is there", "tile/op.cuh", "&& (Shape::kClusterN == 1 || c.n < tiles_n())", ""),
         )
     ),
     Bug(
         "tiles of a cluster are one tile",
-        "reduce/packets.cuh",
+        "tile/op.cuh",
         "raster_number(c.m, c.n, rows,",
         "raster_number(at.row, at.column, rows,",
         workload="packets fours",
