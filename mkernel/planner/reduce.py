@@ -123,7 +123,7 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
         raise TilingError(
             f"{asked}: an all-reduce in one step has no clusters of CTAs, if not in packets"
             if of_one
-            else f"{asked}: runs of tiles, and tiles for other nodes, have no clusters but pairs of CTAs that are neighbours in M"
+            else f"{asked}: runs of tiles, and tiles for other nodes, have no clusters but pairs of CTAs that are neighbours in M, sums none of two by two"
         )
     if max(clusters) > 1 and (asked.shares or 1) > 1:
         raise TilingError(f"{asked}: CTAs that share K of tiles take them alone")
@@ -142,7 +142,9 @@ def _clusters_of_tiles(problem: ReduceProblem, asked: tuple[int, int]) -> tuple[
     Where owners have runs of tiles, or these travel between nodes, pairs in M have runs of them; else CTAs take them alone.
     """
     topology = problem.topology
-    own_rows = topology.size == 1 or (problem.op == REDUCE_SCATTER and topology.num_nodes == 1)
+    # Beside sums all CTAs of a cluster share a row or a column (kernels_src/tile/gemm.cuh).
+    in_line = problem.op == REDUCE_SCATTER and topology.num_nodes == 1 and 1 in asked
+    own_rows = topology.size == 1 or in_line
     return asked if (own_rows or asked == (2, 1)) and problem.algorithm != "one_shot" else (1, 1)
 
 

@@ -78,7 +78,7 @@ WORKLOADS = {
     "packets short": (Case("bfloat16", 64, 8, op=_ALL, algorithm="two_shot"), 12, (7, 130), 20.0),
     # And in pairs of CTAs, whose last row of tiles has no neighbour.
     "reduce pairs": (Case("bfloat16", 136, 264, split="pairs", op=_SCATTER, tiling=Tiling(64, cluster=2, packets=0)), 3, (300, 129), 20.0),
-    "reduce fours": (Case("bfloat16", 136, 296, op=_SCATTER, tiling=Tiling(64, None, None, 2, 0, 2)), 3, (300, 129), 20.0),
+    "reduce fours": (Case("bfloat16", 136, 296, op=_SCATTER, tiling=Tiling(64, None, None, 1, 0, 4)), 3, (300, 129), 20.0),
     "two shot pairs": (
         Case("bfloat16", 64, 264, split="pairs", op=_ALL, algorithm="two_shot", tiling=Tiling(64, cluster=2, packets=0)),
         3,

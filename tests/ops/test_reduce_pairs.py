@@ -40,7 +40,7 @@ def drawn_rows(rng: np.random.Generator) -> tuple[int, ...]:
 def _valid(world: str, op: str, clusters: tuple[int, int], split: str, **_: Any) -> bool:
     """Not between nodes, nor where owners have runs of tiles, unless pairs in M; and splits of pairs are none of fours."""
     at = topology(world)
-    own_rows = at.size == 1 or (op == REDUCE_SCATTER and at.num_nodes == 1)
+    own_rows = at.size == 1 or (op == REDUCE_SCATTER and at.num_nodes == 1 and 1 in clusters)
     return (own_rows or clusters == (2, 1)) and (split == "default" or max(clusters) == 2 > min(clusters))
 
 

@@ -88,6 +88,8 @@ def test_what_reductions_cannot_have() -> None:
         plan_of(REDUCE_SCATTER, 600, 4096, 2048, Tiling(shares=2, cluster=2))
     with pytest.raises(SplitError, match="even number"):
         make_plan(plan_of(REDUCE_SCATTER, 600, 4096, 2048).problem, 600, 132, Split(compute=31), tiling=Tiling(cluster=2))
+    with pytest.raises(TilingError, match="none of two by two"):
+        plan_of(REDUCE_SCATTER, 600, 4096, 2048, Tiling(cluster=2, cluster_n=2, packets=0))
     for op, world in ((REDUCE_SCATTER, "2x2"), (ALLREDUCE, "1x2")):
         for tiling in (Tiling(cluster=4, packets=0), Tiling(cluster_n=2, packets=0)):
             with pytest.raises(TilingError, match="no clusters but pairs"):

@@ -334,7 +334,8 @@ class _Reduction(Gemm):
             return found
         if "packets" in self.mechanisms_in(world) and self.partials == "output" and rng.random() < 0.5:
             return dataclasses.replace(found, packets=1, split=rng.choice((None, mk.Split(compute=found.together))))
-        own_rows = world.size == 1 or (self.op == ReduceScatter.op and world.num_nodes == 1)
+        in_line = 1 in (found.cluster, found.cluster_n)  # beside sums
+        own_rows = world.size == 1 or (self.op == ReduceScatter.op and world.num_nodes == 1 and in_line)
         may = getattr(self, "algorithm", None) != "one_shot" and (own_rows or (found.cluster, found.cluster_n) == (2, 1))
         return dataclasses.replace(found, packets=0) if may else self
 
