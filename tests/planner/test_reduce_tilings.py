@@ -92,7 +92,7 @@ def test_what_reductions_cannot_have() -> None:
         plan_of(REDUCE_SCATTER, 600, 4096, 2048, Tiling(cluster=2, cluster_n=2, packets=0))
     for op, world in ((REDUCE_SCATTER, "2x2"), (ALLREDUCE, "1x2")):
         for tiling in (Tiling(cluster=4, packets=0), Tiling(cluster_n=2, packets=0)):
-            with pytest.raises(TilingError, match="no clusters but pairs"):
+            with pytest.raises(TilingError, match="no clusters but pairs of neighbours in M"):
                 plan_of(op, 600, 4096, 2048, tiling, world)
 
 
