@@ -123,7 +123,7 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
         raise TilingError(
             f"{asked}: an all-reduce in one step has no clusters of CTAs, if not in packets"
             if of_one
-            else f"{asked}: runs of tiles, and those for other nodes, have no clusters but pairs of neighbours in M, sums none of two by two"
+            else f"{asked}: runs of tiles, and other nodes', have no clusters but pairs of neighbours in M, sums none of two by two"
         )
     if max(clusters) > 1 and (asked.shares or 1) > 1:
         raise TilingError(f"{asked}: CTAs that share K of tiles take them alone")
