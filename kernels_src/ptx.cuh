@@ -15,7 +15,6 @@
 #define MK_KERNEL(launch_threads) extern "C" __global__ void __launch_bounds__(launch_threads, 1) mkernel_entry
 
 namespace ptx {
-
 // ---- identity
 MK_DEVICE uint32_t thread_index() { return threadIdx.x; }
 MK_DEVICE uint32_t cta_index() { return blockIdx.x; }
@@ -78,7 +77,6 @@ MK_DEVICE void pause_until(const uint64_t* flag, uint64_t value, uint64_t time) 
 // Polls of a flag (about a microsecond each) between two looks at the abort words. That of the host lies in host memory: with a look every 32
 // polls by 124 waiting CTAs, each release to a peer took 100 us (4 x H200, docs/speed_log.md), so they look every 0.1 s only.
 constexpr uint32_t kPollsPerAbortCheck = 32, kPollsPerHostCheck = 1 << 16;
-
 // ---- mbarriers (shared memory)
 MK_DEVICE void mbarrier_init(uint64_t* bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
@@ -118,9 +116,9 @@ MK_DEVICE uint32_t cluster_rank() {  // of this CTA
   asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-MK_DEVICE void cluster_sync() {  // all threads of all its CTAs that have not exited, whole warps; release and acquire at cluster scope
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// All threads of all its CTAs, whole warps: they have come, and all have. Of what a thread did before, others see its mbarrier_init_fence().
+MK_DEVICE void cluster_come() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+MK_DEVICE void cluster_meet() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(cta));
@@ -181,7 +179,6 @@ MK_DEVICE void tma_store_3d(const abi::TensorMap* map, const void* smem, int32_t
                "r"(c0), "r"(c1), "r"(c2)
                : "memory");
 }
-
 MK_DEVICE void tma_load_4d(void* smem, const abi::TensorMap* map, uint64_t* bar, int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
                    shared_address(smem)),
@@ -417,11 +414,13 @@ MK_DEVICE void store_pairs(Words* p, const Words& v) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
 }
 
-// Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp).
+// Stores four 8x8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8 (warp). Transposed: of its column l % 8.
+#define MK_MATRICES "r"(shared_address(row)), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
 MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(m0), "r"(m1), "r"(m2),
-               "r"(m3)
-               : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::MK_MATRICES : "memory");
+}
+MK_DEVICE void stmatrix_x4_transposed(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::MK_MATRICES : "memory");
 }
 
 // ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared or registers) * B (16 x N, shared)
@@ -447,13 +446,13 @@ MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) {
 }
 MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <uint32_t Pending, uint32_t Count>
+template <uint32_t Pending, uint32_t Most = 0, uint32_t Count>  // Most: so many of `d` have been in use; 0: all
 MK_DEVICE void wgmma_wait(float (&d)[Count]) {  // all but the last `Pending` groups are complete: `d`, of one of these, may be read
 #pragma unroll
-  for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (uint32_t i = 0; i < (Most == 0 ? Count : Most); ++i) asm volatile("" : "+f"(d[i])::"memory");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 #pragma unroll
-  for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (uint32_t i = 0; i < (Most == 0 ? Count : Most); ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 namespace detail {
@@ -465,6 +464,9 @@ template <uint32_t N, Element E, Major A, Major B> struct Atom;
   template <Major A, Major B> struct Atom<n, Element::kBFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
   template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
+#ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // by the generated source, for tiles of any height
+MK_ATOM(16) MK_ATOM(32) MK_ATOM(48) MK_ATOM(80) MK_ATOM(96) MK_ATOM(112) MK_ATOM(160) MK_ATOM(224)
+#endif
 #undef MK_ATOM
 template <uint32_t N, Element E, Major B> struct RegisterAtom;  // A in registers
 #define MK_ATOM(n)                                                                                                                          \
@@ -482,7 +484,6 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
   Atom::fma(a..., b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 }  // namespace detail
-
 template <uint32_t N, Element E, Major A, Major B, uint32_t Count>  // D is in the first N / 2 registers of `d`
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
@@ -495,6 +496,5 @@ MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b,
   detail::fma<typename detail::RegisterAtom<N, E, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2],
                                                             a[3]);
 }
-
 }  // namespace ptx
 #endif  // MK_PTX_CUH

@@ -53,7 +53,7 @@ MKC_API void mkc_acquired(const void* p, uint64_t seen);     // after an acquiri
 MKC_API void mkc_released();                                 // after a store or atomic that others may wait for
 MKC_API uint32_t mkc_random(uint32_t count);                 // one of so many possibilities
 
-MKC_API void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3);
+MKC_API void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, bool transposed);
 
 MKC_API void mkc_check_shared(const void* p, uint32_t bytes);  // before a read: is it in this CTA's shared memory?
 MKC_API void mkc_wrote_shared(void* p, uint32_t bytes);        // 16 bytes: the async proxy must not touch them before a fence

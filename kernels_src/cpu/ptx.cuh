@@ -72,7 +72,8 @@ MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait
 
 // ---- clusters
 MK_DEVICE uint32_t cluster_rank() { return mkc_cluster_rank(); }
-MK_DEVICE void cluster_sync() { mkc_cluster_sync(); }
+MK_DEVICE void cluster_come() {}
+MK_DEVICE void cluster_meet() { mkc_cluster_sync(); }
 MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) { return mkc_cluster_address(p, cta); }
 MK_DEVICE void cluster_store(uint32_t* p, uint32_t cta, uint32_t v) { mkc_cluster_store(p, cta, v); }
 MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta); }
@@ -326,7 +327,10 @@ MK_DEVICE void store_pairs(Words* p, const Words& v) {
   }
 }
 
-MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3); }
+MK_DEVICE void stmatrix_x4(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) { mkc_stmatrix(row, m0, m1, m2, m3, false); }
+MK_DEVICE void stmatrix_x4_transposed(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  mkc_stmatrix(row, m0, m1, m2, m3, true);
+}
 
 // ---- wgmma
 enum class Major : uint32_t { kK = 0, kMN = 1 };
@@ -342,14 +346,14 @@ MK_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
 MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) { return descriptor; }
 MK_DEVICE void wgmma_fence() { mkc_wgmma_fence(); }
 MK_DEVICE void wgmma_commit() { mkc_wgmma_commit(); }
-template <uint32_t Pending, uint32_t Count>
+template <uint32_t Pending, uint32_t Most = 0, uint32_t Count>
 MK_DEVICE void wgmma_wait(float (&)[Count]) {
   mkc_wgmma_wait(Pending);
 }
 template <uint32_t N, Element E, Major A, Major B, uint32_t Count>
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(Count >= N / 2, "accumulators");
-  static_assert(N == 64 || N == 128 || N == 192 || N == 256, "wgmma shape");
+  static_assert(N % 16 == 0 && N <= 256, "wgmma shape");
   mkc_wgmma(d, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, nullptr, b, accumulate);
 }
 template <uint32_t N, Element E, Major B, uint32_t Count>

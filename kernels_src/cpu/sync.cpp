@@ -277,15 +277,22 @@ uint32_t mkc_shuffle_xor(uint32_t value, uint32_t lanes) {
   return meet_warp(Meeting::kShuffle, value, 0, 0, 0).word[(lane ^ lanes) % kLanes][0];
 }
 
-void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, bool transposed) {
   constexpr uint32_t kMatrixRowBytes = 16;
   const Call call;
   Fiber& fiber = call.fiber;
   const uint32_t offset = shared_offset(row, kMatrixRowBytes, kMatrixRowBytes, "stmatrix_x4");
   const Warp::Slots& slots = meet_warp(Meeting::kStmatrix, m0, m1, m2, m3);
-  const uint32_t lane = fiber.thread % kLanes, matrix = lane / 8, first = lane % 8 * 4;  // a row's elements come from four lanes
+  const uint32_t lane = fiber.thread % kLanes, matrix = lane / 8, index = lane % 8;
   uint32_t words[4];
-  for (uint32_t i = 0; i < 4; ++i) words[i] = slots.word[first + i][matrix];
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (!transposed) {
+      words[i] = slots.word[index * 4 + i][matrix];  // a row's elements come from four lanes,
+    } else {                                         // a column's from eight: two rows' elements of it
+      const uint32_t low = slots.word[2 * i * 4 + index / 2][matrix], high = slots.word[(2 * i + 1) * 4 + index / 2][matrix];
+      words[i] = (low >> index % 2 * 16 & 0xffffu) | (high >> index % 2 * 16) << 16;
+    }
+  }
   tsan::write(row, kMatrixRowBytes);
   __builtin_memcpy(row, words, kMatrixRowBytes);
   mark_dirty(fiber, offset);

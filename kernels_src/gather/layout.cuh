@@ -46,11 +46,13 @@ struct alignas(64) Parameters {
   uint32_t shares;         // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
   uint32_t last_row;       // the last row of tiles of a plane,
   uint32_t tail_rows;      // and how many rows of A are loaded for its tiles
+  uint32_t block_rows;     // with swapped operands: rows of a tile,
+  uint32_t stages;         // and stages for as many
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
   uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
   uint32_t keeps;          // 1: the shards of tagged packets are wanted in the gather buffer, too
   uint64_t c;              // its first row
-  uint64_t reserved[5];    // the maps are 64-byte aligned
+  uint64_t reserved[4];    // the maps are 64-byte aligned
   abi::TensorMap a_map;    // (rows, K), boxes of 128 rows; a_tail_map: of tail_rows
   abi::TensorMap a_tail_map;
   abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled
@@ -58,7 +60,8 @@ struct alignas(64) Parameters {
   abi::TensorMap gather_tail_map;
   abi::TensorMap b_map;
   abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
-  abi::TensorMap c_map;        // (planes, rows of a plane, N)
+  abi::TensorMap c_map;  // (planes, rows of a plane, N); c_tail_map: of what tiles of swapped operands have beyond whole blocks of rows
+  abi::TensorMap c_tail_map;
 };
 
 static_assert(sizeof(Parameters) == Config::kParameterBytes, "abi");

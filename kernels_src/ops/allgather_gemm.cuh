@@ -57,9 +57,12 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE uint32_t planes() const { return kWorldSize / span(); }
   MK_DEVICE uint32_t near_planes() const { return span() < kR ? kR / span() : 1; }  // with shards of this node
   MK_DEVICE uint32_t plane_rows() const { return span() * p.rows; }
-  MK_DEVICE uint32_t tile_rows() const { return (plane_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }  // of a plane
+  MK_DEVICE uint32_t tile_rows() const {  // of a plane
+    if constexpr (Shape::kSwapped) return plane_rows() == 0 ? 0 : p.last_row + 1;
+    return (plane_rows() + Shape::kBlockM - 1) / Shape::kBlockM;
+  }
   // With pairs of CTAs a number means two rows, or two columns, of tiles, or what is left of them.
-  static constexpr uint32_t kTakenRows = Shape::kClusterM * Shape::kBlockM;
+  MK_DEVICE uint32_t taken_height() const { return Shape::kClusterM * block_rows(); }
   MK_DEVICE uint32_t taken_rows() const { return (tile_rows() + Shape::kClusterM - 1) / Shape::kClusterM; }  // of tiles
   MK_DEVICE uint32_t num_tiles() const {
     const uint32_t tiles = taken_rows() * planes() * taken_columns();
@@ -101,8 +104,8 @@ struct Tiles : BasicOp<Config, Parameters> {
     return of_cta(TileCoordinate{plane, row, at.column, slice, index, is_sum, false, is_share, share}, cta);
   }
   // Of the shards of a plane: the row of tiles in which a shard begins, and the first that has no rows of the shard before.
-  MK_DEVICE uint32_t begin_row(uint32_t shard) const { return shard < span() ? shard * p.rows / kTakenRows : taken_rows(); }
-  MK_DEVICE uint32_t first_row(uint32_t shard) const { return (shard * p.rows + kTakenRows - 1) / kTakenRows; }
+  MK_DEVICE uint32_t begin_row(uint32_t shard) const { return shard < span() ? shard * p.rows / taken_height() : taken_rows(); }
+  MK_DEVICE uint32_t first_row(uint32_t shard) const { return (shard * p.rows + taken_height() - 1) / taken_height(); }
   MK_DEVICE uint32_t own_shard() const { return p.world.rank - quotient(p.world.rank, span()) * span(); }
   MK_DEVICE uint32_t own_rows() const {  // of tiles that have rows of the own shard only
     if (span() == 1) return taken_rows();
@@ -112,12 +115,12 @@ struct Tiles : BasicOp<Config, Parameters> {
   MK_DEVICE KeptRows kept_rows() const {
     if (span() == 1) return KeptRows{0, p.rows};
     const uint32_t begin = own_shard() * p.rows, first = first_row(own_shard());
-    return KeptRows{first * kTakenRows - begin, (first + own_rows()) * kTakenRows - begin};
+    return KeptRows{first * taken_height() - begin, (first + own_rows()) * taken_height() - begin};
   }
   // The others of the own plane, as they come: that in which the own shard begins, and then of all others in turn, from the next shard on, the row
   // in which one begins, the next one; at last those that some shards have more of than others.
   MK_DEVICE uint32_t later_row(uint32_t index) const {
-    const uint32_t own = own_shard(), others = span() - 1, of_each = p.rows / kTakenRows, begun = begin_row(own);
+    const uint32_t own = own_shard(), others = span() - 1, of_each = p.rows / taken_height(), begun = begin_row(own);
     if (begun < first_row(own) && begun < begin_row(own + 1) && index-- == 0) return begun;
     const auto shard_at = [&](uint32_t distance) { return own + distance < span() ? own + distance : own + distance - span(); };
     const uint32_t row = quotient(index, others);
@@ -156,21 +159,38 @@ struct Tiles : BasicOp<Config, Parameters> {
 
   // ---- shares of K
   static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
-  MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * taken_columns(), p.shares}; }
+  MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * taken_columns(), p.shares, block_rows()}; }
   MK_DEVICE char* packets(const Entered& entered) const {
     return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;
   }
   MK_DEVICE uint32_t rows_of(const TileCoordinate& c) const {  // valid ones, of a pair's second tile perhaps none
-    const uint32_t begin = c.m * Shape::kBlockM;
+    const uint32_t begin = c.m * block_rows();
     return plane_rows() > begin ? plane_rows() - begin : 0;
   }
   MK_DEVICE void send_share(const Entered& entered, const float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
-    shares().send(packets(entered), d, c, rows_of(c));
+    shares().send(packets(entered), d, c, Shape::kSwapped ? load_rows(c) : rows_of(c));
+  }
+  // With swapped operands a lane has columns r and r + 8 of two rows; with the lane of the next column it exchanges one of each, so that both store whole
+  // words: the lane of the even column in the first of the rows, the other one in the second.
+  MK_DEVICE void add_swapped(const Entered& entered, const TileCoordinate& c) const {
+    const uint32_t lane = ptx::lane_index(), odd = lane / 4 % 2, rows = rows_of(c), row = lane % 4 * 2 + odd;
+    const uint32_t column = first_column<Config>(c) + KShares::warp() * kWarpRows + lane / 4 - odd;
+    char* to = reinterpret_cast<char*>(p.c) + (uint64_t(c.plane) * plane_rows() + c.m * block_rows() + row) * p.c_row_bytes + column * 2;
+    shares().add_up(entered, packets(entered), c, load_rows(c), [&](uint32_t packet, const float (&sum)[kPacketWords]) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {  // of columns 8 apart
+        const float kept = odd ? sum[2 * i + 1] : sum[2 * i], other = ptx::shuffle_xor(odd ? sum[2 * i] : sum[2 * i + 1], 4);
+        const uint32_t word = odd ? ptx::pack<Shape::kElement>(other, kept) : ptx::pack<Shape::kElement>(kept, other);
+        if (packet * 8 + row < rows && column + i * 8 < extent_n(p))
+          ptx::store_word(to + uint64_t(packet) * 8 * p.c_row_bytes + i * 16, word);
+      }
+    });
   }
   MK_DEVICE void add_shares(const Entered& entered, const TileCoordinate& c) const {
+    if constexpr (Shape::kSwapped) return add_swapped(entered, c);
     const uint32_t lane = ptx::lane_index(), rows = rows_of(c), row = KShares::warp() * kWarpRows + lane / 4;
     const uint32_t column = first_column<Config>(c) + lane % 4 * 2;
-    const uint64_t first_row = uint64_t(c.plane) * plane_rows() + c.m * Shape::kBlockM + row;
+    const uint64_t first_row = uint64_t(c.plane) * plane_rows() + c.m * block_rows() + row;
     char* to = reinterpret_cast<char*>(p.c) + first_row * p.c_row_bytes + column * 2;
     shares().add_up(entered, packets(entered), c, rows, [&](uint32_t packet, const float (&sum)[kPacketWords]) {
       if (column + packet * 8 >= extent_n(p)) return;
@@ -180,21 +200,21 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   // Where the own shard begins, from the beginning of a tile's plane on; wraps if it is in an earlier one.
   MK_DEVICE uint32_t own_begin(const TileCoordinate& c) const { return p.world.rank * p.rows - c.plane * plane_rows(); }
-  MK_DEVICE uint32_t end_of(uint32_t begin) const { return begin + kTakenRows < plane_rows() ? begin + kTakenRows : plane_rows(); }
+  MK_DEVICE uint32_t end_of(uint32_t begin) const { return begin + taken_height() < plane_rows() ? begin + taken_height() : plane_rows(); }
   MK_DEVICE bool is_own(const TileCoordinate& c) const {  // of the caller's array alone: so are both tiles of a pair, or none
     if constexpr (kOnePlane) return !kPackets;
     if (span() == 1) return c.plane == p.world.rank;
-    const uint32_t begin = c.m / Shape::kClusterM * kTakenRows, end = end_of(begin);
+    const uint32_t begin = c.m / Shape::kClusterM * taken_height(), end = end_of(begin);
     return begin - own_begin(c) < p.rows && end - own_begin(c) <= p.rows;
   }
   MK_DEVICE int32_t a_row(const TileCoordinate& c) const {
-    const uint32_t row = c.m * Shape::kBlockM;
+    const uint32_t row = c.m * block_rows();
     return is_own(c) ? row - own_begin(c) : row;
   }
   MK_DEVICE bool waits(const TileCoordinate& c, uint32_t) const { return !is_own(c) && !(kSums && c.is_sum) && !kTagged; }
   MK_DEVICE bool wait_inputs(const Entered& entered, const TileCoordinate& c, uint32_t part) const {  // warp function
     if constexpr (kPackets && !kTagged) return wait_gathered(entered, shards());
-    const uint32_t begin = c.m * Shape::kBlockM, end = end_of(begin);
+    const uint32_t begin = c.m * block_rows(), end = end_of(begin);
     const uint32_t first = block_of(c.plane, begin), last = block_of(c.plane, end - 1);
     return wait_all(entered, ChunkFlags{p, first, part}, last - first + 1);
   }
@@ -231,9 +251,9 @@ struct Tiles : BasicOp<Config, Parameters> {
   using Row = TaggedRow;
   MK_DEVICE TaggedShards tagged() const { return TaggedShards{shards()}; }
   MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const { return kTagged ? 0 : BasicOp::load_rows(c); }
-  MK_DEVICE uint32_t taken_rows(const TileCoordinate& c) const { return rows_of(c) < Shape::kBlockM ? rows_of(c) : Shape::kBlockM; }
+  MK_DEVICE uint32_t taken_rows(const TileCoordinate& c) const { return rows_of(c) < block_rows() ? rows_of(c) : block_rows(); }
   MK_DEVICE Row taken_row(const TileCoordinate& c, uint32_t row) const {
-    return tagged().row(p.world, (c.m * Shape::kBlockM + row) * uint32_t(row_bytes(p)));
+    return tagged().row(p.world, (c.m * block_rows() + row) * uint32_t(row_bytes(p)));
   }
   MK_DEVICE const char* taken_from(const Call& call, const Row& row, uint32_t k) const { return tagged().from(call, row, k * 2); }
   MK_DEVICE bool keeps(const TileCoordinate& c) const { return p.keeps != 0 && c.n == 0; }  // in the gather buffer, by the first column

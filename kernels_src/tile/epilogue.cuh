@@ -8,6 +8,13 @@
 
 namespace mkernel {
 
+// Panels of a result that each consumer warpgroup has: beside each other, or with swapped operands below each other, as far as there are rows.
+template <class Config, class Op>
+MK_DEVICE uint32_t panels_of(const Op& op, const TileCoordinate& c) {
+  if constexpr (GemmShape<Config>::kSwapped) return (op.load_rows(c) + kBlockRows - 1) / kBlockRows;
+  return block_panels<Config>(c);
+}
+
 // Writes 64 rows to shared memory, block by block: rounded once, 64 columns each in the layout of a TMA store, or as blocks of a partial tile.
 template <class Config, class Op>
 MK_DEVICE void write_blocks(const Call& call, const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c,
@@ -40,11 +47,18 @@ MK_DEVICE void write_blocks(const Call& call, const float (&d)[Config::kBlockN /
   const MaskedBlock<Config, Op> masked(call, op, c, storage, warpgroup);
 #pragma unroll
   for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
-    if (panel >= block_panels<Config>(c)) break;
+    if (panel >= panels_of<Config>(op, c)) break;
     char* block = begin();
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
       const Results<Config> e(op, d, panel * (kPanel / 2) + j * 8);
+      if constexpr (Shape::kSwapped) {  // 16 rows x this warp's 16 columns
+        const uint32_t at = j * 16 + lane / 16 * 8 + lane % 8, column = (warp * 2 + lane / 8 % 2) ^ (at % 8);
+        ptx::stmatrix_x4_transposed(block + at * kSwizzleBytes + column * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
+                                    ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
+                                    ptx::pack<Shape::kElement>(e[6], e[7]));
+        continue;
+      }
       const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
       ptx::stmatrix_x4(block + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
                        ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
@@ -81,7 +95,7 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
       first = false;
     }
     if (Op::kStoresRows || c.is_share) continue;
-    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : block_panels<Config>(c);
+    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : panels_of<Config>(op, c);
 #pragma unroll 1
     for (uint32_t panel = 0; panel < panels; ++panel) {
 #pragma unroll 1

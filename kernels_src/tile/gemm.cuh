@@ -19,9 +19,6 @@
 
 namespace mkernel {
 
-// Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
-constexpr bool kEarly = kWorldSize == 1;
-
 // All threads of the CTA; whatever one did before is done when it comes here. Computes until the tile counter runs out, then leaves the call.
 // Nothing may follow: each warpgroup ends with its own number of registers. Of an early kernel the call has not begun.
 template <class Config, TileOp<Config> Op>
@@ -30,6 +27,9 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
   static_assert(!GemmShape<Config>::kPaired || !Op::kShortTiles, "pairs have whole tiles");
   // Stages of addends each CTA fills for itself. If it did not wait for all of its cluster, it could give one back twice while another had not once.
   static_assert(!Op::kAdds || GemmShape<Config>::kSharing == GemmShape<Config>::kCluster, "beside sums all CTAs share a row or a column");
+  static_assert(
+      !GemmShape<Config>::kSwapped || !(Op::kAdds || Op::kExchanges || Op::kTakes || Op::kMasks || Op::kShortTiles || Op::kParts > 1),
+      "swapped operands: tiles of plain products only");
   // What takes long at the beginning stands side by side: one warp works out the first tile, one fetches maps, two initialize barriers. Roles are told
   // apart by halves, since of a switch ptxas makes a jump by a table, which first has to come from memory.
   const uint32_t warp = ptx::warp_index();
@@ -56,16 +56,14 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
       init_results(storage);
     }
   }
+  Pair<Config>::come();
   if constexpr (kEarly) begin_call_late(call);  // all have read the epoch before the CTA leaves the call
-  Pair<Config>::begin();
+  Pair<Config>::meet();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
     if (warp < 2) {
       if (warp == 0) {
-        if (ptx::elected()) {
-          load_tiles(op, storage, first);
-          if constexpr (kEarly) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
-        }
+        if (ptx::elected()) load_tiles(op, storage, first);
       } else {
         schedule_tiles(call, op, storage);
       }
@@ -87,7 +85,6 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
       if (const MaybeEntered entered = storage.entries.pass(call)) op.finish(*entered);
     }
   }
-  Pair<Config>::end();
 }
 
 }  // namespace mkernel

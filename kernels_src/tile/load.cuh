@@ -6,6 +6,9 @@
 
 namespace mkernel {
 
+// Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
+constexpr bool kEarly = kWorldSize == 1;
+
 // Partial tiles that are added pass through the same stages, kAddPanels panels (both warpgroups' blocks) at a time.
 template <class Config>
 MK_DEVICE char* stage_block(GemmStorage<Config>& storage, uint32_t stage, uint32_t block) {
@@ -63,7 +66,7 @@ MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint6
     }
   } else if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
 #pragma unroll
-    for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+    for (uint32_t p = 0; p < Shape::kColumns / kPanel; ++p) {
       if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, column + p * kPanel, k, b_plane);
     }
   } else {
@@ -86,7 +89,7 @@ MK_DEVICE uint32_t load_ahead(const Op& op, GemmStorage<Config>& storage, const 
 #pragma unroll 1
   for (uint32_t step = 0; step < stages; ++step, stage.advance(ring.count())) {
     uint64_t* filled = storage.stages.fill_by_tma(stage, bytes_of_stage<Config>(op, c));
-    load_b<Config>(op, ring.b(storage, stage.index), op.b_map(c), filled, first_column<Config>(c),
+    load_b<Config>(op, ring.columns(storage, stage.index), op.b_map(c), filled, first_column<Config>(c),
                    (op.first_step(c) + step) * Shape::kBlockK, op.b_plane(c), tile_width<Config>(c));
   }
   return stages;
@@ -100,7 +103,7 @@ MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const Tile
   StagePosition<Config> stage, filled;
 #pragma unroll 1
   for (uint32_t i = 0; op.load_rows(c) != 0 && i < stages; ++i, stage.advance(ring.count())) {
-    load_a<Config>(ring.a(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
+    load_a<Config>(ring.rows(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
                    op.a_plane(c, 0), i);
   }
 #pragma unroll 1
@@ -125,7 +128,8 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     if (!ahead) item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) {
       if (has_b != 0) fill_ahead(op, storage, known_place<Config, Op>(first), has_b);
-      return;
+      if constexpr (kEarly) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
+      return Pair<Config>::end_loading(storage, stage, ring);
     }
     const uint32_t part = item.number % Op::kParts;
     const TileCoordinate c = known_place<Config, Op>(item);
@@ -147,13 +151,13 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
       if (Op::kGathers && has_b != 0) {
         --has_b;
-        if (loads_a) load_a<Config>(ring.a(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane, step);
+        if (loads_a) load_a<Config>(ring.rows(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane, step);
         continue;
       }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
-      if (loads_a) load_a<Config>(ring.a(storage, stage.index), a, filled, a_k, a_row, a_plane, step);
-      load_b<Config>(op, ring.b(storage, stage.index), b, filled, column, k, b_plane, width);
+      if (loads_a) load_a<Config>(ring.rows(storage, stage.index), a, filled, a_k, a_row, a_plane, step);
+      load_b<Config>(op, ring.columns(storage, stage.index), b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {
       const uint32_t addends = op.addends(c, part), rows = op.rows(c);

@@ -13,9 +13,12 @@ struct StageOperands {
 };
 template <class Config>
 MK_DEVICE StageOperands stage_operands(const char* a, const char* b) {
-  const uint32_t leading = Config::kBRowMajor ? GemmShape<Config>::kBlockK * kSwizzleBytes : 16;
-  return StageOperands{ptx::warp_descriptor(ptx::matrix_descriptor(a, 16, kSwizzleAtom)),
-                       ptx::warp_descriptor(ptx::matrix_descriptor(b, leading, kSwizzleAtom))};
+  using Shape = GemmShape<Config>;
+  const auto descriptor = [](const char* operand, ptx::Major major) {
+    const uint32_t leading = major == ptx::Major::kMN ? Shape::kBlockK * kSwizzleBytes : 16;
+    return ptx::warp_descriptor(ptx::matrix_descriptor(operand, leading, kSwizzleAtom));
+  };
+  return StageOperands{descriptor(a, Shape::kMajorA), descriptor(b, Shape::kMajorB)};
 }
 
 // One k-step of kBlockK for 64 rows and N columns.
@@ -25,9 +28,9 @@ MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const StageOperan
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kBlockK; k += kInstructionK) {
-    const uint64_t a = ptx::advance_descriptor(stage.a, k * 2);
-    const uint64_t b = ptx::advance_descriptor(stage.b, k * (Config::kBRowMajor ? kSwizzleBytes : 2));
-    ptx::wgmma<N, Shape::kElement, ptx::Major::kK, Shape::kMajorB>(d, a, b, accumulate || k > 0);
+    const uint64_t a = ptx::advance_descriptor(stage.a, k * (Shape::kMajorA == ptx::Major::kMN ? kSwizzleBytes : 2));
+    const uint64_t b = ptx::advance_descriptor(stage.b, k * (Shape::kMajorB == ptx::Major::kMN ? kSwizzleBytes : 2));
+    ptx::wgmma<N, Shape::kElement, Shape::kMajorA, Shape::kMajorB>(d, a, b, accumulate || k > 0);
   }
   ptx::wgmma_commit();
 }
@@ -119,12 +122,12 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
     const StageOperands operands = stage_operands<Config>(a, b);
     storage.stages.wait_filled(stage);
     multiply_stage<N, Config>(d, operands, accumulate || step > 0);
-    ptx::wgmma_wait<1>(d);
+    ptx::wgmma_wait<1, N / 2>(d);
     if (previous != kStop) give_back<Config>(storage, previous);
     previous = stage.index;
     stage.advance(ring.count());
   } while (++step < steps);
-  ptx::wgmma_wait<0>(d);
+  ptx::wgmma_wait<0, N / 2>(d);
   give_back<Config>(storage, previous);
 }
 
@@ -149,6 +152,27 @@ MK_DEVICE void multiply_rows(float (&d)[Config::kBlockN / 2], GemmStorage<Config
     if (ring.is_low() && warpgroup != 0) return pass_part<Config>(d, storage, ring, stage, steps);
   }
   multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, ring, stage, steps, warpgroup, accumulate);
+}
+
+// Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32. The height of tiles is one of
+// them. (More take NVRTC longer than they would save.) Where a CTA of a cluster has no rows, it multiplies whatever it holds.
+MK_DEVICE constexpr uint32_t height_at(uint32_t i) { return i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
+MK_DEVICE constexpr uint32_t height_index(uint32_t rows) {
+  return rows == 0 ? 0 : rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7;
+}
+template <uint32_t Low, uint32_t High, class Config>
+MK_DEVICE void multiply_high(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+                             StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, uint32_t index) {
+  if constexpr (Low == High) {
+    multiply_part<height_at(Low), false>(d, storage, ring, stage, steps, warpgroup, false);
+  } else {
+    constexpr uint32_t kMiddle = (Low + High) / 2;
+    if (index <= kMiddle) {
+      multiply_high<Low, kMiddle>(d, storage, ring, stage, steps, warpgroup, index);
+    } else {
+      multiply_high<kMiddle + 1, High>(d, storage, ring, stage, steps, warpgroup, index);
+    }
+  }
 }
 
 // All of K of a tile, or of its share, whose rows of A the consumers bring themselves.
@@ -216,6 +240,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       multiply_part<Shape::kSliceN, false>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if (Op::kShortTiles && c.is_short) {
       if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, ring, stage, steps, warpgroup, part > 0);
+    } else if constexpr (Shape::kSwapped) {
+      multiply_high<0, height_index(Config::kBlockN)>(d, storage, ring, stage, steps, warpgroup, height_index(op.load_rows(c)));
     } else if constexpr (Op::kTakes) {
       multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
     } else if (!Op::kShortTiles && !Op::kShares && op.load_rows(c) <= warpgroup * kBlockRows) {  // with shares of K it spills

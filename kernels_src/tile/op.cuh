@@ -134,7 +134,13 @@ struct BasicOp {
   MK_DEVICE bool announces(const TileCoordinate&) const { return false; }
   MK_DEVICE void raise(const Entered&, uint32_t) const {}
 
-  MK_DEVICE uint32_t tile_rows() const { return (p.rows + Shape::kBlockM - 1) / Shape::kBlockM; }
+  // Rows of a tile, and stages: with swapped operands the call's.
+  MK_DEVICE uint32_t block_rows() const {
+    if constexpr (Shape::kSwapped) return p.block_rows;
+    return Shape::kBlockM;
+  }
+  MK_DEVICE uint32_t stages() const { return p.stages; }
+  MK_DEVICE uint32_t tile_rows() const { return (p.rows + block_rows() - 1) / block_rows(); }
   MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN; }
   // Where clusters take tiles: columns of what they take, and the tile of one CTA of it.
   MK_DEVICE uint32_t taken_columns() const { return (tiles_n() + Shape::kClusterN - 1) / Shape::kClusterN; }
@@ -158,11 +164,11 @@ struct BasicOp {
   MK_DEVICE bool is_last_row(const TileCoordinate& c) const { return c.m == p.last_row; }
   MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const {
     if (Shape::kClusterM > 1 && c.m > p.last_row) return 0;  // the second CTA of a pair has no tile
-    return is_last_row(c) ? p.tail_rows : Shape::kBlockM;
+    return is_last_row(c) ? p.tail_rows : block_rows();
   }
   MK_DEVICE bool is_low() const { return p.load_rows <= kBlockRows; }  // of all tiles: see StageRing
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_last_row(c) ? &p.a_tail_map : &p.a_map; }
-  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * Shape::kBlockM; }
+  MK_DEVICE int32_t a_row(const TileCoordinate& c) const { return c.m * block_rows(); }
   MK_DEVICE int32_t a_plane(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE int32_t a_k(const TileCoordinate&, uint32_t) const { return 0; }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
@@ -170,8 +176,8 @@ struct BasicOp {
   MK_DEVICE float clamp() const { return p.clamp; }
   MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
     if (!is_there(c)) return 0;
-    const uint32_t left = p.rows - c.m * Shape::kBlockM;
-    return left < Shape::kBlockM ? left : Shape::kBlockM;
+    const uint32_t left = p.rows - c.m * block_rows();
+    return left < block_rows() ? left : block_rows();
   }
   // False: the CTA has no tile here, and multiplies beside its partner in the pair.
   MK_DEVICE bool is_there(const TileCoordinate& c) const {
@@ -179,8 +185,14 @@ struct BasicOp {
   }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {
-    const uint32_t row = c.m * Shape::kBlockM + block_row(c, warpgroup);
-    ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);
+    if constexpr (Shape::kSwapped) {  // the last panel of a tile may have fewer rows, for which there is a map of its own
+      const uint32_t first = panel * kBlockRows;
+      const abi::TensorMap* map = first + kBlockRows <= block_rows() ? &p.c_map : &p.c_tail_map;
+      ptx::tma_store_3d(map, smem, first_column<Config>(c) + warpgroup * kPanel, c.m * block_rows() + first, plane);
+    } else {
+      const uint32_t row = c.m * block_rows() + block_row(c, warpgroup);
+      ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);
+    }
   }
 };
 

@@ -44,6 +44,13 @@ template <class Config>
   requires requires { Config::kShares; }
 constexpr bool kShares<Config> = Config::kShares != 0;
 
+// 1 where wgmma has columns of B in the place of rows, and tiles have as many rows as the call says (shape.cuh).
+template <class Config>
+constexpr bool kSwapped = false;
+template <class Config>
+  requires requires { Config::kSwapped; }
+constexpr bool kSwapped<Config> = Config::kSwapped != 0;
+
 // 1 where a call whose tiles have at most 64 rows has more stages, of less of A (storage.cuh).
 template <class Config>
 constexpr bool kLow = false;

@@ -16,7 +16,7 @@
 //
 // None of these waits has a deadline. Each is for threads of the same GPU, which are resident as long as the cluster is, and none of which stops
 // before the end of the queue: what they wait for outside of the cluster has deadlines, and after a failure the leader still offers kStop to all.
-// No CTA of a cluster ends before the others have done all that reaches its shared memory (end).
+// No CTA of a cluster ends before the others have done all that reaches its shared memory (end_loading, end_sending).
 #pragma once
 #include "tile/storage.cuh"
 
@@ -74,19 +74,30 @@ struct Pair {
     }
   }
 
-  // All threads, when one thread of each CTA has initialized its barriers, and when nothing more is to be done.
-  MK_DEVICE static void begin() {
-    if constexpr (kIs) {
-      ptx::sync_warp();
-      ptx::cluster_sync();
-    } else {
-      ptx::sync_cta();
-    }
-  }
-  MK_DEVICE static void end() {
+  // All threads, when those of their CTA that initialize barriers have done so, and then before they use them.
+  MK_DEVICE static void come() {
     if constexpr (kIs) {
       ptx::sync_warp();  // of some warps one lane has worked
-      ptx::cluster_sync();
+      ptx::cluster_come();
+    }
+  }
+  MK_DEVICE static void meet() {
+    ptx::sync_cta();
+    if constexpr (kIs) ptx::cluster_meet();
+  }
+
+  // Before a CTA ends, whatever others do to its shared memory must have been done. What they load into it, and items, it has waited for. Stages that
+  // they give back its loading thread waits for, and slots of the relay the leader's scheduler: all that there are.
+  MK_DEVICE static void end_loading(GemmStorage<Config>& storage, StagePosition<Config>& stage, const StageRing<Config>& ring) {
+    if constexpr (kIs) {
+#pragma unroll 1
+      for (uint32_t i = 0; i < ring.count(); ++i, stage.advance(ring.count())) storage.stages.wait_taken(stage);
+    }
+  }
+  MK_DEVICE static void end_sending(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
+    if constexpr (kIs) {
+#pragma unroll 1
+      for (uint32_t i = 0; i < kTileQueue; ++i, at.advance()) ptx::cluster_wait(&storage.relay.slots.taken[at.index], at.parity ^ 1);
     }
   }
 
@@ -103,13 +114,13 @@ struct Pair {
     const uint32_t part = row(), ctas = of_column();
     if constexpr (Config::kBRowMajor) {
 #pragma unroll
-      for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {
+      for (uint32_t p = 0; p < Shape::kColumns / kPanel; ++p) {
         ptx::tma_load_3d_multicast(smem + p * Shape::kPanelBytes + part * (Shape::kPanelBytes / kParts), map, filled, ctas, at + p * kPanel,
                                    k + part * (Shape::kBlockK / kParts), plane);
       }
     } else {
-      ptx::tma_load_3d_multicast(smem + part * (Shape::kBytesB / kParts), map, filled, ctas, k, at + part * (Shape::kBlockN / kParts),
-                                 plane);
+      constexpr uint32_t kPart = Shape::kColumns / kParts;
+      ptx::tma_load_3d_multicast(smem + part * kPart * kSwizzleBytes, map, filled, ctas, k, at + part * kPart, plane);
     }
   }
 };

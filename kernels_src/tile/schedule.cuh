@@ -148,6 +148,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
   if (lane == 0) leave_call(call);  // this CTA takes no more tiles, and all its threads have read the epoch
   Pair<Config>::send(storage, at, kStop);
   offer_item(storage, at, TilePart{kStop, {}});
+  Pair<Config>::end_sending(storage, at);
 }
 
 }  // namespace mkernel

@@ -42,15 +42,20 @@ struct alignas(16) TilePart {
 };
 static_assert(sizeof(TilePart) == 32, "two loads");
 
+// With swapped operands (Config::kSwapped) wgmma has columns of B in the place of rows, 64 for each consumer warpgroup, and rows of A in the place of
+// columns, of which it takes any multiple of 8. So a tile has 128 columns, and as many rows as the call says (op.block_rows()), up to kBlockN: they fit M,
+// and the SMs. Columns of B are in the stages' part for A, and the other way round; a thread holds two columns of 8 rows' results, not the reverse.
 template <class Config>
 struct GemmShape {
+  static constexpr bool kSwapped = optional::kSwapped<Config>;
   static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   // Where a call's tiles have at most 64 rows, A may take half as much of a stage, and there are as many stages as then fit.
   static constexpr bool kMayBeLow = optional::kLow<Config>;
-  static constexpr uint32_t kMostStages = kMayBeLow ? kStages * (kBytesA + kBytesB) / (kBytesA / 2 + kBytesB) : kStages;
+  static constexpr uint32_t kFewestBytes = (kMayBeLow ? kBytesA / 2 : kBytesA) + (kSwapped ? kSwizzleAtom : kBytesB);
+  static constexpr uint32_t kMostStages = kStages * (kBytesA + kBytesB) / kFewestBytes;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   // Panels of an addend in one stage. Of a canonical sum one: what is rounded of the own product waits in registers beside the accumulators, and two
   // panels of it spill.
@@ -58,10 +63,13 @@ struct GemmShape {
   static constexpr uint32_t kAddPanels = largest_divisor(Partial<Config>::kPanels, kMostAddPanels);
   static constexpr uint32_t kAddStages = Partial<Config>::kPanels / kAddPanels;  // of one addend
   static constexpr ptx::Element kElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-  static constexpr ptx::Major kMajorB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
+  // Of wgmma's operands; rows of A lie along K.
+  static constexpr ptx::Major kMajorOfB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
+  static constexpr ptx::Major kMajorA = kSwapped ? kMajorOfB : ptx::Major::kK, kMajorB = kSwapped ? ptx::Major::kK : kMajorOfB;
   static constexpr bool kGated = optional::kGated<Config>;
-  static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kBlockN;  // columns of a result
-  static constexpr uint32_t kPanels = kResultN / kPanel;                // of a result
+  static constexpr uint32_t kColumns = kSwapped ? kBlockM : kBlockN;             // of B, of a tile
+  static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kColumns;          // columns of a result
+  static constexpr uint32_t kPanels = (kSwapped ? kBlockN : kResultN) / kPanel;  // of a result, of a warpgroup at most
   // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
@@ -72,6 +80,7 @@ struct GemmShape {
   static constexpr uint32_t kSharing = kClusterM + kClusterN - 1;  // CTAs with a stage's rows of A, or columns of B, one of them included
   static_assert(kClusterM * kClusterN == kCluster && (kCluster <= 2 || kCluster == 4), "one, two or four CTAs");
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
+  static_assert(!kSwapped || (!kMayBeLow && !kGated && Config::kSlices == 1), "whole tiles of plain products");
   static_assert(!kMayBeLow || (!kPaired && !kGated && Config::kSlices == 1), "of CTAs alone, whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
   static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
@@ -100,14 +109,15 @@ MK_DEVICE uint32_t raster_number(uint32_t row, uint32_t column, uint32_t tile_ro
 
 template <class Config>
 MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {  // columns of B
-  return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kBlockN;
+  return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kColumns;
 }
 template <class Config>
 MK_DEVICE uint32_t first_column(const TileCoordinate& c) {  // of the result
   return c.n * GemmShape<Config>::kResultN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
 }
 
-// A result leaves in blocks of 64 rows x 64 columns: how many panels a consumer warpgroup has of it, and where in the tile, or in C, they begin.
+// A result leaves in blocks of 64 rows x 64 columns: how many panels a consumer warpgroup has of it, and where in the tile, or in C, they begin. (With
+// swapped operands a warpgroup's panels lie below each other: epilogue.cuh, BasicOp::store_result.)
 template <class Config>
 MK_DEVICE uint32_t block_panels(const TileCoordinate& c) {
   const uint32_t width = GemmShape<Config>::kGated ? tile_width<Config>(c) / 2 : tile_width<Config>(c);

@@ -18,6 +18,8 @@ struct Shares {
   static constexpr uint32_t kPackets = Shape::kBlockN / 2 / kPacketWords;  // of a thread: two rows of 8 columns, four float32 values, each
   static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
   uint32_t num_tiles, shares;
+  uint32_t block_rows =
+      0;  // with swapped operands, of a tile: then a packet is two columns of two rows, and a thread has one for each 8 rows
 
   MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : 2 * num_tiles * shares; }  // of numbers
   // The tile of a number; whether it stands for a share or a sum, and which.
@@ -30,7 +32,8 @@ struct Shares {
     return tile;
   }
   MK_DEVICE uint32_t first_step(uint32_t steps, uint32_t share) const { return steps * share / shares; }
-  MK_DEVICE uint32_t first_packet(uint32_t slice) const { return kPackets * slice / shares; }
+  MK_DEVICE uint32_t packets() const { return Shape::kSwapped ? block_rows / 8 : kPackets; }  // of a thread
+  MK_DEVICE uint32_t first_packet(uint32_t slice) const { return packets() * slice / shares; }
 
   // A word is the bits of a value, inverted: 0, which no packet holds, would be a NaN with all bits set, and another NaN is sent for it.
   MK_DEVICE static uint32_t word_of(float value) {
@@ -39,19 +42,20 @@ struct Shares {
   }
   MK_DEVICE static uint32_t warp() { return ptx::thread_index() / 32 - kWarpgroup / 32; }  // of the consumers
   // Packets of a tile's share 0 that are this thread's. `packets`: where they begin. A thread's lie 32 apart.
-  MK_DEVICE ptx::Words* packets_of(char* packets, const TileCoordinate& c) const {
+  MK_DEVICE ptx::Words* packets_of(char* at, const TileCoordinate& c) const {
     const uint64_t first =
         uint64_t(c.index) * shares * Shape::kCluster + c.m % Shape::kClusterM * Shape::kClusterN + c.n % Shape::kClusterN;
-    return reinterpret_cast<ptx::Words*>(packets) + (first * kWarps + warp()) * kPackets * 32 + ptx::lane_index();
+    return reinterpret_cast<ptx::Words*>(at) + (first * kWarps + warp()) * packets() * 32 + ptx::lane_index();
   }
-  static constexpr uint32_t kNext = Shape::kCluster * kWarps * kPackets * 32;  // from one share's to the next one's
+  MK_DEVICE uint32_t next() const { return Shape::kCluster * kWarps * packets() * 32; }  // from one share's to the next one's
 
   // What a thread has of a share. `rows`: valid ones of the tile.
-  MK_DEVICE void send(char* packets, const float (&d)[Shape::kBlockN / 2], const TileCoordinate& c, uint32_t rows) const {
-    if (warp() * kWarpRows >= rows) return;
-    ptx::Words* to = packets_of(packets, c) + c.share * kNext;
+  MK_DEVICE void send(char* at, const float (&d)[Shape::kBlockN / 2], const TileCoordinate& c, uint32_t rows) const {
+    if (!Shape::kSwapped && warp() * kWarpRows >= rows) return;
+    ptx::Words* to = packets_of(at, c) + c.share * next();
 #pragma unroll
     for (uint32_t i = 0; i < kPackets; ++i) {
+      if (Shape::kSwapped && i * 8 >= rows) break;
       ptx::Words v;
 #pragma unroll
       for (uint32_t j = 0; j < kPacketWords; ++j) v.word[j] = word_of(d[i * kPacketWords + j]);
@@ -76,7 +80,7 @@ struct Shares {
       uint32_t wanted = 0;
 #pragma unroll
       for (uint32_t i = 0; i < kBoth; ++i) wanted |= uint32_t{first + i % Together < shares && packet + i / Together < end} << i;
-      const auto at = [&](uint32_t i) { return from + (first + i % Together) * kNext + (packet + i / Together) * 32; };
+      const auto at = [&](uint32_t i) { return from + (first + i % Together) * next() + (packet + i / Together) * 32; };
       if (!take_packets(entered, v, wanted, at, [&](uint32_t) { return entered.world().rank; })) return false;
 #pragma unroll
       for (uint32_t i = 0; i < kBoth; ++i) {
@@ -90,22 +94,26 @@ struct Shares {
 
   // The sums of slice c.share: store(packet, sum) for each of the thread's packets in it.
   template <class Store>
-  MK_DEVICE void add_up(const Entered& entered, char* packets, const TileCoordinate& c, uint32_t rows, const Store& store) const {
-    if (warp() * kWarpRows >= rows) return;
+  MK_DEVICE void add_up(const Entered& entered, char* at, const TileCoordinate& c, uint32_t rows, const Store& store) const {
+    if (!Shape::kSwapped && warp() * kWarpRows >= rows) return;
     // As few looks as there can be: a slice has the fewer columns, the more shares there are.
     constexpr bool kNarrow = Shape::kBlockN <= 64;
-    if (shares == 2) return add_up_together<2, kNarrow ? 4 : 8>(entered, packets, c, store);
-    if (shares <= 4) return add_up_together<4, kNarrow ? 3 : 4>(entered, packets, c, store);
-    add_up_together<8, 2>(entered, packets, c, store);
+    if constexpr (Shape::kSwapped) return add_up_together<4, 4>(entered, at, c, rows, store);  // less code
+    if (shares == 2) return add_up_together<2, kNarrow ? 4 : 8>(entered, at, c, rows, store);
+    if (shares <= 4) return add_up_together<4, kNarrow ? 3 : 4>(entered, at, c, rows, store);
+    add_up_together<8, 2>(entered, at, c, rows, store);
   }
   template <uint32_t Together, uint32_t Columns, class Store>
-  MK_DEVICE void add_up_together(const Entered& entered, char* packets, const TileCoordinate& c, const Store& store) const {
-    ptx::Words* from = packets_of(packets, c);
-    const uint32_t begin = first_packet(c.share), end = first_packet(c.share + 1);
+  MK_DEVICE void add_up_together(const Entered& entered, char* at, const TileCoordinate& c, uint32_t rows, const Store& store) const {
+    ptx::Words* from = packets_of(at, c);
+    const uint32_t begin = first_packet(c.share);
+    uint32_t end = first_packet(c.share + 1);
+    if (Shape::kSwapped && end * 8 > rows) end = (rows + 7) / 8;
 #pragma unroll 1
     for (uint32_t packet = begin; packet < end; packet += Columns) {
       float sum[Columns][kPacketWords] = {};
-      if (!add_columns<Together, Columns>(entered, from, packet, end, sum)) return;
+      const bool ok = add_columns<Together, Columns>(entered, from, packet, end, sum);
+      if (Shape::kSwapped ? !ptx::all_of_warp(ok) : !ok) return;  // lanes exchange columns to store them: all of them, or none
 #pragma unroll
       for (uint32_t i = 0; i < Columns; ++i) {
         if (packet + i < end) store(packet + i, sum[i]);

@@ -44,7 +44,7 @@ using StagePosition = RingPosition<GemmShape<Config>::kMostStages>;
 
 // The stages of a call. Where its tiles have at most 64 rows (op.is_low(), of kernels with Config::kLow), there are more of them, with 64 rows of A each:
 // a load waits as long for few bytes as for many, so the fewer a k step has, the more steps should be on their way. Then the first consumer warpgroup has
-// all rows, and the other one only gives stages back.
+// all rows, and the other one only gives stages back. With swapped operands there are as many stages as fit with as many rows as the call's tiles have.
 template <class Config>
 class StageRing {
   using Shape = GemmShape<Config>;
@@ -53,21 +53,34 @@ class StageRing {
   template <class Op>
   MK_DEVICE explicit StageRing(const Op& op) {
     if constexpr (Shape::kMayBeLow) is_low_ = op.is_low();
+    if constexpr (Shape::kSwapped) count_ = op.stages(), bytes_ = Shape::kBytesA + op.block_rows() * kSwizzleBytes;
   }
   MK_DEVICE bool is_low() const { return is_low_; }
-  MK_DEVICE uint32_t count() const { return is_low_ ? Shape::kMostStages : Shape::kStages; }
+  MK_DEVICE uint32_t count() const {
+    if constexpr (Shape::kSwapped) return count_;
+    return is_low_ ? Shape::kMostStages : Shape::kStages;
+  }
   MK_DEVICE char* a(GemmStorage<Config>& storage, uint32_t stage) const {
+    if constexpr (Shape::kSwapped) return storage.pipeline.a[0] + stage * bytes_;
     if constexpr (!Shape::kMayBeLow) return storage.pipeline.a[stage];
     return storage.pipeline.a[0] + stage * (bytes_a() + Shape::kBytesB);
   }
   MK_DEVICE char* b(GemmStorage<Config>& storage, uint32_t stage) const {
-    if constexpr (!Shape::kMayBeLow) return storage.pipeline.b[stage];
+    if constexpr (!Shape::kMayBeLow && !Shape::kSwapped) return storage.pipeline.b[stage];
     return a(storage, stage) + bytes_a();
+  }
+  // Where rows of A go, and columns of B.
+  MK_DEVICE char* rows(GemmStorage<Config>& storage, uint32_t stage) const {
+    return Shape::kSwapped ? b(storage, stage) : a(storage, stage);
+  }
+  MK_DEVICE char* columns(GemmStorage<Config>& storage, uint32_t stage) const {
+    return Shape::kSwapped ? a(storage, stage) : b(storage, stage);
   }
 
  private:
   MK_DEVICE uint32_t bytes_a() const { return is_low_ ? Shape::kBytesA / 2 : Shape::kBytesA; }
   bool is_low_ = false;
+  uint32_t count_ = 0, bytes_ = 0;  // of stages with swapped operands
 };
 
 // The shared memory of the CTA, as a kernel lays it out.

@@ -63,11 +63,13 @@ class Parameters(ctypes.Structure):
         ("shares", ctypes.c_uint32),
         ("last_row", ctypes.c_uint32),
         ("tail_rows", ctypes.c_uint32),
+        ("block_rows", ctypes.c_uint32),
+        ("stages", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
         ("keeps", ctypes.c_uint32),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 5),
+        ("reserved", ctypes.c_uint64 * 4),
         ("a_map", ctypes.c_ubyte * 128),
         ("a_tail_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
@@ -76,6 +78,7 @@ class Parameters(ctypes.Structure):
         ("b_map", ctypes.c_ubyte * 128),
         ("b_slice_map", ctypes.c_ubyte * 128),
         ("c_map", ctypes.c_ubyte * 128),
+        ("c_tail_map", ctypes.c_ubyte * 128),
     ]
 
 
@@ -212,7 +215,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
     beside = frozenset({"gathered"})
-    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows"})
     modelled = True
     parameters = Parameters
     keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too
@@ -248,8 +251,12 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         return (
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared
+            + (", swapped" if plan.swapped else "")
             + pairs.mechanism(plan.cluster, plan.cluster_n)
         )
+
+    def tile(self, plan: Any) -> str:
+        return f"{plan.block_rows}x{plan.columns}"
 
     def travels(self, plan: Any) -> str:
         if plan.packets:
@@ -324,7 +331,9 @@ class _Binder:
             c_maps = self._c_maps[planes] = known.matrices(world, self._problem.n, self._c_stride, planes)
         b_map = known.map(world, b_address, columns, cluster)
         slice_map = known.map(world, b_address, sliced) if sliced else NO_MAP
-        maps = a_maps, part_map, gather_maps, b_map, slice_map, c_maps(c, plane_rows, STORED_ROWS)
+        beyond = sizes.block_rows % STORED_ROWS
+        stored = c_maps(c, plane_rows, STORED_ROWS, beyond) if beyond else c_maps(c, plane_rows, STORED_ROWS) + NO_MAP
+        maps = a_maps, part_map, gather_maps, b_map, slice_map, stored
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from mkernel import abi
 from mkernel.planner import pairs
 from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED, SUM, AllGatherGemmPlan, AllGatherGemmProblem, Tile
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmTile, choose_put
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, choose_put
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
@@ -77,7 +77,10 @@ def make_plan(
         asked = dataclasses.replace(asked, shares=1)
     if max(asked.cluster or 1, asked.cluster_n or 1) > 1 and asked.shares is None:
         asked = dataclasses.replace(asked, shares=1)
-    if asked.block_n is not None:
+    if asked.tile_rows is not None:
+        asked = _swapped(problem, of_class, asked)
+        tile = GemmTile.deepest(SWAPPED_ROWS)
+    elif asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
     if tile is not None:
         asked = dataclasses.replace(asked, cluster=asked.cluster or 1, cluster_n=asked.cluster_n or 1)
@@ -121,11 +124,12 @@ def _plan_of_class(
         return _plan_with_packets(problem, rows, sm_count, split, tile, specialize, asked)
     spared = ("intra_comm",) if topology.num_nodes == 1 else ()
     tail = _TAIL if topology.size > 1 else 0.0
+    swapped = asked.tile_rows or 0
     covering = choose(Product(topology, rows, problem.n, problem.k, sm_count), tail, tile, asked.span, asked.shares)
     if covering is None:
         raise _no_covering(topology, asked)
     span, tile, shares = covering
-    tile_rows, tiles_n = math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / tile.block_n)
+    tile_rows, tiles_n = swapped or math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / (SWAPPED_COLUMNS if swapped else tile.block_n))
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted, default = split or Split(), default_split(problem, rows, sm_count, tiles)
     cluster, cluster_n, paired, may_pay = asked.cluster or 1, asked.cluster_n or 1, None, False
@@ -141,7 +145,7 @@ def _plan_of_class(
     chosen = pairs.complete(wanted, default, sm_count, spared, cluster * cluster_n)
     few_waves = tiles <= FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for chunks of several
-    plain = shares == cluster == cluster_n == 1
+    plain = shares == cluster == cluster_n == 1 and not swapped
     parts = most_parts(problem) if plain and (few_waves if span == 1 else all_at_once) else 1
     chunk_bytes = _WARP_CHUNK_BYTES if warps_push(topology, chosen) else _CHUNK_BYTES
     if topology.num_nodes > 1:
@@ -158,7 +162,9 @@ def _plan_of_class(
     if parts == 1:
         group_m = _GPC_GROUP_M if topology.size == 1 and tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
         return AllGatherGemmPlan(
-            problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n, specialize=specialize
+            *(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n),
+            swapped=swapped,
+            specialize=specialize,
         )
     if span > 1 and rows <= BLOCK_M:  # all first parts, then all second parts
         blocks = math.ceil(rows / chunk_rows)
@@ -244,6 +250,8 @@ def _plan_with_packets(
     _, tile, shares = covering
     chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster * cluster_n)
     tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
+    if asked.tile_rows:
+        tiles = asked.tile_rows * math.ceil(problem.n / SWAPPED_COLUMNS)
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
     if asked.packets == 2 and (cluster * cluster_n > 1 or tile.block_n > _TAGGED_MOST):
         raise TilingError(
@@ -253,8 +261,21 @@ def _plan_with_packets(
         *(problem, rows, chosen, tile, BLOCK_M, group_m, 1, 1, 1, size, shares, cluster, cluster_n),
         packets=True,
         tagged=asked.packets == 2,
+        swapped=asked.tile_rows or 0,
         specialize=specialize,
     )
+
+
+def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
+    """What is asked for of swapped operands, with as many rows of tiles, at least, as so many rows need.
+
+    Raises TilingError where there can be none as asked for.
+    """
+    if problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS) or asked.packets == 2:
+        raise TilingError(f"{asked}: swapped operands have tiles of {SWAPPED_COLUMNS} columns, no tagged packets, and no batch_invariant")
+    span = problem.topology.size if asked.packets else asked.span or 1
+    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / SWAPPED_ROWS))
+    return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
 
 
 def _no_covering(topology: Topology, asked: Tiling) -> TilingError:

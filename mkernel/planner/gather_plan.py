@@ -14,7 +14,7 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, GemmPlan, height_of, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
@@ -27,12 +27,13 @@ __all__ = ["OP", "PARAMETER_BYTES", "SHARE", "SPECIALIZED", "SUM", "AllGatherGem
 OP = "allgather_gemm"
 SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
-PARAMETER_BYTES = 1344  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+PARAMETER_BYTES = 1472  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
+_SWAPPED_UNIT = 8  # rows of A, of which tiles of swapped operands load a multiple
 _LOW_WIDTH = 128  # columns of tiles, at most, of kernels with more stages where rows are few
 _TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
-    *("load_rows", "span", "shares", "last_row", "tail_rows"),
+    *("load_rows", "span", "shares", "last_row", "tail_rows", "block_rows", "stages"),
 )
 
 
@@ -54,7 +55,7 @@ class AllGatherGemmProblem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile of C: rows from ``m * BLOCK_M`` of plane ``plane``, columns from ``n * block_n``.
+    """One tile of C: rows from ``m * block_rows`` of plane ``plane``, columns from ``n * columns``, of the plan.
 
     A plane is the shards of ``span`` ranks that follow each other: of ranks ``plane * span`` on. ``slice``: 0 for the whole tile, 1, 2 ...
     for that slice of its columns. Where CTAs share K: ``kind`` SHARE for share ``share`` of K, SUM for that slice of the sum of all shares.
@@ -83,6 +84,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     cluster_n: int = 1  # the same of neighbours in N, which load A together
     packets: bool = False  # inside a node: shards travel in words that are their own flags, moved by the consumers of all CTAs
     tagged: bool = False  # packets of which each CTA takes the rows of its tile, out of as many bytes again (comm/tagged_packets.cuh)
+    # Rows of tiles of a plane whose operands are swapped: they are as high as that needs. 0: tiles have BLOCK_M rows.
+    swapped: int = 0
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
@@ -93,11 +96,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @derived
     def spec(self) -> KernelSpec:
-        plain = self.shares == self.ctas_together == 1 and not self.packets
+        plain = self.shares == self.ctas_together == 1 and not self.packets and not self.swapped
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
-        packets = {"kShares": int(self.shares > 1 or self.packets), "kPackets": self.packets + self.tagged}
+        # With swapped operands one kernel is for all heights of tiles, and, of CTAs alone, for all shares of K.
+        alone = self.ctas_together == 1 and self.problem.topology.num_nodes == 1
+        may_share = self.shares > 1 or (alone if self.swapped else self.packets)
+        packets = {"kShares": int(may_share), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
+        more |= {"kSwapped": 1} if self.swapped else {}
         return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
 
     @derived
@@ -124,7 +131,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
-        return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares, sizes.last_row, sizes.tail_rows
+        of_tiles = sizes.last_row, sizes.tail_rows, sizes.block_rows, sizes.stages
+        return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares, *of_tiles
 
     @derived
     def of_arguments(self) -> tuple[int, ...]:
@@ -135,7 +143,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def of_maps(self) -> tuple[int, int, int, int, int, int]:
         """What tensor maps are made by: parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared."""
         sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
-        return self.parts, self.planes, self.tile.block_n, sliced, self.cluster, int(self.shares > 1)
+        return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1)
 
     @derived
     def sizes(self) -> Sizes:
@@ -143,9 +151,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
-        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, share_bytes = self.of_sizes
+        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, row_bytes, swapped = self.of_sizes
         plane_rows = span * rows
-        tile_rows = -(-plane_rows // BLOCK_M)
+        of_swapped, tail = (0, 0), tail_of(plane_rows)
+        if swapped:
+            height = height_of(plane_rows, swapped)
+            of_swapped, tail = (height, self.tile.stages_of(height)), tail_of(plane_rows, height, _SWAPPED_UNIT)
+        block_rows = of_swapped[0] or BLOCK_M
+        tile_rows, share_bytes = -(-plane_rows // block_rows), block_rows * row_bytes
         taken_rows = -(-tile_rows // cluster)
         tiles, taken = columns * tile_rows, taken_columns * taken_rows
         sliced = sliced_tiles(tiles, computing or 1, total) if slices > 1 else 0
@@ -154,7 +167,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         grid = total
         if not pushers:  # else each has chunks to push
             grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * together - computing)
-        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail_of(plane_rows)))
+        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail, *of_swapped))
 
     @property
     def rounds(self) -> int:
@@ -167,12 +180,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def of_sizes(self) -> tuple[int, ...]:
         """What ``sizes_of`` starts from.
 
-        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, and bytes of packets of a share.
+        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, bytes of packets of a row of a share's tile, and
+        rows of tiles of swapped operands.
         """
         split, together = self.split, self.ctas_together
         columns, taken_columns = self.planes * self.tiles_n, self.planes * self.taken_columns
-        shared = self.slices, self.shares, self.pushers, together * BLOCK_M * self.tile.block_n * 4
-        return self.span, self.cluster, together, columns, taken_columns, split.compute or 0, split.total, *shared
+        shared = self.slices, self.shares, self.pushers, together * self.columns * 4
+        return self.span, self.cluster, together, columns, taken_columns, split.compute or 0, split.total, *shared, self.swapped
 
     @derived
     def pushers(self) -> int:
@@ -236,7 +250,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def packet_bytes(self) -> int:
         """Bytes of the range of packets in the signal segment: unrounded sums of all shares."""
         shares = self.sizes.shares if self.sizes.shares > 1 else 0
-        return self.taken * shares * self.ctas_together * BLOCK_M * self.tile.block_n * 4
+        return self.taken * shares * self.ctas_together * self.block_rows * self.columns * 4
 
     @property
     def ahead_bytes(self) -> int:
@@ -255,7 +269,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{OP}: a ({self.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs"
             f"{remark(self.specialize, SPECIALIZED)}\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.num_tiles} tiles"
+            f"tile {self.block_rows}x{self.columns}{' of swapped operands' if self.swapped else ''}, "
+            f"{self.sizes.stages or self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
             f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}"
             f"{f', {clusters_name(self.cluster, self.cluster_n)}' if self.ctas_together > 1 else ''}, "
@@ -282,6 +297,28 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def load_rows(self) -> int:
         return self.sizes.load_rows
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a tile."""
+        return self.sizes.block_rows or BLOCK_M
+
+    @derived
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return SWAPPED_COLUMNS if self.swapped else self.tile.block_n
+
+    @derived
+    def tiles_n(self) -> int:
+        return math.ceil(self.problem.n / self.columns)
+
+    @property
+    def packets_of_thread(self) -> int:
+        """Of a share of K of a tile: of 8 columns each, or with swapped operands of 8 rows."""
+        return (self.block_rows if self.swapped else self.columns) // 8
+
+    def stages_of(self, load_rows: int) -> int:
+        return self.sizes.stages or super().stages_of(load_rows)
 
     # ---- the schedule (the mirror of Tiles in the kernel; a test compares them)
     @derived
@@ -356,22 +393,22 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def some_follow(self) -> bool:
         """Whether some tiles need rows of one shard only, and begin as its chunks come."""
-        return self.span == 1 or self.rows > BLOCK_M
+        return self.span == 1 or self.rows > self.block_rows
 
     def _beginning(self, shard: int) -> int:
         """The row of tiles, as clusters take them, in which a shard of a plane begins."""
-        return shard * self.rows // (self.cluster * BLOCK_M) if shard < self.span else self.sizes.taken_rows
+        return shard * self.rows // (self.cluster * self.block_rows) if shard < self.span else self.sizes.taken_rows
 
     def _rows_of(self, shard: int) -> range:
         """Rows of tiles that have rows of this shard only."""
-        first = math.ceil(shard * self.rows / (self.cluster * BLOCK_M))
+        first = math.ceil(shard * self.rows / (self.cluster * self.block_rows))
         return range(first, max(first, self._beginning(shard + 1)))
 
     def _order_of_rows(self, rank: int) -> list[list[int]]:
         """Rows of tiles of the rank's plane, as clusters take them: the own ones, then the others, in turn from all shards."""
         if self.packets:
             return [list(range(self.sizes.taken_rows))]
-        own, of_each, shard = self.own_rows(rank), self.rows // (self.cluster * BLOCK_M), rank % self.span
+        own, of_each, shard = self.own_rows(rank), self.rows // (self.cluster * self.block_rows), rank % self.span
         begun = range(self._beginning(shard), min(own.start, self._beginning(shard + 1)))
         others = [(rank + distance) % self.span for distance in range(1, self.span)]
         later = [self._beginning(shard) + row for row in range(of_each) for shard in others]
@@ -409,14 +446,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def sources(self, tile: Tile) -> range:
         """The ranks whose shards a tile covers."""
-        begin = tile.m * BLOCK_M
-        last = min(begin + BLOCK_M, self.plane_rows) - 1
+        begin = tile.m * self.block_rows
+        last = min(begin + self.block_rows, self.plane_rows) - 1
         return range(tile.plane * self.span + begin // self.rows, tile.plane * self.span + last // self.rows + 1)
 
     def tile_chunks(self, tile: Tile) -> list[tuple[int, int]]:
         """What a tile reads, part by part: the ranks whose shards it covers, and chunks of these."""
-        begin = tile.m * BLOCK_M
-        last = min(begin + BLOCK_M, self.plane_rows) - 1
+        begin = tile.m * self.block_rows
+        last = min(begin + self.block_rows, self.plane_rows) - 1
         blocks = [
             (source, block)
             for shard, source in enumerate(self.sources(tile), begin // self.rows)

@@ -28,6 +28,8 @@ class Sizes(NamedTuple):
         CTAs, or pairs, that share K of a tile.
     load_rows, last_row, tail_rows
         Of ``gemm.tail_of``: of a plane.
+    block_rows, stages
+        Of a tile of swapped operands; 0 of others.
     """
 
     plane_rows: int
@@ -41,6 +43,8 @@ class Sizes(NamedTuple):
     load_rows: int
     last_row: int
     tail_rows: int
+    block_rows: int
+    stages: int
 
 
 # Of all its fields, without a function of Python in between.

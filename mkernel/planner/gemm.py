@@ -18,6 +18,8 @@ __all__ = [
     "BLOCK_K",
     "BLOCK_M",
     "GROUP_M",
+    "SWAPPED_COLUMNS",
+    "SWAPPED_ROWS",
     "THREADS",
     "GemmPlan",
     "GemmProblem",
@@ -28,6 +30,7 @@ __all__ = [
     "choose_put",
     "choose_tile",
     "digest_of",
+    "height_of",
     "raster",
     "raster_number",
     "row_of_b",
@@ -51,6 +54,10 @@ _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
 _WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
+# Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, rows at most, and of what their height is a multiple, up to 128 rows
+# and beyond.
+SWAPPED_COLUMNS, SWAPPED_ROWS = 128, 256
+_SWAPPED_STEPS = 16, 32
 
 _SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured on H200.
@@ -77,6 +84,11 @@ class GemmTile:
     def low_stages(self) -> int:
         """Stages in kernels that have more where tiles have at most 64 rows (``kernels_src/tile/storage.cuh``)."""
         return self.stages * (BLOCK_M + self.block_n) // (BLOCK_M // 2 + self.block_n)
+
+    def stages_of(self, height: int) -> int:
+        """Stages of a kernel with swapped operands, in a call whose tiles have so many rows: as many as fit."""
+        room, columns = self.stages * (BLOCK_M + self.block_n), SWAPPED_COLUMNS
+        return room // (columns + height)
 
     def seconds(self, k: int) -> float:
         """How long an SM multiplies one."""
@@ -302,11 +314,21 @@ def choose_load_rows(rows: int) -> int:
     return tail_of(rows)[0]
 
 
-def tail_of(rows: int) -> tuple[int, int, int]:
-    """How many rows of a tile to load where A has ``rows``, at most; the last row of tiles; and how many for those: whole warps' rows."""
-    last = (rows - 1) // BLOCK_M if rows else 0
-    tail = -(-(rows - last * BLOCK_M) // _WARP_ROWS) * _WARP_ROWS or _WARP_ROWS
-    return BLOCK_M if last else tail, last, tail
+def tail_of(rows: int, height: int = BLOCK_M, unit: int = _WARP_ROWS) -> tuple[int, int, int]:
+    """How many rows of a tile to load where A has ``rows``, at most; the last row of tiles; and how many for those: whole warps' rows.
+
+    ``height``: rows of a tile; ``unit``: what is loaded is a multiple of it.
+    """
+    last = (rows - 1) // height if rows else 0
+    tail = -(-(rows - last * height) // unit) * unit or unit
+    return height if last else tail, last, tail
+
+
+def height_of(rows: int, tile_rows: int) -> int:
+    """The height of tiles of swapped operands of which so many rows hold ``rows`` rows, the least that kernels have."""
+    least = max(1, -(-rows // tile_rows))
+    step = _SWAPPED_STEPS[least > BLOCK_M]
+    return -(-least // step) * step
 
 
 def choose_put(shard_bytes: int) -> int:

@@ -36,6 +36,8 @@ class Tiling:
         ``allgather_gemm`` 2: in tagged ones.
     cluster_n
         CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times ``cluster`` at most 4.
+    tile_rows
+        Operands are swapped: tiles have 128 columns, and are as high as so many rows of them need to be, at most 256 rows.
     """
 
     block_n: int | None = None
@@ -44,6 +46,7 @@ class Tiling:
     cluster: int | None = None
     packets: int | None = None
     cluster_n: int | None = None
+    tile_rows: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -81,5 +84,5 @@ class Tiling:
         digits = 0
         for value in (self.block_n, self.span, self.shares, self.cluster):
             digits = digits * _RADIX + (0 if value is None else value + 1)
-        packets, cluster_n = (0 if value is None else value + 1 for value in (self.packets, self.cluster_n))
-        return digits * _FACTOR + (packets + 4 * cluster_n) * _PACKETS_FACTOR & 0xFFFFFF
+        packets, cluster_n, tile_rows = (0 if value is None else value + 1 for value in (self.packets, self.cluster_n, self.tile_rows))
+        return digits * _FACTOR + (packets + 4 * cluster_n + 24 * tile_rows) * _PACKETS_FACTOR & 0xFFFFFF

@@ -18,7 +18,7 @@ from mkernel.jit import cpu
 from mkernel.jit.spec import KernelSpec
 from mkernel.ops.allgather_gemm import Parameters
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.gemm import BLOCK_K, GemmTile
 from mkernel.planner.proofs.allgather_gemm import taken
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split
@@ -52,9 +52,13 @@ _CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
         (4, 1, 136, 72, 64, 1, Split(2, 0, 3, 0)),
         (3, 5, 1000, 8, 256, 4, Split(5, 2, 2, 0)),
         (4, 8, 264, 4096, 128, 16, Split(4, 4, 2, 0)),
+        (1, 1, 264, 520, 0, 4, Split(3, 0, 0, 0)),  # swapped operands
+        (1, 4, 520, 4096, 0, 2, Split(2, 3, 0, 0)),
+        (1, 3, 264, 136, 0, 6, Split(5, 0, 0, 0)),
+        (2, 2, 264, 512, 0, 3, Split(1, 1, 1, 0)),
     ],
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(6)
 def test_kernel_and_plan_agree(
     nodes: int, per_node: int, n: int, k: int, block_n: int, group_m: int, split: Split, specialize: str, clusters: tuple[int, int]
 ) -> None:
@@ -66,8 +70,9 @@ def test_kernel_and_plan_agree(
 
     def plan_of(rows: int, span: int, shares: int) -> AllGatherGemmPlan:
         problem = AllGatherGemmProblem(topology, n, k, "bfloat16", False)
-        tiling = Tiling(None, span, shares, clusters[0], None, clusters[1])
-        plan = make_plan(problem, rows, 2 * split.total, split, GemmTile.deepest(block_n), specialize, tiling)
+        tiling = Tiling(None, span, shares, clusters[0], None, clusters[1], None if block_n else 2)
+        plan = make_plan(problem, rows, 2 * split.total, split, GemmTile.deepest(block_n or 256), specialize, tiling)
+        assert (plan.swapped > 0) == (block_n == 0)
         return dataclasses.replace(plan, group_m=group_m)
 
     for rows, span, shares in itertools.product((0, 1, 129, 300, 1000), spans_of(topology), dict.fromkeys((1, some))):
@@ -98,6 +103,7 @@ def test_kernel_and_plan_agree(
     [
         *((2, 64, 1, (1, 1)), (3, 128, 4, (1, 1)), (8, 256, 1, (2, 1)), (4, 64, 3, (2, 1))),
         *((2, 128, 1, (1, 2)), (3, 64, 3, (1, 2)), (2, 64, 2, (1, 4)), (4, 128, 1, (2, 2))),
+        *((2, 0, 3, (1, 1)), (4, 0, 1, (2, 1)), (3, 0, 1, (1, 4)), (2, 0, 2, (1, 2))),
     ],
 )
 @pytest.mark.parametrize("packets", [1, 2])
@@ -109,7 +115,8 @@ def test_kernel_and_plan_agree_where_shards_travel_in_packets(
     problem = AllGatherGemmProblem(Topology(per_node, per_node), 264, 520, "bfloat16", False)
     for rows in (1, 16, 43, 129, 300):
         cluster, cluster_n = clusters if packets == 1 else (1, 1)
-        tiling = Tiling(min(block_n, 192), None, shares, cluster, packets, cluster_n)
+        swapped = block_n == 0 and packets == 1  # never of tagged packets
+        tiling = Tiling(None if swapped else min(block_n or 64, 192), None, shares, cluster, packets, cluster_n, 2 if swapped else None)
         plan = make_plan(problem, rows, 6, None, None, specialize, tiling)
         assert plan.packets
         assert plan.tagged == (packets == 2)
@@ -143,7 +150,7 @@ def check_waits(plan: AllGatherGemmPlan, library: ctypes.CDLL, shape: Any, rank:
             continue
         words = np.zeros(3, np.uint32)
         library.mirror_waits(rank, shape, index, words.ctypes.data_as(ctypes.c_void_p))
-        row = tile.m * BLOCK_M
+        row = tile.m * plan.block_rows
         if not plan.waits(rank, tile):
             of_own = tile.kind != 2 and plan.problem.topology.size > 1
             assert words.tolist() == [0xFFFFFFFF, 0xFFFFFFFF, row - rank % plan.span * plan.rows if of_own else words[2]]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from mkernel import abi
 from mkernel.planner.allgather_gemm import SHARE, SUM, AllGatherGemmPlan, Tile
-from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.proofs.areas import AHEAD, FLAGS, HEAP, PACKETS, STAGING, Access, Area, Call
 from mkernel.planner.proofs.wait_graph import Step, WaitGraph
 
@@ -59,8 +58,8 @@ def _in_packets(plan: AllGatherGemmPlan) -> Call:
         tiles = list(plan.tiles(rank))
         numbers = _numbers(plan, tiles)
         for index, tile in enumerate(tiles):
-            step, first = ("tile", rank, index), tile.m * BLOCK_M
-            rows = min(BLOCK_M, plan.plane_rows - first)
+            step, first = ("tile", rank, index), tile.m * plan.block_rows
+            rows = min(plan.block_rows, plan.plane_rows - first)
             if plan.tagged and tile.kind != SUM:
                 for source in plan.sources(tile):
                     begin, end = max(first, source * plan.rows), min(first + rows, (source + 1) * plan.rows)
@@ -127,9 +126,9 @@ def _shares(plan: AllGatherGemmPlan, step: Step, rank: int, tile: Tile, number: 
     """Packets of shares of K: a sum takes those of all shares for its columns, and leaves zeros there. As if columns lay side by side."""
     if tile.kind == 0:
         return
-    of_thread, shares = plan.tile.block_n // 8, plan.sizes.shares
+    of_thread, shares = plan.packets_of_thread, plan.sizes.shares
     together, in_cluster = plan.ctas_together, tile.m % plan.cluster * plan.cluster_n + tile.n % plan.cluster_n
-    bytes_of_one, first_slot = BLOCK_M * plan.tile.block_n * 4 // of_thread, number * shares * together + in_cluster
+    bytes_of_one, first_slot = plan.block_rows * plan.columns * 4 // of_thread, number * shares * together + in_cluster
     if tile.kind == SHARE:
         begin = (first_slot + tile.share * together) * of_thread
         yield Access(step, rank, packets, begin * bytes_of_one, of_thread * bytes_of_one, writes=True)

@@ -86,6 +86,7 @@ MK_DEVICE void collective(char *smem) {
   votes += ptx::broadcast(votes, 3) + ptx::votes(votes > 1);
   ptx::stmatrix_x4(smem, votes, ptx::pack<ptx::Element::kBFloat16>(1.0f, 2.0f),
                    ptx::pack<ptx::Element::kFloat16>(1.0f, 2.0f), 0);
+  ptx::stmatrix_x4_transposed(smem + 512, votes, votes, 0, 0);
   if (ptx::warp_index() < 4) {
     ptx::registers_decrease<40>();
   } else {
@@ -152,7 +153,8 @@ MK_DEVICE void cluster(uint64_t *bar, uint32_t *word) {
 
 MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   char *smem = ptx::shared_memory();
-  ptx::cluster_sync();
+  ptx::cluster_come();
+  ptx::cluster_meet();
   ptx::prefetch_map(&p.map);
   ptx::launch_grids();
   ptx::wait_for_grids();

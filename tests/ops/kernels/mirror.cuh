@@ -38,7 +38,7 @@ MKC_API void mirror_waits(uint32_t rank, const void* shape, uint32_t tile, uint3
   const mkernel::Parameters p = mirror::parameters(rank, shape);
   const mkernel::Tiles tiles(p);
   const mkernel::TileCoordinate c = tiles.coordinate_of(tile, 0);
-  const uint32_t begin = c.m * mkernel::Shape::kBlockM, end = tiles.end_of(begin);
+  const uint32_t begin = c.m * tiles.block_rows(), end = tiles.end_of(begin);
   out[0] = tiles.waits(c, 0) ? tiles.block_of(c.plane, begin) : 0xffffffffu;
   out[1] = tiles.waits(c, 0) ? tiles.block_of(c.plane, end - 1) : 0xffffffffu;
   out[2] = tiles.a_row(c);
