@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, height_of
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import most_shares
@@ -28,6 +28,11 @@ _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
+# Of swapped operands: how many more rows of tiles than needed are looked at, of which so many are predicted of CTAs alone, and in
+# clusters. What a tile costs beside its rows, and the sums of shares, in rows of a tile.
+_MORE_TILE_ROWS, _TRIED_ALONE, _TRIED_TOGETHER = 8, 4, 2
+_ROWS_BESIDE, _ROWS_OF_SUMS, _STEPS_OF_SHARE = 32, 24, 4
+_LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 
 
@@ -184,6 +189,7 @@ def _in_packets(
             yield plan
         if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
             yield replaced(plan, tagged=True)
+    yield from _swapped(problem, all_rows, sm_count, specialize, 1)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -221,6 +227,43 @@ def _products(
             if (width, shares) != (rules.tile.block_n, rules.shares):
                 tiling = Tiling(width, 1, shares)
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+    yield from _swapped(problem, rows, sm_count, specialize)
+
+
+def _swapped(
+    problem: AllGatherGemmProblem, all_rows: int, sm_count: int, specialize: str | None, packets: int | None = None
+) -> Iterator[AllGatherGemmPlan]:
+    """Operands swapped, where all rows are one plane: of each kind of cluster the numbers of rows of tiles by which SMs have least to do.
+
+    ``packets``: as tilings have it.
+    """
+    if problem.canonical or all_rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
+        return
+    rows = all_rows // problem.topology.size
+    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(all_rows, BLOCK_M + 1))]:
+        for tile_rows, shares in _rows_of_tiles(problem, all_rows, sm_count, cluster, cluster_n):
+            tiling = Tiling(None, None, shares, cluster, packets, cluster_n, tile_rows)
+            with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
+                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+
+
+def _rows_of_tiles(problem: AllGatherGemmProblem, rows: int, sm_count: int, cluster: int, cluster_n: int) -> list[tuple[int, int]]:
+    """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply."""
+    least, columns = math.ceil(rows / SWAPPED_ROWS), math.ceil(problem.n / (SWAPPED_COLUMNS * cluster_n))
+    most = math.ceil(problem.k / BLOCK_K) // _STEPS_OF_SHARE
+    possible: dict[tuple[int, int], float] = {}  # by height and shares
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
+        height = height_of(rows, tile_rows)
+        taken = math.ceil(math.ceil(rows / height) / cluster) * columns
+        ctas = sm_count // (cluster * cluster_n)
+        fit = max(1, min(ctas // taken, most)) if cluster * cluster_n == 1 and taken else 1
+        for shares in {1, fit} if taken else ():
+            work = math.ceil(taken * shares / max(1, ctas)) * (height + _ROWS_BESIDE) / shares + (_ROWS_OF_SUMS if shares > 1 else 0)
+            if (height, shares) not in possible:
+                possible[height, shares], found[height, shares] = work, (tile_rows, shares)
+    order = sorted(possible, key=lambda one: possible[one])
+    return [found[one] for one in order[: _TRIED_ALONE if cluster * cluster_n == 1 else _TRIED_TOGETHER]]
 
 
 def _reductions(

@@ -44,6 +44,7 @@ _WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, 
 
 # Width, and clusters in M and N, of kernels for any N and K: in a world of one, and of reductions in packets.
 _OF_A_PRODUCT = frozenset({(256, 2, 1), (256, 1, 2), (256, 2, 2), (128, 2, 1), (128, 1, 2), (128, 2, 2), (128, 1, 4), (64, 1, 4)})
+_SWAPPED = frozenset({(1, 2), (1, 4), (2, 2)})  # the same of swapped operands, of any height
 _IN_PACKETS = frozenset({(128, 2, 1), (128, 1, 2), (128, 2, 2), (64, 2, 2), (64, 1, 4)})
 
 
@@ -73,6 +74,8 @@ def _is_left_out(plan: Any) -> bool:
     if plan.specialize & {"n", "k"}:
         return False
     width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
+    if gathers and plan.swapped:
+        return plan.ctas_together > 1 and (plan.packets or (plan.cluster, plan.cluster_n) not in _SWAPPED)
     if plan.problem.topology.size == 1:
         return plan.ctas_together > 1 and (width, plan.cluster, plan.cluster_n) not in _OF_A_PRODUCT
     if plan.ctas_together > 1 and not gathers and plan.packets:

@@ -31,6 +31,9 @@ _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
 _FOUR_TURN = 1.8e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
 _PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
+# Fitted, of swapped operands: how much later they begin in a world of one, whose kernel has more code to fetch, and how many times as long
+# sums of shares take.
+_SWAPPED_START, _SWAPPED_SUMS = 0.3e-6, 1.15
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
 _PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packets go at
@@ -58,7 +61,8 @@ def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan |
         start = machine.start_early if may_be_early else machine.start_hot
     else:
         start = machine.start_lone if may_be_early else machine.start
-    return start + (_PAIR_START if paired else 0.0)
+    swapped = _SWAPPED_START if isinstance(plan, AllGatherGemmPlan) and plan.swapped and plan.problem.topology.size == 1 else 0.0
+    return start + (_PAIR_START if paired else 0.0) + swapped
 
 
 def _begin_together(plan: AllGatherGemmPlan | ReducePlan) -> bool:
@@ -90,7 +94,7 @@ def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, cluster_n: int = 1, stages: int = 0,
     others: int = 0, late: float = 0.0, apart: bool = False, alike: bool = False, b_row: Row | None = None,
-    group_m: int = GROUP_M,
+    group_m: int = GROUP_M, swapped: bool = False,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
@@ -106,6 +110,7 @@ def _work(
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, cluster_n, from_memory, shallow=shallow,
         apart=apart, alike=alike, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
+        swapped=swapped,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -156,7 +161,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     start = start_of(machine, conditions, plan)
     if rows == 0 or n == 0:
         return Prediction(start, start=start)
-    block_n = plan.tile.block_n
+    block_n = plan.columns
     tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
     shard = rows * k * ITEM
     passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
@@ -176,7 +181,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     few = plan.taken * plan.ctas_together * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
-        *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, BLOCK_M, block_n, plan.load_rows, helped, passes),
+        *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, plan.block_rows, block_n, plan.load_rows, helped, passes),
         halved=plan.whole_tiles < plan.num_tiles,
         shares=plan.sizes.shares,
         cluster=plan.cluster,
@@ -187,11 +192,13 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         apart=size > 1 and not plan.packets,
         b_row=row_of_b(n, k, problem.b_row_major),
         group_m=plan.group_m,
+        swapped=plan.swapped > 0,
     )
     exchange = 0.0
     if plan.sizes.shares > 1:
         rate = _EXCHANGED_BY_GATHERS if size > 1 else EXCHANGE_BYTES
         exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.ctas_together, plan.plane_rows, block_n, rate)
+        exchange *= _SWAPPED_SUMS if plan.swapped else 1.0
         work = work._replace(seconds=work.seconds + exchange)
     t = work.cost.seconds
     if size == 1:

@@ -27,6 +27,7 @@ _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
 _FOURS = 1.10  # fitted: how many times as long tiles take in clusters of four
 _PAIRED_IN_N, _PAIRED_APART = 1.02, 1.07  # fitted: and in pairs in N, or where pairs also wait for other ranks, of what others take
+_SWAPPED = {1: 1.02, 2: 1.08, 4: 1.03}  # fitted: of swapped operands, by CTAs of a cluster
 _HALVES = 1.35  # fitted, few rows between two GPUs: the same along K where a row has half a sector at either end
 _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2 answers so many times as many
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
@@ -139,6 +140,7 @@ def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
     cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None,
     a_row: int = 0, alike: bool = False, together: int = _NEIGHBOURS, beside: bool = False, there: float = 1.0,
+    swapped: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
@@ -148,14 +150,16 @@ def tile_cost(
     time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in step, because they also wait
     for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0: ``k``); ``alike``: two lines
     of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data
-    meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster.
+    meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster;
+    ``swapped``: operands are, so that each warpgroup has half of the columns and all rows.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
     clock = 1.0 if apart or beside else min(machine.boost, machine.sms / active)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
-    shared = (block_m + _WARPGROUPS * block_n + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
+    halved, whole = (block_n, block_m) if swapped else (block_m, block_n)
+    shared = (halved + _WARPGROUPS * whole + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     is_alone = cluster == cluster_n == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
@@ -173,7 +177,7 @@ def tile_cost(
         load = max(load, steps * machine.memory_latency / stages)
     fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
     longer = 1.0 if is_alone else _clustered(machine, cluster, cluster_n, apart)
-    longer *= _SHALLOW if shallow else 1.0
+    longer *= (_SHALLOW if shallow else 1.0) * (_SWAPPED[cluster * cluster_n] if swapped else 1.0)
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

@@ -14,6 +14,8 @@ rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of t
 ``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
 of one both add the vendor's product (``cuBLAS``).
 
+``--swapped`` adds variants of ``allgather_gemm`` with swapped operands, of several heights of tiles, alone, with K shared, and in clusters.
+
 ``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them.
 
 ``--b transposed`` measures calls whose B is the transpose view of an (N, K) array, as weights of torch's linear layers are passed.
@@ -118,13 +120,18 @@ def _named(tilings: list[Tiling]) -> dict[str, Tiling]:
     return {", ".join(f"{name} {getattr(one, name)}" for name in sorted(one.fields - {"shares"} or one.fields)): one for one in tilings}
 
 
+def _short(one: Tiling) -> str:
+    clusters = f" {one.cluster}x{one.cluster_n}" if one.cluster else ""
+    return f"s{one.tile_rows}{clusters}{f' /{one.shares}' if one.shares != 1 else ''}"
+
+
 class Rank:
     def __init__(self, options: argparse.Namespace) -> None:
         self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
         self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
         self.options = options
         self.baselines: Any = NoBaselines("not asked for")
-        if (options.pairs or options.shares) and self.world.size == 1 and isinstance(self.timing, CudaTiming):
+        if (options.pairs or options.shares or options.swapped) and self.world.size == 1 and isinstance(self.timing, CudaTiming):
             self.baselines = open_baselines(self.world, self.timing.stream)
 
     def _shared(self, case: Any) -> Iterator[Tiling]:
@@ -139,6 +146,19 @@ class Rank:
             for shares in {ctas // left, ctas // left - 1} - {0, 1} if 0 < left == plan.taken else ():
                 yield dataclasses.replace(alone, shares=shares)
 
+    def _swapped(self, case: Any) -> Iterator[Tiling]:
+        """Tiles of swapped operands, from the highest on, with K shared by as many CTAs as there are, and in clusters."""
+        rows, sms = case.rows * self.world.size, self.world.backend.sm_count
+        least, columns = math.ceil(rows / 256), math.ceil(case.problem.n / 128)
+        for tile_rows in range(least, min(least + 4, math.ceil(rows / 16)) + 1):
+            tiles = tile_rows * columns
+            if tiles > 2 * sms and tile_rows > least + 1:
+                continue
+            yield from (Tiling(shares=shares, tile_rows=tile_rows) for shares in sorted({1, max(1, sms // tiles)}))
+            for cluster, cluster_n in [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)]:
+                if cluster <= tile_rows:
+                    yield Tiling(cluster=cluster, cluster_n=cluster_n, shares=1, tile_rows=tile_rows)
+
     def _ranked(self, op: str, case: Any, most: int) -> dict[str, Choice]:
         """What the model predicts to be fastest, of what a caller can ask for."""
         known, sms = find(op).tilings, self.world.backend.sm_count
@@ -146,12 +166,13 @@ class Rank:
         for one in ranked(case.problem, case.rows, sms, self.world.machine):
             plan = one.plan
             fields = {
-                "block_n": plan.tile.block_n,
+                "block_n": None if getattr(plan, "swapped", 0) else plan.tile.block_n,
                 "span": getattr(plan, "span", None),
                 "shares": plan.shares,
                 "cluster": plan.cluster,
                 "cluster_n": getattr(plan, "cluster_n", None),
                 "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
+                "tile_rows": getattr(plan, "swapped", 0) or None,
             }
             tiling = Tiling(**{name: value for name, value in fields.items() if name in known})
             choice = choice_of(Split(intra_comm=plan.split.intra_comm), None, tiling)
@@ -176,6 +197,8 @@ class Rank:
         for text in self.options.tilings:
             asked = {name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known}
             found[text] = Tiling.parse(asked)
+        if self.options.swapped and "tile_rows" in known:
+            found |= {_short(one): one for one in self._swapped(case)}
         if self.options.shares and "shares" in known:
             for one in self._shared(case):
                 shares = "" if one.shares == 1 else f", {one.shares} share"
@@ -317,6 +340,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also every tiling that the planner chooses from")
     parser.add_argument("--shares", action="store_true", help="also with K shared by all SMs, and beside the vendor's product")
     parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")
+    parser.add_argument("--swapped", action="store_true", help="also with swapped operands, and beside the vendor's product")
     parser.add_argument("--tilings", nargs="+", default=[], metavar="FIELD=VALUE,...", help="also with these")
     parser.add_argument("--ranked", type=int, default=0, metavar="N", help="also with the N candidates that are predicted to be fastest")
     parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")

@@ -13,7 +13,7 @@ import pytest
 
 from mkernel import abi
 from mkernel.planner import allgather_gemm, choice, reduce
-from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
@@ -167,6 +167,30 @@ def every_all_reduce_by_the_other_algorithm(problem: ReduceProblem, rows: int, s
             yield plan
 
 
+def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem, rows: int, sms: int) -> None:
+    """Swapped operands where all rows are one plane: of each kind of cluster few plans, none much slower than any other."""
+    size, all_rows = problem.topology.size, rows * problem.topology.size
+    assert len({plan.digest for plan in found}) == len(found)
+    one_plane = size == 1 or allgather_gemm.may_travel_in_packets(problem, rows)
+    if not one_plane or problem.canonical or (size == 1 and rows <= 48) or not rows:
+        assert not found
+        return
+    assert all(plan.packets == (size > 1) and plan.plane_rows == all_rows for plan in found)
+    for cluster, cluster_n in [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]:
+        of_kind = [plan for plan in found if (plan.cluster, plan.cluster_n) == (cluster, cluster_n)]
+        if sms < 2 * cluster * cluster_n:
+            continue
+        assert 1 <= len(of_kind) <= (4 if cluster * cluster_n == 1 else 2)
+        assert all(plan.shares == 1 for plan in of_kind) or cluster * cluster_n == 1
+        assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
+        best = min(predict(plan, H200).seconds for plan in of_kind)  # type: ignore[union-attr]
+        least = max(cluster, -(-all_rows // 256))
+        for tile_rows in range(least, least + 8):
+            tiling = Tiling(None, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows)
+            other = allgather_gemm.make_plan(problem, rows, sms, tiling=tiling)
+            assert best <= 1.3 * predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: np.random.Generator) -> None:
     """So the least predicted time is what it is with all ways to ask."""
@@ -180,6 +204,9 @@ def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: n
         ):
             found, all_of_them = list(choice.candidates(problem, rows, sms)), [*map(alike, every(problem, rows, sms))]
             found = [*map(alike, found)]
+            if isinstance(problem, AllGatherGemmProblem):
+                check_swapped([plan for plan in found if plan.swapped], problem, rows, sms)
+                found = [plan for plan in found if not plan.swapped]
             assert found[0] == all_of_them[0]
             assert {plan.digest for plan in found} == {plan.digest for plan in all_of_them}, problem
             if world.size == 1 or isinstance(problem, AllGatherGemmProblem):
