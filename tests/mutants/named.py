@@ -87,6 +87,8 @@ NAMED = (
         "return _ENDS[bisect.bisect_left(_ENDS, rows)]",
         "return rows and _ENDS[bisect.bisect_left(_ENDS, rows)]",
     ),
+    _named("sums beside clusters of two by two", "planner/reduce.py", "topology.num_nodes == 1 and 1 in asked", "topology.num_nodes == 1"),
+    _named("heights that instructions do not have", "planner/gemm.py", "_SWAPPED_STEPS[least > BLOCK_M]", "_SWAPPED_STEPS[0]"),
     _named("links are not waited for", "planner/predict_gemm.py", "end = max(end, start + entry + links)", "pass"),
     _named("rows that mates hand on cost nothing", "planner/predict_gemm.py", "begin + pushing + forwarding)", "begin + pushing)"),
     _named("switches carry everything", "planner/machine.py", "max(nodes - 1, beyond * self.oversubscription)", "(nodes - 1)"),

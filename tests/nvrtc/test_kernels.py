@@ -201,6 +201,35 @@ def test_allgather_gemm_whose_ctas_share_k(
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 
+@pytest.mark.cases(
+    world=("1x1", "1x2", "1x8", "2x2"),
+    cluster=(*CLUSTERS, (1, 4)),
+    packets=(0, 1),
+    row_major=(True, False),
+    dtype=("bfloat16", "float16"),
+    specialize=MODES,
+    valid=lambda world, packets, **_: packets == 0 or world in ("1x2", "1x8"),
+)
+@pytest.mark.drawn(2)
+def test_allgather_gemm_of_swapped_operands(
+    caplog: pytest.LogCaptureFixture,
+    world: str,
+    cluster: tuple[int, int],
+    packets: int,
+    row_major: bool,
+    dtype: str,
+    specialize: str,
+) -> None:
+    """One kernel for tiles of all heights. It takes about twice as long to compile as others: it has twelve of their main loops."""
+    problem = plan_of(world, 128, dtype, row_major, specialize).problem
+    plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(None, None, 1, cluster[0], packets, cluster[1], 2))
+    assert plan.swapped
+    instructions = compiled(caplog, plan.spec, packets=packets == 1 or plan.ctas_together == 1)
+    kind, heights = ".BF16" if dtype == "bfloat16" else "", (*range(16, 129, 16), 160, 192, 224, 256)
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{height}x16.F32{kind}" for height in heights}
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+
+
 @pytest.mark.cases(block_n=(64, 128, 192), world=("1x2", "1x4", "1x5", "1x8"), row_major=(True, False), shares=(1, 3), specialize=MODES)
 @pytest.mark.drawn(1)
 def test_allgather_gemm_whose_shards_travel_in_tagged_packets(

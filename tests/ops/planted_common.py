@@ -16,7 +16,7 @@ COMMON = [
         "  if constexpr (kEarly) begin_call_late(call);  // all have read the epoch before the CTA leaves the call\n",
         world="1x1",
         tsan=True,
-        also=(("  Pair<Config>::begin();\n", "  Pair<Config>::begin();\n  if constexpr (kEarly) begin_call_late(call);\n"),),
+        also=(("  Pair<Config>::meet();\n", "  Pair<Config>::meet();\n  if constexpr (kEarly) begin_call_late(call);\n"),),
     ),
     Bug(
         "memory is touched while kernels before this one may still run",
@@ -313,7 +313,7 @@ COMMON = [
         "    if (previous != kStop) give_back<Config>(storage, previous);\n",
         found_as="deadlock",
     ),
-    Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1>(d);\n"),
+    Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1, N / 2>(d);\n"),
     Bug(
         "nobody waits for a stage", "tile/multiply.cuh", "    storage.stages.wait_filled(stage);\n    multiply_stage", "    multiply_stage"
     ),
@@ -369,7 +369,7 @@ COMMON = [
     Bug(
         "a CTA begins before its barriers are ready",
         "tile/gemm.cuh",
-        "  Pair<Config>::begin();\n  if",
+        "  Pair<Config>::meet();\n  if",
         "  if",
         found_as="not been initialized",
     ),

@@ -27,6 +27,7 @@ from tests.ops.planted_packets import PACKETS
 from tests.ops.planted_pairs import PAIRS
 from tests.ops.planted_reductions import REDUCTIONS
 from tests.ops.planted_ring import RING
+from tests.ops.planted_swapped import SWAPPED
 from tests.sanitizer import run_sanitized
 
 _HERE = Path(__file__).parent
@@ -34,11 +35,12 @@ _ROOT = _HERE.parents[1]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *PACKETS, *PAIRS, *REDUCTIONS, *MOE, *RING]
+BUGS = [*COMMON, *PACKETS, *PAIRS, *SWAPPED, *REDUCTIONS, *MOE, *RING]
 _TSAN_SEEDS = 4  # a race is seen in some interleavings only
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
     "fours": 4,
+    "swapped fours": 4,
     "reduce fours": 4,
     "packets fours": 4,
     "scattered packets fours": 4,
@@ -127,6 +129,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
+        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("swapped", "swapped shares", "swapped fours")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs", "reduce fours")),
         *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets fours", "scattered packets fours")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),

@@ -251,11 +251,15 @@ class Gemm(Call):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherGemm(Gemm):
-    """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for."""
+    """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for.
+
+    ``tile_rows``: of swapped operands; 0: they are not.
+    """
 
     op: ClassVar[str] = "allgather_gemm"
     mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
     packets: int = 0
+    tile_rows: int = 0
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -267,7 +271,8 @@ class AllGatherGemm(Gemm):
 
     @classmethod
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
-        return {"packets": cls.mechanisms.index(mechanism)}
+        packets = cls.mechanisms.index(mechanism)
+        return {"packets": packets, "tile_rows": rng.choice((0, 0, 1, 2, 5)) if packets < 2 else 0}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.packets:
@@ -284,9 +289,11 @@ class AllGatherGemm(Gemm):
 
     @property
     def tiling(self) -> Tiling | None:
-        if not self.packets:
+        if not self.packets and not self.tile_rows:
             return super().tiling
-        return Tiling(None if self.packets == 1 else 64, cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
+        width = 64 if self.packets == 2 else None
+        found = Tiling(width, cluster=self.cluster, packets=self.packets or None, cluster_n=self.cluster_n)
+        return dataclasses.replace(found, tile_rows=self.tile_rows or None)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)

@@ -1,0 +1,124 @@
+"""What is planted in tiles of swapped operands (kernels_src/tile/shape.cuh)."""
+
+from __future__ import annotations
+
+from tests.ops.planted_bug import Bug
+
+__all__ = ["SWAPPED"]
+
+_INDEX = "rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7"
+
+SWAPPED = [
+    *(
+        Bug(what, file, text, to, workload=workload, found_as="wrong")
+        for what, file, text, to, workload in (
+            ("matrices are stored as they are", "tile/epilogue.cuh", "ptx::stmatrix_x4_transposed(", "ptx::stmatrix_x4(", "swapped"),
+            (
+                "columns of a block are those of the next warp",
+                "tile/epilogue.cuh",
+                "column = (warp * 2",
+                "column = ((warp ^ 1) * 2",
+                "swapped",
+            ),
+            ("a warpgroup's columns are the other one's", "tile/op.cuh", "+ warpgroup * kPanel,", "+ (1 - warpgroup) * kPanel,", "swapped"),
+            (
+                "rows of the next tile are written",
+                "tile/op.cuh",
+                "kBlockRows <= block_rows() ? &p.c_map",
+                "0 <= block_rows() ? &p.c_map",
+                "swapped",
+            ),
+            (
+                "the last rows of a tile are not multiplied",
+                "tile/multiply.cuh",
+                _INDEX,
+                "rows <= 128 ? rows / 16 - 1 : (rows - 128) / 32 + 7",
+                "swapped",
+            ),
+            (
+                "the last block of a tile is not stored",
+                "tile/epilogue.cuh",
+                "(op.load_rows(c) + kBlockRows - 1) / kBlockRows",
+                "op.load_rows(c) / kBlockRows",
+                "swapped",
+            ),
+            (
+                "a row-major B is read as a transposed one",
+                "tile/shape.cuh",
+                "kMajorA = kSwapped ? kMajorOfB : ptx::Major::kK",
+                "kMajorA = ptx::Major::kK",
+                "swapped by rows",
+            ),
+            (
+                "a k step of B is one row further",
+                "tile/multiply.cuh",
+                "k * (Shape::kMajorA == ptx::Major::kMN ? kSwizzleBytes : 2)",
+                "k * 2",
+                "swapped by rows",
+            ),
+            (
+                "the lane of an odd column stores the first row",
+                "ops/allgather_gemm.cuh",
+                "row = lane % 4 * 2 + odd;",
+                "row = lane % 4 * 2;",
+                "swapped shares",
+            ),
+            (
+                "lanes exchange the value that they keep",
+                "ops/allgather_gemm.cuh",
+                "ptx::shuffle_xor(odd ? sum[2 * i] : sum[2 * i + 1], 4)",
+                "ptx::shuffle_xor(odd ? sum[2 * i + 1] : sum[2 * i], 4)",
+                "swapped shares",
+            ),
+            ("columns 8 apart are one", "ops/allgather_gemm.cuh", "p.c_row_bytes + i * 16, word", "p.c_row_bytes, word", "swapped shares"),
+        )
+    ),
+    Bug(
+        "a tile's rows are those of 128",
+        "tile/op.cuh",
+        "if constexpr (Shape::kSwapped) return p.block_rows;",
+        "if constexpr (Shape::kSwapped) return Shape::kBlockM;",
+        workload="swapped",
+    ),
+    Bug(
+        "a share is not sent as far as there are rows",
+        "tile/shares.cuh",
+        "      if (Shape::kSwapped && i * 8 >= rows) break;\n",
+        "      if (Shape::kSwapped && i * 8 + 8 >= rows) break;\n",
+        workload="swapped shares",
+    ),
+    Bug(
+        "sums take packets of rows that there are not",
+        "tile/shares.cuh",
+        "    if (Shape::kSwapped && end * 8 > rows) end = (rows + 7) / 8;\n",
+        workload="swapped shares",
+    ),
+    Bug(
+        "stages are as far apart as of 128 rows",
+        "tile/storage.cuh",
+        "bytes_ = Shape::kBytesA + op.block_rows() * kSwizzleBytes;",
+        "bytes_ = 2 * Shape::kBytesA;",
+        workload="swapped",
+    ),
+    Bug(
+        "one stage more than there is room for",
+        "tile/storage.cuh",
+        "count_ = op.stages(), bytes_",
+        "count_ = op.stages() + 1, bytes_",
+        workload="swapped",
+    ),
+    Bug(
+        "rows of A are where columns of B should be",
+        "tile/storage.cuh",
+        "return Shape::kSwapped ? b(storage, stage) : a(storage, stage);",
+        "return a(storage, stage);",
+        workload="swapped fours",
+    ),
+    Bug(
+        "parts of B of a cluster are as of kBlockN columns",
+        "tile/pair.cuh",
+        "constexpr uint32_t kPart = Shape::kColumns / kParts;",
+        "constexpr uint32_t kPart = Shape::kBlockN / kParts;",
+        workload="swapped fours by columns",
+    ),
+]

@@ -1,0 +1,133 @@
+"""Swapped operands (kernels_src/tile/shape.cuh): tiles of any height are right, and have the bits of tiles of 128 rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkernel import env
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.choice import plan_allgather_gemm
+from mkernel.planner.gemm import height_of
+from mkernel.planner.machine import H200
+from mkernel.planner.spans import spans_of
+from mkernel.planner.tiling import Tiling, TilingError
+from tests.ops.body import WORLDS, Case, back_to_back, problems, topology
+from tests.ops.test_allgather_gemm import ranks, seeds
+
+_SMS = 16
+_HEIGHTS = (*range(16, 129, 16), 160, 192, 224, 256)
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
+
+
+@pytest.fixture(autouse=True)
+def _sms() -> Any:
+    with env.override(MKERNEL_CPU_SMS=_SMS):
+        yield
+
+
+def _results(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
+    results = back_to_back(world, case, seed, 0.0, rows)
+    return problems(results), [result.c.tobytes() for result in results]
+
+
+def _same(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[int, ...]) -> None:
+    """Every element is right, and results are those of the same call by CTAs alone, operands not swapped."""
+    plain = dataclasses.replace(case, tiling=Tiling(64, 1, 1, 1, 0))
+    for seed in seeds(request):
+        of_swapped, of_plain = (ranks(_results, world, one, seed, rows, seed=seed) for one in (case, plain))
+        for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_swapped, of_plain, strict=True)):
+            assert wrong == [], f"rank {rank}"
+            assert case.tiling is None or case.tiling.shares != 1 or bits == same, f"rank {rank}"
+
+
+def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: Any) -> bool:
+    if (tiling.shares or 1) * 64 > shape[0]:  # fewer k steps
+        return False
+    at, together = topology(world), (tiling.cluster or 1) * (tiling.cluster_n or 1)
+    inside = at.num_nodes == 1 < at.size
+    if tiling.packets:
+        return inside and split == "default" and tiling.span is None
+    fits = split == "default" or (together == 1 and inside)
+    return fits and tiling.span in spans_of(at) and (tiling.shares == 1 or (at.num_nodes == 1 and together == 1))
+
+
+@pytest.mark.cases(
+    world=WORLDS,
+    tiling=tuple(
+        Tiling(None, span, shares, cluster, packets, cluster_n, tile_rows)
+        for (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
+            ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
+        )
+    ),
+    shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
+    split=("default", "warps"),
+    dtype=("bfloat16", "float16"),
+    row_major=(True, False),
+    valid=_valid,
+)
+@pytest.mark.drawn(3)
+def test_every_element_and_the_bits_of_operands_as_they_are(
+    request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
+) -> None:
+    rows = tuple(int(rows) for rows in np.random.default_rng(request.config.getoption("--seed")).integers(1, 400, 4))
+    _same(request, world, Case(dtype, *shape, row_major, split, tiling=tiling), (*rows, 0, 129))
+
+
+@pytest.mark.parametrize("cluster_n", [1, 2])
+@pytest.mark.parametrize("row_major", [True, False])
+def test_tiles_of_all_heights(request: pytest.FixtureRequest, row_major: bool, cluster_n: int, rng: np.random.Generator) -> None:
+    """Each height with a last row of tiles that is as high, and with one of any number of rows."""
+    rows = [both for height in _HEIGHTS for both in (height, height + int(rng.integers(1, height + 1)))]
+    for tile_rows in (1, 2):
+        tiling = Tiling(None, 1, 1, 1, None, cluster_n, tile_rows)
+        _same(request, "1x1", Case("bfloat16", 72, 72, row_major, "default", tiling=tiling), tuple(rows))
+
+
+def test_heights_are_the_least_that_kernels_have(rng: np.random.Generator) -> None:
+    for rows, tile_rows in rng.integers(1, (4000, 40), (300, 2)).tolist():
+        wanted = max(tile_rows, -(-rows // 256))
+        height = height_of(rows, wanted)
+        assert height == min(one for one in _HEIGHTS if one * wanted >= rows)
+
+
+def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) -> None:
+    """No tile is empty, the last one is loaded as far as there are rows, and stages are as many as fit."""
+    for size, n, rows, tile_rows in rng.integers((1, 1, 1, 1), (5, 200, 3000, 9), (200, 4)).tolist():
+        problem = AllGatherGemmProblem(topology(f"1x{size}"), 8 * n, 520, "bfloat16", False)
+        plan = make_plan(problem, rows, 132, tiling=Tiling(span=size, packets=0, tile_rows=tile_rows))
+        assert plan.tile_rows <= max(tile_rows, -(-size * rows // 256) + 1, plan.swapped)
+        assert (plan.tile_rows - 1) * plan.block_rows < size * rows <= plan.tile_rows * plan.block_rows
+        left = size * rows - plan.sizes.last_row * plan.block_rows
+        assert left <= plan.sizes.tail_rows < left + 8
+        assert plan.sizes.tail_rows <= plan.block_rows
+        stage = (128 + plan.block_rows) * 128
+        assert plan.sizes.stages * stage <= plan.tile.stages * 49152 < (plan.sizes.stages + 1) * stage
+
+
+def test_what_does_not_go_with_swapped_operands() -> None:
+    canonical = AllGatherGemmProblem(topology("1x2"), 72, 136, "bfloat16", True, canonical=True)
+    problem = dataclasses.replace(canonical, canonical=False)
+    for one, tiling in (
+        (canonical, Tiling(tile_rows=1)),
+        (problem, Tiling(64, tile_rows=1)),
+        (problem, Tiling(packets=2, tile_rows=1)),
+    ):
+        with pytest.raises(TilingError, match="swapped operands have tiles of 128 columns"):
+            make_plan(one, 16, 132, tiling=tiling)
+    assert make_plan(problem, 16, 132, tiling=Tiling(128, tile_rows=1)).swapped == 1
+
+
+def test_the_model_chooses_them_where_tiles_of_128_rows_do_not_fit() -> None:
+    """448 rows are six tiles of 80, whose columns fill one wave of the SMs (measured: docs/speed_log.md); a full wave of 128 rows stays."""
+    problem = AllGatherGemmProblem(topology("1x1"), 2560, 8192, "bfloat16", False)
+    chosen = plan_allgather_gemm(problem, 448, 132, machine=H200)
+    assert (chosen.swapped, chosen.block_rows, chosen.num_tiles) == (6, 80, 120)
+    whole = AllGatherGemmProblem(topology("1x1"), 132 * 256, 8192, "bfloat16", False)
+    assert not plan_allgather_gemm(whole, 128, 132, machine=H200).swapped
+    invariant = dataclasses.replace(problem, canonical=True)
+    assert not plan_allgather_gemm(invariant, 448, 132, machine=H200).swapped
