@@ -36,7 +36,7 @@ void mark_dirty(Fiber& fiber, uint32_t offset) {
 void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waiting& waiting) {
   bar.clock.join(fiber.clock);
   const char* sync = &bar.sync[bar.generation % 2];
-  tsan::release(sync);
+  if (waiting.kind != Wait::kCluster) tsan::release(sync);  // CTAs of a cluster meet without ordering memory
   const bool last = ++bar.arrived == bar.expected;
   if (last) {
     bar.arrived = 0;

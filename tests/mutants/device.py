@@ -35,7 +35,7 @@ from tests.sanitizer import run_sanitized  # noqa: E402
 
 _FOLDERS = ("comm", "tile", "gather", "reduce", "moe", "attention", "ops")
 _CALLS = (
-    "sync_warp|sync_cta|cluster_sync|fence_proxy_async(?:_shared)?|mbarrier_init_fence|barrier_sync|mbarrier_wait|wgmma_fence|"
+    "sync_warp|sync_cta|cluster_come|cluster_meet|fence_proxy_async(?:_shared)?|mbarrier_init_fence|barrier_sync|mbarrier_wait|wgmma_fence|"
     r"store_wait(?:_read)?<[^>]*>"
 )
 _SITE = re.compile(rf"^\s*(?:if constexpr \([^;]*?\) )?(?:ptx::(?:{_CALLS})\(.*\)|[\w.\[\]>-]+\.wait_(?:filled|taken)\(.*\));")

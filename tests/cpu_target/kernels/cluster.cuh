@@ -52,7 +52,8 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
   if (p.fault == kNoStart) {
     ptx::sync_cta();
   } else {
-    ptx::cluster_sync();
+    ptx::cluster_come();
+  ptx::cluster_meet();
   }
 #pragma unroll 1
   for (uint32_t round = 0; round < kRounds; ++round) {
@@ -60,7 +61,7 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
     if (t >= 32) drain(p, s, rank, round);
   }
   ptx::sync_warp();
-  if (p.fault != kNoEnd) ptx::cluster_sync();
+  if (p.fault != kNoEnd) ptx::cluster_come(), ptx::cluster_meet();
 }
 
 }  // namespace mkernel
