@@ -28,10 +28,10 @@ _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
-# Of swapped operands: how many more rows of tiles than needed are looked at, of which so many are predicted of CTAs alone, and in
-# clusters. What a tile costs beside its rows, and the sums of shares, in rows of a tile.
-_MORE_TILE_ROWS, _TRIED_ALONE, _TRIED_TOGETHER = 8, 4, 2
-_ROWS_BESIDE, _ROWS_OF_SUMS, _STEPS_OF_SHARE = 32, 24, 4
+# Of swapped operands: how many more rows of tiles than needed are looked at, of which so many are predicted of CTAs alone, with all of K
+# and with shares of it, and in clusters. What a tile costs beside its rows, in rows, and how many k steps a share has at least.
+_MORE_TILE_ROWS, _TRIED_WHOLE, _TRIED_SHARED, _TRIED_TOGETHER = 8, 3, 2, 2
+_ROWS_BESIDE, _STEPS_OF_SHARE = 32, 4
 _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 
@@ -259,11 +259,12 @@ def _rows_of_tiles(problem: AllGatherGemmProblem, rows: int, sm_count: int, clus
         ctas = sm_count // (cluster * cluster_n)
         fit = max(1, min(ctas // taken, most)) if cluster * cluster_n == 1 and taken else 1
         for shares in {1, fit} if taken else ():
-            work = math.ceil(taken * shares / max(1, ctas)) * (height + _ROWS_BESIDE) / shares + (_ROWS_OF_SUMS if shares > 1 else 0)
+            work = math.ceil(taken * shares / max(1, ctas)) * (height + _ROWS_BESIDE) / shares
             if (height, shares) not in possible:
                 possible[height, shares], found[height, shares] = work, (tile_rows, shares)
     order = sorted(possible, key=lambda one: possible[one])
-    return [found[one] for one in order[: _TRIED_ALONE if cluster * cluster_n == 1 else _TRIED_TOGETHER]]
+    whole, shared = ([found[one] for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))
+    return [*whole[: _TRIED_WHOLE if cluster * cluster_n == 1 else _TRIED_TOGETHER], *shared[:_TRIED_SHARED]]
 
 
 def _reductions(
