@@ -65,7 +65,6 @@ WORKLOADS = {
     "fours": (Case("bfloat16", 264, 264, split="warps", tiling=Tiling(64, 1, None, 2, None, 2)), 3, (300, 129), 20.0),
     # Swapped operands: tiles of 112 and 224 rows, or 48 and 96; the last rows of tiles have fewer, and blocks of a result are not whole.
     "swapped": (Case("bfloat16", 264, 264, split="mover", tiling=Tiling(None, 1, 1, 1, 0, 1, 2)), 3, (197, 93), 20.0),
-    "swapped by rows": (Case("bfloat16", 264, 264, False, split="mover", tiling=Tiling(None, 1, 1, 1, 0, 1, 2)), 3, (197, 93), 20.0),
     "swapped shares": (Case("bfloat16", 360, 264, tiling=Tiling(None, None, 3, 1, 1, 1, 1)), 4, (40, 17), 20.0),
     "swapped fours by columns": (
         Case("bfloat16", 264, 264, False, split="warps", tiling=Tiling(None, 1, 1, 2, 0, 2, 3)),

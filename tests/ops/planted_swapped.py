@@ -47,14 +47,14 @@ SWAPPED = [
                 "tile/shape.cuh",
                 "kMajorA = kSwapped ? kMajorOfB : ptx::Major::kK",
                 "kMajorA = ptx::Major::kK",
-                "swapped by rows",
+                "swapped",
             ),
             (
                 "a k step of B is one row further",
                 "tile/multiply.cuh",
                 "k * (Shape::kMajorA == ptx::Major::kMN ? kSwizzleBytes : 2)",
                 "k * 2",
-                "swapped by rows",
+                "swapped",
             ),
             (
                 "the lane of an odd column stores the first row",
