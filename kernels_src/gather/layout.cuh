@@ -46,8 +46,8 @@ struct alignas(64) Parameters {
   uint32_t shares;         // CTAs, or pairs, that share K of a tile; 1 with several parts, slices or nodes
   uint32_t last_row;       // the last row of tiles of a plane,
   uint32_t tail_rows;      // and how many rows of A are loaded for its tiles
-  uint32_t block_rows;     // with swapped operands: rows of a tile,
-  uint32_t stages;         // and stages for as many
+  uint32_t block_rows;     // of a tile,
+  uint32_t stages;         // and with swapped operands stages for as many
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
   uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
   uint32_t keeps;          // 1: the shards of tagged packets are wanted in the gather buffer, too

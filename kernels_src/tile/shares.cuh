@@ -18,8 +18,7 @@ struct Shares {
   static constexpr uint32_t kPackets = Shape::kBlockN / 2 / kPacketWords;  // of a thread: two rows of 8 columns, four float32 values, each
   static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
   uint32_t num_tiles, shares;
-  uint32_t block_rows =
-      0;  // with swapped operands, of a tile: then a packet is two columns of two rows, and a thread has one for each 8 rows
+  uint32_t block_rows = 0;  // of a tile; with swapped operands a packet is two columns of two rows, and a thread has one for each 8 rows
 
   MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : 2 * num_tiles * shares; }  // of numbers
   // The tile of a number; whether it stands for a share or a sum, and which.
@@ -41,7 +40,7 @@ struct Shares {
     return bits == 0xffffffffu ? 0x80000000u : ~bits;
   }
   MK_DEVICE static uint32_t warp() { return ptx::thread_index() / 32 - kWarpgroup / 32; }  // of the consumers
-  // Packets of a tile's share 0 that are this thread's. `packets`: where they begin. A thread's lie 32 apart.
+  // Packets of a tile's share 0 that are this thread's. `at`: where they begin. A thread's lie 32 apart.
   MK_DEVICE ptx::Words* packets_of(char* at, const TileCoordinate& c) const {
     const uint64_t first =
         uint64_t(c.index) * shares * Shape::kCluster + c.m % Shape::kClusterM * Shape::kClusterN + c.n % Shape::kClusterN;

@@ -129,7 +129,7 @@ def _plan_of_class(
     if covering is None:
         raise _no_covering(topology, asked)
     span, tile, shares = covering
-    tile_rows, tiles_n = swapped or math.ceil(span * rows / BLOCK_M), math.ceil(problem.n / (SWAPPED_COLUMNS if swapped else tile.block_n))
+    tile_rows, tiles_n = _tiles_of_plane(problem, span * rows, tile, swapped)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted, default = split or Split(), default_split(problem, rows, sm_count, tiles)
     cluster, cluster_n, paired, may_pay = asked.cluster or 1, asked.cluster_n or 1, None, False
@@ -249,9 +249,7 @@ def _plan_with_packets(
         raise _no_covering(problem.topology, asked)
     _, tile, shares = covering
     chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster * cluster_n)
-    tiles = math.ceil(size * rows / BLOCK_M) * math.ceil(problem.n / tile.block_n)
-    if asked.tile_rows:
-        tiles = asked.tile_rows * math.ceil(problem.n / SWAPPED_COLUMNS)
+    tiles = math.prod(_tiles_of_plane(problem, size * rows, tile, asked.tile_rows or 0))
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
     if asked.packets == 2 and (cluster * cluster_n > 1 or tile.block_n > _TAGGED_MOST):
         raise TilingError(
@@ -276,6 +274,11 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
     span = problem.topology.size if asked.packets else asked.span or 1
     tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / SWAPPED_ROWS))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
+
+
+def _tiles_of_plane(problem: AllGatherGemmProblem, plane_rows: int, tile: GemmTile, swapped: int) -> tuple[int, int]:
+    """Rows and columns of tiles; ``swapped``: rows of those of swapped operands, or 0."""
+    return swapped or math.ceil(plane_rows / BLOCK_M), math.ceil(problem.n / (SWAPPED_COLUMNS if swapped else tile.block_n))
 
 
 def _no_covering(topology: Topology, asked: Tiling) -> TilingError:

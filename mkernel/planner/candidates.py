@@ -14,7 +14,7 @@ from mkernel.planner.derived import replaced
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, height_of
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
-from mkernel.planner.spans import most_shares
+from mkernel.planner.spans import FEWEST_STEPS, most_shares
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
@@ -29,9 +29,9 @@ _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and 
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
 # Of swapped operands: how many more rows of tiles than needed are looked at, of which so many are predicted of CTAs alone, with all of K
-# and with shares of it, and in clusters. What a tile costs beside its rows, in rows, and how many k steps a share has at least.
+# and with shares of it, and in clusters. What a tile costs beside its rows, in rows.
 _MORE_TILE_ROWS, _TRIED_WHOLE, _TRIED_SHARED, _TRIED_TOGETHER = 8, 3, 2, 2
-_ROWS_BESIDE, _STEPS_OF_SHARE = 32, 4
+_ROWS_BESIDE = 32
 _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 
@@ -250,9 +250,8 @@ def _swapped(
 def _rows_of_tiles(problem: AllGatherGemmProblem, rows: int, sm_count: int, cluster: int, cluster_n: int) -> list[tuple[int, int]]:
     """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply."""
     least, columns = math.ceil(rows / SWAPPED_ROWS), math.ceil(problem.n / (SWAPPED_COLUMNS * cluster_n))
-    most = math.ceil(problem.k / BLOCK_K) // _STEPS_OF_SHARE
-    possible: dict[tuple[int, int], float] = {}  # by height and shares
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
+    possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
@@ -260,10 +259,9 @@ def _rows_of_tiles(problem: AllGatherGemmProblem, rows: int, sm_count: int, clus
         fit = max(1, min(ctas // taken, most)) if cluster * cluster_n == 1 and taken else 1
         for shares in {1, fit} if taken else ():
             work = math.ceil(taken * shares / max(1, ctas)) * (height + _ROWS_BESIDE) / shares
-            if (height, shares) not in possible:
-                possible[height, shares], found[height, shares] = work, (tile_rows, shares)
-    order = sorted(possible, key=lambda one: possible[one])
-    whole, shared = ([found[one] for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))
+            possible.setdefault((height, shares), (work, (tile_rows, shares)))
+    order = [one for _, one in sorted(possible.values(), key=lambda found: found[0])]
+    whole, shared = ([one for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))
     return [*whole[: _TRIED_WHOLE if cluster * cluster_n == 1 else _TRIED_TOGETHER], *shared[:_TRIED_SHARED]]
 
 

@@ -153,11 +153,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
         span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, row_bytes, swapped = self.of_sizes
         plane_rows = span * rows
-        of_swapped, tail = (0, 0), tail_of(plane_rows)
         if swapped:
-            height = height_of(plane_rows, swapped)
-            of_swapped, tail = (height, self.tile.stages_of(height)), tail_of(plane_rows, height, _SWAPPED_UNIT)
-        block_rows = of_swapped[0] or BLOCK_M
+            block_rows = height_of(plane_rows, swapped)
+            stages, tail = self.tile.stages_of(block_rows), tail_of(plane_rows, block_rows, _SWAPPED_UNIT)
+        else:
+            block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)
         tile_rows, share_bytes = -(-plane_rows // block_rows), block_rows * row_bytes
         taken_rows = -(-tile_rows // cluster)
         tiles, taken = columns * tile_rows, taken_columns * taken_rows
@@ -167,7 +167,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         grid = total
         if not pushers:  # else each has chunks to push
             grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * together - computing)
-        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail, *of_swapped))
+        return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail, block_rows, stages))
 
     @property
     def rounds(self) -> int:
@@ -301,7 +301,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def block_rows(self) -> int:
         """Rows of a tile."""
-        return self.sizes.block_rows or BLOCK_M
+        return self.sizes.block_rows
 
     @derived
     def columns(self) -> int:
@@ -314,7 +314,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     @property
     def packets_of_thread(self) -> int:
-        """Of a share of K of a tile: of 8 columns each, or with swapped operands of 8 rows."""
+        """Packets that a thread has of a share of K of a tile: for 8 columns each, or with swapped operands for 8 rows."""
         return (self.block_rows if self.swapped else self.columns) // 8
 
     def stages_of(self, load_rows: int) -> int:

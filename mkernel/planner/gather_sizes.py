@@ -28,8 +28,10 @@ class Sizes(NamedTuple):
         CTAs, or pairs, that share K of a tile.
     load_rows, last_row, tail_rows
         Of ``gemm.tail_of``: of a plane.
-    block_rows, stages
-        Of a tile of swapped operands; 0 of others.
+    block_rows
+        Rows of a tile.
+    stages
+        Those of a call with swapped operands; 0 of others.
     """
 
     plane_rows: int

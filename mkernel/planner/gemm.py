@@ -87,8 +87,7 @@ class GemmTile:
 
     def stages_of(self, height: int) -> int:
         """Stages of a kernel with swapped operands, in a call whose tiles have so many rows: as many as fit."""
-        room, columns = self.stages * (BLOCK_M + self.block_n), SWAPPED_COLUMNS
-        return room // (columns + height)
+        return self.stages * (BLOCK_M + self.block_n) // (SWAPPED_COLUMNS + height)
 
     def seconds(self, k: int) -> float:
         """How long an SM multiplies one."""

@@ -13,6 +13,7 @@ from mkernel.planner.topology import Topology
 
 __all__ = [
     "EXCHANGE_BYTES",
+    "FEWEST_STEPS",
     "Candidate",
     "Covering",
     "Product",
@@ -32,7 +33,7 @@ _CACHE_BYTES = 40e6  # of B up to which a second reading finds it in L2
 _GAIN = 0.97  # of the time with a shard per plane: prediction is no better than that;
 _SHARING_GAIN = 0.9  # and of the time without shares, which need another kernel
 _MOST_SHARES = 8  # of K
-_FEWEST_STEPS = 4  # k steps of a share
+FEWEST_STEPS = 4  # k steps of a share
 _EXCHANGE_SECONDS, EXCHANGE_BYTES = 2e-6, 5e12  # fitted (docs/model.md): what sums take, and L2 for the packets of all shares
 _WARP_ROWS = 16
 
@@ -131,7 +132,7 @@ def _shared(product: Product, tile: GemmTile, shares: int | None) -> Iterator[Ca
 def most_shares(rows: int, n: int, k: int, block_n: int, sm_count: int) -> int:
     """In how many shares K of all tiles of a product can be worked on at once, none shorter than is worth it; 0 or 1: in no shares."""
     tiles = math.ceil(rows / BLOCK_M) * math.ceil(n / block_n)
-    return min(sm_count // max(1, tiles), math.ceil(k / BLOCK_K) // _FEWEST_STEPS)
+    return min(sm_count // max(1, tiles), math.ceil(k / BLOCK_K) // FEWEST_STEPS)
 
 
 def _predicted(product: Product, one: Covering) -> Candidate:

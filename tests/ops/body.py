@@ -285,3 +285,9 @@ def problems(results: list[Result]) -> list[str]:
 
 def bits(results: list[Result]) -> list[bytes]:
     return [result.c.tobytes() for result in results]
+
+
+def checked_bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
+    """What is wrong with calls one behind the other, and the bits of their results, to be compared with those of another plan."""
+    results = back_to_back(world, case, seed, 0.0, rows)
+    return problems(results), bits(results)

@@ -23,7 +23,7 @@ from mkernel.planner.row_classes import MOST_KERNELS, classes
 from mkernel.planner.spans import spans_of
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
-from tests.ops.body import WORLDS, Case, back_to_back, problems, random, topology
+from tests.ops.body import WORLDS, Case, checked_bits, random, topology
 from tests.ops.test_allgather_gemm import ranks, seeds
 from tests.virtual_time import sleep
 
@@ -37,11 +37,6 @@ _ROWS = (300, 129, 7, 500, 0, 128)
 def _sms() -> Any:
     with env.override(MKERNEL_CPU_SMS=_SMS):
         yield
-
-
-def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
-    results = back_to_back(world, case, seed, 0.0, rows)
-    return problems(results), [result.c.tobytes() for result in results]
 
 
 def _valid(world: str, tiling: Tiling, split: str, **_: Any) -> bool:
@@ -70,7 +65,7 @@ def test_every_element_and_the_bits_of_ctas_alone(
     case = Case(dtype, *shape, row_major, split, tiling=tiling)
     alone = dataclasses.replace(case, tiling=dataclasses.replace(tiling, shares=1, cluster=1, cluster_n=1))
     for seed in seeds(request):
-        of_pairs, of_ctas = (ranks(_bits, world, one, seed, _ROWS, seed=seed) for one in (case, alone))
+        of_pairs, of_ctas = (ranks(checked_bits, world, one, seed, _ROWS, seed=seed) for one in (case, alone))
         for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_pairs, of_ctas, strict=True)):
             assert wrong == [], f"rank {rank}"
             assert bits == same, f"rank {rank}"

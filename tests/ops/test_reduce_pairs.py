@@ -13,7 +13,7 @@ from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.tiling import Tiling
-from tests.ops.body import WORLDS, Case, back_to_back, problems, random, topology
+from tests.ops.body import WORLDS, Case, checked_bits, random, topology
 from tests.ops.test_allgather_gemm import ranks, seeds
 
 _SMS = 8
@@ -42,11 +42,6 @@ def _valid(world: str, op: str, clusters: tuple[int, int], split: str, **_: Any)
     at = topology(world)
     own_rows = at.size == 1 or (op == REDUCE_SCATTER and at.num_nodes == 1 and 1 in clusters)
     return (own_rows or clusters == (2, 1)) and (split == "default" or max(clusters) == 2 > min(clusters))
-
-
-def _bits(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
-    results = back_to_back(world, case, seed, 0.0, rows)
-    return problems(results), [result.c.tobytes() for result in results]
 
 
 @pytest.mark.cases(
@@ -83,7 +78,7 @@ def test_every_element_and_the_bits_of_ctas_alone(
         )
         # With CTAs that pull, so that values do not travel in packets, which add in another order.
         alone = dataclasses.replace(case, tiling=Tiling(block_n, 1 if op == REDUCE_SCATTER else None, None, 1), split="pairs")
-        of_pairs, of_ctas = (ranks(_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
+        of_pairs, of_ctas = (ranks(checked_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
         for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_pairs, of_ctas, strict=True)):
             assert wrong == [], f"rank {rank}"
             if op == REDUCE_SCATTER or invariant:  # in an all-reduce, whose owners have whole pairs, else others may begin a sum
@@ -119,7 +114,7 @@ def test_packets_of_clusters_and_of_ctas_alone_have_the_same_bits(
         tiling = Tiling(block_n, None, 1, clusters[0], 1, clusters[1])
         case = Case(dtype, *shape, row_major, "default", op, "output", algorithm, tiling, invariant)
         alone = dataclasses.replace(case, tiling=Tiling(block_n, None, 1, 1, 1))
-        of_clusters, of_ctas = (ranks(_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
+        of_clusters, of_ctas = (ranks(checked_bits, world, one, seed, rows, seed=seed, batch_invariant=invariant) for one in (case, alone))
         for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_clusters, of_ctas, strict=True)):
             assert wrong == [], f"rank {rank}"
             assert bits == same, f"rank {rank}"

@@ -16,7 +16,7 @@ from mkernel.planner.gemm import height_of
 from mkernel.planner.machine import H200
 from mkernel.planner.spans import spans_of
 from mkernel.planner.tiling import Tiling, TilingError
-from tests.ops.body import WORLDS, Case, back_to_back, problems, topology
+from tests.ops.body import WORLDS, Case, checked_bits, topology
 from tests.ops.test_allgather_gemm import ranks, seeds
 
 _SMS = 16
@@ -30,16 +30,11 @@ def _sms() -> Any:
         yield
 
 
-def _results(world: Any, case: Case, seed: int, rows: tuple[int, ...]) -> tuple[list[str], list[bytes]]:
-    results = back_to_back(world, case, seed, 0.0, rows)
-    return problems(results), [result.c.tobytes() for result in results]
-
-
 def _same(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[int, ...]) -> None:
     """Every element is right, and results are those of the same call by CTAs alone, operands not swapped."""
     plain = dataclasses.replace(case, tiling=Tiling(64, 1, 1, 1, 0))
     for seed in seeds(request):
-        of_swapped, of_plain = (ranks(_results, world, one, seed, rows, seed=seed) for one in (case, plain))
+        of_swapped, of_plain = (ranks(checked_bits, world, one, seed, rows, seed=seed) for one in (case, plain))
         for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_swapped, of_plain, strict=True)):
             assert wrong == [], f"rank {rank}"
             assert case.tiling is None or case.tiling.shares != 1 or bits == same, f"rank {rank}"

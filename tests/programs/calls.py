@@ -292,8 +292,8 @@ class AllGatherGemm(Gemm):
         if not self.packets and not self.tile_rows:
             return super().tiling
         width = 64 if self.packets == 2 else None
-        found = Tiling(width, cluster=self.cluster, packets=self.packets or None, cluster_n=self.cluster_n)
-        return dataclasses.replace(found, tile_rows=self.tile_rows or None)
+        packets, tile_rows = self.packets or None, self.tile_rows or None
+        return Tiling(width, cluster=self.cluster, packets=packets, cluster_n=self.cluster_n, tile_rows=tile_rows)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)

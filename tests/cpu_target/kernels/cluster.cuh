@@ -53,7 +53,7 @@ MK_KERNEL(Config::kThreads)(MK_GRID_CONSTANT Parameters p) {
     ptx::sync_cta();
   } else {
     ptx::cluster_come();
-  ptx::cluster_meet();
+    ptx::cluster_meet();
   }
 #pragma unroll 1
   for (uint32_t round = 0; round < kRounds; ++round) {
