@@ -4,12 +4,12 @@
 // In packets (reduce/packets.cuh): tiles cover the rows of all ranks, so that B is read once for all of them, and every rank multiplies every tile.
 // Each row has an owner, to which the others send theirs.
 #pragma once
-#include "reduce/packets.cuh"
+#include "reduce/groups.cuh"
 
 namespace mkernel {
 
-struct Tiles : PacketTiles<Tiles> {
-  using PacketTiles::PacketTiles;
+struct Tiles : GroupTiles<Tiles> {
+  using GroupTiles::GroupTiles;
   MK_DEVICE uint32_t all_rows() const { return p.rows * kWorldSize; }
   MK_DEVICE uint32_t first_row() const { return p.rows * p.world.rank; }
   static constexpr bool kStoresRows = true;
@@ -34,7 +34,36 @@ struct Tiles : PacketTiles<Tiles> {
       send(d, half, row_of(entered, owner[half], rank, item, row - owner[half] * p.rows), item.packets);
     }
     const auto at = [&](uint32_t source, uint32_t half) { return row_of(entered, rank, source, item, item.row + half * 8 - first_row()); };
-    add_others(entered, d, item, owner[0] == rank, owner[1] == rank, at);
+    PacketTiles::add_others(entered, d, item, owner[0] == rank, owner[1] == rank, at);
+  }
+
+  // ---- with swapped operands. Packets lie by (source, column of tiles, group of an owner's rows, warp, lane).
+  MK_DEVICE uint32_t owned_groups() const { return (p.rows + kGroupRows - 2) / kGroupRows + 1; }  // with rows of an owner, at most
+  MK_DEVICE uint32_t first_group(uint32_t owner) const { return owner * p.rows / kGroupRows; }
+  MK_DEVICE uint32_t end_group(uint32_t owner) const { return ((owner + 1) * p.rows + kGroupRows - 1) / kGroupRows; }
+  MK_DEVICE GroupPlace groups_at(const Entered& entered, uint32_t owner, uint32_t source, const Groups& groups) const {
+    const int32_t before = groups.first - first_group(owner);  // less than 0 where the owner's rows begin in the tile
+    const int64_t at = int64_t((source * tiles_n() + groups.column) * owned_groups()) + before;
+    return GroupPlace{packets_at(entered, owner) + at * kGroupPackets + lane_of_tile(), kGroupPackets};
+  }
+  MK_DEVICE Groups of_owner(const Groups& groups, uint32_t owner) const { return groups.between(first_group(owner), end_group(owner)); }
+  template <uint32_t Values>
+  MK_DEVICE void send_values(const Entered& entered, const float (&d)[Values], const Groups& groups, uint32_t at) const {
+    Groups of[kWorldSize - 1];
+    GroupPlace place[kWorldSize - 1];
+#pragma unroll
+    for (uint32_t i = 0; i < kWorldSize - 1; ++i) {
+      const uint32_t owner = (p.world.rank + 1 + i) % kWorldSize;
+      of[i] = of_owner(groups, owner), place[i] = groups_at(entered, owner, p.world.rank, groups);
+    }
+    send_groups(d, groups, at, of, place);
+  }
+  template <uint32_t Values>
+  MK_DEVICE void finish_values(const Entered& entered, float (&values)[Values], const Groups& groups, uint32_t at) const {
+    const Groups own = of_owner(groups, p.world.rank);
+    if (own.begin >= own.end) return;
+    const auto place = [&](uint32_t source) { return groups_at(entered, p.world.rank, source, groups); };
+    if (GroupTiles::add_others(entered, values, own, at, place)) store_groups(values, own, at);
   }
 };
 

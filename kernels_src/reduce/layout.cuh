@@ -6,7 +6,7 @@
 namespace mkernel {
 
 // ---- config: kN, kK, kIntraComm, kInterSend, kInterReduce (each may be kDynamic), kBlockN, kStages, kResultBuffers, kFloat16, kBRowMajor,
-// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot, kShares, kCluster, kClusterN (with clusters of CTAs);
+// kPartialFloat32, kCanonical, kNumNodes, kRanksPerNode, kSlices (1), kTwoShot, kShares, kCluster, kClusterN (with clusters of CTAs), kSwapped;
 // kSharedBytes, kParameterBytes
 using Shape = GemmShape<Config>;
 constexpr uint64_t kPartialBytes = Partial<Config>::kTileBytes;
@@ -34,11 +34,13 @@ struct alignas(64) Parameters {
   uint32_t last_pairs;      // and rows of pairs in that group
   uint32_t last_row;        // the last row of tiles of an owner,
   uint32_t tail_rows;       // and how many rows of A are loaded for its tiles
-  uint32_t c_row_bytes;     // of a row of the result to the next; used with shares
-  uint64_t share_offset;    // signal segment: packets of shares
-  uint64_t c;               // the result's first row; used with shares
-  uint32_t reserved[12];    // the maps are 64-byte aligned
-  abi::TensorMap a_map;     // (owners or 1, rows, K), boxes of 128 rows; a_tail_map: of tail_rows
+  uint32_t block_rows;      // of a tile, and the stages of its kernel, with swapped operands
+  uint32_t stages;
+  uint32_t c_row_bytes;   // of a row of the result to the next; used where threads store results
+  uint64_t share_offset;  // signal segment: packets of shares
+  uint64_t c;             // the result's first row; used likewise
+  uint32_t reserved[10];  // the maps are 64-byte aligned
+  abi::TensorMap a_map;   // (owners or 1, rows, K), boxes of 128 rows; a_tail_map: of tail_rows
   abi::TensorMap a_tail_map;
   abi::TensorMap b_map;
   abi::TensorMap c_map;  // (1, rows, N)

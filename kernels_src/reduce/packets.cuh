@@ -16,7 +16,7 @@ namespace mkernel {
 
 static_assert(kNodes == 1 && kWorldSize > 1, "ranks of one node");
 static_assert(Config::kIntraComm + Config::kInterSend + Config::kInterReduce == 0, "no such roles");
-static_assert(Config::kBlockN <= 128, "registers");
+static_assert(Config::kBlockN <= 128 || Shape::kSwapped, "registers");
 
 // Packets lie in a range of the signal segment that holds nothing else: between calls it is all zeros, whatever plan comes next.
 // p.partial_offset is its start, p.tiles the number of all tiles. A thread has two rows, of a whole tile or of a slice, and kPackets packets of each;
@@ -28,7 +28,7 @@ constexpr uint32_t kPackets = (kItemWords + kPacketWords - 1) / kPacketWords;
 constexpr uint32_t kValues = 2 * 2 * kPacketWords * kPackets;  // of a thread
 // Packets of other ranks that a thread looks at together: there are registers for no more beside its own values, or without them.
 constexpr uint32_t kLook = Config::kBlockN <= 64 ? 16 : KShares::kMay ? 12 : Config::kCanonical ? 4 : 8, kLookAll = 16;
-static_assert(KShares::kMay || kRowWords % kPacketWords == 0, "whole packets");
+static_assert(KShares::kMay || Shape::kSwapped || kRowWords % kPacketWords == 0, "whole packets");
 
 // What a thread exchanges: a whole tile's values, or those of a slice.
 struct Item {
@@ -57,12 +57,13 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   static constexpr bool kCanonicalSum = Config::kCanonical != 0;
   static_assert(!kShares || !kCanonicalSum, "one CTA adds up all of K");
   static_assert(!kShares || !Shape::kPaired, "CTAs that share K take tiles alone");
+  static_assert(!Shape::kSwapped || !kCanonicalSum, "plain products");
 
   MK_DEVICE uint32_t num_tiles() const {
     if constexpr (kShares) return shares().count();
     return p.taken;
   }
-  MK_DEVICE uint32_t tile_rows() const { return (derived().all_rows() + Shape::kBlockM - 1) / Shape::kBlockM; }
+  MK_DEVICE uint32_t tile_rows() const { return (derived().all_rows() + block_rows() - 1) / block_rows(); }
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
     if constexpr (Shape::kPaired) return coordinate_of(tile, ptx::cluster_rank());
     bool is_share = false, is_sum = false;
@@ -121,11 +122,11 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   }
 
   // ---- shares of K. Sums of all shares travel in packets of this rank's own, from p.share_offset on.
-  MK_DEVICE KShares shares() const { return KShares{p.tiles, p.shares}; }
+  MK_DEVICE KShares shares() const { return KShares{p.tiles, p.shares, block_rows(), Shape::kSwapped ? 2 : 1}; }
   MK_DEVICE char* share_packets(const Entered& entered) const { return shared_signals(entered, p.world.local_rank) + p.share_offset; }
-  MK_DEVICE uint32_t rows_of(const TileCoordinate& c) const { return derived().all_rows() - c.m * Shape::kBlockM; }
+  MK_DEVICE uint32_t rows_of(const TileCoordinate& c) const { return derived().all_rows() - c.m * block_rows(); }
   MK_DEVICE void send_share(const Entered& entered, const float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
-    shares().send(share_packets(entered), d, c, rows_of(c));
+    shares().send(share_packets(entered), d, c, Shape::kSwapped ? load_rows(c) : rows_of(c));
   }
   // Adds up a slice, exchanges it, and stores what is this rank's of it. All of it is sent before anything is waited for.
   MK_DEVICE void add_shares(const Entered& entered, const TileCoordinate& c) const {

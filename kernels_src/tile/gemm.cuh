@@ -27,9 +27,8 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
   static_assert(!GemmShape<Config>::kPaired || !Op::kShortTiles, "pairs have whole tiles");
   // Stages of addends each CTA fills for itself. If it did not wait for all of its cluster, it could give one back twice while another had not once.
   static_assert(!Op::kAdds || GemmShape<Config>::kSharing == GemmShape<Config>::kCluster, "beside sums all CTAs share a row or a column");
-  static_assert(
-      !GemmShape<Config>::kSwapped || !(Op::kAdds || Op::kExchanges || Op::kTakes || Op::kMasks || Op::kShortTiles || Op::kParts > 1),
-      "swapped operands: tiles of plain products only");
+  static_assert(!GemmShape<Config>::kSwapped || !(Op::kAdds || Op::kTakes || Op::kMasks || Op::kShortTiles || Op::kParts > 1),
+                "swapped operands: tiles of plain products only");
   // What takes long at the beginning stands side by side: one warp works out the first tile, one fetches maps, two initialize barriers. Roles are told
   // apart by halves, since of a switch ptxas makes a jump by a table, which first has to come from memory.
   const uint32_t warp = ptx::warp_index();

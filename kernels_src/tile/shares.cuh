@@ -19,6 +19,7 @@ struct Shares {
   static constexpr uint32_t kWarps = Shape::kBlockM / kWarpRows;
   uint32_t num_tiles, shares;
   uint32_t block_rows = 0;  // of a tile; with swapped operands a packet is two columns of two rows, and a thread has one for each 8 rows
+  uint32_t together = 1;    // packets of which a slice has all or none
 
   MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : 2 * num_tiles * shares; }  // of numbers
   // The tile of a number; whether it stands for a share or a sum, and which.
@@ -32,7 +33,7 @@ struct Shares {
   }
   MK_DEVICE uint32_t first_step(uint32_t steps, uint32_t share) const { return steps * share / shares; }
   MK_DEVICE uint32_t packets() const { return Shape::kSwapped ? block_rows / 8 : kPackets; }  // of a thread
-  MK_DEVICE uint32_t first_packet(uint32_t slice) const { return packets() * slice / shares; }
+  MK_DEVICE uint32_t first_packet(uint32_t slice) const { return packets() / together * slice / shares * together; }
 
   // A word is the bits of a value, inverted: 0, which no packet holds, would be a NaN with all bits set, and another NaN is sent for it.
   MK_DEVICE static uint32_t word_of(float value) {

@@ -13,7 +13,6 @@ from mkernel.ops.op import Instance, instance_of
 from mkernel.ops.parameters import place_of, surroundings
 from mkernel.planner import pairs
 from mkernel.planner.choice import plan_reduce
-from mkernel.planner.gemm import BLOCK_M
 from mkernel.planner.machine import Machine
 from mkernel.planner.reduce import PARAMETER_BYTES, PARTIALS, REDUCE_SCATTER, ReducePlan, ReduceProblem, sums_by_node
 
@@ -52,10 +51,12 @@ class Parameters(ctypes.Structure):
         ("last_pairs", ctypes.c_uint32),
         ("last_row", ctypes.c_uint32),
         ("tail_rows", ctypes.c_uint32),
+        ("block_rows", ctypes.c_uint32),
+        ("stages", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
         ("share_offset", ctypes.c_uint64),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint32 * 12),
+        ("reserved", ctypes.c_uint32 * 10),
         ("a_map", ctypes.c_ubyte * 128),
         ("a_tail_map", ctypes.c_ubyte * 128),
         ("b_map", ctypes.c_ubyte * 128),
@@ -71,7 +72,7 @@ _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "a_tail_map"
 class ReduceOp(GemmOp[ReduceProblem]):
     """A product whose K is spread over the ranks."""
 
-    tilings = frozenset({"block_n", "shares", "cluster", "packets", "cluster_n"})
+    tilings = frozenset({"block_n", "shares", "cluster", "packets", "cluster_n", "tile_rows"})
     modelled = True
     parameters = Parameters
 
@@ -110,9 +111,13 @@ class ReduceOp(GemmOp[ReduceProblem]):
 
     def mechanism(self, plan: Any) -> str:
         shared = f", {plan.shares} share K" if plan.shares > 1 else pairs.mechanism(plan.cluster, plan.cluster_n) if plan.packets else ""
+        shared += ", swapped" if plan.swapped else ""
         if plan.op == REDUCE_SCATTER:
             return f"packets{shared}" if plan.packets else "partial tiles"
         return f"{plan.algorithm}{' in packets' if plan.packets else ''}{shared}"
+
+    def tile(self, plan: Any) -> str:
+        return f"{plan.block_rows}x{plan.columns}"
 
     def travels(self, plan: Any) -> str:
         if plan.packets:
@@ -157,6 +162,6 @@ class _Binder:
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
         tail = sizes.tail_rows
-        of_a = a_maps(a, extent * span, BLOCK_M if sizes.last_row else tail, tail)
+        of_a = a_maps(a, extent * span, sizes.block_rows if sizes.last_row else tail, tail)
         maps = of_a, known.map(world, b_address, columns, cluster), self._c_maps(c, extent, STORED_ROWS)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

@@ -189,7 +189,9 @@ def _in_packets(
             yield plan
         if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
             yield replaced(plan, tagged=True)
-    yield from _swapped(problem, all_rows, sm_count, specialize, 1)
+    for tiling in _swapped(problem, all_rows, sm_count, SWAPPED_ROWS, 1):
+        with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
+            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -227,29 +229,30 @@ def _products(
             if (width, shares) != (rules.tile.block_n, rules.shares):
                 tiling = Tiling(width, 1, shares)
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
-    yield from _swapped(problem, rows, sm_count, specialize)
+    for tiling in _swapped(problem, rows, sm_count, SWAPPED_ROWS):
+        with contextlib.suppress(SplitError, TilingError):
+            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
 
 
 def _swapped(
-    problem: AllGatherGemmProblem, all_rows: int, sm_count: int, specialize: str | None, packets: int | None = None
-) -> Iterator[AllGatherGemmPlan]:
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, highest: int, packets: int | None = None
+) -> Iterator[Tiling]:
     """Operands swapped, where all rows are one plane: of each kind of cluster the numbers of rows of tiles by which SMs have least to do.
 
-    ``packets``: as tilings have it.
+    ``rows``: of the plane; ``highest``: tiles; ``packets``: as tilings have it.
     """
-    if problem.canonical or all_rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
+    if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
-    rows = all_rows // problem.topology.size
-    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(all_rows, BLOCK_M + 1))]:
-        for tile_rows, shares in _rows_of_tiles(problem, all_rows, sm_count, cluster, cluster_n):
-            tiling = Tiling(None, None, shares, cluster, packets, cluster_n, tile_rows)
-            with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
-                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1))]:
+        for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, cluster, cluster_n, highest):
+            yield Tiling(None, None, shares, cluster, packets, cluster_n, tile_rows)
 
 
-def _rows_of_tiles(problem: AllGatherGemmProblem, rows: int, sm_count: int, cluster: int, cluster_n: int) -> list[tuple[int, int]]:
+def _rows_of_tiles(
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, cluster: int, cluster_n: int, highest: int
+) -> list[tuple[int, int]]:
     """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply."""
-    least, columns = math.ceil(rows / SWAPPED_ROWS), math.ceil(problem.n / (SWAPPED_COLUMNS * cluster_n))
+    least, columns = math.ceil(rows / highest), math.ceil(problem.n / (SWAPPED_COLUMNS * cluster_n))
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
@@ -281,6 +284,7 @@ def _reductions(
         yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
     if rules.packets or (problem.op == REDUCE_SCATTER and reduce.may_be_packed(problem)):
         yield from _in_clusters(problem, rows, sm_count, specialize, may_win, WIDTHS[-2:] if rules.packets else WIDTHS[-2:-1])
+        yield from _of_swapped(problem, rows, sm_count, specialize)
     may_share = reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
         pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
@@ -346,3 +350,15 @@ def _in_clusters(
                 plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
                 if plan.packets:
                     yield plan
+
+
+def _of_swapped(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None) -> Iterator[ReducePlan]:
+    """In packets, with swapped operands, as far as there is room."""
+    all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
+    if not _LOW_ROWS < all_rows <= _FEW_ROWS:
+        return
+    for tiling in _swapped(problem, all_rows, sm_count, reduce.SWAPPED_TILE.block_n, 1):
+        with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
+            plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+            if plan.swapped:
+                yield plan

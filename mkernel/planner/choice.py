@@ -38,13 +38,14 @@ _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less 
 # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles;
 # and clusters of reductions in packets, which wait for other ranks together
 _WORTH_OF_TILES = 0.9
-_WORTH_OF_PACKETS = 0.8  # of a reduction in tiles: these take up to a sixth less than predicted (docs/speed_log.md)
+_WORTH_OF_PACKETS = 0.8, 0.95  # of a reduction in tiles, which take less than predicted; with swapped operands (docs/speed_log.md)
 _WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
 
 
 # Width, and clusters in M and N, of kernels for any N and K: in a world of one, and of reductions in packets.
 _OF_A_PRODUCT = frozenset({(256, 2, 1), (256, 1, 2), (256, 2, 2), (128, 2, 1), (128, 1, 2), (128, 2, 2), (128, 1, 4), (64, 1, 4)})
 _SWAPPED = frozenset({(1, 2), (1, 4), (2, 2)})  # the same of swapped operands, of any height
+_SWAPPED_SUMS = frozenset({(2, 1), (2, 2)})  # of reductions in packets
 _IN_PACKETS = frozenset({(128, 2, 1), (128, 1, 2), (128, 2, 2), (64, 2, 2), (64, 1, 4)})
 
 
@@ -74,6 +75,8 @@ def _is_left_out(plan: Any) -> bool:
     if plan.specialize & {"n", "k"}:
         return False
     width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
+    if not gathers and getattr(plan, "swapped", 0):
+        return plan.ctas_together > 1 and (plan.cluster, plan.cluster_n) not in _SWAPPED_SUMS
     if gathers and plan.swapped:
         return plan.ctas_together > 1 and (plan.packets or (plan.cluster, plan.cluster_n) not in _SWAPPED)
     if plan.problem.topology.size == 1:
@@ -135,7 +138,7 @@ def _fastest(
 def _weighed(rules: Any, plan: Any, machine: Machine) -> float:
     """Predicted seconds, of packets where the rules have tiles so many that these are surely slower."""
     is_other = isinstance(plan, ReducePlan) and plan.packets and not rules.packets
-    return _predicted(plan, machine).seconds / (_WORTH_OF_PACKETS if is_other else 1.0)
+    return _predicted(plan, machine).seconds / (_WORTH_OF_PACKETS[plan.swapped > 0] if is_other else 1.0)
 
 
 def _is_sure(rules: Any) -> bool:
@@ -163,7 +166,8 @@ def _worth(rules: Any, plan: Any) -> float:
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
     if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
-        return _WORTH_OF_TILES if plan.packets and not gathers and plan.ctas_together > 1 else _WORTH
+        waits = plan.packets and not gathers and plan.ctas_together > 1 and not plan.swapped
+        return _WORTH_OF_TILES if waits else _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
     if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.ctas_together, plan.span):
         return _WORTH

@@ -14,7 +14,7 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, GemmPlan, height_of, raster, shift_of, tail_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
@@ -28,7 +28,6 @@ OP = "allgather_gemm"
 SHARE, SUM = 1, 2  # what a tile stands for, if not for all of itself
 SPECIALIZED = Specialized(["k"])  # by default: K with every call costs 1.3 % at 2048 and 0.4 % at 16384 (docs/benchmarks.md)
 PARAMETER_BYTES = 1472  # sizeof(Parameters); ops/allgather_gemm.py mirrors the struct
-_SWAPPED_UNIT = 8  # rows of A, of which tiles of swapped operands load a multiple
 _LOW_WIDTH = 128  # columns of tiles, at most, of kernels with more stages where rows are few
 _TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
@@ -155,7 +154,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         plane_rows = span * rows
         if swapped:
             block_rows = height_of(plane_rows, swapped)
-            stages, tail = self.tile.stages_of(block_rows), tail_of(plane_rows, block_rows, _SWAPPED_UNIT)
+            stages, tail = self.tile.stages_of(block_rows), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
         else:
             block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)
         tile_rows, share_bytes = -(-plane_rows // block_rows), block_rows * row_bytes

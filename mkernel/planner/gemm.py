@@ -53,10 +53,11 @@ _PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares
 _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
-_WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
+WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
 # Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, rows at most, and of what their height is a multiple, up to 128 rows
 # and beyond.
 SWAPPED_COLUMNS, SWAPPED_ROWS = 128, 256
+SWAPPED_UNIT = 8  # rows of A, of which they load a multiple
 _SWAPPED_STEPS = 16, 32
 
 _SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
@@ -313,7 +314,7 @@ def choose_load_rows(rows: int) -> int:
     return tail_of(rows)[0]
 
 
-def tail_of(rows: int, height: int = BLOCK_M, unit: int = _WARP_ROWS) -> tuple[int, int, int]:
+def tail_of(rows: int, height: int = BLOCK_M, unit: int = WARP_ROWS) -> tuple[int, int, int]:
     """How many rows of a tile to load where A has ``rows``, at most; the last row of tiles; and how many for those: whole warps' rows.
 
     ``height``: rows of a tile; ``unit``: what is loaded is a multiple of it.

@@ -28,12 +28,14 @@ _UNCOUNTED, _ROUND = 2.1e-6, 1.2e-6
 # Fitted: from the last product until what comes after it has been done, beside what bytes take; the same of an all-reduce's results; and
 # how much more it is for pairs of CTAs, which wait for each other.
 _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
+_IN_STEP = 0.4  # fitted: of the time of links, that those who multiply and exchange wait between tiles, because all do at the same time
 _FOUR_TURN = 1.8e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
 _PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
 # Fitted, of swapped operands: how much later they begin in a world of one, whose kernel has more code to fetch, and how many times as long
 # sums of shares take.
 _SWAPPED_START, _SWAPPED_SUMS = 0.3e-6, 1.15
+_SWAPPED_SUMS_START, _SWAPPED_FOUR_TURN = 1.8e-6, 0.7e-6  # the same of reductions in packets, alone; and as _FOUR_TURN
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
 _PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packets go at
@@ -61,8 +63,15 @@ def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan |
         start = machine.start_early if may_be_early else machine.start_hot
     else:
         start = machine.start_lone if may_be_early else machine.start
-    swapped = _SWAPPED_START if isinstance(plan, AllGatherGemmPlan) and plan.swapped and plan.problem.topology.size == 1 else 0.0
-    return start + (_PAIR_START if paired else 0.0) + swapped
+    return start + (_PAIR_START if paired else 0.0) + _swapped_start(conditions, plan)
+
+
+def _swapped_start(conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None) -> float:
+    if plan is None or not plan.swapped:
+        return 0.0
+    if isinstance(plan, ReducePlan):
+        return 0.0 if conditions.hot else _SWAPPED_SUMS_START
+    return _SWAPPED_START if plan.problem.topology.size == 1 else 0.0
 
 
 def _begin_together(plan: AllGatherGemmPlan | ReducePlan) -> bool:
@@ -272,7 +281,8 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     shards = size // plan.span if plan.op == REDUCE_SCATTER else 1  # so many times
     compute = plan.split.compute or 1
     work = _work(
-        *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, BLOCK_M, plan.tile.block_n, plan.load_rows, compute),
+        *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, plan.block_rows, plan.columns),
+        *(plan.block_rows if plan.swapped else plan.load_rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
         cluster=plan.cluster,
         cluster_n=plan.cluster_n,
@@ -282,9 +292,11 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         alike=size > 1,  # measured: tiles of 128 columns whose partial values travel in packets
         b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
         group_m=plan.group_m,
+        swapped=plan.swapped > 0,
     )
     if plan.shares > 1:
-        work = work._replace(seconds=work.seconds + exchange_seconds(plan.tiles * plan.shares, rows, plan.tile.block_n))
+        exchange = exchange_seconds(plan.tiles * plan.shares, rows, plan.columns) * (_SWAPPED_SUMS if plan.swapped else 1.0)
+        work = work._replace(seconds=work.seconds + exchange)
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
     if plan.packets:
@@ -306,8 +318,9 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
     # Nothing is sent before the first wave has ended, and what the last one has made when it has.
     # The threads that multiply exchange, too: each wave waits for the other ranks.
     seconds = start + max(work.seconds / turns + link, work.seconds + link / turns) + steps * turns * machine.flag
+    seconds += _IN_STEP * link * (1 - 1 / turns)
     if plan.ctas_together > 2:  # of which the last to have come goes on, too, before they take the next tiles
-        seconds += turns * _FOUR_TURN
+        seconds += turns * (_SWAPPED_FOUR_TURN if plan.swapped else _FOUR_TURN)
     return Prediction(seconds, work.tensor, work.load, work.memory, link, 0.0, start)
 
 

@@ -9,7 +9,19 @@ from collections.abc import Iterator
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmPlan, raster, raster_number, shift_of, tail_of
+from mkernel.planner.gemm import (
+    BLOCK_M,
+    GROUP_M,
+    SWAPPED_COLUMNS,
+    SWAPPED_UNIT,
+    WARP_ROWS,
+    GemmPlan,
+    height_of,
+    raster,
+    raster_number,
+    shift_of,
+    tail_of,
+)
 from mkernel.planner.pairs import clusters_name, lone_row, tiles_of_cluster, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
@@ -22,7 +34,7 @@ SPECIALIZED = {REDUCE_SCATTER: Specialized(), ALLREDUCE: Specialized(["n", "k"])
 PARAMETER_BYTES = 832  # sizeof(Parameters); ops/reduce.py mirrors the struct
 _ARGUMENTS = (  # of a launch
     *("rows", "tiles", "taken", "group_taken", "group_m", "chunk_shift", "load_rows", "shares", "interleaved"),
-    *("whole_pairs", "last_pairs", "last_row", "tail_rows"),
+    *("whole_pairs", "last_pairs", "last_row", "tail_rows", "block_rows", "stages"),
 )
 _PANEL = 64  # columns of a block of a result: 128 bytes
 _BLOCK_BYTES = 64 * 128  # of one warpgroup
@@ -61,11 +73,12 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     interleaved: bool = False  # own tiles, and those of each other rank, are computed in turn, not one owner's after the other's
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh); divides group_m
     cluster_n: int = 1  # the same of neighbours in N, which load A together
+    swapped: int = 0  # rows of tiles whose operands are swapped, in packets: they are as high as that needs. 0: tiles have BLOCK_M rows
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
         *(name for name in GemmPlan.of_class if name != "grid"),  # which, where K is shared, goes by the tiles that there are
-        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile", "ctas_together"),
+        *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile", "ctas_together", "columns"),
         "taken_columns",
         *("ends_of_tile", "of_arguments", "of_maps"),
     )
@@ -90,7 +103,27 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def may_be_low(self) -> bool:
-        return self.packets and self.ctas_together == 1
+        return self.packets and self.ctas_together == 1 and not self.swapped
+
+    @derived
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return SWAPPED_COLUMNS if self.swapped else self.tile.block_n
+
+    @derived
+    def tiles_n(self) -> int:
+        return math.ceil(self.problem.n / self.columns)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a tile."""
+        return self._block_rows_of(self.rows)
+
+    def _block_rows_of(self, rows: int) -> int:
+        return height_of(rows * self.span, self.swapped) if self.swapped else BLOCK_M
+
+    def stages_of(self, load_rows: int) -> int:
+        return self.tile.stages_of(self.block_rows) if self.swapped else super().stages_of(load_rows)
 
     @derived
     def ctas_together(self) -> int:
@@ -110,6 +143,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kSlices": 1}
         more |= {"kShares": int(self.shares > 1), "kLow": int(self.may_be_low)} if self.packets else {}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
+        more |= {"kSwapped": 1} if self.swapped else {}
         return self.spec_with(name, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
 
     @property
@@ -119,7 +153,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
-        return rows, sizes.tiles, sizes.taken, *self.of_arguments, sizes.whole_pairs, sizes.last_pairs, sizes.last_row, sizes.tail_rows
+        of_tiles = sizes.whole_pairs, sizes.last_pairs, sizes.last_row, sizes.tail_rows, sizes.block_rows, sizes.stages
+        return rows, sizes.tiles, sizes.taken, *self.of_arguments, *of_tiles
 
     @derived
     def of_arguments(self) -> tuple[int, ...]:
@@ -132,8 +167,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
         Whether in packets; whether threads store rows; and CTAs of a cluster that are neighbours in M.
         """
-        stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER)
-        return self.tile.block_n, self.span, self.packets, stores_rows, self.cluster
+        stores_rows = self.shares > 1 or (self.packets and self.op == REDUCE_SCATTER) or self.swapped > 0
+        return self.columns, self.span, self.packets, stores_rows, self.cluster
 
     def describe(self) -> str:
         p, split = self.problem, self.split
@@ -148,7 +183,8 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{self.op}: a ({rows}, {p.k}), b ({p.k}, {p.n}) {layout}, {p.dtype}, partials {p.partials}, {how}"
             f"{p.topology.num_nodes}x{p.topology.ranks_per_node} ranks, {sms} SMs{remark(self.specialize, SPECIALIZED[self.op])}\n"
-            f"tile {BLOCK_M}x{self.tile.block_n}, {self.tile.stages} stages; {self.tiles} tiles per owner in {travel}"
+            f"tile {self.block_rows}x{self.columns}{' of swapped operands' if self.swapped else ''}, "
+            f"{self.stages_of(BLOCK_M)} stages; {self.tiles} tiles per owner in {travel}"
             f"{f', {self.taken} times for {clusters_name(self.cluster, self.cluster_n)}' if self.ctas_together > 1 else ''}"
             f"{', the owners in turn' if self.interleaved and len(self.groups()) > 1 else ''}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}, "
@@ -164,7 +200,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def tile_rows(self) -> int:
         """Rows of tiles: of an owner's rows, or of all where a tile has several owners' rows."""
-        return -(-self.rows * self.span // BLOCK_M)
+        return -(-self.rows * self.span // self.block_rows)
 
     @derived
     def tiles(self) -> int:
@@ -178,20 +214,21 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     def _tiles_of(self, rows: int) -> tuple[int, int]:
         """Both, of so many rows."""
-        tile_rows, cluster = -(-rows * self.span // BLOCK_M), self.cluster
+        tile_rows, cluster = -(-rows * self.span // self._block_rows_of(rows)), self.cluster
         taken = -(-(-(-tile_rows // cluster) * self.taken_columns) // self.owners)
         return tile_rows * self.tiles_n if self.owners == 1 else cluster * taken, taken
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
-        tiles, taken = self._tiles_of(rows)
+        (tiles, taken), block_rows = self._tiles_of(rows), self._block_rows_of(rows)
         lone = (
             lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m)
             if self.cluster == 2 and self.cluster_n == 1 and not self.packets
             else (0, 0)
         )
         exchanged = self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0
-        return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span)[1:]))
+        stages, unit = (self.tile.stages_of(block_rows), SWAPPED_UNIT) if self.swapped else (0, WARP_ROWS)
+        return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span, block_rows, unit)[1:], block_rows, stages))
 
     @derived
     def grid(self) -> int:
@@ -260,15 +297,18 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         """Bytes of the range of packets in the signal segment: those of the ranks, then those of shares of K, which are unrounded sums."""
         if not self.packets:
             return 0
-        shared = self.tiles * self.shares * BLOCK_M * self.tile.block_n * 4 if self.shares > 1 else 0
+        shared = self.tiles * self.shares * self.block_rows * self.columns * 4 if self.shares > 1 else 0
         return self.exchanged_bytes(self.rows, self.tiles) + shared
 
     def exchanged_bytes(self, rows: int, tiles: int) -> int:
         """Bytes of the packets of the ranks, in a call of so many rows and tiles: 16 for eight values.
 
         An all-reduce sends whole warps of 16 rows; of a reduce-scatter a rank has room for its own rows from each rank. Where K is shared,
-        each slice of a tile's columns has packets of its own.
+        each slice of a tile's columns has packets of its own. With swapped operands groups of 16 rows have packets, of all columns of a
+        tile: a rank's own rows lie in as many groups, at most, and of an all-reduce those of a tile belong together.
         """
+        if self.swapped:
+            return self._exchanged_in_groups(rows, tiles)
         size, words = self.problem.topology.size, math.ceil(self.tile.block_n // 8 / self.shares)  # of a thread's row of a slice
         row_bytes = math.ceil(words / 4) * 64  # of a slice
         if self.op == REDUCE_SCATTER:
@@ -276,6 +316,15 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         warps = tiles * self.shares * math.ceil(min(rows, BLOCK_M) / 16)
         blocks = size * warps if self.one_shot else size * math.ceil(warps / size) + warps
         return blocks * 16 * row_bytes
+
+    def _exchanged_in_groups(self, rows: int, tiles: int) -> int:
+        size, group_bytes = self.problem.topology.size, WARP_ROWS * self.columns * 2
+        if self.op == REDUCE_SCATTER:
+            return size * self.tiles_n * ((rows + WARP_ROWS - 2) // WARP_ROWS + 1) * group_bytes if rows else 0
+        warps = self.columns // WARP_ROWS  # of a tile, each with 16 of its columns
+        blocks = tiles * warps
+        of_ranks = size * blocks if self.one_shot else size * math.ceil(blocks / size) + blocks
+        return of_ranks * (self._block_rows_of(rows) // WARP_ROWS) * (group_bytes // warps)
 
     @derived
     def flags_of_tile(self) -> tuple[int, int]:

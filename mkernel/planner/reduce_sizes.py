@@ -26,6 +26,10 @@ class Sizes(NamedTuple):
         Where CTAs share K: bytes of the packets of the ranks, behind which those of shares begin.
     last_row, tail_rows
         Of ``gemm.tail_of``: of an owner's rows, or of all where a tile has several owners' rows.
+    block_rows
+        Rows of a tile.
+    stages
+        Those of a call with swapped operands; 0 of others.
     """
 
     grid: int
@@ -36,6 +40,8 @@ class Sizes(NamedTuple):
     exchanged: int
     last_row: int
     tail_rows: int
+    block_rows: int
+    stages: int
 
 
 # Of all its fields, without a function of Python in between.

@@ -14,7 +14,8 @@ rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of t
 ``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
 of one both add the vendor's product (``cuBLAS``).
 
-``--swapped`` adds variants of ``allgather_gemm`` with swapped operands, of several heights of tiles, alone, with K shared, and in clusters.
+``--swapped`` adds variants with swapped operands, of several heights of tiles, alone, with K shared, and in clusters; of reductions
+in packets.
 
 ``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them.
 
@@ -60,7 +61,9 @@ from mkernel.ops.op import find  # noqa: E402
 from mkernel.ops.schedule import Choice, choice_of  # noqa: E402
 from mkernel.planner.allgather_gemm import make_plan  # noqa: E402
 from mkernel.planner.choice import ranked  # noqa: E402
+from mkernel.planner.gemm import SWAPPED_ROWS  # noqa: E402
 from mkernel.planner.predict import predict  # noqa: E402
+from mkernel.planner.reduce import SWAPPED_TILE  # noqa: E402
 from mkernel.planner.split import Split, SplitError  # noqa: E402
 from mkernel.planner.tiling import Tiling, TilingError  # noqa: E402
 from mkernel.tools import launcher  # noqa: E402
@@ -146,10 +149,11 @@ class Rank:
             for shares in {ctas // left, ctas // left - 1} - {0, 1} if 0 < left == plan.taken else ():
                 yield dataclasses.replace(alone, shares=shares)
 
-    def _swapped(self, case: Any) -> Iterator[Tiling]:
+    def _swapped(self, op: str, case: Any) -> Iterator[Tiling]:
         """Tiles of swapped operands, from the highest on, with K shared by as many CTAs as there are, and in clusters."""
-        rows, sms = case.rows * self.world.size, self.world.backend.sm_count
-        least, columns = math.ceil(rows / 256), math.ceil(case.problem.n / 128)
+        rows, sms = case.rows * (1 if op == ALL else self.world.size), self.world.backend.sm_count
+        most = SWAPPED_ROWS if op == GATHER else SWAPPED_TILE.block_n
+        least, columns = math.ceil(rows / most), math.ceil(case.problem.n / 128)
         for tile_rows in range(least, min(least + 4, math.ceil(rows / 16)) + 1):
             tiles = tile_rows * columns
             if tiles > 2 * sms and tile_rows > least + 1:
@@ -198,7 +202,7 @@ class Rank:
             asked = {name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known}
             found[text] = Tiling.parse(asked)
         if self.options.swapped and "tile_rows" in known:
-            found |= {_short(one): one for one in self._swapped(case)}
+            found |= {_short(one): one for one in self._swapped(op, case)}
         if self.options.shares and "shares" in known:
             for one in self._shared(case):
                 shares = "" if one.shares == 1 else f", {one.shares} share"

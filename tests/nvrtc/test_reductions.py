@@ -104,6 +104,39 @@ def test_kernel(
     assert not {name for name in instructions if name.startswith(("ATOM", "RED")) and ".F" in name}, "sums whose order chance decides"
 
 
+@pytest.mark.drawn(3)
+@pytest.mark.cases(
+    how=HOWS,
+    size=(2, 3, 4, 8),
+    row_major=(True, False),
+    dtype=("bfloat16", "float16"),
+    specialize=MODES,
+    shares=(1, 3),
+    clusters=((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
+    valid=lambda shares, clusters, **_: shares == 1 or clusters == (1, 1),
+)
+def test_kernel_of_swapped_operands(
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+    size: int,
+    row_major: bool,
+    dtype: str,
+    specialize: str,
+    shares: int,
+    clusters: tuple[int, int],
+) -> None:
+    """One kernel for tiles of all heights; what threads have does not spill, however many ranks they exchange it with."""
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), 520, 2048, dtype, row_major, "output", algorithm)
+    plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(None, None, shares, clusters[0], 1, clusters[1], 2))
+    assert plan.swapped
+    instructions = compiled(caplog, plan.spec, packets=True)
+    kind, heights = ".BF16" if dtype == "bfloat16" else "", (*range(16, 129, 16), 160, 192)
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{height}x16.F32{kind}" for height in heights}
+    assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"} <= instructions, "whole packets"
+    assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.cases(
     how=(REDUCE_SCATTER, "two_shot"),

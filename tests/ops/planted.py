@@ -73,6 +73,22 @@ WORKLOADS = {
         20.0,
     ),
     "swapped fours": (Case("bfloat16", 264, 264, split="warps", tiling=Tiling(None, 1, 1, 2, 0, 2, 3)), 3, (300, 129), 20.0),
+    # In reductions in packets: tiles of 48 and 16 rows, or all rows in one of 192 and 96; a group of 16 rows has several owners.
+    "scattered swapped": (Case("bfloat16", 136, 264, op=_SCATTER, tiling=Tiling(None, None, 1, 1, 1, 1, 2)), 4, (31, 15), 20.0),
+    "scattered swapped shared": (Case("bfloat16", 264, 136, op=_SCATTER, tiling=Tiling(None, None, 3, 1, 1, 1, 1)), 4, (36, 21), 20.0),
+    "scattered swapped high": (Case("bfloat16", 72, 264, op=_SCATTER, tiling=Tiling(None, None, 1, 1, 1, 1, 1)), 4, (90, 47), 20.0),
+    "swapped in one step": (
+        Case("bfloat16", 72, 264, op=_ALL, algorithm="one_shot", tiling=Tiling(None, None, 1, 1, 1, 1, 2)),
+        4,
+        (170, 33),
+        20.0,
+    ),
+    "swapped in two steps": (
+        Case("bfloat16", 264, 136, op=_ALL, algorithm="two_shot", tiling=Tiling(None, None, 2, 1, 1, 1, 2)),
+        4,
+        (170, 33),
+        20.0,
+    ),
     # The same for the reductions.
     "reduce": (Case("bfloat16", 136, 264, op=_SCATTER), 3, (300, 129), 20.0),
     "reduce exactly": (Case("bfloat16", 520, 264, op=_SCATTER, partials="float32"), 2, (300, 129), 20.0),

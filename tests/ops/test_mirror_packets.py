@@ -40,6 +40,31 @@ def test_clusters_take_the_tiles_of_ctas_alone(how: str, specialize: str, size: 
             assert set(plan.tiles_of(rank)) == set(alone.tiles_of(rank))
 
 
+@pytest.mark.cases(
+    how=(*ALGORITHMS, REDUCE_SCATTER),
+    specialize=("all", "none"),
+    size=(2, 3, 8),
+    clusters=((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)),
+    shares=(1, 3),
+    valid=lambda clusters, shares, **_: shares == 1 or clusters == (1, 1),
+)
+@pytest.mark.drawn(4)
+def test_tiles_of_swapped_operands_and_room(how: str, specialize: str, size: int, clusters: tuple[int, int], shares: int) -> None:
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), 520, 512, "bfloat16", False, "output", algorithm)
+    for rows, tile_rows in itertools.product((0, 1, 16, 17, 129, 300, 333), (1, 3)):
+        plan = make_plan(problem, rows, 8, specialize=specialize, tiling=Tiling(None, None, shares, clusters[0], 1, clusters[1], tile_rows))
+        mirror = Mirror(plan)
+        for rank in range(size):
+            check_order(mirror, rank)
+        mirror.library.mirror_packet_bytes.restype = ctypes.c_uint64
+        assert mirror.library.mirror_packet_bytes(ctypes.byref(mirror.shape)) == plan.exchanged_bytes(plan.rows, plan.tiles)
+        if shares > 1:
+            mirror.library.mirror_share_bytes.restype = ctypes.c_uint64
+            shared = plan.packet_bytes - plan.exchanged_bytes(plan.rows, plan.tiles)
+            assert mirror.library.mirror_share_bytes(ctypes.byref(mirror.shape)) == shared
+
+
 @pytest.mark.parametrize("how", [*ALGORITHMS, REDUCE_SCATTER])
 @pytest.mark.parametrize("specialize", ["all", "none"])
 @pytest.mark.parametrize(("size", "n", "block_n"), [(2, 264, 64), (3, 1000, 128), (5, 72, 128), (8, 264, 64)])

@@ -28,6 +28,7 @@ from tests.ops.planted_pairs import PAIRS
 from tests.ops.planted_reductions import REDUCTIONS
 from tests.ops.planted_ring import RING
 from tests.ops.planted_swapped import SWAPPED
+from tests.ops.planted_swapped_sums import SWAPPED_SUMS
 from tests.sanitizer import run_sanitized
 
 _HERE = Path(__file__).parent
@@ -35,7 +36,7 @@ _ROOT = _HERE.parents[1]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *PACKETS, *PAIRS, *SWAPPED, *REDUCTIONS, *MOE, *RING]
+BUGS = [*COMMON, *PACKETS, *PAIRS, *SWAPPED, *SWAPPED_SUMS, *REDUCTIONS, *MOE, *RING]
 _TSAN_SEEDS = 4  # a race is seen in some interleavings only
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
@@ -130,6 +131,10 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("swapped", "swapped shares", "swapped fours")),
+        *(
+            pytest.param("1x3", workload, marks=pytest.mark.slow)
+            for workload in ("scattered swapped", "scattered swapped shared", "swapped in one step", "swapped in two steps")
+        ),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("reduce pairs", "two shot pairs", "reduce fours")),
         *(pytest.param("1x3", workload, marks=pytest.mark.slow) for workload in ("packets fours", "scattered packets fours")),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("scattered packets", "scattered packets shared")),

@@ -314,11 +314,15 @@ class AllGatherGemm(Gemm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reduction(Gemm):
-    """``shares``: of K of a tile; 1: as the planner chooses. ``packets``: 1, values travel in these; 0, in tiles; None: as it chooses."""
+    """``shares``: of K of a tile; 1: as the planner chooses. ``packets``: 1, values travel in these; 0, in tiles; None: as it chooses.
+
+    ``tile_rows``: of swapped operands; 0: they are not.
+    """
 
     partials: str = "output"
     shares: int = 1
     packets: int | None = None
+    tile_rows: int = 0
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -328,7 +332,8 @@ class _Reduction(Gemm):
     @classmethod
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
         partials = "output" if mechanism in PACKETS else rng.choice(("output", "output", "float32"))
-        return {"partials": partials, "shares": rng.choice((2, 3, 4, 7)) if mechanism == "shares" else 1}
+        tile_rows = rng.choice((0, 0, 1, 2, 5)) if mechanism in PACKETS else 0
+        return {"partials": partials, "shares": rng.choice((2, 3, 4, 7)) if mechanism == "shares" else 1, "tile_rows": tile_rows}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.mechanism in PACKETS:  # CTAs that pull would ask for tiles
@@ -340,11 +345,13 @@ class _Reduction(Gemm):
         if found.together == 1:
             return found
         if "packets" in self.mechanisms_in(world) and self.partials == "output" and rng.random() < 0.5:
-            return dataclasses.replace(found, packets=1, split=rng.choice((None, mk.Split(compute=found.together))))
+            return dataclasses.replace(
+                found, packets=1, tile_rows=rng.choice((0, 1, 3)), split=rng.choice((None, mk.Split(compute=found.together)))
+            )
         in_line = 1 in (found.cluster, found.cluster_n)  # beside sums
         own_rows = world.size == 1 or (self.op == ReduceScatter.op and world.num_nodes == 1 and in_line)
         may = getattr(self, "algorithm", None) != "one_shot" and (own_rows or (found.cluster, found.cluster_n) == (2, 1))
-        return dataclasses.replace(found, packets=0) if may else self
+        return dataclasses.replace(found, packets=0, tile_rows=0) if may else self
 
     @property
     def options(self) -> dict[str, Any]:
@@ -352,6 +359,9 @@ class _Reduction(Gemm):
 
     @property
     def tiling(self) -> Tiling | None:
+        if self.tile_rows:
+            shares = self.shares if self.together == 1 else 1
+            return Tiling(shares=shares, cluster=self.cluster, packets=1, cluster_n=self.cluster_n, tile_rows=self.tile_rows)
         if self.shares > 1:
             return Tiling(shares=self.shares)
         return None if self.together == 1 else Tiling(cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
