@@ -57,6 +57,11 @@ class ModelBackend(FakeBackend):
         self.launched.append(self.gpu.work(turn[0], ("call", len(self.launched))))
         self.queue.launched(turn)
 
+    def after(self, stream: int, action: Callable[[], object]) -> None:
+        turn = self.queue.order(stream)
+        action()
+        self.queue.launched(turn)
+
     def release(self) -> None:
         self.queue.release()
 

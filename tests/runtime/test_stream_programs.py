@@ -52,6 +52,7 @@ class Program:
 
     def steps(self, count: int) -> None:
         kinds = [self.work, self.work, self.move, self.call, self.call, self.call, self.named, self.capture, self.replay, self.replay]
+        kinds.append(lambda: self.place.nothing(self.random.choice(self.streams)))
         for _ in range(count):
             self.random.choice(kinds)()
             self.place.check()
@@ -125,7 +126,11 @@ class Program:
             where = fork if fork is not None and self.random.random() < 0.5 else None
             if where is not None:
                 self.place.use(library, where)
+            if self.random.random() < 0.2:
+                self.place.nothing(where or stream)
             self.launch([a, b], out)
+            if self.random.random() < 0.2:
+                self.place.nothing(where or stream)
             self.place.use(library, stream)
             calls.append(([a, b], out))
             if self.random.random() < 0.3:
@@ -196,6 +201,16 @@ def _never_replayable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaunchQueue, "_launched_in_capture", launched)
 
 
+def _nothing_is_taken_for_a_launch(patch: pytest.MonkeyPatch) -> None:
+    real = LaunchQueue._launched_in_capture
+
+    def launched(self: LaunchQueue, capture: Any, stream: int) -> None:
+        capture.before = None
+        real(self, capture, stream)
+
+    patch.setattr(LaunchQueue, "_launched_in_capture", launched)
+
+
 def _record_stays_at_the_first_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gpu, "_cuGraphAddDependencies", lambda self, *arguments: 0)
     patch.setattr(Gpu, "_cuGraphRemoveDependencies", lambda self, *arguments: 0)
@@ -207,6 +222,7 @@ REVERSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "eager calls do not wait": _eager_wait_left_out,
     "graphs do not wait": _graph_wait_left_out,
     "graphs do not record": lambda patch: patch.setattr(Gpu, "_cuGraphAddEventRecordNode", lambda self, *arguments: 0),
+    "what launches nothing is taken for a launch": _nothing_is_taken_for_a_launch,
     "graphs record too early": _record_stays_at_the_first_call,
     "streams of a capture are not ordered": lambda patch: patch.setattr(
         Gpu, "_cuStreamUpdateCaptureDependencies", lambda self, *arguments: 0

@@ -29,9 +29,10 @@ _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
 class _Capture:
     """One graph under capture that holds calls of the world."""
 
-    __slots__ = ("last", "record")
+    __slots__ = ("before", "last", "record")
 
     def __init__(self, last: int) -> None:
+        self.before: list[int] | None = None  # what the next call will follow; None: the driver does not tell
         self.last = last  # the node of the last call; of the wait for the tail, before the first one
         self.record = 0  # the node that records the tail; 0: there is none yet
 
@@ -119,6 +120,7 @@ class LaunchQueue(StreamQueries):
         elif not self._follows(stream, capture.last):
             self._node[0] = capture.last
             self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
+        capture.before = self._frontier(stream) if self._ask_for_graph(stream) == 0 else None
         return capture
 
     def launched(self, turn: Turn) -> None:
@@ -145,9 +147,16 @@ class LaunchQueue(StreamQueries):
         return int(self._events[-1])
 
     def _launched_in_capture(self, capture: _Capture, stream: int) -> None:
-        """Move the graph's only record of the tail behind this call, off the path from this call to the next."""
+        """Move the graph's only record of the tail behind this call, off the path from this call to the next.
+
+        A call may have launched nothing: a copy of no rows. Then the record is where it belongs, and an edge to it that is there already
+        would be refused.
+        """
+        frontier = self._frontier(stream)
+        if frontier == capture.before:
+            return
         self._replayable = True
-        last, self._node[0] = capture.last, self._frontier(stream)[0]
+        last, self._node[0] = capture.last, frontier[0]
         graph = self._answers.graph
         capture.last = int(self._node[0] or 0)
         what = "ordering later calls after a graph"
