@@ -38,6 +38,7 @@ _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less 
 # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles;
 # and clusters of reductions in packets, which wait for other ranks together
 _WORTH_OF_TILES = 0.9
+_WORTH_OF_SWAPPED = 0.95  # of the latter with swapped operands
 _WORTH_OF_PACKETS = 0.8, 0.95  # of a reduction in tiles, which take less than predicted; with swapped operands (docs/speed_log.md)
 _WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
 
@@ -75,8 +76,11 @@ def _is_left_out(plan: Any) -> bool:
     if plan.specialize & {"n", "k"}:
         return False
     width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
-    if not gathers and getattr(plan, "swapped", 0):
-        return plan.ctas_together > 1 and (plan.cluster, plan.cluster_n) not in _SWAPPED_SUMS
+    if isinstance(plan, ReducePlan) and plan.swapped:
+        clusters = plan.ctas_together == 1 or (plan.cluster, plan.cluster_n) in _SWAPPED_SUMS
+        return not clusters or (plan.op == ALLREDUCE and (plan.shares > 1 or plan.one_shot))
+    if isinstance(plan, ReducePlan) and plan.one_shot and not plan.packets:
+        return bool(width == WIDTHS[1])
     if gathers and plan.swapped:
         return plan.ctas_together > 1 and (plan.packets or (plan.cluster, plan.cluster_n) not in _SWAPPED)
     if plan.problem.topology.size == 1:
@@ -166,8 +170,8 @@ def _worth(rules: Any, plan: Any) -> float:
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
     if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
-        waits = plan.packets and not gathers and plan.ctas_together > 1 and not plan.swapped
-        return _WORTH_OF_TILES if waits else _WORTH
+        waits = plan.packets and not gathers and plan.ctas_together > 1
+        return (_WORTH_OF_SWAPPED if plan.swapped else _WORTH_OF_TILES) if waits else _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
     if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.ctas_together, plan.span):
         return _WORTH
