@@ -240,7 +240,8 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         first = max(min(pushing, one_chunk), pushing * (of_group + 1) / 2 / levels / plan.parts) + machine.flag
         behind = work.seconds * (1 - own / all_rows)
         all_done = max(all_done, begin + first + max(behind, t + exchange))
-        idle = max(0.0, 1 - own * tiles_n / compute)  # of the CTAs, until then
+        taken = math.ceil(own / plan.cluster) * plan.cluster  # also rows that there are not keep their cluster busy
+        idle = max(0.0, 1 - taken * tiles_n / compute)  # of the CTAs, until then
         all_done = max(all_done, begin + work.seconds * slowed + _IDLE * idle * first)
     network = Sent(0.0, 0.0, 0.0)
     if nodes > 1:
