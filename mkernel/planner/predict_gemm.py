@@ -39,7 +39,7 @@ _SWAPPED_SUMS_START, _SWAPPED_FOUR_TURN = 1.8e-6, 0.7e-6  # the same of reductio
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
 _PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packets go at
-_EXCHANGED_BY_GATHERS = 10e12  # fitted, between two GPUs: bytes of packets per second of all shares of K
+_EXCHANGED = 10e12  # fitted, between two GPUs: bytes of packets per second of all shares of K
 _DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
@@ -205,7 +205,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     )
     exchange = 0.0
     if plan.sizes.shares > 1:
-        rate = _EXCHANGED_BY_GATHERS if size > 1 else EXCHANGE_BYTES
+        rate = _EXCHANGED if size > 1 else EXCHANGE_BYTES
         exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.ctas_together, plan.plane_rows, block_n, rate)
         exchange *= _SWAPPED_SUMS if plan.swapped else 1.0
         work = work._replace(seconds=work.seconds + exchange)
@@ -296,7 +296,8 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         swapped=plan.swapped > 0,
     )
     if plan.shares > 1:
-        exchange = exchange_seconds(plan.tiles * plan.shares, rows, plan.columns) * (_SWAPPED_SUMS if plan.swapped else 1.0)
+        rate = _EXCHANGED if size > 1 and not plan.swapped else EXCHANGE_BYTES  # what is added up by groups of rows takes longer
+        exchange = exchange_seconds(plan.tiles * plan.shares, rows, plan.columns, rate) * (_SWAPPED_SUMS if plan.swapped else 1.0)
         work = work._replace(seconds=work.seconds + exchange)
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)

@@ -205,22 +205,24 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def tiles(self) -> int:
         """Per owner, at most; all tiles where everyone computes everything."""
-        return self._tiles_of(self.rows)[0]
+        return self._tiles_of(self.rows, self.block_rows)[0]
 
     @derived
     def taken(self) -> int:
         """The same in what clusters take at a time."""
-        return self._tiles_of(self.rows)[1]
+        return self._tiles_of(self.rows, self.block_rows)[1]
 
-    def _tiles_of(self, rows: int) -> tuple[int, int]:
-        """Both, of so many rows."""
-        tile_rows, cluster = -(-rows * self.span // self._block_rows_of(rows)), self.cluster
+    def _tiles_of(self, rows: int, block_rows: int) -> tuple[int, int]:
+        """Both, of so many rows, in tiles of so many."""
+        tile_rows, cluster = -(-rows * self.span // block_rows), self.cluster
         taken = -(-(-(-tile_rows // cluster) * self.taken_columns) // self.owners)
         return tile_rows * self.tiles_n if self.owners == 1 else cluster * taken, taken
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
-        (tiles, taken), block_rows = self._tiles_of(rows), self._block_rows_of(rows)
+        # Every call of a new size comes here: without functions between.
+        block_rows = height_of(rows * self.span, self.swapped) if self.swapped else BLOCK_M
+        tiles, taken = self._tiles_of(rows, block_rows)
         lone = (
             lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m)
             if self.cluster == 2 and self.cluster_n == 1 and not self.packets
