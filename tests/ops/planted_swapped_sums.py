@@ -38,7 +38,7 @@ SWAPPED_SUMS = [
                 "scattered swapped",
             ),
             (
-                "the lane of an odd column stores the first row",
+                "the lane of an odd column stores the first row of a sum",
                 _GROUPS,
                 "lane % 4 * 2 + odd - derived()",
                 "lane % 4 * 2 - derived()",
@@ -46,14 +46,21 @@ SWAPPED_SUMS = [
                 "scattered swapped",
             ),
             (
-                "lanes exchange the value that they keep",
+                "lanes exchange the value of a sum that they keep",
                 _GROUPS,
                 "ptx::shuffle_xor(odd ? e[0] : e[1], 4)",
                 "ptx::shuffle_xor(odd ? e[1] : e[0], 4)",
                 "1x2",
                 "scattered swapped",
             ),
-            ("columns 8 apart are one", _GROUPS, "store_word(to + next * 16, word)", "store_word(to, word)", "1x2", "scattered swapped"),
+            (
+                "columns of a sum 8 apart are one",
+                _GROUPS,
+                "store_word(to + next * 16, word)",
+                "store_word(to, word)",
+                "1x2",
+                "scattered swapped",
+            ),
             (
                 "the last columns are not stored",
                 _GROUPS,

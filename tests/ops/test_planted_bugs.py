@@ -89,6 +89,7 @@ def test_each_can_be_planted() -> None:
     values = [value for name in names for value in vars(importlib.import_module(f"tests.ops.{name}")).values()]
     bugs = {id(bug): bug for value in values if isinstance(value, list) for bug in value if isinstance(bug, Bug)}
     assert len(bugs) > len(BUGS)
+    assert len({bug.name for bug in BUGS}) == len(BUGS), "tests are chosen by names"
     for bug in bugs.values():
         bug.planted((kernels_src() / bug.file).read_text())
 
