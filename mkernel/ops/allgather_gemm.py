@@ -255,9 +255,6 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
             + pairs.mechanism(plan.cluster, plan.cluster_n)
         )
 
-    def tile(self, plan: Any) -> str:
-        return f"{plan.block_rows}x{plan.columns}"
-
     def travels(self, plan: Any) -> str:
         if plan.packets:
             return str(plan.packets_name)

@@ -21,7 +21,7 @@ from mkernel.ops.arguments import (
 from mkernel.ops.call import BoundCall, bound_call, hold
 from mkernel.ops.op import Instance, Op, ResultSpec
 from mkernel.ops.schedule import choice_of, executable_of_class, table_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmProblem
+from mkernel.planner.gemm import BLOCK_K, GemmProblem
 
 if TYPE_CHECKING:
     from mkernel.runtime.arrays.views import TensorView
@@ -78,7 +78,7 @@ class GemmOp(Op[Problem]):
         return Form(self, world, instance, operands, results[0], split) if instance.rows > 1 else None
 
     def tile(self, plan: Any) -> str:
-        return f"{BLOCK_M}x{plan.tile.block_n}"
+        return f"{plan.block_rows}x{plan.columns}"
 
     def results(self, instance: Instance[Problem], operands: Sequence[TensorView]) -> Sequence[ResultSpec]:
         return [ResultSpec(instance.problem.result_shape(instance.rows), instance.problem.dtype)]

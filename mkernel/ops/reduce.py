@@ -116,9 +116,6 @@ class ReduceOp(GemmOp[ReduceProblem]):
             return f"packets{shared}" if plan.packets else "partial tiles"
         return f"{plan.algorithm}{' in packets' if plan.packets else ''}{shared}"
 
-    def tile(self, plan: Any) -> str:
-        return f"{plan.block_rows}x{plan.columns}"
-
     def travels(self, plan: Any) -> str:
         if plan.packets:
             return "packets"

@@ -189,9 +189,7 @@ def _in_packets(
             yield plan
         if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
             yield replaced(plan, tagged=True)
-    for tiling in _swapped(problem, all_rows, sm_count, SWAPPED_ROWS, 1):
-        with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
-            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+    yield from _swapped_gathers(problem, rows, sm_count, specialize, 1)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -229,8 +227,15 @@ def _products(
             if (width, shares) != (rules.tile.block_n, rules.shares):
                 tiling = Tiling(width, 1, shares)
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
-    for tiling in _swapped(problem, rows, sm_count, SWAPPED_ROWS):
-        with contextlib.suppress(SplitError, TilingError):
+    yield from _swapped_gathers(problem, rows, sm_count, specialize)
+
+
+def _swapped_gathers(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, packets: int | None = None
+) -> Iterator[AllGatherGemmPlan]:
+    """All ranks' rows are one plane; ``packets``: as tilings have it."""
+    for tiling in _swapped(problem, rows * problem.topology.size, sm_count, SWAPPED_ROWS, packets):
+        with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
 
 

@@ -14,7 +14,7 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
@@ -301,15 +301,6 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def block_rows(self) -> int:
         """Rows of a tile."""
         return self.sizes.block_rows
-
-    @derived
-    def columns(self) -> int:
-        """Columns of a tile."""
-        return SWAPPED_COLUMNS if self.swapped else self.tile.block_n
-
-    @derived
-    def tiles_n(self) -> int:
-        return math.ceil(self.problem.n / self.columns)
 
     @property
     def packets_of_thread(self) -> int:

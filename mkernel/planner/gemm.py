@@ -224,9 +224,19 @@ class GemmPlan(Generic[Problem]):
         """Rows of tiles."""
         return math.ceil(self.rows / BLOCK_M)
 
+    @property
+    def swapped(self) -> int:
+        """Rows of tiles whose operands are swapped; 0: they are not."""
+        return 0
+
+    @derived
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return SWAPPED_COLUMNS if self.swapped else self.tile.block_n
+
     @derived
     def tiles_n(self) -> int:
-        return math.ceil(self.problem.n / self.tile.block_n)
+        return math.ceil(self.problem.n / self.columns)
 
 
 @functools.lru_cache(maxsize=4096)

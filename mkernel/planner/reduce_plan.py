@@ -12,7 +12,6 @@ from mkernel.planner.derived import derived
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
-    SWAPPED_COLUMNS,
     SWAPPED_UNIT,
     WARP_ROWS,
     GemmPlan,
@@ -104,15 +103,6 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     @derived
     def may_be_low(self) -> bool:
         return self.packets and self.ctas_together == 1 and not self.swapped
-
-    @derived
-    def columns(self) -> int:
-        """Columns of a tile."""
-        return SWAPPED_COLUMNS if self.swapped else self.tile.block_n
-
-    @derived
-    def tiles_n(self) -> int:
-        return math.ceil(self.problem.n / self.columns)
 
     @property
     def block_rows(self) -> int:

@@ -84,15 +84,19 @@ class StreamQueries:
     def _frontier(self, stream: int) -> list[int]:
         """The nodes that the next one of a captured stream will depend on; the graph is in the answers."""
         self._check(self._ask_for_graph(stream), "asking for the graph under capture")
+        return self._nodes()
+
+    def _frontier_if_told(self, stream: int) -> list[int] | None:
+        """The same; None: the driver does not tell the dependencies of kernels that start before what they depend on has ended."""
+        return self._nodes() if self._ask_for_graph(stream) == 0 else None
+
+    def _nodes(self) -> list[int]:
         answers = self._answers
         return [int(answers.nodes[i] or 0) for i in range(answers.count)]
 
     def _follows(self, stream: int, node: int) -> bool:
-        """Whether the next node of a captured stream depends on ``node`` anyway.
-
-        The driver does not tell the dependencies of kernels that start before what they depend on has ended: then it is not known.
-        """
-        return self._ask_for_graph(stream) == 0 and node in self._frontier(stream)
+        """Whether it is known that the next node of a captured stream depends on ``node`` anyway."""
+        return node in (self._frontier_if_told(stream) or ())
 
     def _ask_for_graph(self, stream: int) -> int:
         at = self._at

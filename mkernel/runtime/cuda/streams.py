@@ -120,7 +120,7 @@ class LaunchQueue(StreamQueries):
         elif not self._follows(stream, capture.last):
             self._node[0] = capture.last
             self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
-        capture.before = self._frontier(stream) if self._ask_for_graph(stream) == 0 else None
+        capture.before = self._frontier_if_told(stream)
         return capture
 
     def launched(self, turn: Turn) -> None:
