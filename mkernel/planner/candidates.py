@@ -12,6 +12,7 @@ from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, height_of
+from mkernel.planner.pairs import ctas_of_clusters
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import FEWEST_STEPS, most_shares
@@ -259,14 +260,14 @@ def _rows_of_tiles(
     """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply."""
     least, columns = math.ceil(rows / highest), math.ceil(problem.n / (SWAPPED_COLUMNS * cluster_n))
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
+    clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
-        ctas = sm_count // (cluster * cluster_n)
-        fit = max(1, min(ctas // taken, most)) if cluster * cluster_n == 1 and taken else 1
+        fit = max(1, min(clusters // taken, most)) if cluster * cluster_n == 1 and taken else 1
         for shares in {1, fit} if taken else ():
-            work = math.ceil(taken * shares / max(1, ctas)) * (height + _ROWS_BESIDE) / shares
+            work = math.ceil(taken * shares / clusters) * (height + _ROWS_BESIDE) / shares
             possible.setdefault((height, shares), (work, (tile_rows, shares)))
     order = [one for _, one in sorted(possible.values(), key=lambda found: found[0])]
     whole, shared = ([one for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))

@@ -15,6 +15,7 @@ __all__ = [
     "choose",
     "clusters_name",
     "complete",
+    "ctas_of_clusters",
     "loads_bind",
     "lone_row",
     "may_pay",
@@ -107,6 +108,11 @@ def _tile_of_pairs(product: Paired, alone: GemmTile, ctas: int, sent: bool) -> G
     return best if product.turns(alone, ctas) >= 1 and seconds(best, 2) < _GAIN * seconds(alone, 1) else None
 
 
+def ctas_of_clusters(sm_count: int, cluster: int) -> int:
+    """CTAs that run at once in clusters of so many; of four not on each SM."""
+    return (sm_count - sm_count // _LEFT_OVER if cluster > 2 else sm_count) // cluster * cluster
+
+
 def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str], cluster: int) -> Split:
     """``Split.complete`` for a kernel in clusters of so many CTAs, all of one role.
 
@@ -117,10 +123,8 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     """
     if cluster == 1:
         return wanted.complete(default, sm_count, spared)
-    if cluster > 2:
-        sm_count -= sm_count // _LEFT_OVER
     even = Split(default.compute, *(-(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES))
-    found = wanted.complete(even, sm_count // cluster * cluster, spared)
+    found = wanted.complete(even, ctas_of_clusters(sm_count, cluster), spared)
     if any((number or 0) % cluster for number in (found.compute, *(getattr(found, role) for role in COMMUNICATION_ROLES))):
         number = "an even number of SMs where CTAs are pairs" if cluster == 2 else f"a multiple of {cluster} SMs where CTAs are clusters"
         raise SplitError(found, f"each role needs {number}", "make it even" if cluster == 2 else "make it one")

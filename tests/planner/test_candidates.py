@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,6 +236,19 @@ def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: n
                 assert len({plan.digest for plan in found}) == len(found), problem
             seconds = [[predict(plan, H200).seconds for plan in plans] for plans in (found, all_of_them)]  # type: ignore[union-attr]
             assert found[int(np.argmin(seconds[0]))] == all_of_them[int(np.argmin(seconds[1]))], "of equals the first"
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world.num_nodes == 1], ids=str)
+def test_swapped_operands_on_any_device(world: Topology, rng: np.random.Generator) -> None:
+    """Any number of SMs, and so of clusters: as many as run at once are what candidates are ordered by."""
+    for _ in range(40):
+        n, k, sms = 8 * int(2 ** rng.uniform(4, 10)), 8 * int(2 ** rng.uniform(7, 11)), int(rng.integers(12, 160))
+        rows = class_of(math.ceil(2 ** rng.uniform(6, 11) / world.size))
+        problem = AllGatherGemmProblem(world, n, k, "bfloat16", True)
+        check_swapped([plan for plan in choice.candidates(problem, rows, sms) if plan.swapped], problem, rows, sms)
+        for op in (REDUCE_SCATTER, ALLREDUCE):
+            sums = ReduceProblem(op, world, n, k, "bfloat16", True)
+            check_swapped_sums([plan for plan in choice.candidates(sums, rows, sms) if plan.swapped], sums, rows, sms)
 
 
 def test_tiles_span_shards_that_end_with_an_empty_tile_row() -> None:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from mkernel import abi, env
+from mkernel.planner import choice
 from mkernel.planner.choice import candidates, choose, plan_reduce
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import predict_reduce
 from mkernel.planner.proofs.reduce_waits import wait_graph
-from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, SPECIALIZED, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, classes
+from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
@@ -243,3 +245,28 @@ def test_few_kernels(op: str, rng: np.random.Generator) -> None:
         assert len({plan.spec for plan in plans}) <= MOST_KERNELS, (n, k)
         shared += any(plan.shares > 1 for plan in plans)
     assert shared, f"none of {drawn}"
+
+
+def test_classes_that_were_not_examined_have_a_kernel_too(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which classes are examined is drawn here: with the usual ones, 544 rows of the first problem can have none that others want."""
+    problems = [ReduceProblem(ALLREDUCE, Topology(2, 2), 1744, 8944, "bfloat16", True)]
+    for op in (REDUCE_SCATTER, ALLREDUCE) * 3:
+        n, k = (8 * int(one) for one in 2 ** rng.uniform(7, 11, 2))
+        problems.append(ReduceProblem(op, Topology(2, 2), n, k, "bfloat16", bool(rng.random() < 0.5)))
+    few = list(classes(4096))
+    caches = (choice._kept, choice.choose)
+    for problem in problems:
+        if problem is not problems[0]:
+            examined = sorted(int(rows) for rows in rng.choice(list(classes(EXAMINED_ROWS)), 3, replace=False))
+            monkeypatch.setattr(choice, "_CLASSES", tuple(examined))
+            monkeypatch.setattr(choice, "_WEIGHTS", (1.0,) * len(examined))
+            monkeypatch.setattr(choice, "_OTHERS", tuple(rows for rows in classes(EXAMINED_ROWS) if rows not in examined))
+        for cache in caches:
+            cache.cache_clear()
+        specialize = str(parse(None, SPECIALIZED[problem.op]))
+        kept = choice._kept(problem, 132, H200, specialize)
+        assert len(kept) <= MOST_KERNELS
+        assert all(choose(problem, rows, 132, H200, specialize).spec in kept for rows in few), problem
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
