@@ -21,6 +21,7 @@ from mkernel import env
 from mkernel.bench.baselines import ASYNC_TP, NCCL, ONE_SHOT, TWO_SHOT
 from mkernel.bench.cases import Case, Op, ops
 from mkernel.bench.cases.base import LAYOUTS
+from mkernel.bench.peers import gather
 from mkernel.bench.report import ALONE, ENGINE, FUSED, SOLO, TUNED, Report, render
 from mkernel.bench.routings import KINDS
 from mkernel.bench.routings import MODELS as MOE_MODELS
@@ -153,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratio to NCCL+cuBLAS against M (SVG)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="columns to leave out: " + ", ".join(_OPTIONAL))
     parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and measure the others")
     parser.add_argument("--save", action="store_true", help=f"write the JSON to {_RESULTS}/OP-DATE.json")
     parser.add_argument("--solo", type=Path, help=argparse.SUPPRESS)  # report of the world of one
     parser.add_argument("--command", help=argparse.SUPPRESS)  # what the user typed
@@ -183,6 +185,8 @@ class Asked:
             value = getattr(options, name, None)
             if value is not None and not 0 < value < float("inf"):
                 raise ArgumentError(f"--{name}", value, "must be a number above 0")
+        if getattr(options, "resume", False) and not options.out:
+            raise ArgumentError("--resume", "", "needs the file of the run that was cut short", "--out FILE")
         if cooldown is not None and not 0 <= cooldown <= LONGEST_COOLDOWN_MS:
             raise ArgumentError("--cooldown", cooldown, f"must be from 0 to {LONGEST_COOLDOWN_MS:g} milliseconds")
         if op.name == "gemm":
@@ -272,6 +276,7 @@ def _parent(plan: Asked) -> int:
         arguments += ["--sweep", *map(_split_text, options.sweep)] if options.sweep else []
         if options.out:
             arguments += ["--out", str(options.out)]
+        arguments += ["--resume"] if options.resume else []
         if options.save:
             arguments += ["--save"]
         arguments += ["--plot", str(options.plot)] if options.plot else []
@@ -332,14 +337,24 @@ def _worker(plan: Asked) -> int:
     with open_world(plan, heap) as world:
         if world.rank == 0:
             _require_writable(options)
-        report = measure(world, settings, lambda report: _write(report, options))
+        report = measure(world, settings, lambda report: _write(report, options), _earlier(options) if world.rank == 0 else None)
         if world.rank == 0:
             _write(report, options)
             print(render(report), *summarize(report), sep="\n", flush=True)
             if options.plot:
                 options.plot.write_text(plot(report), encoding="utf-8")
-        world.barrier()
-    return 0 if report.correct else 1
+        correct = gather(world, report.correct)[0]
+    return 0 if correct else 1
+
+
+def _earlier(options: argparse.Namespace) -> Report | None:
+    """The report of the run that is resumed, if it left one."""
+    if not options.resume or not options.out.exists():
+        return None
+    try:
+        return Report.from_json(options.out.read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError("--resume", str(options.out), f"no report of this bench: {error}", "give another --out") from None
 
 
 def _solo(path: Path | None) -> dict[str, dict[str, Any]]:

@@ -74,11 +74,30 @@ class Report:
     settings: dict[str, Any]
     machine: dict[str, Any]  # GPU names; clocks before and after
     rows: list[Row] = dataclasses.field(default_factory=list)
+    resumed: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # date, command and machine of each run after the first
     schema: int = SCHEMA
 
     @property
     def correct(self) -> bool:
         return bool(self.rows) and all(row.correct for row in self.rows)
+
+    def differs_from(self, earlier: Report) -> str:
+        """What rows of this run and of an earlier one cannot stand beside each other for; "" if they can."""
+        for name in ("op", "title", "world", "target", "dtype", "versions", "settings"):
+            ours, theirs = (json.loads(json.dumps(getattr(report, name))) for report in (self, earlier))
+            if ours != theirs:
+                if isinstance(ours, dict):
+                    changed = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+                    return "; ".join(f"{name}: {key} {theirs.get(key)!r}, now {ours.get(key)!r}" for key in changed)
+                return f"{name} {theirs!r}, now {ours!r}"
+        ours, theirs = self.machine.get("name"), earlier.machine.get("name")
+        return "" if ours == theirs else f"machine {theirs!r}, now {ours!r}"
+
+    def resume(self, earlier: Report) -> None:
+        """Go on where ``earlier`` ended: its rows come first, and what it says of itself."""
+        this_run = {"date": self.date, "command": self.command, "machine": self.machine}
+        self.rows[:0], self.resumed = earlier.rows, [*earlier.resumed, this_run]
+        self.date, self.command, self.machine = earlier.date, earlier.command, earlier.machine
 
     def to_json(self) -> str:
         """The report as JSON. Median, bound and eff stand beside the samples that they follow from."""
@@ -91,8 +110,8 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         data = json.loads(text)
-        if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')}: this version reads schema {SCHEMA}")
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema') if isinstance(data, dict) else None}: this version reads schema {SCHEMA}")
         rows = [_row(raw) for raw in data.pop("rows")]
         return cls(rows=rows, **data)
 

@@ -20,6 +20,7 @@ from mkernel.bench.report import ALONE, ENGINE, FUSED, GRAPH, MODES, SOLO, TUNED
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
 from mkernel.bench.summary import slower_than
 from mkernel.bench.timing import BATCH, CudaTiming, open_timing, require_speed
+from mkernel.errors import ArgumentError
 from mkernel.ops.split_search import tune_calls
 from mkernel.planner.machine import asked_or_known, network_of
 from mkernel.planner.prediction import ALONE as ISOLATED
@@ -57,10 +58,13 @@ class Settings:
     graph: bool = False  # also calls that are replayed from a CUDA graph
 
 
-def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] = lambda report: None) -> Report:
-    """Measure one op on this world. Collective; every rank returns the same rows.
+def measure(
+    world: Any, settings: Settings, after_row: Callable[[Report], None] = lambda report: None, earlier: Report | None = None
+) -> Report:
+    """Measure one op on this world. Collective; every rank returns the rows that it measured, rank 0 after those of ``earlier``.
 
-    ``after_row`` is called on rank 0 with the report so far, so that a run that is cut short leaves its rows.
+    ``after_row`` is called on rank 0 with the report so far, so that a run that is cut short leaves its rows. ``earlier``, on rank 0: such
+    a report; sizes of which it has a row are not measured again. ArgumentError on all ranks where it is of another op, machine or version.
     """
     require_speed(world, settings.allow_cpu)
     op = ops()[settings.op]
@@ -91,9 +95,12 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
         },
         machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
     )
+    known = _resume(world, report, earlier)
     seed = fresh_seed(world)
     for i, size in enumerate(settings.sizes):
         case = op.case(size, _topology(world), settings.dtype, **settings.options)
+        if case.label in known:
+            continue
         _progress(world, f"{op.name} {size} ...")
         row = _Measurer(world, timing, baselines, settings, case).row(seed + i * 10**9)
         report.rows.append(row)
@@ -103,8 +110,20 @@ def measure(world: Any, settings: Settings, after_row: Callable[[Report], None] 
     # Only after success: closing is collective, and after a failure the peers may have gone.
     baselines.close()
     timing.close()
-    report.machine["after"] = machine.clocks() if world.rank == 0 else []
+    (report.resumed[-1]["machine"] if report.resumed else report.machine)["after"] = machine.clocks() if world.rank == 0 else []
     return report
+
+
+def _resume(world: Any, report: Report, earlier: Report | None) -> frozenset[str]:
+    """The labels of rows that rank 0 has of an earlier run. Collective."""
+    differs = report.differs_from(earlier) if earlier else ""
+    known = [row.label for row in earlier.rows] if earlier else []
+    differs, known = gather(world, [differs, known])[0]
+    if differs:
+        raise ArgumentError("--resume", "that file", f"rows there are of {differs}", "give another --out, or delete it")
+    if earlier:
+        report.resume(earlier)
+    return frozenset(known)
 
 
 def _topology(world: Any) -> Any:

@@ -31,6 +31,22 @@ def test_only_columns_that_exist_can_be_left_out() -> None:
         main(["gemm", "--allow-cpu", "--without", "nccl"])
 
 
+def test_a_run_is_resumed_from_its_own_file(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"--resume = .*--out FILE"):
+        main(["gemm", "--allow-cpu", "--resume"])
+    file = tmp_path / "x.json"
+    options = command._parser().parse_args(["gemm", "--resume", "--out", str(file)])
+    assert command._earlier(options) is None, "nothing was begun"
+    report = Report("gemm", "", {}, "cpu", "bfloat16", "", "", {}, {}, {})
+    command._write(report, options)
+    assert command._earlier(options) == report
+    assert command._earlier(command._parser().parse_args(["gemm", "--out", str(file)])) is None
+    for text in ("{", "[]", '{"schema": 1, "rows": [], "op": "gemm"}', '{"schema": 2}'):
+        file.write_text(text)
+        with pytest.raises(ArgumentError, match="no report of this bench"):
+            command._earlier(options)
+
+
 @pytest.mark.usefixtures("no_launcher")
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()

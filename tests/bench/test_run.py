@@ -207,3 +207,39 @@ def test_what_is_measured_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch, ca
 def test_target_cpu_is_refused_unless_asked_for() -> None:
     with pytest.raises(ArgumentError, match="mean nothing"):
         measure(World(), settings(allow_cpu=False))
+
+
+def test_a_run_that_was_cut_short_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that have a row are not measured again, wrong ones neither; whatever rows may depend on must be as it was."""
+    calls = stand_in(monkeypatch)
+    first = measure(World(), settings(sizes=("64x72x520",)))
+    first.rows[0].worst = 2.0
+    earlier = Report.from_json(first.to_json())
+    calls.clear()
+    written: list[int] = []
+    report = measure(World(), settings(), lambda report: written.append(len(report.rows)), earlier)
+    assert [row.label for row in report.rows] == ["64x72x520", "40x8x8"]
+    assert {call["out"].shape for call in calls} == {(40, 8)}
+    assert written == [2]
+    assert not report.correct, "a wrong row stays"
+    assert (report.date, report.rows[0], len(report.resumed)) == (first.date, earlier.rows[0], 1)
+    assert report.resumed[0]["machine"].keys() == first.machine.keys()
+    again = measure(World(), settings(sizes=("40x8x16", "40x8x8")), earlier=Report.from_json(report.to_json()))
+    assert ([row.label for row in again.rows][2:], len(again.resumed)) == (["40x8x16"], 2)
+    assert Report.from_json(again.to_json()) == again
+
+
+@pytest.mark.parametrize("changed", ["op", "world", "versions", "settings", "machine"])
+def test_rows_of_something_else_are_not_resumed(monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    calls = stand_in(monkeypatch)
+    earlier = measure(World(), settings(sizes=("64x72x520",)))
+    calls.clear()
+    if changed == "op":
+        earlier.op = "gemm_allreduce"
+    else:
+        values = getattr(earlier, changed)
+        name = "name" if changed == "machine" else next(iter(values))
+        values[name] = "another"
+    with pytest.raises(ArgumentError, match="another" if changed != "op" else "gemm_allreduce"):
+        measure(World(), settings(), earlier=earlier)
+    assert not calls
