@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
-from mkernel import planner
 from mkernel.jit.headers import sources_digest
+from mkernel.ops.remembered import code_digest
 
 __all__ = ["clocks", "device_name", "versions"]
 
@@ -23,21 +21,14 @@ _QUERY = ("index", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks.
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of everything that a figure may depend on; ``sources``: a digest of the kernels and of what plans them."""
-    found = {"python": platform.python_version(), "sources": _sources()}
+    """Installed versions of everything that a figure may depend on, and digests of the kernels and of what plans them."""
+    found = {"python": platform.python_version(), "kernels": sources_digest(), "plans": code_digest()[:16]}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _sources() -> str:
-    total = hashlib.sha256(sources_digest().encode())
-    for file in sorted(Path(planner.__file__).parent.glob("*.py")):
-        total.update(file.name.encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()[:12]
 
 
 def clocks() -> list[dict[str, str]]:

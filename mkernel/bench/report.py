@@ -83,15 +83,18 @@ class Report:
 
     def differs_from(self, earlier: Report) -> str:
         """What rows of this run and of an earlier one cannot stand beside each other for; "" if they can."""
-        for name in ("op", "title", "world", "target", "dtype", "versions", "settings"):
-            ours, theirs = (json.loads(json.dumps(getattr(report, name))) for report in (self, earlier))
-            if ours != theirs:
-                if isinstance(ours, dict):
-                    changed = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-                    return "; ".join(f"{name}: {key} {theirs.get(key)!r}, now {ours.get(key)!r}" for key in changed)
-                return f"{name} {theirs!r}, now {ours!r}"
-        ours, theirs = self.machine.get("name"), earlier.machine.get("name")
-        return "" if ours == theirs else f"machine {theirs!r}, now {ours!r}"
+        ours, theirs = self._conditions, earlier._conditions
+        changed = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        return "; ".join(f"{name} {theirs.get(name)!r}, now {ours.get(name)!r}" for name in changed)
+
+    @property
+    def _conditions(self) -> dict[str, Any]:
+        """What a row may depend on besides its shape, as JSON has it."""
+        found = {name: getattr(self, name) for name in ("op", "title", "target", "dtype")} | {"machine": self.machine.get("name")}
+        for name in ("world", "versions", "settings"):
+            found |= {f"{name}: {key}": value for key, value in getattr(self, name).items()}
+        conditions: dict[str, Any] = json.loads(json.dumps(found))
+        return conditions
 
     def resume(self, earlier: Report) -> None:
         """Go on where ``earlier`` ended: its rows come first, and what it says of itself."""
@@ -110,8 +113,9 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema') if isinstance(data, dict) else None}: this version reads schema {SCHEMA}")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"schema {schema}: this version reads schema {SCHEMA}")
         rows = [_row(raw) for raw in data.pop("rows")]
         return cls(rows=rows, **data)
 

@@ -72,6 +72,7 @@ def measure(
     timing = open_timing(world, settings.dtype, settings.cooldown_ms)
     baselines = open_baselines(world, timing.stream) if isinstance(timing, CudaTiming) else NoBaselines("none on target cpu")
     baselines.missing.update(dict.fromkeys(settings.without, "left out by --without"))
+    of_run = {"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []}
     report = Report(
         op=op.name,
         title=", ".join([op.title, *(f"{name} {value}" for name, value in settings.options.items())]),
@@ -93,7 +94,7 @@ def measure(
             "seconds_per_shape": settings.seconds,
             "again_above": settings.again,
         },
-        machine={"name": machine.device_name(world), "before": machine.clocks() if world.rank == 0 else []},
+        machine=of_run,
     )
     known = _resume(world, report, earlier)
     seed = fresh_seed(world)
@@ -110,7 +111,7 @@ def measure(
     # Only after success: closing is collective, and after a failure the peers may have gone.
     baselines.close()
     timing.close()
-    (report.resumed[-1]["machine"] if report.resumed else report.machine)["after"] = machine.clocks() if world.rank == 0 else []
+    of_run["after"] = machine.clocks() if world.rank == 0 else []  # the report's, or of the last of its runs
     return report
 
 

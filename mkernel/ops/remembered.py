@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mkernel.ops.op import Op
     from mkernel.runtime.world import World
 
-__all__ = ["CODE", "FOLDER", "keep", "may_be_known", "name_of", "recall"]
+__all__ = ["CODE", "FOLDER", "code_digest", "keep", "may_be_known", "name_of", "recall"]
 
 FOLDER = "plans"
 # What plans are made by, and of: folders and files of the package.
@@ -40,7 +40,8 @@ _log = logging.getLogger("mkernel")
 
 
 @functools.cache
-def _code_digest() -> str:
+def code_digest() -> str:
+    """A digest of the files of ``CODE``: another one may mean other plans."""
     package, state = Path(env.__file__).parent, hashlib.sha256()
     for part in CODE:
         place = package / part
@@ -92,7 +93,7 @@ def name_of(world: World, op: Op[Any], problem: Hashable, choice: tuple[Any, ...
         machine,
         settings,
         sys.version_info[:2],
-        _code_digest(),
+        code_digest(),
         _constants(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32] + ".plans"

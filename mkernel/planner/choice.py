@@ -32,7 +32,6 @@ __all__ = ["Ranked", "candidates", "choose", "model_decides", "plan_allgather_ge
 CONFIRMED_SMS = 132
 _PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best changes slowly there
 _CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length()) // (2 * _PER_DOUBLING)) == 0)
-_OTHERS = tuple(rows for rows in classes(EXAMINED_ROWS) if rows not in _CLASSES)  # which must have one of the kernels, too
 # How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
 _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
@@ -217,7 +216,7 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
     possible = functools.cache(lambda at: _kernels_of(problem, examined[at], sm_count, specialize))
     while True:
         kept = _covering(wanted, possible, weights)
-        others = [rows for rows in _OTHERS if rows not in examined]
+        others = [rows for rows in classes(EXAMINED_ROWS) if rows not in examined]
         left = [rows for rows in others if not any(plan.spec in kept for plan in candidates(problem, rows, sm_count, specialize))]
         if not left:
             return kept

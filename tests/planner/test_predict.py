@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -252,16 +253,12 @@ def test_all_n_and_k_have_few_kernels(ranks: int, rng: np.random.Generator) -> N
 
 
 @pytest.mark.slow
-def test_with_kernels_that_are_seldom_the_fastest_there_would_be_more(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_kernels_that_are_seldom_the_fastest_there_would_be_more(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None]
+) -> None:
     monkeypatch.setattr(choice, "_is_left_out", lambda plan: False)
-    caches = (choice._fastest, choice._kept, choice.choose)
-    for cache in caches:
-        cache.cache_clear()
-    try:
-        assert any(kernels_of_all(Topology(2, 2), rng) > 16 for _ in range(10))
-    finally:
-        for cache in caches:
-            cache.cache_clear()
+    forget_choices()
+    assert any(kernels_of_all(Topology(2, 2), rng) > 16 for _ in range(10))
 
 
 def test_kernels_that_are_kept_leave_no_class_without_one(rng: np.random.Generator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -247,26 +248,22 @@ def test_few_kernels(op: str, rng: np.random.Generator) -> None:
     assert shared, f"none of {drawn}"
 
 
-def test_classes_that_were_not_examined_have_a_kernel_too(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_were_not_examined_have_a_kernel_too(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None]
+) -> None:
     """Which classes are examined is drawn here: with the usual ones, 544 rows of the first problem can have none that others want."""
     problems = [ReduceProblem(ALLREDUCE, Topology(2, 2), 1744, 8944, "bfloat16", True)]
     for op in (REDUCE_SCATTER, ALLREDUCE) * 3:
         n, k = (8 * int(one) for one in 2 ** rng.uniform(7, 11, 2))
         problems.append(ReduceProblem(op, Topology(2, 2), n, k, "bfloat16", bool(rng.random() < 0.5)))
     few = list(classes(4096))
-    caches = (choice._kept, choice.choose)
     for problem in problems:
         if problem is not problems[0]:
             examined = sorted(int(rows) for rows in rng.choice(list(classes(EXAMINED_ROWS)), 3, replace=False))
             monkeypatch.setattr(choice, "_CLASSES", tuple(examined))
             monkeypatch.setattr(choice, "_WEIGHTS", (1.0,) * len(examined))
-            monkeypatch.setattr(choice, "_OTHERS", tuple(rows for rows in classes(EXAMINED_ROWS) if rows not in examined))
-        for cache in caches:
-            cache.cache_clear()
+        forget_choices()
         specialize = str(parse(None, SPECIALIZED[problem.op]))
         kept = choice._kept(problem, 132, H200, specialize)
         assert len(kept) <= MOST_KERNELS
         assert all(choose(problem, rows, 132, H200, specialize).spec in kept for rows in few), problem
-    monkeypatch.undo()
-    for cache in caches:
-        cache.cache_clear()
