@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel import abi
 from mkernel.errors import ArgumentError
 from mkernel.ops.arguments import ITEM, MOST_EXTENT, check_extents, check_matrix, check_places, check_writable, row_stride
-from mkernel.ops.call import ask, call, named, remember, stream_of
+from mkernel.ops.call import call
 from mkernel.ops.gemm import STORED_ROWS, GemmOp, Held, checked
 from mkernel.ops.op import Instance, instance_of, register
 from mkernel.ops.parameters import NO_MAP, place_of, surroundings
-from mkernel.ops.schedule import choice_of, executable
 from mkernel.planner import pairs
 from mkernel.planner.allgather_gemm import OP as OP_NAME
 from mkernel.planner.allgather_gemm import PARAMETER_BYTES, AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.machine import Machine
-from mkernel.runtime import current
 from mkernel.runtime.backend import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from mkernel.planner.split import Split
     from mkernel.planner.tiling import Tiling
@@ -151,59 +148,12 @@ def allgather_gemm(
     The algorithm: every rank pushes its shard chunk by chunk into the gather buffers of its node while tiles of its own shard are computed;
     tiles of other shards follow as their chunks arrive (kernels_src/ops/allgather_gemm.cuh).
     """
-    if gathered is not None:
-        return _call_and_keep(a, b, gathered, current.current(world), out=out, split=split, stream=stream)
-    result: Array = call(OP, (a, b), (), world=world, out=out, split=split, stream=stream)
+    result: Array
+    if gathered is None:
+        result = call(OP, (a, b), (), world=world, out=out, split=split, stream=stream)
+    else:
+        result = call(_KEEPING, (a, b), (True,), world=world, out=out, split=split, stream=stream, kept=(gathered,))
     return result
-
-
-def _call_and_keep(a: Array, b: Array, gathered: Array, world: World, *, out: Any, split: Any, stream: Any) -> Array:
-    """The call, and then a copy of what it has gathered."""
-    with world.lock:
-        libraries, queue = world.backend.libraries, stream_of(world, (a, b), stream)
-        library = libraries[type(gathered)]
-        given = (a, b) if out is None else (a, b, out)
-        try:
-            key = "gathered", choice_of(split), library.key(gathered), *(libraries[type(array)].key(array) for array in given)
-        except ArgumentError as error:
-            raise named(error, world, ("gathered", "a", "b", "out")[: 1 + len(given)], (gathered, *given)) from None
-        copy: Callable[[Any], None] | None = world.bound_calls.get(key)
-        if copy is None:
-            (view, b_view), instance = ask(world, OP, (a, b), ())
-            kept = library.view(gathered)
-            _check_gathered(kept, instance)
-            c = None if out is None else libraries[type(out)].view(out)
-            check_places(("gathered", "a", "b", "out"), (kept, view, b_view, c), ("gathered",))
-            made = executable(world, OP, instance, split, queue)
-            copy = remember(world, key, _copying(world, made, view, kept))
-        result: Array = call(_KEEPING, (a, b), (True,), world=world, out=out, split=split, stream=stream)
-        library.enter(gathered, queue)
-        world.backend.after(queue, functools.partial(copy, queue))
-        library.leave(gathered, queue, stream is None)
-        return result
-
-
-def _check_gathered(kept: TensorView, instance: Instance[AllGatherGemmProblem]) -> None:
-    problem, rows = instance
-    shape = rows * problem.topology.size, problem.k
-    if check_matrix("gathered", kept, problem.dtype) != shape:
-        raise ArgumentError("gathered.shape", kept.shape, f"must be (M, K) = {shape}")
-    if row_stride("gathered", kept) != problem.k * ITEM:
-        raise ArgumentError("gathered.strides", kept.strides, "gathered must be contiguous")
-    check_writable("gathered", kept)
-
-
-def _copying(world: World, made: Executable, a: TensorView, kept: TensorView) -> Callable[[Any], None]:
-    """Copies of this rank's rows from ``a``, and of the others' from the heap, where each part of K is the gathered matrix of its own."""
-    plan: AllGatherGemmPlan = made.plan
-    (rows, k), rank, parts = a.shape, world.rank, plan.parts
-    row, part, before, after = k * ITEM, k // parts * ITEM, world.rank * rows, (world.size - 1 - world.rank) * rows
-    heap = world.heap_address + made.scratch_offset
-    moves = [Rows(kept.address + before * row, row, a.address, row, row, rows)]
-    for i, (first, count) in itertools.product(range(parts), ((0, before), ((rank + 1) * rows, after))):
-        source = heap + (i * world.size * rows + first) * part
-        moves.append(Rows(kept.address + first * row + i * part, row, source, part, part, count))
-    return world.backend.copying([move for move in moves if move.rows])
 
 
 class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
@@ -272,6 +222,31 @@ class _Keeping(AllGatherGemm):
 
     def instance(self, world: World, *operands: TensorView, **options: Any) -> Instance[AllGatherGemmProblem]:
         return super().instance(world, *operands)
+
+    def check_kept(
+        self, instance: Instance[AllGatherGemmProblem], operands: Sequence[TensorView], results: Sequence[TensorView], kept: TensorView
+    ) -> None:
+        problem, rows = instance
+        shape = rows * problem.topology.size, problem.k
+        if check_matrix("gathered", kept, problem.dtype) != shape:
+            raise ArgumentError("gathered.shape", kept.shape, f"must be (M, K) = {shape}")
+        if row_stride("gathered", kept) != problem.k * ITEM:
+            raise ArgumentError("gathered.strides", kept.strides, "gathered must be contiguous")
+        check_writable("gathered", kept)
+        check_places(("gathered", "a", "b", "out"), (kept, *operands, *results), ("gathered",))
+
+    def keeping(self, world: World, executable: Executable, operands: Sequence[TensorView], kept: TensorView) -> Any:
+        """Copies of this rank's rows from ``a``, of the others' from the heap, where each part of K is the gathered matrix of its own."""
+        plan, a = executable.plan, operands[0]
+        (rows, k), rank, parts = a.shape, world.rank, plan.parts
+        row, part, before, after = k * ITEM, k // parts * ITEM, world.rank * rows, (world.size - 1 - world.rank) * rows
+        heap = world.heap_address + executable.scratch_offset
+        moves = [Rows(kept.address + before * row, row, a.address, row, row, rows)]
+        for i, (first, count) in itertools.product(range(parts), ((0, before), ((rank + 1) * rows, after))):
+            source = heap + (i * world.size * rows + first) * part
+            moves.append(Rows(kept.address + first * row + i * part, row, source, part, part, count))
+        found = [move for move in moves if move.rows]
+        return world.backend.copying(found) if found else None
 
 
 class _Binder:

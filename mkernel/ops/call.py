@@ -27,14 +27,16 @@ _MAX_HELD = 4096  # and what is known of operands by themselves: weights of many
 
 
 class BoundCall(NamedTuple):
-    """Parameters of one kernel over particular arrays."""
+    """Parameters of one kernel over particular arrays; ``after``: what is enqueued right behind it, on the stream that it is given."""
 
     executable: Executable
     parameters: ctypes.Structure
+    after: Callable[[Any], None] | None = None
 
 
-# One of both, without a function of Python in between.
-bound_call: Callable[[tuple[Executable, ctypes.Structure]], BoundCall] = functools.partial(tuple.__new__, BoundCall)
+# One of all, without a function of Python in between.
+bound_call: Callable[[tuple[Executable, ctypes.Structure, Callable[[Any], None] | None]], BoundCall]
+bound_call = functools.partial(tuple.__new__, BoundCall)
 
 
 def remember(world: World, key: tuple[Any, ...], value: T) -> T:
@@ -48,9 +50,17 @@ def hold(world: World, key: Hashable, value: T) -> T:
 
 
 def call(
-    op: Op[Any], operands: tuple[Any, ...], options: tuple[Any, ...], *, world: World | None, out: Any, split: Any, stream: Any
+    op: Op[Any],
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
+    *,
+    world: World | None,
+    out: Any,
+    split: Any,
+    stream: Any,
+    kept: tuple[Any, ...] = (),
 ) -> Any:
-    """One call of ``op``; ``options``: values of ``op.options``, in their order.
+    """One call of ``op``; ``options``: values of ``op.options``, in their order; ``kept``: the array that ``op.keeping`` fills, if any.
 
     The op's methods are called only for arguments not seen before. The world's lock is held throughout, so that what was bound is still
     right when it is launched, whatever other threads do.
@@ -64,6 +74,7 @@ def call(
         keys: list[Any] = [op.name, options]
         views: Sequence[Any] = ()
         results: Sequence[Any] = ()
+        written: Sequence[Any] = kept
         instance: Any = None
         try:
             for array in operands:
@@ -84,7 +95,8 @@ def call(
             else:
                 results = (out,) if op.result is None else op.arrays_of(out)
             keys.append(split)
-            for array in results:
+            written = [*results, *kept]
+            for array in written:
                 library = libraries[type(array)]
                 if library is not home:
                     others.append(library)
@@ -92,20 +104,22 @@ def call(
             key = tuple(keys)
             bound = w.bound_calls.get(key)
         except ArgumentError as error:
-            raise named(error, w, (*op.operands, *op.names_of_results(len(results))), (*operands, *results)) from None
+            names = *op.operands, *(op.names_of_results(len(results)) if results else ()), *op.beside
+            raise named(error, w, names, (*operands, *written)) from None
         except TypeError as error:  # an option that cannot be hashed
             choice_of(split)
             _refuse(w, op, operands, options)
             raise not_plain(dict(zip(op.options, options, strict=True))) or error from None
         if bound is None:
-            hidden = home.hides or bool(others)
-            bound = remember(w, key, _made(w, op, operands, options, keys, results, split, queue, hidden, instance and (views, instance)))
+            hidden, known = home.hides or bool(others), instance and (views, instance)
+            bound = remember(w, key, _made(w, op, operands, options, keys, results, split, queue, hidden, known, kept))
         if stream is None and home.one_stream and (not others or _all_on(queue, others)):
-            w.launch(bound.executable, bound.parameters, queue)
+            w.launch(bound.executable, bound.parameters, queue, bound.after)
         else:
-            crossing = Crossing(home, queue, stream is not None, [a for a in operands if a is not None], () if out is None else results)
+            given = [a for a in operands if a is not None]
+            crossing = Crossing(home, queue, stream is not None, given, kept if out is None else written)
             crossing.enter()
-            w.launch(bound.executable, bound.parameters, queue)
+            w.launch(bound.executable, bound.parameters, queue, bound.after)
             crossing.leave()
         return results[0] if op.result is None else op.returned(results)
 
@@ -173,10 +187,34 @@ def _made(
     queue: Any,
     hidden: bool,
     asked: tuple[Sequence[Any], Instance[Any]] | None,
+    kept: tuple[Any, ...],
 ) -> BoundCall:
     """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` found, if known."""
     if world.attention:  # closed, maybe, since this thread waits for the lock; a call that is known is not launched
         world.check()
+    if not kept:
+        return _of_arrays(world, op, operands, options, keys, results, split, queue, hidden, asked)
+    views, instance = asked or ask(world, op, operands, options, keys[2:])
+    libraries = world.backend.libraries
+    view, *made = (libraries[type(array)].view(array) for array in (*kept, *results))
+    op.check_kept(instance, views, made, view)
+    bound = _of_arrays(world, op, operands, options, keys[:-1], results, split, queue, hidden, (views, instance))
+    return bound._replace(after=op.keeping(world, bound.executable, views, view))
+
+
+def _of_arrays(
+    world: World,
+    op: Op[Any],
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
+    keys: Sequence[Any],
+    results: Sequence[Any],
+    split: Any,
+    queue: Any,
+    hidden: bool,
+    asked: tuple[Sequence[Any], Instance[Any]] | None,
+) -> BoundCall:
+    """The same of a call that keeps nothing."""
     libraries = world.backend.libraries
     form_of = op.form_of(keys)
     form = world.forms.get(form_of)
@@ -190,7 +228,7 @@ def _made(
     op.check_results(instance, views, made)
     op.check_places(views, made)
     chosen = executable(world, op, instance, split, queue)
-    bound = bound_call((chosen, op.bind(world, chosen, instance, views, made)))
+    bound = bound_call((chosen, op.bind(world, chosen, instance, views, made), None))
     if form is None and form_of is not None:
         form = op.form(world, instance, views, made, split)
         if form is not None:

@@ -146,7 +146,7 @@ class Form:
         if largest is None:
             return None
         made = executable_of_class(self._world, table, largest, rows)
-        return bound_call((made, self._binder.parameters(made, rows, a_address, b_address, c_address)))
+        return bound_call((made, self._binder.parameters(made, rows, a_address, b_address, c_address), None))
 
 
 def _end(view: TensorView) -> int:

@@ -213,6 +213,17 @@ class Op(abc.ABC, Generic[Problem]):
     ) -> ctypes.Structure:
         """The kernel's parameters for these arrays. All of them have been checked."""
 
+    # ---- what a call keeps
+    def check_kept(
+        self, instance: Instance[Problem], operands: Sequence[TensorView], results: Sequence[TensorView], kept: TensorView
+    ) -> None:
+        """Raises ArgumentError where the array of ``beside`` that a call is to fill, too, does not fit."""
+        raise NotImplementedError
+
+    def keeping(self, world: World, executable: Executable, operands: Sequence[TensorView], kept: TensorView) -> Any:
+        """What fills it behind the kernel, on the stream that it is given (``Backend.copying``); None: nothing is to be done."""
+        raise NotImplementedError
+
     # ---- calls that are alike
     def form_of(self, keys: Sequence[Any]) -> Hashable | None:
         """What calls have in common that differ in rows and addresses only; None: every call is checked anew.

@@ -228,6 +228,10 @@ class Backend(abc.ABC):
         ``synchronize``; on cpu that ``launch``.
         """
 
+    def proceed(self, turn: Any, action: Callable[[Any], None]) -> None:
+        """Do ``action``, which enqueues something on the stream of the launch that was just made (``turn``), before any later launch."""
+        action(None)
+
     def after(self, stream: Any, action: Callable[[], object]) -> None:
         """Do ``action``, which reads on ``stream`` what the last launch there has left on the heap, before any later launch."""
         action()

@@ -297,11 +297,14 @@ class World:
             executable = self._executables[key] = self.problems.executable(prepared, plan)
             return executable
 
-    def launch(self, executable: Executable, parameters: ctypes.Structure, stream: Any = None) -> None:
+    def launch(
+        self, executable: Executable, parameters: ctypes.Structure, stream: Any = None, after: Callable[[Any], None] | None = None
+    ) -> None:
         """Launch one call on ``stream``, after all earlier calls. ``parameters`` begins with ``world``, which is filled in here.
 
-        ``stream``: as the user passed it, None for the current stream of ``xp``; or as the backend has resolved it.
-        Asynchronous on cuda. On cpu it returns when the kernel has ended, and raises the kernel's failure.
+        ``stream``: as the user passed it, None for the current stream of ``xp``; or as the backend has resolved it. ``after``: what is
+        enqueued there right behind the kernel. Asynchronous on cuda. On cpu it returns when the kernel has ended, and raises the kernel's
+        failure.
         """
         with self.lock:
             backend = self.backend
@@ -326,6 +329,8 @@ class World:
                 if self._fabric is not None:
                     self._fabric.serve(turn, parameters.world.launch)
                 backend.launch(executable.kernel, turn, executable.grid, parameters)
+                if after is not None:
+                    backend.proceed(turn, after)
             except BaseException as error:
                 # The others may already wait for this rank inside the call.
                 self.failures.fail(

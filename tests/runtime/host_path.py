@@ -46,7 +46,7 @@ int cuTensorMapEncodeTiled(void *map, int kind, int rank, void *address, void *e
 #define SUCCEEDS(name) int name(void) { return 0; }
 SUCCEEDS(cuEventRecord) SUCCEEDS(cuEventQuery) SUCCEEDS(cuStreamWaitEvent) SUCCEEDS(cuStreamUpdateCaptureDependencies)
 SUCCEEDS(cuGraphAddEventRecordNode) SUCCEEDS(cuGraphAddDependencies) SUCCEEDS(cuGraphRemoveDependencies) SUCCEEDS(cuStreamSynchronize)
-SUCCEEDS(cuMemsetD8Async)
+SUCCEEDS(cuMemsetD8Async) SUCCEEDS(cuMemcpyDtoDAsync_v2) SUCCEEDS(cuMemcpy2DAsync_v2)
 """
 
 
@@ -222,6 +222,8 @@ def programs(world: Any, arrays: Arrays, now: Any) -> Iterator[tuple[str, Callab
             now.ptr = stream
             yield f"{name}, out given, {what}", lambda a=a, b=b, c=c: mk.allgather_gemm(a, b, out=c, world=world)
         yield f"{name}, out new, a stream", lambda a=a, b=b: mk.allgather_gemm(a, b, world=world)
+        kept = make()
+        yield f"{name}, gathered, a stream", lambda a=a, b=b, c=c, g=kept: mk.allgather_gemm(a, b, out=c, gathered=g, world=world)
         yield f"{name}, out given, stream given", lambda a=a, b=b, c=c: mk.allgather_gemm(a, b, out=c, world=world, stream=0x5000)
         prepared = mk.plan("allgather_gemm", a, b, world=world)
         yield f"{name}, plan.run", lambda a=a, b=b, c=c, run=prepared.run: run(a, b, out=c)

@@ -57,6 +57,13 @@ class ModelBackend(FakeBackend):
         self.launched.append(self.gpu.work(turn[0], ("call", len(self.launched))))
         self.queue.launched(turn)
 
+    def proceed(self, turn: Any, action: Callable[[int], None]) -> None:
+        action(turn[0])
+        self.queue.launched(turn)
+
+    def copying(self, moves: Any) -> Callable[[Any], None]:
+        return lambda stream: self.launched.append(self.gpu.work(stream, ("copy", len(self.launched))))
+
     def after(self, stream: int, action: Callable[[], object]) -> None:
         turn = self.queue.order(stream)
         action()

@@ -52,17 +52,23 @@ class Place:
     @property
     def last(self) -> int:
         """The node of the call that has run last."""
-        return next(node for label, node in reversed(self.gpu.ran) if label[0] == "call")
+        return self.calls[-1][0]
 
     @property
-    def calls(self) -> list[int]:
-        """The nodes of all calls that have run, replays included, in the order in which the host has launched them."""
-        return [node for label, node in self.gpu.ran if label[0] == "call"]
+    def calls(self) -> list[tuple[int, int | None]]:
+        """All calls that have run, replays included, in the order in which the host has launched them: nodes, and of copies behind them."""
+        found: list[tuple[int, int | None]] = []
+        for label, node in self.gpu.ran:
+            if label[0] == "call":
+                found.append((node, None))
+            elif label[0] == "copy":
+                found[-1] = found[-1][0], node
+        return found
 
     def check(self) -> None:
-        """Every call of the world is ordered after the one before."""
-        calls = self.calls
-        for before, after in itertools.pairwise(calls):
+        """Every call of the world, and what it keeps, is ordered after the one before."""
+        nodes = [node for pair in self.calls for node in pair if node is not None]
+        for before, after in itertools.pairwise(nodes):
             assert self.gpu.ordered(before, after), "two calls of the world are not ordered"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from mkernel.runtime.arrays.libraries import Crossing
 from mkernel.runtime.cuda import libraries as gpu_arrays
 from mkernel.runtime.cuda.streams import LaunchQueue
 from tests.runtime.gpu_model import Gpu
+from tests.runtime.model_device import ModelBackend
 from tests.runtime.place import Place, on_model
 
 
@@ -41,7 +42,7 @@ class Program:
         for library in self.LIBRARIES:
             place.use(library, self.random.choice(self.streams))
         self.squares = {library: [Thing(library, place.array(library)) for _ in range(4)] for library in self.LIBRARIES}
-        self.graphs: list[tuple[Any, list[tuple[list[Thing], Thing]]]] = []
+        self.graphs: list[tuple[Any, list[tuple[list[Thing], Thing, Thing | None]]]] = []
         self.call()  # the plan is made before a capture
 
     def current(self, library: str) -> int:
@@ -82,30 +83,42 @@ class Program:
         out = self.random.choice([t for library in self.LIBRARIES for t in self.squares[library] if t is not a and t is not b])
         return [a, b], out
 
-    def made(self, inputs: list[Thing], out: Thing, node: int) -> None:
+    def made(self, inputs: list[Thing], out: Thing, kept: Thing | None, nodes: tuple[int, int | None]) -> None:
+        node, copy = nodes
         for thing in inputs:
             self.touched(thing, node, writes=False)
         self.touched(out, node, writes=True)
+        assert (kept is None) == (copy is None)
+        if kept is not None and copy is not None:
+            self.touched(inputs[0], copy, writes=False)
+            self.touched(kept, copy, writes=True)
 
-    def launch(self, inputs: list[Thing], out: Thing, **options: Any) -> None:
-        self.place.call(inputs[0].array, inputs[1].array, out=out.array, **options)
+    def keeps(self, others: list[Thing], libraries: Sequence[str] = LIBRARIES) -> Thing | None:
+        """An array for the rows that are gathered, now and then: none of the others."""
+        free = [t for library in libraries for t in self.squares[library] if all(t is not other for other in others)]
+        return self.random.choice(free) if free and self.random.random() < 0.3 else None
+
+    def launch(self, inputs: list[Thing], out: Thing, kept: Thing | None, **options: Any) -> None:
+        gathered = None if kept is None else kept.array
+        self.place.call(inputs[0].array, inputs[1].array, out=out.array, gathered=gathered, **options)
 
     def call(self) -> None:
-        inputs, out = self.operands()
+        (inputs, out), kept = self.operands(), None
         if self.random.random() < 0.3:  # a new result, that the library of the first operand goes on with
             out = Thing(inputs[0].library, self.place.call(inputs[0].array, inputs[1].array))
             self.squares[out.library][self.random.randrange(4)] = out
         else:
-            self.launch(inputs, out)
-        self.made(inputs, out, self.place.last)
+            kept = self.keeps([*inputs, out])
+            self.launch(inputs, out, kept)
+        self.made(inputs, out, kept, self.place.calls[-1])
 
     def named(self) -> None:
         inputs, out = self.operands()
-        stream = self.random.choice(self.streams)
-        self.launch(inputs, out, stream=stream)
-        self.made(inputs, out, self.place.last)
-        waits = {thing.library for thing in inputs}  # out of another library is not the program's part
-        waits |= {out.library} if out.library == inputs[0].library else set()
+        stream, kept = self.random.choice(self.streams), self.keeps([*inputs, out])
+        self.launch(inputs, out, kept, stream=stream)
+        self.made(inputs, out, kept, self.place.calls[-1])
+        waits = {thing.library for thing in inputs}  # what is written of another library is not the program's part
+        waits |= {out.library, *([kept.library] if kept else [])} & {inputs[0].library}
         for library in sorted(waits):
             self.gpu.order(stream, self.current(library))
 
@@ -118,7 +131,7 @@ class Program:
         if fork is not None:
             self.gpu.order(stream, fork)
         self.place.use(library, stream)
-        calls: list[tuple[list[Thing], Thing]] = []
+        calls: list[tuple[list[Thing], Thing, Thing | None]] = []
         for _ in range(self.random.randint(1, 4)):
             a, b, out = (self.random.choice(self.squares[library]) for _ in range(3))
             if out is a or out is b:
@@ -128,19 +141,20 @@ class Program:
                 self.place.use(library, where)
             if self.random.random() < 0.2:
                 self.place.nothing(where or stream)
-            self.launch([a, b], out)
+            kept = self.keeps([a, b, out], [library])
+            self.launch([a, b], out, kept)
             if self.random.random() < 0.2:
                 self.place.nothing(where or stream)
             self.place.use(library, stream)
-            calls.append(([a, b], out))
+            calls.append(([a, b], out, kept))
             if self.random.random() < 0.3:
                 self.gpu.work(stream, ("work",))
             if self.random.random() < 0.3:
                 other = next(one for one in self.LIBRARIES if one != library)
                 c, d, e = (self.random.choice(self.squares[other]) for _ in range(3))
                 if e is not c and e is not d:
-                    self.launch([c, d], e)
-                    self.made([c, d], e, self.place.last)
+                    self.launch([c, d], e, None)
+                    self.made([c, d], e, None, self.place.calls[-1])
         if fork is not None:
             self.gpu.order(fork, stream)
         self.place.use(library, before)
@@ -153,8 +167,8 @@ class Program:
         before = len(self.place.calls)
         library = calls[0][1].library if calls else self.LIBRARIES[0]
         self.gpu.replay(graph, self.current(library))
-        for (inputs, out), node in zip(calls, self.place.calls[before:], strict=True):
-            self.made(inputs, out, node)
+        for (inputs, out, kept), nodes in zip(calls, self.place.calls[before:], strict=True):
+            self.made(inputs, out, kept, nodes)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -230,6 +244,9 @@ REVERSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "eager calls on the last stream do not wait for replays": _never_replayable,
     "the call runs on CuPy's stream": lambda patch: patch.setattr(
         gpu_arrays.GpuTorchLibrary, "stream", lambda self: self.device.cupy_library.stream()
+    ),
+    "what is kept is copied beside later calls": lambda patch: patch.setattr(
+        ModelBackend, "proceed", lambda self, turn, action: action(turn[0])
     ),
     "crossings are taken for plain calls": _without(Crossing, "enter"),
     "crossings end without a word": _without(Crossing, "leave"),

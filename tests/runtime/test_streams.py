@@ -343,7 +343,7 @@ def test_a_workspace_that_grows_leaves_cached_calls_as_they_are(monkeypatch: pyt
         a, b, c = place.arrays()
         world, offsets = place.world, list[int]()
         launch = world.launch
-        monkeypatch.setattr(world, "launch", lambda e, p, s: (offsets.append(p.gather_offset), launch(e, p, s)))
+        monkeypatch.setattr(world, "launch", lambda e, p, *rest: (offsets.append(p.gather_offset), launch(e, p, *rest)))
         place.call(a, b, out=c)
         wall = world.empty(1000, "uint8")
         large = FakePlan(digest=2, workspace_bytes=100_000)

@@ -284,11 +284,19 @@ class CudaBackend(Backend):
                 self._frees += self._beside.frees
             self._beside.launch(kernel, turn[0], grid, kernel.take(parameters))
 
+    def proceed(self, turn: Turn, action: Callable[[int], None]) -> None:
+        if not turn[3]:
+            with self._current():
+                self.proceed((*turn[:3], True), action)
+            return
+        action(turn[0])
+        self._queue.launched(turn)  # so that calls on other streams wait for it, too
+
     def after(self, stream: int, action: Callable[[], object]) -> None:
         turn = self._queue.order(stream)
         with self._current():
             action()
-            self._queue.launched(turn)  # so that calls on other streams wait for it, too
+            self._queue.launched(turn)
 
     def copying(self, moves: Sequence[Rows]) -> Callable[[int], None]:
         return RowCopies(moves)
