@@ -38,6 +38,8 @@ def define(
 
     An eager call of plain tensors that nobody watches goes past torch's dispatcher, which takes longer than all else of a call: ``call``
     itself, or one ``torch.autograd.Function`` where a gradient is wanted. All other calls are of the registered op, which is its ``op``.
+    Below autograd that is another op, ``mkernel::_<schema>``, which has no gradient: so a compiled graph, in which gradients have been taken
+    care of, calls one that does not ask for them in Python again.
 
     Parameters
     ----------
@@ -52,13 +54,15 @@ def define(
         torch would go on without it; likewise there are no gradients of gradients (``create_graph=True``).
     """
     name = schema.partition("(")[0]
-    _library.define(schema, tags=_TAGS)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, call, device)
-    torch.library.register_fake(f"mkernel::{name}", fake, lib=_library)
+    for of_op, its_schema in ((name, schema), (f"_{name}", f"_{schema}")):
+        _library.define(its_schema, tags=_TAGS)
+        for device in ("CPU", "CUDA"):
+            _library.impl(of_op, call, device)
+        torch.library.register_fake(f"mkernel::{of_op}", fake, lib=_library)
     backward = _once(name, backward or _refused(name))
-    torch.library.register_autograd(f"mkernel::{name}", backward, setup_context=save, lib=_library)
-    op, function = getattr(torch.ops.mkernel, name).default, _function(name, call, save, backward)
+    op, below = getattr(torch.ops.mkernel, name).default, getattr(torch.ops.mkernel, f"_{name}").default
+    function = _function(name, call, save, backward)
+    _library.impl(name, _above(name, below, save, backward), "Autograd")
 
     def run(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():
@@ -131,6 +135,23 @@ def _function(name: str, call: Callable[..., Any], save: Callable[..., Any] | No
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return types.new_class(name, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods))
+
+
+def _above(name: str, below: Any, save: Callable[..., Any] | None, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """What the op does where gradients may be wanted: ``below``, and what is kept for them."""
+
+    def call(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return below(*arguments)
+
+    function = _function(name, call, save, backward)
+
+    def above(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments):
+            return function.apply(*arguments)
+        return call(*arguments)
+
+    return above
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: `make test-torch`")
 
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -169,6 +171,22 @@ def _by_subclass(function: Callable[..., Any]) -> list[str]:
 @pytest.mark.filterwarnings("ignore")
 def test_who_watches_sees_the_op(by: Callable[[Any], list[str]]) -> None:
     assert any("product_of_tests" in name for name in by(product)), by(product)
+
+
+def test_compiled_graphs_ask_for_no_gradients() -> None:
+    """Forward and backward graphs call the op below autograd, whose gradients are those of the op."""
+    seen: list[str] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "product_of_tests" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    x, y = X.clone().requires_grad_(), (X + 1).requires_grad_()
+    backend = aot_autograd(fw_compiler=compiler)
+    torch.compile(lambda x, y: product(x, y, 3.0), backend=backend, fullgraph=True)(x, y).sum().backward()
+    assert seen == 3 * ["mkernel._product_of_tests.default"]
+    assert torch.equal(x.grad, 3 * y)
+    assert torch.equal(y.grad, 3 * x)
 
 
 def test_nothing_is_computed_of_fake_tensors() -> None:

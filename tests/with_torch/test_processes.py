@@ -26,9 +26,9 @@ def lines(scenario: str, ranks: int, **more: str) -> list[dict[str, Any]]:
 
 def test_collectives_of_a_compiled_block_come_in_one_order() -> None:
     first, *others = lines("compiled", 2)
-    forward = ["mkernel.allgather_gemm_gathered.default", "mkernel.shared.default", "mkernel.gemm_reduce_scatter.default"]
+    forward = ["mkernel._allgather_gemm_gathered.default", "mkernel._shared.default", "mkernel._gemm_reduce_scatter.default"]
     assert sorted(first["graphs"][0]) == sorted(forward)
-    backward = ["mkernel.sum_over_ranks.default", "mkernel.allgather_gemm_gathered.default", "mkernel.gemm_reduce_scatter.default"]
+    backward = ["mkernel._sum_over_ranks.default", "mkernel._allgather_gemm_gathered.default", "mkernel._gemm_reduce_scatter.default"]
     assert sorted(first["graphs"][1]) == sorted(backward)
     pair = ["allgather_gemm", "gemm_reduce_scatter"]
     assert first["compiled"] == first["eager"] == [*pair, "gemm_allreduce", *pair]
