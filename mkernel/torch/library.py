@@ -38,7 +38,7 @@ def define(
 
     An eager call of plain tensors that nobody watches goes past torch's dispatcher, which takes longer than all else of a call: ``call``
     itself, or one ``torch.autograd.Function`` where a gradient is wanted. All other calls are of the registered op, which is its ``op``.
-    Below autograd that is another op, ``mkernel::_<schema>``, which has no gradient: so a compiled graph, in which gradients have been taken
+    Below autograd that is another op, ``mkernel::_<schema>``, which has no gradient: a compiled graph, in which gradients have been taken
     care of, calls one that does not ask for them in Python again.
 
     Parameters
