@@ -33,6 +33,7 @@ _ONE_STEP_BYTES = 64 << 20
 # and with shares of it, and in clusters. What a tile costs beside its rows, in rows.
 _MORE_TILE_ROWS, _TRIED_WHOLE, _TRIED_SHARED, _TRIED_TOGETHER = 8, 3, 2, 2
 _ROWS_BESIDE = 32
+_ADDED_AT_ONCE = 4  # shares of K whose packets a thread looks at together (kernels_src/tile/shares.cuh)
 _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 
@@ -146,9 +147,12 @@ def _spans(topology: Topology, rows: int, of_tiles: int = BLOCK_M) -> list[int]:
 
 
 def _shares(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, width: int) -> list[int]:
-    """Numbers of shares of K that may be worth their sums: as many as there are SMs, half as many, or two. ``rows``: that tiles lie in."""
+    """Numbers of shares of K that may be worth their sums: as many as there are SMs, half as many, two, or as many as are added at once.
+
+    ``rows``: that tiles lie in.
+    """
     most = 0 if problem.canonical else most_shares(rows, problem.n, problem.k, width, sm_count)
-    return sorted({most, max(2, most // 2), 2}) if most >= 2 else []
+    return sorted({most, max(2, most // 2), 2, min(_ADDED_AT_ONCE, most)}) if most >= 2 else []
 
 
 def _sharings(

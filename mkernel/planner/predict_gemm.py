@@ -40,6 +40,8 @@ _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile ma
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
 _PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packets go at
 _EXCHANGED = 10e12  # fitted, between two GPUs: bytes of packets per second of all shares of K
+# Fitted, of reductions whose values travel in packets: sums of shares of K, beside these bytes, at least, and longer for each share.
+_SUMS_OF_SHARES, _SUM_OF_SHARE = 1.0e-6, 0.4e-6
 _DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
@@ -296,8 +298,11 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         swapped=plan.swapped > 0,
     )
     if plan.shares > 1:
-        rate = _EXCHANGED if size > 1 and not plan.swapped else EXCHANGE_BYTES  # what is added up by groups of rows takes longer
-        exchange = exchange_seconds(plan.tiles * plan.shares, rows, plan.columns, rate) * (_SWAPPED_SUMS if plan.swapped else 1.0)
+        ctas = plan.tiles * plan.shares
+        if size > 1 and not plan.swapped:
+            exchange = exchange_seconds(ctas, rows, plan.columns, _EXCHANGED, _SUMS_OF_SHARES) + plan.shares * _SUM_OF_SHARE
+        else:  # what is added up by groups of rows takes longer
+            exchange = exchange_seconds(ctas, rows, plan.columns) * (_SWAPPED_SUMS if plan.swapped else 1.0)
         work = work._replace(seconds=work.seconds + exchange)
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)

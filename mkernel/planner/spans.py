@@ -177,13 +177,13 @@ def _seconds(product: Product, span: int, tile: GemmTile, shares: int = 1) -> fl
     return seconds
 
 
-def exchange_seconds(ctas: int, rows: int, block_n: int, rate: float = EXCHANGE_BYTES) -> float:
+def exchange_seconds(ctas: int, rows: int, block_n: int, rate: float = EXCHANGE_BYTES, least: float = _EXCHANGE_SECONDS) -> float:
     """From when ``ctas`` shares of tiles of ``rows`` rows, at most, have been multiplied until they are added up.
 
-    Packets of float32 are written, read and written again, so many bytes (``rate``) a second.
+    Packets of float32 are written, read and written again, so many bytes (``rate``) a second, which comes on top of ``least`` seconds.
     """
     taken = min(BLOCK_M, math.ceil(rows / _WARP_ROWS) * _WARP_ROWS)
-    return _EXCHANGE_SECONDS + 3 * 4 * ctas * taken * block_n / rate
+    return least + 3 * 4 * ctas * taken * block_n / rate
 
 
 def _classes(product: Product, span: int) -> list[_Class]:

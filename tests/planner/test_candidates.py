@@ -57,7 +57,7 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
             for m, n in clusters_of(problem, rows):
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, 1, m, None, n))
             most = min(sms // (-(-rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
-            for shares in {most, max(2, most // 2), 2} if most >= 2 and not problem.canonical else ():
+            for shares in {most, max(2, most // 2), 2, min(4, most)} if most >= 2 and not problem.canonical else ():
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
         return
     yield from every_reduction(problem, rows, sms)
@@ -103,7 +103,7 @@ def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int, 
         if width == 64 and tiles > sms:
             continue
         most = 1 if problem.canonical else min(sms // (tiles or 1), -(-problem.k // BLOCK_K) // 4)
-        for shares in {1, most, max(2, most // 2), 2} if most >= 2 else {1}:
+        for shares in {1, most, max(2, most // 2), 2, min(4, most)} if most >= 2 else {1}:
             plan = allgather_gemm.make_plan(problem, rows, sms, tiling=Tiling(width, None, shares, 1, packets))
             yield plan
             if width == 64 and plan.rounds <= 2:
@@ -123,7 +123,7 @@ def every_reduction(problem: ReduceProblem, rows: int, sms: int) -> Iterator[Red
         if width == 64 and -(-all_rows // BLOCK_M) * -(-problem.n // width) > sms:
             continue
         most = min(sms // (-(-all_rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
-        for shares in {1} if problem.canonical else {1, max(1, most), max(1, most // 2), min(max(1, most), 2)}:
+        for shares in {1} if problem.canonical else {1, max(1, most), max(1, most // 2), *(min(max(1, most), few) for few in (2, 4))}:
             plan = reduce.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, shares=shares))
             if plan.packets and plan.shares == shares:
                 yield plan
