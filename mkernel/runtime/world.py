@@ -297,21 +297,17 @@ class World:
             executable = self._executables[key] = self.problems.executable(prepared, plan)
             return executable
 
-    def launch(
-        self, executable: Executable, parameters: ctypes.Structure, stream: Any = None, after: Callable[[Any], None] | None = None
-    ) -> None:
+    def launch(self, executable: Executable, parameters: ctypes.Structure, stream: Any = None, after: Any = None) -> None:
         """Launch one call on ``stream``, after all earlier calls. ``parameters`` begins with ``world``, which is filled in here.
 
-        ``stream``: as the user passed it, None for the current stream of ``xp``; or as the backend has resolved it. ``after``: what is
-        enqueued there right behind the kernel. Asynchronous on cuda. On cpu it returns when the kernel has ended, and raises the kernel's
-        failure.
+        ``stream``: as the user passed it, None for the current stream of ``xp``; or as resolved. ``after``: enqueues more there, behind it.
+        Asynchronous on cuda. On cpu it returns when the kernel has ended, and raises the kernel's failure.
         """
         with self.lock:
             backend = self.backend
             if self.attention or self._state[0]:
                 self.check()
-            resolved = type(stream) is int and stream > 0
-            turn = backend.order(stream if resolved else backend.stream(stream))  # may wait or raise: not counted yet
+            turn = backend.order(stream if type(stream) is int and stream > 0 else backend.stream(stream))  # may raise: not counted yet
             if self._fabric is not None:
                 self._fabric.admit(backend.captures(turn))
             call = self._calls
@@ -333,9 +329,8 @@ class World:
                     backend.proceed(turn, after)
             except BaseException as error:
                 # The others may already wait for this rank inside the call.
-                self.failures.fail(
-                    Failure(Kind.aborted, f"rank {self.rank} failed in {executable.plan.op}: {type(error).__name__}: {error}", self.rank)
-                )
+                what = f"rank {self.rank} failed in {executable.plan.op}: {type(error).__name__}: {error}"
+                self.failures.fail(Failure(Kind.aborted, what, self.rank))
                 self.failures.surfaced = True
                 raise
             if self._synchronous and self._state[0]:
