@@ -93,6 +93,9 @@ def measure(
             "cooldown_ms": settings.cooldown_ms,
             "seconds_per_shape": settings.seconds,
             "again_above": settings.again,
+            "graph": settings.graph,
+            "without": sorted(settings.without),
+            "environment": {one.name: one.get() for one in (env.PLANNER, env.SPECIALIZE) if one.is_set()},  # what choices depend on
         },
         machine=of_run,
     )

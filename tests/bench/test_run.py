@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mkernel
+from mkernel import env
 from mkernel.bench.cases.allgather_gemm import AllgatherGemm
 from mkernel.bench.puts import PutsPlan, puts
 from mkernel.bench.report import ENGINE, FUSED, MODES, TUNED, Report, render
@@ -243,3 +244,16 @@ def test_rows_of_something_else_are_not_resumed(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ArgumentError, match="another" if changed != "op" else "gemm_allreduce"):
         measure(World(), settings(), earlier=earlier)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [({"graph": True}, "graph"), ({"without": ("fused tuned",)}, "without"), ({"samples": 4}, "samples"), ({}, "MKERNEL_SPECIALIZE")],
+)
+def test_rows_measured_otherwise_are_not_resumed(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str) -> None:
+    """What was asked for is part of a report, and so is the environment that kernels are chosen by."""
+    stand_in(monkeypatch)
+    with env.override(MKERNEL_SPECIALIZE="" if asked else "none"):
+        earlier = measure(World(), settings(sizes=("64x72x520",), **asked))
+    with pytest.raises(ArgumentError, match=said):
+        measure(World(), settings(), earlier=earlier)
