@@ -192,30 +192,13 @@ def _made(
     """Parameters of a call that is not known. ``hidden``: keys may not say all of its arrays; ``asked``: what ``ask`` found, if known."""
     if world.attention:  # closed, maybe, since this thread waits for the lock; a call that is known is not launched
         world.check()
-    if not kept:
-        return _of_arrays(world, op, operands, options, keys, results, split, queue, hidden, asked)
-    views, instance = asked or ask(world, op, operands, options, keys[2:])
     libraries = world.backend.libraries
-    view, *made = (libraries[type(array)].view(array) for array in (*kept, *results))
-    op.check_kept(instance, views, made, view)
-    bound = _of_arrays(world, op, operands, options, keys[:-1], results, split, queue, hidden, (views, instance))
-    return bound._replace(after=op.keeping(world, bound.executable, views, view))
-
-
-def _of_arrays(
-    world: World,
-    op: Op[Any],
-    operands: tuple[Any, ...],
-    options: tuple[Any, ...],
-    keys: Sequence[Any],
-    results: Sequence[Any],
-    split: Any,
-    queue: Any,
-    hidden: bool,
-    asked: tuple[Sequence[Any], Instance[Any]] | None,
-) -> BoundCall:
-    """The same of a call that keeps nothing."""
-    libraries = world.backend.libraries
+    if kept:
+        views, instance = asked = asked or ask(world, op, operands, options, keys[2:])
+        view, *made = (libraries[type(array)].view(array) for array in (*kept, *results))
+        op.check_kept(instance, views, made, view)
+        plain = _made(world, op, operands, options, keys[:-1], results, split, queue, hidden, asked, ())
+        return plain._replace(after=op.keeping(world, plain.executable, views, view))
     form_of = op.form_of(keys)
     form = world.forms.get(form_of)
     if form is not None and (not hidden or _usual(libraries, (*operands, *results))):

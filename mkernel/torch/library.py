@@ -61,19 +61,20 @@ def define(
         torch.library.register_fake(f"mkernel::{of_op}", fake, lib=_library)
     backward = _once(name, backward or _refused(name))
     op, below = getattr(torch.ops.mkernel, name).default, getattr(torch.ops.mkernel, f"_{name}").default
-    function = _function(name, call, save, backward)
-    _library.impl(name, _above(name, below, save, backward), "Autograd")
+
+    def call_below(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return below(*arguments)
+
+    eager = _differentiable(name, call, save, backward)
+    _library.impl(name, _differentiable(name, call_below, save, backward), "Autograd")
 
     def run(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():
             _refuse_tangents(name, arguments)
             return op(*arguments)
-        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-        if not all(type(each) in _PLAIN for each in tensors):
-            return op(*arguments)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            return function.apply(*arguments)
-        return call(*arguments)
+        are_plain = all(type(each) in _PLAIN for each in arguments if isinstance(each, torch.Tensor))
+        return (eager if are_plain else op)(*arguments)
 
     run.op = op  # type: ignore[attr-defined]
     return run
@@ -124,8 +125,10 @@ def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def _function(name: str, call: Callable[..., Any], save: Callable[..., Any] | None, backward: Callable[..., Any]) -> Any:
-    """The op's gradient as a Function: forward and what is kept for it in one step."""
+def _differentiable(
+    name: str, call: Callable[..., Any], save: Callable[..., Any] | None, backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``call``, and where a gradient is wanted what is kept for it: forward pass and that in one step, of a Function."""
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         output = call(*arguments)
@@ -134,24 +137,14 @@ def _function(name: str, call: Callable[..., Any], save: Callable[..., Any] | No
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods))
+    function: Any = types.new_class(name, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods))
 
-
-def _above(name: str, below: Any, save: Callable[..., Any] | None, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """What the op does where gradients may be wanted: ``below``, and what is kept for them."""
-
-    def call(*arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return below(*arguments)
-
-    function = _function(name, call, save, backward)
-
-    def above(*arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments):
             return function.apply(*arguments)
         return call(*arguments)
 
-    return above
+    return run
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
