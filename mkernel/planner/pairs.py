@@ -124,7 +124,7 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     if cluster == 1:
         return wanted.complete(default, sm_count, spared)
     even = Split(default.compute, *(-(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES))
-    found = wanted.complete(even, ctas_of_clusters(sm_count, cluster), spared)
+    found = wanted.complete(even, ctas_of_clusters(sm_count, cluster), spared, cluster)
     if any((number or 0) % cluster for number in (found.compute, *(getattr(found, role) for role in COMMUNICATION_ROLES))):
         number = "an even number of SMs where CTAs are pairs" if cluster == 2 else f"a multiple of {cluster} SMs where CTAs are clusters"
         raise SplitError(found, f"each role needs {number}", "make it even" if cluster == 2 else "make it one")

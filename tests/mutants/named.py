@@ -66,6 +66,7 @@ NAMED = (
     _named("the workspace is not reserved", "runtime/prepared.py", _RESERVED, "pass"),
     _named("an old staging area is freed", "runtime/prepared.py", _STAGED, f"        area.bytes and heap.free(area.offset)\n{_STAGED}"),
     _named("reports without problem and rows", "runtime/prepared.py", _REPORTED, _REPORTED.replace("problem, rows, schedule", "0, 0, 0")),
+    _named("splits that fit some rows and not fewer", "planner/split.py", "        self._share(chosen, sm_count, step)\n", ""),
     _named("splits that reports do not know", "ops/schedule.py", "world.schedules[known.schedule] = choice.split, choice.tiling", "pass"),
     _named("tuned for one number of rows", "ops/schedule.py", "numbers = span(rows)", "numbers = range(rows, rows + 1)"),
     _named("a class is ready without its memory", "ops/schedule.py", "            problems.reserve(table.plans[of_class])\n", ""),

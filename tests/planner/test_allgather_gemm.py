@@ -314,17 +314,20 @@ def test_a_split_is_completed() -> None:
     assert Split(compute=1).complete(default, 132) == Split(1, 8, 4, 0)
     assert Split(compute=1).complete(default, 132).total == 13
     assert Split(120, 8, 4, 0).complete(default, 132) == Split(120, 8, 4, 0)
+    assert Split(compute=124).complete(default, 132) == Split(124, 4, 4, 0), "others share what is left"
+    assert Split(intra_comm=128).complete(default, 132) == Split(1, 128, 3, 0)
+    assert Split(122).complete(default, 132, step=2) == Split(122, 6, 4, 0)
     assert Split().complete(Split(intra_comm=0, inter_send=0, inter_reduce=0), 1) == Split(1, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
     ("split", "rule"),
     [
-        (Split(compute=121), "asks for 133 SMs, the device has 132"),
+        (Split(compute=131), "asks for 133 SMs, the device has 132"),
         (Split(compute=0), "compute gets 0 of 132 SMs"),
         (Split(compute=-3), "compute gets -3 of 132 SMs"),
-        (Split(intra_comm=128), "compute gets 0 of 132 SMs"),
-        (Split(intra_comm=200), "compute gets -72 of 132 SMs"),
+        (Split(intra_comm=131), "compute gets 0 of 132 SMs"),
+        (Split(intra_comm=200), "compute gets -69 of 132 SMs"),
         (Split(intra_comm=0), "intra_comm is needed here and gets no SM"),
         (Split(inter_send=0), "inter_send is needed here and gets no SM"),
         (Split(inter_reduce=1), "inter_reduce has nothing to do in this op and world"),

@@ -78,5 +78,5 @@ def test_a_ring_has_fewer_ranks() -> None:
 
 
 def test_attention_needs_an_sm_for_each_node_that_it_sends_to() -> None:
-    with pytest.raises(SplitError, match=r"compute gets -?\d+ of 132 SMs"):
+    with pytest.raises(SplitError, match=f"inter_send needs an SM for each rank that it writes to.*{abi.MAX_RANKS // 2 - 1}"):
         ops()["ring_attention"].case("1x16x16x8192x128", Topology(abi.MAX_RANKS, 2), "bfloat16").plan(SMS)

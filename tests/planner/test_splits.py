@@ -36,6 +36,10 @@ def drawn(rng: np.random.Generator, world: Topology, op: str) -> tuple[Any, int,
     return problem, sms, Split(compute, *roles)
 
 
+def _rows(rng: np.random.Generator) -> int:
+    return int(2 ** rng.uniform(0, 17))
+
+
 def fits(op: str, problem: Any, rows: int, sms: int, split: Split) -> bool:
     try:
         return bool(find(op).make_plan(problem, rows, sms, split).split.compute)
@@ -76,10 +80,27 @@ def test_a_split_that_fits_many_rows_fits_fewer(world: Topology, op: str, rng: n
     verdicts = set()
     for _ in range(40):
         problem, sms, split = drawn(rng, world, op)
-        found = {rows: fits(op, problem, rows, sms, split) for rows in sorted(int(2 ** rng.uniform(0, 17)) for _ in range(8))}
+        found = {rows: fits(op, problem, rows, sms, split) for rows in sorted(_rows(rng) for _ in range(8))}
         assert sorted(found.values(), reverse=True) == list(found.values()), f"{problem}, {sms} SMs, {split}: {found}"
         verdicts |= set(found.values())
     assert verdicts == {True, False}, "both were drawn"
+
+
+@pytest.mark.parametrize("op", [GATHER, ALLREDUCE])
+def test_what_some_rows_leave_to_compute_fits_fewer_rows(op: str, rng: np.random.Generator) -> None:
+    """The SMs that roles ask for by default depend on the rows, and not monotonically: they are no reason to refuse a split."""
+    defaults = set()
+    for _ in range(120):
+        world = WORLDS[int(rng.integers(1, 4))]  # one node, and nodes of one rank
+        problem, sms, _ = drawn(rng, world, op)
+        problem = dataclasses.replace(problem, n=problem.n + 4096)
+        rows = sorted(_rows(rng) for _ in range(8))
+        left = [find(op).make_plan(problem, count, sms).split.compute for count in rows]
+        defaults.add(len(set(left)) > 1)
+        for compute in set(left):
+            found = {count: fits(op, problem, count, sms, Split(compute)) for count in rows}
+            assert sorted(found.values(), reverse=True) == list(found.values()), f"{problem}, {sms} SMs, {compute}: {found}"
+    assert True in defaults, "defaults that depend on the rows were drawn"
 
 
 def test_an_open_all_reduce_has_the_roles_that_a_split_names() -> None:
