@@ -50,10 +50,15 @@ def init(
     timeout: float | None = None,
     entry_timeout: float | None = None,
 ) -> World:
-    """Join the world: every process of the program calls this once, alike.
+    """Join a world: its processes call this alike, most programs once.
 
-    Collective, blocks the host until all ranks have come. The world becomes the default of later calls; close it, or use it as a context
-    manager (an exception inside then aborts all ranks).
+    Collective, blocks the host until all ranks have come. The first world is the default of later calls; close it, or use it as a context
+    manager (an exception inside then aborts all ranks). A process may join several, of some of the program's processes each: give
+    ``comm``, and pass ``world=`` to the calls (docs/streams.md, "Several worlds").
+
+    On GPUs a rank is on the device that its process has made current (by torch, CuPy or the driver; 0 counts as none), else where another
+    world of the process is, else on the only one that it sees, else on the one whose number its launcher gave it on the host
+    (``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK``, ``SLURM_LOCALID`` ...), else as the ranks of a host are counted.
 
     Parameters
     ----------
@@ -154,7 +159,8 @@ def open_world(
     """One rank's world. ``group`` and ``thread_ranks`` are those of ``mk.launch``; ``make_backend`` replaces the target's (tests)."""
     logs.set_up()
     rank = bootstrap.rank
-    infos = exchange_infos(bootstrap, options, probe=make_backend is None)
+    in_use = next((world.device for world in current.opened() if isinstance(world.device, int) and not world.foreign), None)
+    infos = exchange_infos(bootstrap, options, probe=make_backend is None, in_use=in_use)
     require_equal(infos)
     topology = choose_topology(infos, options.ranks_per_node)
     if topology.size > abi.MAX_RANKS:

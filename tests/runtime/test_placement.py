@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mkernel.errors import ArgumentError
+from mkernel.runtime import init
+from mkernel.runtime.cuda import gpus as cuda_gpus
 from mkernel.runtime.opening.placement import (
     Gpu,
     RankInfo,
@@ -16,8 +21,12 @@ from mkernel.runtime.opening.placement import (
     choose_signals,
     choose_target,
     choose_topology,
+    host_slot,
     require_equal,
 )
+from mkernel.runtime.opening.target import gpus_here
+from mkernel.runtime.options import Options
+from mkernel.runtime.ranks.bootstrap import SingleBootstrap
 
 
 def gpus(count: int, capability: tuple[int, int] = (9, 0), host: str = "a", peers: bool = True) -> tuple[Gpu, ...]:
@@ -92,7 +101,94 @@ def test_device_order() -> None:
     ranks = infos("aabb", gpus(2))
     assert [choose_device(ranks, rank).ordinal for rank in range(4)] == [0, 1, 0, 1]
     chosen = [dataclasses.replace(info, preferred=3 - rank) for rank, info in enumerate(infos("aaaa", gpus(4)))]
-    assert [choose_device(chosen, rank).ordinal for rank in range(3)] == [3, 2, 1], "a device made current is kept"
+    assert [choose_device(chosen, rank).ordinal for rank in range(4)] == [3, 2, 1, 0], "a device made current is kept"
+
+
+@pytest.mark.drawn(100)
+def test_ranks_of_any_world_are_where_their_processes_are(rng: np.random.Generator) -> None:
+    """A world has any of a program's processes, as many of each host, which say in different ways on which GPU they are."""
+    hosts, count = "abc"[: rng.integers(1, 4)], int(rng.integers(1, 9))
+    each = int(rng.integers(1, count + 1))
+    launched = bool(rng.random() < 0.5)
+    members: list[RankInfo] = []
+    own: list[int] = []
+    for host in hosts:
+        for number in rng.permutation(count)[:each]:
+            tells = not launched or rng.random() < 0.5
+            members.append(
+                RankInfo(
+                    host, {}, gpus(count, host=host), preferred=int(number) if tells else None, number=int(number) if launched else None
+                )
+            )
+            own.append(int(number))
+    assert [choose_device(members, rank).ordinal for rank in range(len(members))] == own
+    assert choose_target(members, "auto") == "cuda"
+    if launched:
+        assert [host_slot(members, rank) for rank in range(len(members))] == own
+
+
+@pytest.mark.parametrize("numbers", [(None, 3), (3, 3), (0, None), (2, 5)])
+def test_numbers_that_do_not_say_where_ranks_are(numbers: tuple[int | None, ...]) -> None:
+    """Not all are told, or the same twice (the launcher's own, say), or others than GPUs have (some processes have none)."""
+    members = [dataclasses.replace(info, number=number) for info, number in zip(infos("aa", gpus(4)), numbers, strict=True)]
+    assert [choose_device(members, rank).ordinal for rank in range(2)] == [0, 1]
+
+
+class _Library:
+    """CuPy or torch, as far as they are asked for their device."""
+
+    def __init__(self, ordinal: int, used: bool = True) -> None:
+        self.cuda = self
+        self.runtime = self
+        self.getDevice = self.current_device = lambda: ordinal
+        self.is_initialized = lambda: used
+
+
+@pytest.mark.parametrize(
+    ("driver", "libraries", "in_use", "expected"),
+    [
+        (None, {}, None, None),
+        (None, {}, 0, 0),
+        (None, {}, 2, 2),
+        (0, {"cupy": _Library(0), "torch": _Library(0)}, None, None),
+        (0, {"cupy": _Library(0), "torch": _Library(0)}, 1, 1),
+        (3, {}, None, 3),
+        (3, {"cupy": _Library(0)}, 1, 3),
+        (None, {"cupy": _Library(2)}, None, 2),
+        (None, {"torch": _Library(2)}, None, 2),
+        (None, {"torch": _Library(2, used=False)}, None, None),
+        (0, {"cupy": _Library(0), "torch": _Library(1)}, None, 1),
+    ],
+)
+def test_what_a_process_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, driver: int | None, libraries: dict[str, _Library], in_use: int | None, expected: int | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cuda_gpus, "available", lambda: [cuda_gpus.Gpu(n, f"gpu {n}", "H200", (9, 0), 1, ()) for n in range(4)])
+    monkeypatch.setattr(cuda_gpus, "current_ordinal", lambda: driver)
+    for name in ("cupy", "torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        if name in libraries:
+            monkeypatch.setitem(sys.modules, name, libraries[name])
+    seen, problem, chosen = gpus_here(in_use)
+    assert (len(seen), problem, chosen) == (4, "", expected)
+
+
+def test_a_process_stays_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its next world, too; worlds on target cpu, and of the process that this one was forked from, say nothing."""
+
+    class ToldError(Exception):
+        pass
+
+    def tell(*args: object, in_use: int | None, **options: object) -> None:
+        raise ToldError(in_use)
+
+    worlds = [SimpleNamespace(device=device, foreign=foreign) for device, foreign in (("cpu", ""), (2, "forked"), (1, ""), (3, ""))]
+    monkeypatch.setattr(init, "exchange_infos", tell)
+    for there, expected in ((worlds, "1"), (worlds[:2], "None"), ([], "None")):
+        monkeypatch.setattr(init.current, "opened", lambda there=there: tuple(there))
+        with pytest.raises(ToldError, match=expected):
+            init.open_world(SingleBootstrap(), Options.resolve(target="cpu"))
 
 
 def test_shared_gpus() -> None:

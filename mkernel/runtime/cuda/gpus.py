@@ -6,7 +6,7 @@ import dataclasses
 
 from mkernel.memory.driver import DriverError, call, driver
 
-__all__ = ["Gpu", "available", "name_of", "pci_address_of"]
+__all__ = ["Gpu", "available", "current_ordinal", "name_of", "pci_address_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +45,14 @@ def available() -> list[Gpu]:
             )
         )
     return gpus
+
+
+def current_ordinal() -> int | None:
+    """The GPU whose context is the calling thread's; None if it has none."""
+    cuda = driver()
+    if not int(call(cuda.cuCtxGetCurrent(), "asking for the current context")):
+        return None
+    return int(call(cuda.cuCtxGetDevice(), "asking for the current GPU"))
 
 
 def name_of(ordinal: int) -> str:

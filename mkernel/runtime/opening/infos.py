@@ -13,21 +13,26 @@ from mkernel.runtime.opening.placement import RankInfo, require_same_build
 from mkernel.runtime.opening.target import gpus_here
 from mkernel.runtime.options import Options
 from mkernel.runtime.ranks.bootstrap import Bootstrap, host_identity
+from mkernel.runtime.ranks.choice import number_on_host
 from mkernel.transport import TRANSPORTS, devices, host_signals
 from mkernel.version import VERSION
 
 __all__ = ["exchange_infos", "networks_here", "sources"]
 
 
-def exchange_infos(bootstrap: Bootstrap, options: Options, *, probe: bool) -> list[RankInfo]:
-    """What every rank tells about itself, by rank. Collective. ``probe``: look for GPUs where the target may be cuda."""
-    gpus, problem, preferred = gpus_here() if probe and options.target in ("auto", "cuda") else ((), "", None)
+def exchange_infos(bootstrap: Bootstrap, options: Options, *, probe: bool, in_use: int | None = None) -> list[RankInfo]:
+    """What every rank tells about itself, by rank. Collective.
+
+    ``probe``: look for GPUs where the target may be cuda. ``in_use``: the ordinal of the GPU of another world of this process.
+    """
+    gpus, problem, preferred = gpus_here(in_use) if probe and options.target in ("auto", "cuda") else ((), "", None)
     info = RankInfo(
         host_identity(),
         dataclasses.asdict(options),
         gpus,
         problem,
         preferred,
+        number_on_host(),
         networks=networks_here(),
         links=devices.links(devices.find()),
         host_signals=list(filter(host_signals, TRANSPORTS)),

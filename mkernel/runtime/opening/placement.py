@@ -42,7 +42,8 @@ class RankInfo:
     options: dict[str, Any]  # arguments of init: must be equal on all ranks
     gpus: tuple[Gpu, ...] = ()
     gpu_problem: str = ""  # why GPUs that seem to be there cannot be used
-    preferred: int | None = None  # the ordinal the process has made current itself
+    preferred: int | None = None  # the ordinal that the process has chosen itself
+    number: int | None = None  # of the process on its host, as its launcher tells it
     networks: dict[str, str] = dataclasses.field(default_factory=dict)  # RDMA transports: why they cannot be used here; "": they can
     links: dict[str, float] = dataclasses.field(default_factory=dict)  # link layers of ports for rc, with their fastest rates (Gb/s)
     host_signals: list[str] = dataclasses.field(default_factory=list)  # transports whose flags lie in host memory
@@ -192,18 +193,34 @@ def choose_target(infos: Sequence[RankInfo], target: str) -> str:
 
 
 def host_slot(infos: Sequence[RankInfo], rank: int) -> int:
-    """The number of a rank among the ranks of its host, in order."""
-    return [other for other, info in enumerate(infos) if info.host == infos[rank].host].index(rank)
+    """The number of a rank's process on its host: as the launcher counts, where that tells all ranks apart, else by their order.
+
+    The ranks of a world may be some of a host's processes only, as those of a tensor-parallel group are.
+    """
+    return _slots(infos, rank)[rank]
+
+
+def _slots(infos: Sequence[RankInfo], rank: int) -> dict[int, int]:
+    """``host_slot`` of all ranks on the host of one."""
+    mates = [other for other, info in enumerate(infos) if info.host == infos[rank].host]
+    told = {mate: number for mate in mates if (number := infos[mate].number) is not None}
+    if len(set(told.values())) == len(mates):
+        return told
+    return {mate: slot for slot, mate in enumerate(mates)}
 
 
 def choose_device(infos: Sequence[RankInfo], rank: int, target: str = "cuda") -> Gpu:
-    """The GPU of a rank: the one its process made current, the only one it sees, else that of its slot."""
+    """The GPU of a rank: the one its process has chosen, the only one it sees, else that of its slot.
+
+    Slots that launchers tell count where each names a GPU; GPUs may be given to the last of a host's processes only.
+    """
     info = infos[rank]
-    slot = host_slot(infos, rank)
-    if info.preferred:  # 0 is also the ordinal of processes that chose nothing
+    if info.preferred is not None:
         return next(gpu for gpu in info.gpus if gpu.ordinal == info.preferred)
     if len(info.gpus) == 1:
         return info.gpus[0]
+    slots = _slots(infos, rank)
+    slot = slots[rank] if max(slots.values()) < len(info.gpus) else sorted(slots).index(rank)
     turn, ordinal = divmod(slot, len(info.gpus))
     if turn and info.shares:  # not the same order again, so that ranks of a rail, that copy to each other, are on different GPUs
         return info.gpus[(ordinal + turn) % len(info.gpus)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,11 @@ def backend_maker(thread_ranks: ThreadRanks | None) -> MakeBackend:
     return make
 
 
-def gpus_here() -> tuple[tuple[Gpu, ...], str, int | None]:
-    """GPUs that this process sees; why they cannot be used, if they are there; the one it has made current. Raises nothing."""
+def gpus_here(in_use: int | None = None) -> tuple[tuple[Gpu, ...], str, int | None]:
+    """GPUs that this process sees; why they cannot be used, if they are there; the one that it has chosen. Raises nothing.
+
+    It has chosen the one it has made current, else ``in_use``, where it has another world.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
         return (), "", None
     installed = Path("/dev/nvidia0").exists()
@@ -50,16 +53,25 @@ def gpus_here() -> tuple[tuple[Gpu, ...], str, int | None]:
         return (), f"the GPU driver fails: {error}", None
     if not gpus:
         return (), "there is a GPU, but its driver does not answer: run nvidia-smi" if installed else "", None
-    return gpus, "", _current_ordinal()
+    # 0 is also the current one of processes that chose nothing.
+    return gpus, "", next(filter(None, _current_ordinals()), in_use)
 
 
-def _current_ordinal() -> int | None:
-    """The device that the process has chosen through CuPy, if it uses CuPy already."""
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
-        return None
-    try:
-        return int(cupy.cuda.runtime.getDevice())
-    except Exception:
-        logging.getLogger("mkernel").debug("CuPy does not tell its device", exc_info=True)
-        return None
+def _current_ordinals() -> Iterator[int | None]:
+    """The current device of the calling thread: as the driver tells it, and as libraries that the process uses do.
+
+    torch makes a context current at its first allocation only.
+    """
+    from mkernel.runtime.cuda.gpus import current_ordinal
+
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    asked: list[tuple[str, Callable[[], int | None]]] = [("the driver", current_ordinal)]
+    if cupy is not None:
+        asked.append(("CuPy", lambda: cupy.cuda.runtime.getDevice()))
+    if torch is not None:  # asking sooner would begin to use GPUs
+        asked.append(("torch", lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None))
+    for name, ask in asked:
+        try:
+            yield ask()
+        except Exception:
+            logging.getLogger("mkernel").debug("%s does not tell its device", name, exc_info=True)

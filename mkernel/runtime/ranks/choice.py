@@ -11,11 +11,20 @@ from mkernel.runtime.ranks import rendezvous
 from mkernel.runtime.ranks.bootstrap import Bootstrap, SingleBootstrap
 from mkernel.runtime.ranks.torch_group import TorchBootstrap, is_process_group
 
-__all__ = ["choose", "launcher_size", "under_mpi"]
+__all__ = ["choose", "launcher_size", "number_on_host", "under_mpi"]
 
 # Variables that MPI launchers set for each process (Open MPI, MPICH and Intel MPI through PMI, PMIx servers).
 _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _LAUNCHER_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "PMI_FD")
+# Variables for a process's number among those of its host, the innermost launcher first: torchrun may run inside a step of Slurm.
+_NUMBERS = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+)
 
 
 def launcher_size() -> int:
@@ -30,6 +39,15 @@ def launcher_size() -> int:
 def under_mpi() -> bool:
     """Whether an MPI launcher started this process."""
     return any(os.environ.get(name) for name in (*_LAUNCHER_MARKS, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+
+
+def number_on_host() -> int | None:
+    """The number of this process among those that its launcher has started on this host; None if it does not tell.
+
+    A world may have some of these processes only, so its own ranks do not count them.
+    """
+    told = (os.environ.get(name, "") for name in _NUMBERS)
+    return next((int(text) for text in told if text.isdigit()), None)
 
 
 def choose(comm: Any = None) -> Bootstrap:
