@@ -12,13 +12,14 @@ The gradient of ``b`` has the layout of ``b``, so that a weight kept as (N, K) a
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import mkernel as mk
-from mkernel.torch.library import define, name_of, named, plain
+from mkernel.torch.library import cast, define, name_of, named, plain
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["all_gather", "allgather_gemm", "gemm_allreduce", "gemm_reduce_scatter", "replicated_gemm", "shared"]
 
 _COLUMNS = 8  # fewest columns, and fewest rows, of an operand
+_WORDS = _COLUMNS // 2  # of float32
 
 
 def allgather_gemm(a: Tensor, b: Tensor, *, world: World | str | None = None, gather_again: bool = False) -> Tensor:
@@ -59,6 +61,7 @@ def allgather_gemm(a: Tensor, b: Tensor, *, world: World | str | None = None, ga
     >>> mk.launch(rank, ranks=2, target="cpu")
     [((8, 64), 32.0), ((8, 64), 32.0)]
     """
+    a, b = cast(a, b)
     if not gather_again and torch.is_grad_enabled() and b.requires_grad:
         c, _ = _allgather_gemm_gathered(a, b, name_of(world))
         return c
@@ -70,6 +73,7 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, *, world: World | str | None = Non
 
     ``partials`` as there. Collective, and so is its backward pass, which is one ``allgather_gemm``.
     """
+    a, b = cast(a, b)
     return _gemm_reduce_scatter(a, b, name_of(world), partials)
 
 
@@ -78,18 +82,20 @@ def gemm_allreduce(a: Tensor, b: Tensor, *, world: World | str | None = None, pa
 
     What follows must be the same on all ranks: then the gradient of ``c`` is, too, and the backward pass communicates nothing.
     """
+    a, b = cast(a, b)
     return _gemm_allreduce(a, b, name_of(world), partials)
 
 
 def replicated_gemm(a: Tensor, b: Tensor, *, world: World | str | None = None) -> Tensor:
     """Multiply a (M, K), the same on all ranks, by b (K, N), this rank's columns. The backward pass is one ``mk.gemm_allreduce``."""
+    a, b = cast(a, b)
     return _replicated_gemm(a, b, name_of(world))
 
 
 def shared(parameter: Tensor, *, world: World | str | None = None) -> Tensor:
-    """A bfloat16 or float16 parameter that all ranks have and each uses for rows of its own: its gradient is summed over the ranks.
+    """A parameter that all ranks have and each uses for rows of its own: its gradient is summed over the ranks.
 
-    For biases and norms under sequence parallelism. The sum is formed in float32 and rounded once.
+    For biases and norms under sequence parallelism, of bfloat16, float16 or float32. The sum is formed in float32 and rounded once.
     """
     return _shared(parameter, name_of(world))
 
@@ -127,16 +133,28 @@ def _do_shared(parameter: Tensor, world: str) -> Tensor:
 
 
 def _do_sum_over_ranks(x: Tensor, world: str) -> Tensor:
+    return _summed_words(plain(x), world) if x.dtype == torch.float32 else _summed(plain(x), named(world))
+
+
+def _summed(values: Tensor, w: World) -> Tensor:
     """A row of ones times the ranks' values, each rank's in the first of 8 rows.
 
     The ones are new each time: kept ones might have been made in a capture, where they have no values yet, out of the memory of its graph.
     """
-    w, values = named(world), plain(x)
     count = values.numel()
     columns = max(1, -(-count // _COLUMNS)) * _COLUMNS
     b = torch.constant_pad_nd(values.reshape(1, count), (0, columns - count, 0, _COLUMNS - 1))
     summed: Tensor = mk.gemm_allreduce(values.new_ones((1, _COLUMNS)), b, partials="float32", world=w)
     return (summed if columns == count else summed[:, :count].clone()).view(values.shape)
+
+
+def _summed_words(values: Tensor, world: str) -> Tensor:
+    """The sum of float32 by the order of ranks, on each of them: their words travel as pairs of 16-bit numbers, untouched."""
+    count = values.numel()
+    columns = max(1, -(-count // _WORDS)) * _WORDS
+    words = torch.constant_pad_nd(values.reshape(1, count), (0, columns - count)).view(torch.bfloat16)
+    every = _do_all_gather(words, world).view(torch.float32)[:, :count].unbind(0)
+    return functools.reduce(torch.add, every[1:], every[0]).view(values.shape).clone(memory_format=torch.contiguous_format)
 
 
 def _do_all_gather(x: Tensor, world: str) -> Tensor:

@@ -19,7 +19,7 @@ from mkernel.runtime.world import named
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["define", "is_watched", "name_of", "named", "plain"]
+__all__ = ["cast", "define", "is_watched", "name_of", "named", "plain"]
 
 _library = torch.library.Library("mkernel", "DEF")
 # Inductor must hand over what it traced: kernels take some strides only.
@@ -80,6 +80,7 @@ def define(
     return run
 
 
+_DEVICES = ("cpu", "cuda")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -145,6 +146,20 @@ def _differentiable(
         return call(*arguments)
 
     return run
+
+
+def cast(*operands: Any) -> tuple[Any, ...]:
+    """The operands of a product as ``torch.autocast`` has them: where it is enabled, tensors of numbers become ones of its dtype.
+
+    As torch does, it leaves float64 alone. Operands may be None.
+    """
+    kind = operands[0].device.type
+    if kind not in _DEVICES or not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        each.to(dtype) if each is not None and each.is_floating_point() and each.dtype != torch.float64 else each for each in operands
+    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

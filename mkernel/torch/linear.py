@@ -25,6 +25,8 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 class _ParallelLinear(nn.Linear):
     """What both layers share. Parameters: those of ``nn.Linear``; a rank holds its shard of each, as a DTensor where a mesh is given.
 
+    Of float32 they may be where something else makes them bfloat16 or float16 to multiply: torch.autocast, or FSDP2's mixed precision.
+
     Class attributes
     ----------------
     _split
@@ -93,8 +95,11 @@ class _ParallelLinear(nn.Linear):
 
     def _local(self) -> tuple[Tensor, Tensor | None]:
         """The weight of this rank, and its bias."""
-        weight, bias = self.weight, self.bias
-        return _to_local(weight), None if bias is None else _to_local(bias)
+        weight, bias = _to_local(self.weight), self.bias
+        if weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type):
+            remedy = "run it under torch.autocast or fully_shard(mp_policy=...), or convert it: .to(torch.bfloat16)"
+            raise ArgumentError("weight.dtype", weight.dtype, "must be bfloat16 or float16 where the layer multiplies", remedy)
+        return weight, None if bias is None else _to_local(bias)
 
     def _rows(self, x: Tensor) -> Tensor:
         """``x`` as a matrix whose rows are in the order of the sequence."""
@@ -161,7 +166,7 @@ class ColumnParallelLinear(_ParallelLinear):
         else:
             y = replicated_gemm(rows, weight.t(), world=self.world)
         if bias is not None:
-            y = y + bias
+            y = y + bias.to(y.dtype)
         return self._shaped(y, input, self.ranks if self.sequence_parallel else 1)
 
 
@@ -184,7 +189,7 @@ class RowParallelLinear(_ParallelLinear):
         else:
             y = gemm_allreduce(rows, weight.t(), world=self.world)
         if bias is not None:
-            y = y + (shared(bias, world=self.world) if self.sequence_parallel else bias)
+            y = y + (shared(bias, world=self.world) if self.sequence_parallel else bias).to(y.dtype)
         return self._shaped(y, input, -self.ranks if self.sequence_parallel else 1)
 
 
@@ -207,8 +212,9 @@ def _parameter(whole: Tensor, placement: Any, rank: int, ranks: int, mesh: Devic
 
 
 def _check(world: World, mesh: DeviceMesh | None, layer: nn.Linear) -> None:
-    if layer.weight.dtype not in (torch.bfloat16, torch.float16):
-        raise ArgumentError("dtype", layer.weight.dtype, "must be bfloat16 or float16", "convert the layer first: .to(torch.bfloat16)")
+    if layer.weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        rule = "must be bfloat16, float16, or float32 under torch.autocast"
+        raise ArgumentError("dtype", layer.weight.dtype, rule, "convert the layer first: .to(torch.bfloat16)")
     if layer.in_features % 8 or layer.out_features % 8:
         raise ArgumentError("in_features, out_features", (layer.in_features, layer.out_features), "must be multiples of 8", "pad the layer")
     if mesh is None:

@@ -17,7 +17,7 @@ import mkernel as mk
 from mkernel.ops.moe import check_rows
 from mkernel.ops.moe_slots import slots_after
 from mkernel.planner.moe import SEGMENT_ROWS
-from mkernel.torch.library import define, name_of, named, plain
+from mkernel.torch.library import cast, define, name_of, named, plain
 from mkernel.torch.pieces import pieces_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def moe_dispatch_gemm(
     ``expert_offsets[-1]`` on are undefined, and so are their gradients. While ``w`` requires a gradient, the rows that the experts got are
     kept for the backward pass: (max_rows, H).
     """
-    name = name_of(world)
+    name, (x, w) = name_of(world), cast(x, w)
     keep = torch.is_grad_enabled() and w.requires_grad
     most = _most_rows(name, max_rows, max_tokens, topk_ids.shape[1], w)
     y, offsets, source, _, ids, *tables, _ = _dispatch(x, topk_ids, w, None, max_tokens, most, keep, name)
@@ -63,6 +63,7 @@ def moe_gemm_combine(
     world: World | str | None = None,
 ) -> Tensor:
     """``mk.moe_gemm_combine`` with gradients of ``a``, ``w``, ``topk_weights`` and ``add``."""
+    a, w, add = cast(a, w, add)
     return _gemm_combine(a, w, *routing, topk_weights, add, name_of(world))
 
 
@@ -70,6 +71,7 @@ def moe_combine(
     rows: Tensor, routing: mk.Routing, *, topk_weights: Tensor | None = None, add: Tensor | None = None, world: World | str | None = None
 ) -> Tensor:
     """``mk.moe_combine`` with gradients of ``rows``, ``topk_weights`` and ``add``."""
+    rows, add = cast(rows, add)
     return _combine(rows, *routing, topk_weights, add, name_of(world))
 
 
@@ -90,7 +92,7 @@ def moe_layer(
     Without gradients it is ``mk.moe_layer`` itself. With them the activation is torch's, on rows that were rounded to the dtype of ``x``
     once more, and ``max_rows`` x 2 F values are kept.
     """
-    name = name_of(world)
+    name, (x, w_gate_up, w_down, add) = name_of(world), cast(x, w_gate_up, w_down, add)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, w_gate_up, w_down, add))
     if not wanted:
         most = _most_rows(name, max_rows, max_tokens, topk_ids.shape[1], w_gate_up)

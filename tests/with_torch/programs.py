@@ -58,6 +58,7 @@ class Program:
     shapes: tuple[tuple[int, int], ...]
     leaves: tuple[Leaf, ...]
     by_name: bool  # whether ops are told the world
+    masters: bool = False  # leaves are float32, and steps run under torch.autocast
 
     @property
     def results(self) -> list[int]:
@@ -211,7 +212,7 @@ def draw(rng: np.random.Generator, ranks: int, dtype: str, steps: int = 7, ops: 
     for _ in range(steps):
         drawing.step()
     parts = (tuple(part) for part in (drawing.steps, drawing.kinds, drawing.shapes, drawing.leaves))
-    return Program(ranks, dtype, int(rng.integers(1 << 30)), *parts, drawing.chance(0.5))
+    return Program(ranks, dtype, int(rng.integers(1 << 30)), *parts, drawing.chance(0.5), drawing.chance(0.35))
 
 
 # ---- what both do alike
@@ -241,7 +242,8 @@ class Rank:
         self.forward = torch.compile(self._forward, backend=backend, fullgraph=True) if backend else self._forward
         self.ids = {at: program.routing(at, world.rank, how["experts"], how["topk"]).to(place) for at, how in self._routed(program)}
         self.leaves = [
-            self._tensor(program.data(leaf, world.rank)).requires_grad_(what.trained) for leaf, what in enumerate(program.leaves)
+            self._tensor(self._stored(program.data(leaf, world.rank))).requires_grad_(what.trained)
+            for leaf, what in enumerate(program.leaves)
         ]
         self.most = {at: program.most_rows(at, how["experts"], how["topk"]) for at, how in self._routed(program)}
         self.named = {"world": world} if program.by_name else {}
@@ -256,14 +258,23 @@ class Rank:
         """The steps whose tokens are routed, and their options."""
         return ((at, dict(step.how)) for at, step in enumerate(program.steps) if "topk" in dict(step.how))
 
+    def _stored(self, data: Tensor) -> Tensor:
+        return data.float() if self.program.masters else data
+
+    def _autocast(self) -> Any:
+        kind = torch.device(self.place).type
+        return torch.autocast(kind, getattr(torch, self.program.dtype), enabled=self.program.masters)
+
     def _tensor(self, data: Tensor) -> Tensor:
         return data.to(self.place, copy=True, memory_format=torch.preserve_format)
 
     def run(self) -> list[Tensor]:
         """Results, and adds to the gradients of leaves."""
-        results = self.forward(self.leaves)
+        with self._autocast():
+            results = self.forward(self.leaves)
         wanted = [
-            (y, self._tensor(self.program.gradient(at, self.world.rank))) for at, y in zip(self.program.results, results, strict=True)
+            (y, self._tensor(self.program.gradient(at, self.world.rank)).to(y.dtype))
+            for at, y in zip(self.program.results, results, strict=True)
         ]
         pairs = [(y, gradient) for y, gradient in wanted if y.requires_grad]
         if pairs:

@@ -40,7 +40,8 @@ def whole(seed: int, bias: bool) -> tuple[Any, ...]:
     return layer, x, gradient, list(zip(*found, strict=True))
 
 
-def _errors(world: Any, kind: str, bias: bool, sequence: bool, everything: tuple[Any, ...]) -> dict[str, float]:
+def _errors(world: Any, kind: str, bias: bool, sequence: bool, everything: tuple[Any, ...], masters: bool = False) -> dict[str, float]:
+    """``masters``: parameters and x are float32, under torch.autocast."""
     rank, size, place = world.rank, world.size, place_of(world)
     layer, x, gradient, expected = everything
 
@@ -49,9 +50,12 @@ def _errors(world: Any, kind: str, bias: bool, sequence: bool, everything: tuple
 
     row, along = kind == "RowParallelLinear", 0 if sequence else None
     places = (2, along, 1, None) if row else (along, 2, 0, 0)  # dimensions along which x, y, weight and bias are split
-    made = getattr(mkt, kind).from_linear(copy.deepcopy(layer).to(place), sequence_parallel=sequence)
-    mine = part(x, places[0]).to(place, copy=True).requires_grad_()
-    y = made(mine)
+    stored = torch.float32 if masters else torch.bfloat16
+    made = getattr(mkt, kind).from_linear(copy.deepcopy(layer).to(place, stored), sequence_parallel=sequence)
+    mine = part(x, places[0]).to(place, stored, copy=True).requires_grad_()
+    with torch.autocast(torch.device(place).type, torch.bfloat16, enabled=masters):
+        y = made(mine)
+    assert (y.dtype, mine.dtype, made.weight.dtype) == (torch.bfloat16, stored, stored)
     y.backward(part(gradient, places[1]).to(place))
     found = {"y": (y, 0, places[1]), "x": (mine.grad, 1, places[0]), "weight": (made.weight.grad, 2, places[2])}
     if bias:
@@ -66,6 +70,41 @@ def test_layers(kind: str, bias: bool, sequence: bool, rng: np.random.Generator)
     for errors in mk.launch(_errors, 2, args=(kind, bias, sequence, whole(int(rng.integers(1 << 30)), bias)), **WORLD):
         assert set(errors) == {"y", "x", "weight", *(["bias"] if bias else [])}
         assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_layers_under_autocast(kind: str, sequence: bool, rng: np.random.Generator) -> None:
+    for errors in mk.launch(_errors, 2, args=(kind, True, sequence, whole(int(rng.integers(1 << 30)), True), True), **WORLD):
+        assert set(errors) == {"y", "x", "weight", "bias"}
+        assert max(errors.values()) <= 1, errors
+
+
+def test_float32_needs_autocast() -> None:
+    def rank(world: Any) -> None:
+        layer = mkt.ColumnParallelLinear(IN, OUT, dtype=torch.float32)
+        with pytest.raises(ArgumentError, match=r"weight.dtype = torch.float32.*torch.autocast"):
+            layer(torch.randn(S, B, IN))
+        with torch.autocast("cpu", torch.float16):
+            assert layer(torch.randn(S, B, IN)).dtype == torch.float16
+
+    mk.launch(rank, 2, **WORLD)
+
+
+def test_a_shared_float32_is_summed_exactly(rng: np.random.Generator) -> None:
+    """Bits of any kind travel: the sum is that of float32 numbers in the order of ranks, on every rank."""
+    values = rng.standard_normal((4, 3, 7)).astype(np.float32) * np.float32(2.0) ** rng.integers(-60, 60, (4, 3, 7)).astype(np.float32)
+    values[1, 0, 0], values[2, 1, 1] = np.nan, np.inf
+
+    def rank(world: Any) -> np.ndarray[Any, Any]:
+        parameter = torch.zeros(3, 7, device=place_of(world)).requires_grad_()
+        mkt.shared(parameter).backward(torch.from_numpy(values[world.rank]).to(parameter.device))
+        assert parameter.grad is not None
+        return parameter.grad.cpu().numpy()
+
+    expected = values[0] + values[1] + values[2] + values[3]
+    for found in mk.launch(rank, 4, **WORLD):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_bias_whose_gradient_is_not_summed_is_seen(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
@@ -108,7 +147,7 @@ def test_one_batch_first() -> None:
     ("arguments", "options", "rule"),
     [
         ((IN, 40), {}, "out_features = 40.*multiple of 8 x 2 ranks"),
-        ((IN, OUT), {"dtype": torch.float32}, "dtype = .*bfloat16 or float16"),
+        ((IN, OUT), {"dtype": torch.float64}, "dtype = .*bfloat16, float16, or float32 under"),
         ((60, OUT), {}, "multiples of 8"),
     ],
 )

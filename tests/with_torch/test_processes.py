@@ -57,9 +57,9 @@ def test_worlds_of_process_groups() -> None:
 def test_styles_beside_torchs() -> None:
     """Three steps of training: torch's tensor parallelism and ours round at other places only, also below FSDP2."""
     for line in lines("styles", 4):
-        assert line["alike"] == [True] * 3, "parameters lie as torch has them"
+        assert line["alike"] == [True] * 6, "parameters lie as torch has them"
         assert set(line["last"]) == {"up.weight", "up.bias", "down.weight", "down.bias"}
-        assert len(line["errors"]) == 3
+        assert len(line["errors"]) == 6
         for case, errors in line["errors"].items():
             assert max(errors) <= 2**-6, f"{case}: {errors}"
 

@@ -69,6 +69,7 @@ def _of_no_rows(real: Callable[..., Any], rows: Any, gradient: Any, offsets: Any
 
 PLANTED = {
     "gradients of shared parameters are of one rank": ("gemm", "_sum_over_ranks", _unsummed, ("shared",)),
+    "those of float32 are of one rank": ("gemm", "_summed_words", _unsummed, ("shared",)),
     "a weight's gradient takes rows of their neighbours": ("gemm", "_weight_gradient", _of_other_rows, OPS[:4]),
     "keys' gradients are of one rank": ("attention", "_reduce_scatter", _own_keys, ("ring_attention",)),
     "slots are taken for rows": ("moe", "_slots_of", _first_slots, ("moe_layer", "moe")),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -25,6 +25,10 @@ from tests.with_torch.programs import draw, exact_and_rounded, worst_of
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
 ROWS, BATCH, HIDDEN, INNER = 8, 2, 32, 64  # ROWS: of a rank
+# Whether the sequence is spread, whether FSDP2 is there, and how float32 parameters become bfloat16.
+STYLES = (
+    (True, False, ""), (False, False, ""), (True, True, ""), (True, True, "mixed"), (True, False, "autocast"), (False, True, "autocast"),
+)  # fmt: skip
 
 
 def tell(**fields: Any) -> None:
@@ -155,13 +159,14 @@ def layouts(sequence: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-def trained(block: torch.nn.Module, xs: list[torch.Tensor], steps: int) -> list[torch.Tensor]:
+def trained(block: torch.nn.Module, xs: list[torch.Tensor], steps: int, autocast: bool) -> list[torch.Tensor]:
     """Results, and all gradients and parameters after so many steps."""
     optimizer = torch.optim.SGD(block.parameters(), lr=0.05)
     found = []
     for x in xs[:steps]:
         optimizer.zero_grad()
-        y = block(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = block(x)
         y.float().square().sum().backward()
         found += [y.detach(), *(whole_of(p.grad) for p in block.parameters())]
         optimizer.step()
@@ -169,24 +174,34 @@ def trained(block: torch.nn.Module, xs: list[torch.Tensor], steps: int) -> list[
 
 
 def styles() -> None:
-    """A block that torch parallelizes, and one that we do: 2 x 2 ranks, with and without sequence parallelism, with and without FSDP2."""
+    """A block that torch parallelizes, and one that we do: 2 x 2 ranks, with and without sequence parallelism, with and without FSDP2.
+
+    Parameters are bfloat16, or float32 under torch.autocast ("autocast") or made bfloat16 by FSDP2 ("mixed").
+    """
     join_group()
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     errors, placements = {}, []
     with mk.init(mesh["tp"].get_group(), **WORLD):
-        for sequence, fsdp in ((True, False), (False, False), (True, True)):
+        for sequence, fsdp, how in STYLES:
             found = []
             for plan in layouts(sequence):
                 torch.manual_seed(3)
-                block = parallelize_module(Whole(), mesh["tp"], plan)
+                block = parallelize_module(Whole().float() if how else Whole(), mesh["tp"], plan)
                 if fsdp:
-                    fully_shard(block, mesh=mesh["dp"])
+                    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if how == "mixed" else MixedPrecisionPolicy()
+                    fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
                 placements.append({name: str(p.placements) for name, p in block.named_parameters()})
                 torch.manual_seed(4 + (mesh.get_local_rank("dp") if fsdp else 0))
-                xs = [torch.randn(2 * ROWS, BATCH, HIDDEN).bfloat16() for _ in range(3)]
-                found.append(trained(block, [x.chunk(2)[mesh.get_local_rank("tp")] if sequence else x for x in xs], 3))
-            errors[f"sequence {sequence}, fsdp {fsdp}"] = [relative(*pair) for pair in zip(*reversed(found), strict=True)]
-    tell(rank=dist.get_rank(), errors=errors, alike=[placements[at] == placements[at + 1] for at in range(0, 6, 2)], last=placements[-1])
+                xs = [torch.randn(2 * ROWS, BATCH, HIDDEN).to(torch.float32 if how else torch.bfloat16) for _ in range(3)]
+                xs = [x.chunk(2)[mesh.get_local_rank("tp")] if sequence else x for x in xs]
+                found.append(trained(block, xs, 3, how == "autocast"))
+            errors[f"sequence {sequence}, fsdp {fsdp}, {how}"] = [relative(*pair) for pair in zip(*reversed(found), strict=True)]
+    tell(
+        rank=dist.get_rank(),
+        errors=errors,
+        alike=[placements[at] == placements[at + 1] for at in range(0, 2 * len(STYLES), 2)],
+        last=placements[-1],
+    )
     dist.destroy_process_group()
 
 
