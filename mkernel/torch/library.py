@@ -73,7 +73,7 @@ def define(
         if torch.compiler.is_compiling() or is_watched():
             _refuse_tangents(name, arguments)
             return op(*arguments)
-        are_plain = all(type(each) in _PLAIN for each in arguments if isinstance(each, torch.Tensor))
+        are_plain = all(type(each) in _PLAIN and not each.is_meta for each in arguments if isinstance(each, torch.Tensor))
         return (eager if are_plain else op)(*arguments)
 
     run.op = op  # type: ignore[attr-defined]

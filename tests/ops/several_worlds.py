@@ -1,6 +1,7 @@
 """A rank of ``test_several_worlds``: a random program of several worlds, whose members are any of its processes. One line of JSON per rank.
 
-Everything is drawn from TEST_SEED, alike in all processes. Operands are small integers, so that all sums are exact.
+Everything is drawn from TEST_SEED, alike in all processes. Operands are small integers, so that all sums are exact. With TEST_TARGET=cuda
+it runs on GPUs: ``TEST_TARGET=cuda TEST_SEED=1 mpirun -n 4 python tests/ops/several_worlds.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.runtime.worker import tell
 
 CALLS = 14
 _OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
+_TARGET = os.environ.get("TEST_TARGET", "cpu")
 _OPEN = 4  # at most so many partitions of the processes at a time
 _ROWS, _K, _N = 139, 88, 64  # at most
 _PROCESSES = 8
@@ -53,7 +55,7 @@ def opened(partition: Partition, comm: Any) -> Partition:
     color, key = partition.colors[comm.rank], partition.keys[comm.rank]
     part = comm.Split(color if color >= 0 else MPI.UNDEFINED, key)
     if color >= 0:
-        partition.world = mk.init(part, target="cpu", heap_bytes=1 << 22, timeout=60.0, max_sms=4, ranks_per_node=partition.per_node)
+        partition.world = mk.init(part, target=_TARGET, heap_bytes=1 << 22, timeout=60.0, max_sms=4, ranks_per_node=partition.per_node)
         partition.planes = tuple(partition.world.empty((_PLANE,), "float16") for _ in range(2))
     return partition
 
@@ -86,13 +88,14 @@ def problem(seed: int, number: int, partition: Partition, heaps: list[Partition]
     members = partition.members(partition.colors[process])
     rows *= world.size if op == "gemm_reduce_scatter" else 1
     right = expected(op, [operands(seed, number, member, rows, k, n) for member in members], world.rank)
-    a, b = operands(seed, number, process, rows, k, n)
+    a, b = (world.xp.asarray(x) for x in operands(seed, number, process, rows, k, n))
     there = on_heap(heaps[0], 0, a.shape)
     if there is not None:
         there[...] = a
         a = there
     c = getattr(mk, op)(a, b, world=world, out=on_heap(heaps[1], 1, right.shape))
-    return None if c.shape == right.shape and (c.astype(np.float32) == right).all() else f"call {number}: {op} {sizes} of {members}"
+    found = c if _TARGET == "cpu" else c.get()
+    return None if found.shape == right.shape and (found.astype(np.float32) == right).all() else f"call {number}: {op} {sizes} of {members}"
 
 
 def program(seed: int, comm: Any) -> list[str]:

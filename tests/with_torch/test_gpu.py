@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.with_torch.programs import draw
 from tests.with_torch.test_examples import finish
 
 pytestmark = pytest.mark.gpu
-RANKS = min(4, torch.cuda.device_count())
+RANKS = int(os.environ.get("TEST_RANKS", 0)) or min(4, torch.cuda.device_count())  # more than GPUs: with MKERNEL_SHARE_GPUS=1
 WORLD: dict[str, Any] = {"ranks": RANKS, "target": "cuda", "heap_bytes": 1 << 28}
 
 

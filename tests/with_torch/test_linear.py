@@ -91,6 +91,20 @@ def test_float32_needs_autocast() -> None:
     mk.launch(rank, 2, **WORLD)
 
 
+def test_without_values() -> None:
+    """On torch's meta device there are shapes only."""
+
+    def rank(world: Any) -> None:
+        up = mkt.ColumnParallelLinear(IN, OUT, device="meta")
+        down = mkt.RowParallelLinear(OUT, IN, device="meta")
+        x = torch.empty(S, B, IN, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        y = down(up(x))
+        y.sum().backward()
+        assert (y.shape, y.device.type, x.grad is not None) == ((S, B, IN), "meta", True)
+
+    mk.launch(rank, 2, **WORLD)
+
+
 def test_a_shared_float32_is_summed_exactly(rng: np.random.Generator) -> None:
     """Bits of any kind travel: the sum is that of float32 numbers in the order of ranks, on every rank."""
     values = rng.standard_normal((4, 3, 7)).astype(np.float32) * np.float32(2.0) ** rng.integers(-60, 60, (4, 3, 7)).astype(np.float32)
