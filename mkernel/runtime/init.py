@@ -144,7 +144,7 @@ def join(comm: Any, options: Options, make_backend: MakeBackend | None = None) -
     """``init`` after its arguments are checked; tests give another device."""
     with _opening(comm), contextlib.closing(choose(comm)) as bootstrap:
         world = open_world(bootstrap, options, make_backend=make_backend)
-    current.remember(world)
+    current.remember(world, bootstrap.process_group)
     return world
 
 

@@ -79,7 +79,7 @@ class _ParallelLinear(nn.Linear):
         return made
 
     def _shard(self, world: World | str | None, mesh: DeviceMesh | None, sequence_parallel: bool, batch_first: bool) -> None:
-        w = named(world) if isinstance(world, str) else current.current(world)
+        w = named(world) if isinstance(world, str) else (_of_mesh(mesh) if world is None else None) or current.current(world)
         _check(w, mesh, self)
         self.world, self.ranks = w.name, w.size
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
@@ -129,7 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
         As of ``nn.Linear``, of the whole layer. ``out_features`` is a multiple of 8 W. Parameters are drawn like those of ``nn.Linear``:
         after the same ``torch.manual_seed`` the whole layer is the same for any number of ranks.
     world
-        A world, its name, or None: the current one.
+        A world, its name, or None: the one that was made of the mesh's process group, else the current one.
     mesh
         One-dimensional DeviceMesh of the world's ranks, in their order. Parameters are then DTensors: ``weight`` (out, in) sharded by
         dimension 0, ``bias`` (out) likewise. None: they are plain tensors, this rank's shards.
@@ -209,6 +209,11 @@ def _parameter(whole: Tensor, placement: Any, rank: int, ranks: int, mesh: Devic
     if mesh is not None:
         local = DTensor.from_local(local, mesh, [placement], run_check=False)
     return nn.Parameter(local, requires_grad=whole.requires_grad)
+
+
+def _of_mesh(mesh: DeviceMesh | None) -> World | None:
+    """The world that was made of the mesh's process group, if there is one."""
+    return current.of_group(str(mesh.get_group().group_name)) if mesh is not None and mesh.ndim == 1 else None
 
 
 def _check(world: World, mesh: DeviceMesh | None, layer: nn.Linear) -> None:

@@ -66,7 +66,7 @@ class ColwiseParallel(_Style):
     use_local_output
         Whether the result is a plain tensor, or a DTensor.
     world
-        Of the mesh's ranks (``mk.init(mesh.get_group())``); None: the current one.
+        Of the mesh's ranks; None: the one that ``mk.init(mesh.get_group())`` made, else the current one.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ def styles() -> None:
     join_group()
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     errors, placements = {}, []
-    with mk.init(mesh["tp"].get_group(), **WORLD):
+    with mk.init(mesh["dp"].get_group(), **WORLD), mk.init(mesh["tp"].get_group(), **WORLD):  # styles take that of their mesh
         for sequence, fsdp, how in STYLES:
             found = []
             for plan in layouts(sequence):

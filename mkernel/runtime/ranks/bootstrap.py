@@ -22,6 +22,7 @@ class Bootstrap(abc.ABC):
     rank: int
     size: int
     mpi: bool = False  # a rank that dies must not leave the others in MPI_Finalize
+    process_group: str = ""  # of torch, whose ranks they are: its name
     root_address: str = ""  # on rank 0: where it listens for other hosts, if that was named
 
     @abc.abstractmethod

@@ -17,6 +17,7 @@ class TorchBootstrap(Bootstrap):
     def __init__(self, group: Any) -> None:
         self._group, self._distributed = group, sys.modules["torch.distributed"]
         self.rank, self.size = int(group.rank()), int(group.size())
+        self.process_group = str(getattr(group, "group_name", ""))
         if self.rank < 0:
             raise ArgumentError("comm", group, "is a process group that this process does not belong to")
 
