@@ -30,7 +30,7 @@ else
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full test-gpu test-torch test-rdma test-mutants lint docs dist clean
+.PHONY: demo test test-full test-pythons test-gpu test-torch test-rdma test-mutants lint docs dist clean
 
 demo: $(call stamp,demo)
 	$(PY) -m mkernel demo
@@ -60,6 +60,17 @@ MUTANTS ?=
 test-mutants: $(call stamp,test)
 	$(PY) tests/mutants/run.py --jobs $(JOBS) $(MUTANTS)
 
+# `make test` by each Python there is from 3.11 on, in virtual environments .venv-3.x of their own; PYTHONS="/path/to/python3.13 ..." names others.
+PYTHONS ?= $(shell for v in 11 12 13 14; do for python in $$(command -v python3.$$v) $$HOME/.pyenv/versions/3.$$v.*/bin/python; do \
+  $$python -c '' 2>/dev/null && echo $$python && break; done; done)
+test-pythons:
+	@test -n "$(PYTHONS)" || { echo "no Python from 3.11 on found: PYTHONS='/path/to/python3.13' names some"; exit 1; }
+	@for python in $(PYTHONS); do \
+	  minor=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1; \
+	  echo "== $$python ($$minor)"; \
+	  $(MAKE) test PYTHON=$$python VENV=.venv-$$minor || exit 1; \
+	done
+
 lint: $(call stamp,lint)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -77,7 +88,7 @@ dist: $(call stamp,test)
 	$(PY) -m hatchling build
 
 clean:
-	rm -rf .venv build dist docs/reference .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-3.* build dist docs/reference .pytest_cache .mypy_cache .ruff_cache
 	find mkernel tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without ensurepip (Debian without python3-venv) the interpreter's own pip installs into a bare environment.

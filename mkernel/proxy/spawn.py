@@ -27,18 +27,22 @@ _MEETING = ("MKERNEL_RENDEZVOUS", "MKERNEL_RANK", "MKERNEL_SIZE", "MKERNEL_SECRE
 _LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *_MEETING}
 
 
-class _Spawner(threading.Thread):
+class _Spawner:
     """Starts processes on a thread that lives as long as this process.
 
     The kernel kills a child that called ``die_with`` when the *thread* that started it ends.
     """
 
     def __init__(self) -> None:
-        super().__init__(name="mkernel-spawner", daemon=True)
         self.pid = os.getpid()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mkernel-spawner", daemon=True)
+        self._thread.start()
 
-    def run(self) -> None:
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
         while True:
             order, answer = self._orders.get()
             try:
@@ -95,7 +99,6 @@ def spawn(
     with _spawner_lock:
         if _spawner is None or not _spawner.is_alive() or _spawner.pid != os.getpid():  # a forked child has no threads
             _spawner = _Spawner()
-            _spawner.start()
         spawner = _spawner
     command = [sys.executable, "-P", "-m", module, *arguments]
 

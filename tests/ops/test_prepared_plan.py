@@ -38,8 +38,9 @@ class Bare:
 
 def test_help_of_plan_is_of_the_function() -> None:
     text = pydoc.plain(pydoc.render_doc(mk.plan))
-    assert "max_rows: " in text.splitlines()[2], "its signature"
-    assert "Agree on a problem" in text
+    signature, found, _ = text.partition("Agree on a problem")
+    assert found
+    assert "max_rows: " in signature
 
 
 def test_it_reads_well() -> None:

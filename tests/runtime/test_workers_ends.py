@@ -248,7 +248,7 @@ def test_a_call_that_comes_when_the_idle_limit_passes() -> None:
 
     def clock() -> float:
         pool = calls._pool
-        if not (armed.is_set() and threading.current_thread() is pool):
+        if not (armed.is_set() and threading.current_thread() is pool._thread):
             return 0.0
         armed.clear()
         threads.append(threading.Thread(target=call))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,3 +145,47 @@ def test_files_that_are_named_exist(source: str) -> None:
 def test_the_check_sees_a_file_that_is_gone(is_python: bool) -> None:
     text = "As ``tile/shape.cuh`` and `shape.cuh` say, not ``gone/shape.cuh`` or `tile/gone.cuh`; a.pyc and *.py are none."
     assert missing_files(text, frozenset({"kernels_src/tile/shape.cuh"}), is_python=is_python) == ["gone/shape.cuh", "tile/gone.cuh"]
+
+
+# ---- classes of Python's own, whose private names change between versions
+_MEANT = {"abc", "builtins", "collections", "ctypes", "enum", "typing"}  # modules whose classes are there to be derived from
+_HOOKS = {"logging.Handler", "pickle.Pickler"}  # which say what a class of ours calls; its own names are mangled
+
+
+def foreign_bases(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, str]]:
+    """Classes that derive from one of the standard library, and which."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {(alias.asname or alias.name).partition(".")[0]: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            first, _, rest = ast.unparse(base).partition("[")[0].partition(".")
+            full = ".".join(filter(None, (known.get(first, ""), rest)))
+            if full.partition(".")[0] in sys.stdlib_module_names - _MEANT:
+                yield node, full
+
+
+def private_names(body: ast.ClassDef) -> set[str]:
+    """Names of one underscore that a class or its instances have."""
+    names = {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
+    names |= {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.joinpath("mkernel").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_names_of_pythons_own_classes_are_met(path: Path) -> None:
+    """``threading.Thread`` has had a private ``_handle`` since Python 3.13; a class with a method of that name was a thread."""
+    for body, base in foreign_bases(ast.parse(path.read_text())):
+        assert base in _HOOKS, f"{body.name} is a {base}: let it have one"
+        assert private_names(body) == set(), f"{body.name} is a {base}, which may have such names one day"
+
+
+def test_a_class_that_is_a_thread_is_seen() -> None:
+    tree = ast.parse(
+        "import threading as t\nfrom logging import Handler\nclass A(t.Thread): pass\nclass B(Handler):\n  def _x(self): self._y"
+    )
+    (a, thread), (b, handler) = foreign_bases(tree)
+    assert (a.name, thread, b.name, handler, private_names(b)) == ("A", "threading.Thread", "B", "logging.Handler", {"_x", "_y"})

@@ -71,8 +71,10 @@ class Call:
         return bool(self.failures) and all(isinstance(what, Report) and not what.opened for _, what in self.failures)
 
 
-class Pool(threading.Thread):
-    """Processes for one kind of world; ``key`` says which calls they are for.
+class Pool:
+    """Processes for one kind of world, and their thread; ``key`` says which calls they are for.
+
+    It has a thread and is none: names of its own would meet private ones of ``threading.Thread``, which change between versions of Python.
 
     Parameters
     ----------
@@ -83,7 +85,7 @@ class Pool(threading.Thread):
     """
 
     def __init__(self, size: int, key: Any, environment: dict[str, str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(name="mkernel-workers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mkernel-workers", daemon=True)
         self.size, self.key = size, key
         self._environment, self._clock = environment, clock
         self._workers: list[WorkerProcess | None] = [None] * size
@@ -99,6 +101,17 @@ class Pool(threading.Thread):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # ---- for other threads
+    def start(self) -> None:
+        """Start the thread; processes are started by the first call."""
+        self._thread.start()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the thread has ended, or for so long."""
+        self._thread.join(seconds)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def begin(self, orders: Callable[[int], list[Order]], idle_limit: float) -> Call | None:
         """Start a call; ``orders`` of its number gives what to send, by rank. None if the pool is ending."""
         self._calls += 1
@@ -140,7 +153,7 @@ class Pool(threading.Thread):
         self.wake()
 
     # ---- the thread
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while not (self._ending and not any(self._workers)):
                 self._turn()

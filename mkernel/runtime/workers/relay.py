@@ -49,13 +49,13 @@ def capture(send: Callable[[Kind, Any], None]) -> None:
 class _LogRelay(logging.Handler):
     def __init__(self, send: Callable[[Kind, Any], None]) -> None:
         super().__init__()
-        self._send = send
+        self.__send = send  # no name of Handler's own
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)  # with its traceback: objects in arguments and frames stay here
             plain = {name: value for name, value in vars(record).items() if isinstance(value, (str, int, float))}
-            self._send(Kind.log, {**plain, "msg": text, "message": text, "args": None, "exc_text": None, "stack_info": None})
+            self.__send(Kind.log, {**plain, "msg": text, "message": text, "args": None, "exc_text": None, "stack_info": None})
         except Exception:
             self.handleError(record)
 
