@@ -62,7 +62,7 @@ test-mutants: $(call stamp,test)
 
 # `make test` by each Python there is from 3.11 on, in virtual environments .venv-3.x of their own; PYTHONS="/path/to/python3.13 ..." names others.
 PYTHONS ?= $(shell for v in 11 12 13 14; do for python in $$(command -v python3.$$v) $$HOME/.pyenv/versions/3.$$v.*/bin/python; do \
-  $$python -c '' 2>/dev/null && echo $$python && break; done; done)
+  $$python -c '' 2>/dev/null && echo $$python && break; done; done; true)
 test-pythons:
 	@test -n "$(PYTHONS)" || { echo "no Python from 3.11 on found: PYTHONS='/path/to/python3.13' names some"; exit 1; }
 	@for python in $(PYTHONS); do \
