@@ -4,7 +4,9 @@ Shapes are the rows of the issue where the ops lost, few rows above all, and ran
 16384, N 512 to 16384, K 512 to 8192, log-uniform, half of N and K multiples of 128, half of 8). Per shape two variants take turns, on fresh
 inputs: ``old``, a tile per shard or owner with all of K (``OLD`` below, by ``mk.plan(tiling=)``'s means), and ``new``, what is chosen now;
 with ``--all``, also every tiling that the planner has predicted a time for. Every element of every variant is checked first. Samples are
-isolated calls, and calls back to back, as ``mkernel bench`` takes them (docs/benchmarks.md); a sample counts with its slowest rank.
+isolated calls, and calls back to back, as ``mkernel bench`` takes them (docs/benchmarks.md); a sample counts with its slowest rank. As
+there, a call alone comes after calls of the same kernel: after another kernel it takes some 2 us longer (docs/speed_log.md, "Code that is
+not there").
 
 ``--aligned`` adds a variant whose operands' rows begin at multiples of 128 bytes (the same numbers, in wider arrays): what it gains is what
 rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of the reductions.
@@ -252,7 +254,8 @@ class Rank:
         for i in range(-1, self.options.samples):  # the first round does not count
             for variant in list(calls)[:: 1 if i % 2 == 0 else -1]:
                 these = calls[variant]
-                here = [self.timing.isolated([these[i % len(these)]], 1).times[0], self.timing.back_to_back(these, 1).times[0]]
+                back_to_back = self.timing.back_to_back(these, 1).times[0]  # first: ``isolated`` is to find its code in the SMs
+                here = [self.timing.isolated([these[i % len(these)]], 1).times[0], back_to_back]
                 slowest = [max(times) for times in zip(*gather(self.world, here), strict=True)]
                 if i >= 0:
                     for times, one in zip(taken[variant], slowest, strict=True):
