@@ -17,7 +17,6 @@ __all__ = ["current", "of_group", "opened", "remember", "thread_world"]
 
 _lock = threading.Lock()
 _open: list[World] = []  # worlds of this process but for those of mk.launch, in order of creation
-_groups: dict[World, str] = {}  # names of the process groups that some of them were made of
 _alone: list[World] = []  # the world of mk.launch in a process that has one of its ranks only, while its function runs
 _thread = threading.local()
 
@@ -76,19 +75,17 @@ def thread_world(world: World, alone: bool) -> Iterator[None]:
             _alone.remove(world)
 
 
-def remember(world: World, group: str = "") -> None:
-    """Count a world of this process among the open ones, until it is closed. ``group``: the process group that it was made of."""
+def remember(world: World) -> None:
+    """Count a world of this process among the open ones, until it is closed."""
     world.when_closed.append(_forget)
     with _lock:
         _open.append(world)
-        if group:
-            _groups[world] = group
 
 
 def of_group(group: str) -> World | None:
     """The newest open world that was made of a process group of that name."""
     with _lock:
-        return next((world for world in reversed(_open) if not world.foreign and _groups.get(world) == group), None)
+        return next((world for world in reversed(_open) if not world.foreign and world.process_group == group), None)
 
 
 def opened() -> tuple[World, ...]:
@@ -100,7 +97,6 @@ def _forget(world: World) -> None:
     with _lock:
         if world in _open:
             _open.remove(world)
-            _groups.pop(world, None)
 
 
 def _unlock() -> None:

@@ -144,7 +144,7 @@ def join(comm: Any, options: Options, make_backend: MakeBackend | None = None) -
     """``init`` after its arguments are checked; tests give another device."""
     with _opening(comm), contextlib.closing(choose(comm)) as bootstrap:
         world = open_world(bootstrap, options, make_backend=make_backend)
-    current.remember(world, bootstrap.process_group)
+    current.remember(world)
     return world
 
 
@@ -206,6 +206,7 @@ def open_world(
             ring=memory.ring,
             device_ring=backend.allocate(ctypes.sizeof(abi.Ring)) if network.sms else 0,
             over_mpi=bootstrap.mpi,
+            process_group=bootstrap.process_group,
             machine=devices[0][1],
             waiting=waiting,
             poke=thread_ranks.poke if thread_ranks is not None else None,

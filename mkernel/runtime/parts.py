@@ -38,6 +38,7 @@ class Parts:
     block: HostMemory  # abi.HostBlock, where kernels report failures
     ring: HostMemory | None  # of commands to the engine; where SMs play the network, kernels have another one, in device memory
     over_mpi: bool
+    process_group: str  # the name of torch's whose ranks they are; empty: of none
     waiting: Waiting
     machine: str  # the name of rank 0's device
     poke: Callable[[], None] | None = None  # makes waiting kernels of the cpu target look at the abort word

@@ -95,7 +95,7 @@ class World:
         self.node, self.num_nodes = parts.topology.node(parts.rank), parts.topology.num_nodes
         self.local_rank, self.ranks_per_node = parts.topology.local_rank(parts.rank), parts.topology.ranks_per_node
         self.target, self.device, self.xp = parts.backend.target, parts.device, parts.backend.xp
-        self.options, self.over_mpi = parts.options, parts.over_mpi
+        self.options, self.over_mpi, self.process_group = parts.options, parts.over_mpi, parts.process_group
         self.name = f"world{next(_numbers)}"
         self.machine = asked_or_known(parts.machine, parts.backend.sm_count)  # for which plans are chosen
         self.specialize = parts.options.specialize or "default"  # fields that are compiled into kernels

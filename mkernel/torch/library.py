@@ -19,7 +19,7 @@ from mkernel.runtime.world import named
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["cast", "define", "is_watched", "name_of", "named", "plain"]
+__all__ = ["autocast_dtype", "cast", "define", "is_watched", "name_of", "named", "plain"]
 
 _library = torch.library.Library("mkernel", "DEF")
 # Inductor must hand over what it traced: kernels take some strides only.
@@ -148,15 +148,19 @@ def _differentiable(
     return run
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of ``torch.autocast`` on a type of device; None where it is not enabled."""
+    return torch.get_autocast_dtype(device) if device in _DEVICES and torch.is_autocast_enabled(device) else None
+
+
 def cast(*operands: Any) -> tuple[Any, ...]:
     """The operands of a product as ``torch.autocast`` has them: where it is enabled, tensors of numbers become ones of its dtype.
 
     As torch does, it leaves float64 alone. Operands may be None.
     """
-    kind = operands[0].device.type
-    if kind not in _DEVICES or not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(operands[0].device.type)
+    if dtype is None:
         return operands
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(
         each.to(dtype) if each is not None and each.is_floating_point() and each.dtype != torch.float64 else each for each in operands
     )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from mkernel.errors import ArgumentError
 from mkernel.runtime import current
 from mkernel.torch.gemm import allgather_gemm, gemm_allreduce, gemm_reduce_scatter, replicated_gemm, shared
-from mkernel.torch.library import named
+from mkernel.torch.library import autocast_dtype, named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ class _ParallelLinear(nn.Linear):
         return made
 
     def _shard(self, world: World | str | None, mesh: DeviceMesh | None, sequence_parallel: bool, batch_first: bool) -> None:
-        w = named(world) if isinstance(world, str) else (_of_mesh(mesh) if world is None else None) or current.current(world)
+        w = _world_of(world, mesh)
         _check(w, mesh, self)
         self.world, self.ranks = w.name, w.size
         self.sequence_parallel, self.batch_first = sequence_parallel, batch_first
@@ -96,7 +96,7 @@ class _ParallelLinear(nn.Linear):
     def _local(self) -> tuple[Tensor, Tensor | None]:
         """The weight of this rank, and its bias."""
         weight, bias = _to_local(self.weight), self.bias
-        if weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type):
+        if weight.dtype == torch.float32 and autocast_dtype(weight.device.type) is None:
             remedy = "run it under torch.autocast or fully_shard(mp_policy=...), or convert it: .to(torch.bfloat16)"
             raise ArgumentError("weight.dtype", weight.dtype, "must be bfloat16 or float16 where the layer multiplies", remedy)
         return weight, None if bias is None else _to_local(bias)
@@ -211,9 +211,13 @@ def _parameter(whole: Tensor, placement: Any, rank: int, ranks: int, mesh: Devic
     return nn.Parameter(local, requires_grad=whole.requires_grad)
 
 
-def _of_mesh(mesh: DeviceMesh | None) -> World | None:
-    """The world that was made of the mesh's process group, if there is one."""
-    return current.of_group(str(mesh.get_group().group_name)) if mesh is not None and mesh.ndim == 1 else None
+def _world_of(world: World | str | None, mesh: DeviceMesh | None) -> World:
+    """The world that is meant; None: the one that was made of the mesh's process group, else the current one."""
+    if isinstance(world, str):
+        return named(world)
+    if world is None and mesh is not None and mesh.ndim == 1:
+        world = current.of_group(str(mesh.get_group().group_name))
+    return current.current(world)
 
 
 def _check(world: World, mesh: DeviceMesh | None, layer: nn.Linear) -> None:

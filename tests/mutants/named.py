@@ -103,7 +103,12 @@ NAMED = (
         'if world.size > (MOST_RANKS if op == "ring_attention" else MAX_RANKS) else []',
         "if False else []",
     ),
-    _named("a world counts its own ranks only", "runtime/opening/placement.py", "if len(set(told.values())) == len(mates):", "if False:"),
+    _named(
+        "a world counts its own ranks only",
+        "runtime/opening/placement.py",
+        "if len(set(told)) == len(mates) else place",
+        "if False else place",
+    ),
     _named("torch's device is unseen", "runtime/opening/target.py", "if torch is not None:", "if False:"),
     _named("a process is on two GPUs", "runtime/init.py", "probe=make_backend is None, in_use=in_use)", "probe=make_backend is None)"),
 )

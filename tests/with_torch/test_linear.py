@@ -101,6 +101,8 @@ def test_without_values() -> None:
         y = down(up(x))
         y.sum().backward()
         assert (y.shape, y.device.type, x.grad is not None) == ((S, B, IN), "meta", True)
+        with pytest.raises(ArgumentError, match=r"weight.dtype = torch.float32"):
+            mkt.ColumnParallelLinear(IN, OUT, device="meta", dtype=torch.float32)(x)
 
     mk.launch(rank, 2, **WORLD)
 

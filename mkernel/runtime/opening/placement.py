@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,21 +193,16 @@ def choose_target(infos: Sequence[RankInfo], target: str) -> str:
     return "cuda"
 
 
-def host_slot(infos: Sequence[RankInfo], rank: int) -> int:
+def host_slot(infos: Sequence[RankInfo], rank: int, below: float = math.inf) -> int:
     """The number of a rank's process on its host: as the launcher counts, where that tells all ranks apart, else by their order.
 
-    The ranks of a world may be some of a host's processes only, as those of a tensor-parallel group are.
+    The ranks of a world may be some of a host's processes only, as those of a tensor-parallel group are. ``below``: what the launcher says
+    counts only where all numbers are less.
     """
-    return _slots(infos, rank)[rank]
-
-
-def _slots(infos: Sequence[RankInfo], rank: int) -> dict[int, int]:
-    """``host_slot`` of all ranks on the host of one."""
     mates = [other for other, info in enumerate(infos) if info.host == infos[rank].host]
-    told = {mate: number for mate in mates if (number := infos[mate].number) is not None}
-    if len(set(told.values())) == len(mates):
-        return told
-    return {mate: slot for slot, mate in enumerate(mates)}
+    told = [number for mate in mates if (number := infos[mate].number) is not None and number < below]
+    place = mates.index(rank)
+    return told[place] if len(set(told)) == len(mates) else place
 
 
 def choose_device(infos: Sequence[RankInfo], rank: int, target: str = "cuda") -> Gpu:
@@ -219,8 +215,7 @@ def choose_device(infos: Sequence[RankInfo], rank: int, target: str = "cuda") ->
         return next(gpu for gpu in info.gpus if gpu.ordinal == info.preferred)
     if len(info.gpus) == 1:
         return info.gpus[0]
-    slots = _slots(infos, rank)
-    slot = slots[rank] if max(slots.values()) < len(info.gpus) else sorted(slots).index(rank)
+    slot = host_slot(infos, rank, len(info.gpus))
     turn, ordinal = divmod(slot, len(info.gpus))
     if turn and info.shares:  # not the same order again, so that ranks of a rail, that copy to each other, are on different GPUs
         return info.gpus[(ordinal + turn) % len(info.gpus)]
