@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mkernel.errors import ArgumentError, Error
@@ -13,7 +13,7 @@ from mkernel.errors import ArgumentError, Error
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["current", "of_group", "opened", "remember", "thread_world"]
+__all__ = ["current", "here", "of_group", "opened", "remember", "thread_world"]
 
 _lock = threading.Lock()
 _open: list[World] = []  # worlds of this process but for those of mk.launch, in order of creation
@@ -60,17 +60,29 @@ def current(world: World | None = None) -> World:
     raise ArgumentError("world", None, "there is no world in this process", "call mk.init() first, or run inside mk.launch")
 
 
+def here(world: World) -> World:
+    """``world``, or the rank of it that this ``mk.launch`` thread is: a compiled graph, which names its world, may be of another rank's."""
+    ranks: Mapping[int, World] = getattr(_thread, "ranks", {})
+    if ranks.get(world.rank) is not world:
+        return world
+    own: World = _thread.world
+    return own
+
+
 @contextlib.contextmanager
-def thread_world(world: World, alone: bool) -> Iterator[None]:
-    """Inside the block ``world`` is what this thread's calls mean (``mk.launch``); ``alone``: those of other threads, too."""
-    before: World | None = getattr(_thread, "world", None)
-    _thread.world = world
+def thread_world(world: World, alone: bool, ranks: Mapping[int, World] | None = None) -> Iterator[None]:
+    """Inside the block ``world`` is what this thread's calls mean (``mk.launch``); ``alone``: those of other threads, too.
+
+    ``ranks``: the worlds of all ranks, where these are threads of this process.
+    """
+    before = getattr(_thread, "world", None), getattr(_thread, "ranks", {})
+    _thread.world, _thread.ranks = world, ranks or {}
     if alone:
         _alone.append(world)
     try:
         yield
     finally:
-        _thread.world = before
+        _thread.world, _thread.ranks = before
         if alone:
             _alone.remove(world)
 

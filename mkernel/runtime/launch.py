@@ -174,7 +174,7 @@ class _Launch:
             )
             with self.lock:
                 self.worlds[rank] = world
-            with current.thread_world(world, alone=world.size == 1), world:
+            with current.thread_world(world, alone=world.size == 1, ranks=self.worlds), world:
                 self.results[rank] = self.fn(world, *self.args)
         except BaseException as error:
             with self.lock:

@@ -116,12 +116,18 @@ def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch would do so without what a gradient holds of other ranks, and of rows that were kept: wrong results. Its ``once_differentiable``
     does not notice where only the kept operands require a gradient.
+
+    Operands have been cast where the op was called; what ``torch.autocast`` is enabled for then, if anything, does not count.
     """
 
     def once(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(f"mkernel::{name} has no gradient of its gradient: differentiate it without create_graph=True")
-        return backward(ctx, *gradients)
+        device = gradients[0].device.type
+        if autocast_dtype(device) is None:
+            return backward(ctx, *gradients)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *gradients)
 
     return once
 

@@ -87,11 +87,27 @@ class _ParallelLinear(nn.Linear):
         if extent % (8 * w.size):
             name = ("out_features", "in_features")[self._split]
             raise ArgumentError(name, extent, f"must be a multiple of 8 x {w.size} ranks", "pad the layer")
-        placements = {"weight": Shard(self._split), "bias": self._bias_placement}
-        for name, placement in placements.items():
+        for name, placement in self._placements().items():
             whole = getattr(self, name)
             if whole is not None:
                 setattr(self, name, _parameter(whole, placement, w.rank, w.size, mesh))
+
+    def reset_parameters(self) -> None:
+        """Draw the whole layer as ``nn.Linear`` does, and keep this rank's part of it; DTensors are drawn by torch."""
+        if not hasattr(self, "world") or isinstance(self.weight, DTensor):  # before it is spread over the ranks, or as torch has it
+            super().reset_parameters()
+            return
+        whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=self.weight.device, dtype=self.weight.dtype)
+        rank = named(self.world).rank
+        with torch.no_grad():
+            for name, placement in self._placements().items():
+                parameter = getattr(self, name)
+                if parameter is not None:
+                    parameter.copy_(_part(getattr(whole, name), placement, rank, self.ranks))
+
+    def _placements(self) -> dict[str, Any]:
+        """How each parameter lies on the ranks."""
+        return {"weight": Shard(self._split), "bias": self._bias_placement}
 
     def _local(self) -> tuple[Tensor, Tensor | None]:
         """The weight of this rank, and its bias."""
@@ -197,15 +213,20 @@ def _to_local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _part(whole: Tensor, placement: Any, rank: int, ranks: int) -> Tensor:
+    """What this rank has of it, in memory of its own unless that is all."""
+    if not isinstance(placement, Shard):
+        return whole
+    return whole.chunk(ranks, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
+
+
 def _parameter(whole: Tensor, placement: Any, rank: int, ranks: int, mesh: DeviceMesh | None) -> nn.Parameter:
     """The shard of this rank, as a parameter."""
     if isinstance(whole, DTensor):
         if whole.device_mesh != mesh or tuple(whole.placements) != (placement,):
             raise ArgumentError("weight", whole.placements, f"is a DTensor already, and must be {placement} on the mesh", "shard it once")
         return nn.Parameter(whole, requires_grad=whole.requires_grad)
-    local = whole.detach()
-    if isinstance(placement, Shard):
-        local = local.chunk(ranks, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
+    local = _part(whole.detach(), placement, rank, ranks)
     if mesh is not None:
         local = DTensor.from_local(local, mesh, [placement], run_check=False)
     return nn.Parameter(local, requires_grad=whole.requires_grad)

@@ -10,7 +10,7 @@ import pytest
 
 import mkernel as mk
 from mkernel.runtime.cpu.backend import ThreadRanks
-from mkernel.runtime.world import World
+from mkernel.runtime.world import World, named
 
 
 def inputs(rows: int = 40, n: int = 72) -> tuple[Any, Any]:
@@ -131,3 +131,17 @@ def test_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     mk.launch(multiply, 4, 2, target="cpu", heap_bytes=1 << 22)
     assert [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("mkernel")] == []
+
+
+def test_a_name_means_the_rank_of_this_thread() -> None:
+    """Whichever rank's it is: what torch compiles for one thread names that one's world, and runs on all."""
+    names: list[str] = []
+
+    def rank(world: World) -> list[bool]:
+        names.append(world.name)
+        world.barrier()
+        return [named(name) is world for name in names]
+
+    assert mk.launch(rank, 3, target="cpu") == [[True] * 3] * 3
+    with mk.init(target="cpu") as alone:
+        assert named(alone.name) is alone

@@ -58,7 +58,8 @@ class Program:
     shapes: tuple[tuple[int, int], ...]
     leaves: tuple[Leaf, ...]
     by_name: bool  # whether ops are told the world
-    masters: bool = False  # leaves are float32, and steps run under torch.autocast
+    masters: bool = False  # leaves are float32, and steps run under torch.autocast,
+    inside: bool = False  # and so do the backward pass's
 
     @property
     def results(self) -> list[int]:
@@ -212,7 +213,7 @@ def draw(rng: np.random.Generator, ranks: int, dtype: str, steps: int = 7, ops: 
     for _ in range(steps):
         drawing.step()
     parts = (tuple(part) for part in (drawing.steps, drawing.kinds, drawing.shapes, drawing.leaves))
-    return Program(ranks, dtype, int(rng.integers(1 << 30)), *parts, drawing.chance(0.5), drawing.chance(0.35))
+    return Program(ranks, dtype, int(rng.integers(1 << 30)), *parts, drawing.chance(0.5), drawing.chance(0.35), drawing.chance(0.5))
 
 
 # ---- what both do alike
@@ -261,9 +262,9 @@ class Rank:
     def _stored(self, data: Tensor) -> Tensor:
         return data.float() if self.program.masters else data
 
-    def _autocast(self) -> Any:
+    def _autocast(self, enabled: bool = True) -> Any:
         kind = torch.device(self.place).type
-        return torch.autocast(kind, getattr(torch, self.program.dtype), enabled=self.program.masters)
+        return torch.autocast(kind, getattr(torch, self.program.dtype), enabled=enabled and self.program.masters)
 
     def _tensor(self, data: Tensor) -> Tensor:
         return data.to(self.place, copy=True, memory_format=torch.preserve_format)
@@ -278,7 +279,8 @@ class Rank:
         ]
         pairs = [(y, gradient) for y, gradient in wanted if y.requires_grad]
         if pairs:
-            torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
+            with self._autocast(self.program.inside):
+                torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
         return [y.detach() for y in results]
 
     def _forward(self, leaves: list[Tensor]) -> list[Tensor]:

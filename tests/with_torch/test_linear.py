@@ -173,3 +173,25 @@ def test_layers_that_do_not_fit(arguments: tuple[int, int], options: dict[str, A
             mkt.ColumnParallelLinear(*arguments, **options)
 
     mk.launch(rank, 2, **WORLD)
+
+
+def _drawn_again(world: Any, kind: str) -> list[bool]:
+    """Whether a layer that came from the meta device has the parameters of one that was drawn at once. Threads share random numbers."""
+    layers: list[torch.nn.Module] = []
+    for rank in range(world.size):
+        if rank == world.rank:
+            torch.manual_seed(5)
+            layers.append(getattr(mkt, kind)(IN, OUT))
+            with torch.device("meta"):
+                layers.append(getattr(mkt, kind)(IN, OUT))
+            layers[1].to_empty(device="cpu")
+            torch.manual_seed(5)
+            layers[1].reset_parameters()  # type: ignore[operator]
+        world.barrier()
+    return [torch.equal(a, b) for a, b in zip(*(layer.parameters() for layer in layers), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+def test_parameters_are_drawn_of_the_whole_layer(kind: str) -> None:
+    """By nn.Linear's reset_parameters all ranks would have one and the same part, of a layer with fewer inputs."""
+    assert mk.launch(_drawn_again, 4, args=(kind,), **WORLD) == [[True, True]] * 4

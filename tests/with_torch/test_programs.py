@@ -22,15 +22,15 @@ MOST = 3.0  # of an error, over what torch makes where it rounds as often: at mo
 PROGRAMS = 5  # of each world
 
 
-def _worst(world: Any, program: Program, expected: Any, runs: int) -> dict[str, float]:
-    return worst_of(world, program, place_of(world), expected, runs)
+def _worst(world: Any, program: Program, expected: Any, runs: int, backend: str) -> dict[str, float]:
+    return worst_of(world, program, place_of(world), expected, runs, backend)
 
 
-def wrong(program: Program, world: str, runs: int = 1, **options: Any) -> dict[str, float]:
+def wrong(program: Program, world: str, runs: int = 1, backend: str = "", **options: Any) -> dict[str, float]:
     """Results and gradients of the program whose errors are too large, on any rank."""
     expected = exact_and_rounded(program)
     found: dict[str, float] = {}
-    for one in mk.launch(_worst, *SHAPES[world], args=(program, expected, runs), **(WORLD | options)):
+    for one in mk.launch(_worst, *SHAPES[world], args=(program, expected, runs, backend), **(WORLD | options)):
         found |= {name: max(value, found.get(name, 0.0)) for name, value in one.items()}
     return {name: value for name, value in found.items() if value > MOST}
 
@@ -40,6 +40,15 @@ def test_random_programs(world: str, rng: np.random.Generator) -> None:
     for _ in range(PROGRAMS):
         program = draw(rng, SHAPES[world][0], str(rng.choice(["bfloat16", "float16"])))
         assert wrong(program, world, int(rng.integers(1, 3))) == {}, program
+
+
+@pytest.mark.parametrize("world", ["1x2", "2x2"])
+def test_random_programs_compiled(world: str, rng: np.random.Generator) -> None:
+    """Ranks that are threads share what is compiled; in half of the programs nobody says which world is meant."""
+    for _ in range(2):
+        program = draw(rng, SHAPES[world][0], str(rng.choice(["bfloat16", "float16"])), steps=4)
+        torch.compiler.reset()
+        assert wrong(program, world, 2, backend="aot_eager", timeout=60.0) == {}, program
 
 
 # ---- does it find what is wrong?
