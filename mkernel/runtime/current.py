@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mkernel.errors import ArgumentError, Error
+from mkernel.runtime.world import named as world_named
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["current", "here", "of_group", "opened", "remember", "thread_world"]
+__all__ = ["current", "named", "of_group", "opened", "remember", "thread_world"]
 
 _lock = threading.Lock()
 _open: list[World] = []  # worlds of this process but for those of mk.launch, in order of creation
@@ -60,11 +61,15 @@ def current(world: World | None = None) -> World:
     raise ArgumentError("world", None, "there is no world in this process", "call mk.init() first, or run inside mk.launch")
 
 
-def here(world: World) -> World:
-    """``world``, or the rank of it that this ``mk.launch`` thread is: a compiled graph, which names its world, may be of another rank's."""
+def named(name: str) -> World:
+    """The world of a ``World.name``. In a thread of ``mk.launch`` the names of all ranks mean its own: compiled graphs are shared.
+
+    Raises Error when this process has no such world.
+    """
+    found = world_named(name)
     ranks: Mapping[int, World] = getattr(_thread, "ranks", {})
-    if ranks.get(world.rank) is not world:
-        return world
+    if ranks.get(found.rank) is not found:
+        return found
     own: World = _thread.world
     return own
 

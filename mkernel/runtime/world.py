@@ -20,7 +20,7 @@ from mkernel.errors import CallError, Error
 from mkernel.jit.headers import sources_digest
 from mkernel.planner.machine import asked_or_known
 from mkernel.proxy.ring import LaunchCount, destination
-from mkernel.runtime import closing, current, ending
+from mkernel.runtime import closing, ending
 from mkernel.runtime.call_errors import CallErrors
 from mkernel.runtime.failure import Failure, Kind
 from mkernel.runtime.failure_watch import FailureWatch
@@ -51,11 +51,11 @@ _by_name: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary(
 
 
 def named(name: str) -> World:
-    """The world of a ``World.name``, in a thread of ``mk.launch`` its own rank. Raises Error when this process has none."""
+    """The world of a ``World.name``. Raises Error when this process has none."""
     world = _by_name.get(name)
     if world is None:
         raise Error(f"this process has no world {name!r} (any more): call mk.init() first, and compile or export again what used another")
-    return current.here(world)
+    return world
 
 
 class World:

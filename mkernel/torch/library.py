@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from mkernel.runtime import current
-from mkernel.runtime.world import named
+from mkernel.runtime.current import named
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World

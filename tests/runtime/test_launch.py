@@ -10,7 +10,8 @@ import pytest
 
 import mkernel as mk
 from mkernel.runtime.cpu.backend import ThreadRanks
-from mkernel.runtime.world import World, named
+from mkernel.runtime.current import named
+from mkernel.runtime.world import World
 
 
 def inputs(rows: int = 40, n: int = 72) -> tuple[Any, Any]:

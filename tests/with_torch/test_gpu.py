@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: `make test-torch`")
 
 import mkernel as mk
-from tests.with_torch import test_attention, test_gemm, test_linear, test_moe, test_programs
+from tests.with_torch import test_attention, test_autocast, test_gemm, test_linear, test_moe, test_programs
 from tests.with_torch.programs import draw
 from tests.with_torch.test_examples import finish
 
@@ -52,6 +52,11 @@ def test_random_programs(rng: np.random.Generator) -> None:
         program = draw(rng, RANKS, str(rng.choice(["bfloat16", "float16"])))
         options = {key: value for key, value in WORLD.items() if key != "ranks"}
         assert test_programs.wrong(program, f"1x{RANKS}", int(rng.integers(1, 3)), **options, specialize=None) == {}, program
+
+
+@pytest.mark.parametrize("name", sorted(test_autocast.OPS.keys() - {"ring_attention"}))  # whose backward pass torch does in any order
+def test_autocast_in_backward(name: str) -> None:
+    assert not any(mk.launch(test_autocast._differ, args=(name,), **WORLD))
 
 
 @pytest.mark.parametrize("name", ["torch_tensor_parallel", "torch_serving"])
