@@ -159,7 +159,8 @@ struct World {
 struct Fields {
   uint32_t n, k;                                  // of one rank's operands
   uint32_t intra_comm, inter_send, inter_reduce;  // CTAs of these roles
-  uint32_t reserved[3];
+  uint32_t ctas;                                  // of all roles, as many as there may be; never compiled in
+  uint32_t reserved[2];
 };
 
 static_assert(sizeof(TensorMap) == 128 && sizeof(Command) == 64 && sizeof(HostBlock) == 128 && sizeof(CallReport) == 48, "abi");

@@ -219,5 +219,6 @@ class Fields(ctypes.Structure):
         ("intra_comm", _u32),
         ("inter_send", _u32),
         ("inter_reduce", _u32),
-        ("reserved", _u32 * 3),
+        ("ctas", _u32),
+        ("reserved", _u32 * 2),
     ]

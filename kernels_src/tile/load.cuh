@@ -9,6 +9,15 @@ namespace mkernel {
 // Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
 constexpr bool kEarly = kWorldSize == 1;
 
+// Whether this kernel has tiles for nearly all SMs. Where it has not, a kernel that may begin early must not begin before this one ends: some of its CTAs
+// would come to the SMs that are left and the others wherever a CTA ends, so that its tiles are where they happen to be, not spread over the device, and
+// memory gives a sixth less (docs/speed_log.md).
+template <class Config, class Op>
+MK_DEVICE bool has_tiles_for_all(const Op& op) {
+  const uint32_t ctas = op.p.fields.ctas;
+  return op.num_tiles() * GemmShape<Config>::kCluster + ctas / 16 >= ctas;
+}
+
 // Partial tiles that are added pass through the same stages, kAddPanels panels (both warpgroups' blocks) at a time.
 template <class Config>
 MK_DEVICE char* stage_block(GemmStorage<Config>& storage, uint32_t stage, uint32_t block) {
@@ -128,7 +137,9 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     if (!ahead) item = take_item<Reader::kThread>(storage, queue);
     if (item.number == kStop) {
       if (has_b != 0) fill_ahead(op, storage, known_place<Config, Op>(first), has_b);
-      if constexpr (kEarly) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
+      if constexpr (kEarly) {
+        if (has_tiles_for_all<Config>(op)) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
+      }
       return Pair<Config>::end_loading(storage, stage, ring);
     }
     const uint32_t part = item.number % Op::kParts;

@@ -21,7 +21,7 @@ def place_of(parameters: type[ctypes.Structure], first: str, last: str) -> tuple
     """
     names: dict[str, Any] = {name: kind for name, kind, *_ in parameters._fields_}
     chosen = list(names)[list(names).index(first) : list(names).index(last) + 1]
-    codes = {ctypes.c_uint32: "I", ctypes.c_uint64: "Q", abi.Fields: "5I12x"}
+    codes = {ctypes.c_uint32: "I", ctypes.c_uint64: "Q", abi.Fields: "6I8x"}
     packing = struct.Struct("=" + "".join(codes[names[name]] for name in chosen))
     begin = getattr(parameters, first).offset
     assert begin + packing.size == getattr(parameters, last).offset + ctypes.sizeof(names[last]), "no padding between them"

@@ -199,16 +199,16 @@ class GemmPlan(Generic[Problem]):
 
         ``alone``: 1 if its CTAs, in a world of one, wait for none of another cluster, and it touches no memory before ``compute_role``.
         """
-        ctas = tuple(self.fields[2:])
+        ctas = tuple(self.fields[2:5])
         if "split" not in self.specialize:
             ctas = tuple(min(number, 1) for number in ctas)  # which roles there are
         return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, cluster, alone, tuple(more.items()))
 
     @derived
-    def fields(self) -> tuple[int, int, int, int, int]:
+    def fields(self) -> tuple[int, int, int, int, int, int]:
         """What the parameters of a launch hold as ``abi.Fields``: what is not compiled in is read there."""
         problem, split = self.problem, self.split
-        return problem.n, problem.k, split.intra_comm or 0, split.inter_send or 0, split.inter_reduce or 0
+        return problem.n, problem.k, split.intra_comm or 0, split.inter_send or 0, split.inter_reduce or 0, split.total
 
     @derived
     def grid(self) -> int:

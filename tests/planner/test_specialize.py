@@ -131,7 +131,7 @@ def test_what_is_not_compiled_in_comes_with_the_call(rng: np.random.Generator, o
                 compiled = field in parse(specialize)
                 assert [constants[name] for name, _ in pairs] == [value if compiled or not value else DYNAMIC for _, value in pairs]
             given = fields
-            assert given == tuple(value for pairs in values.values() for _, value in pairs)
+            assert given == (*(value for pairs in values.values() for _, value in pairs), split.total)
 
 
 def test_pieces_and_parts_are_what_the_kernel_takes_for_granted(rng: np.random.Generator) -> None:
