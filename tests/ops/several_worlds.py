@@ -74,7 +74,7 @@ def opened(partition: Partition, comm: Any) -> Partition:
 
 
 def operands(seed: int, number: int, process: int, op: str, sizes: list[int], members: int) -> list[NDArray[Any]]:
-    """Of a process; of "moe" its tokens, as many as it likes, the weights of its expert, and which experts each token has."""
+    """What a process multiplies; for "moe" its tokens, as many as it likes, the weights of its expert, and which experts each token has."""
     rng, (rows, k, n) = np.random.default_rng([seed, number, process]), sizes
     rows *= members if op == "gemm_reduce_scatter" else 1
     if op == "moe" and (process + n // 8) % 2:
@@ -182,10 +182,9 @@ def program(seed: int, comm: Any) -> list[str]:
             heaps = [partitions[rng.integers(len(partitions))] for _ in range(2)]  # of any worlds, also of others than the call's
             sizes = [int(rng.integers(_ROWS + 1)), *(8 * int(rng.integers(1, most // 8 + 1)) for most in (_K, _N))]
             call, capture = Call(_OPS[rng.integers(len(_OPS))], sizes), captures and partition.per_node is None and bool(rng.random() < 0.5)
-            again = [other for each in partitions for other in each.captured]
+            again = [(each, other) for each in partitions for other in each.captured]
             if again and rng.random() < 0.5:
-                call, capture = again[rng.integers(len(again))], False
-                partition = next(each for each in partitions if any(other is call for other in each.captured))
+                (partition, call), capture = again[rng.integers(len(again))], False
             elif capture:
                 partition.captured.append(call)
             wrong = problem(seed, number, partition, heaps, comm.rank, call, capture)
