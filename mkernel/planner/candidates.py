@@ -253,7 +253,9 @@ def _swapped(
     """
     if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
-    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1))]:
+    alone = problem.topology.size == 1
+    clusters = [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *[(1, 4)] * (alone and problem.k % BLOCK_K != 0)]
+    for cluster, cluster_n in clusters:
         for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, cluster, cluster_n, highest):
             yield Tiling(None, None, shares, cluster, packets, cluster_n, tile_rows)
 

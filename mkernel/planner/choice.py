@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
-from mkernel.planner.candidates import PAIRED_WIDTHS, WIDTHS, candidates
+from mkernel.planner.candidates import candidates
 from mkernel.planner.gemm import choose_load_rows, row_of_b
+from mkernel.planner.kinds import serves_all
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import least_seconds
@@ -43,13 +44,6 @@ _WORTH_OF_PACKETS = 0.8, 0.95  # of a reduction in tiles, which take less than p
 _WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
 
 
-# Width, and clusters in M and N, of kernels for any N and K: in a world of one, and of reductions in packets.
-_OF_A_PRODUCT = frozenset({(256, 2, 1), (256, 1, 2), (256, 2, 2), (128, 2, 1), (128, 1, 2), (128, 2, 2), (128, 1, 4), (64, 1, 4)})
-_SWAPPED = frozenset({(1, 2), (1, 4), (2, 2)})  # the same of swapped operands, of any height
-_SWAPPED_SUMS = frozenset({(2, 1), (2, 2)})  # of reductions in packets
-_IN_PACKETS = frozenset({(128, 2, 1), (128, 1, 2), (128, 2, 2), (64, 2, 2), (64, 1, 4)})
-
-
 class Ranked(NamedTuple):
     """A candidate and the seconds that it is predicted to take."""
 
@@ -71,33 +65,9 @@ def _predicted(plan: Any, machine: Machine, conditions: Conditions = ALONE) -> R
     return Ranked(prediction.seconds, plan)
 
 
-def _is_left_out(plan: Any) -> bool:
-    """Whether a plan's kernel is for any N and K, of which there are sixteen at most, and seldom the fastest."""
-    if plan.specialize & {"n", "k"}:
-        return False
-    width, gathers = plan.tile.block_n, isinstance(plan, AllGatherGemmPlan)
-    if isinstance(plan, ReducePlan) and plan.swapped:
-        clusters = plan.ctas_together == 1 or (plan.cluster, plan.cluster_n) in _SWAPPED_SUMS
-        return not clusters or (plan.op == ALLREDUCE and (plan.shares > 1 or plan.one_shot))
-    if isinstance(plan, ReducePlan) and plan.one_shot and not plan.packets:
-        return bool(width == WIDTHS[1])
-    if gathers and plan.swapped:
-        return plan.ctas_together > 1 and (plan.packets or (plan.cluster, plan.cluster_n) not in _SWAPPED)
-    if plan.problem.topology.size == 1:
-        return plan.ctas_together > 1 and (width, plan.cluster, plan.cluster_n) not in _OF_A_PRODUCT
-    if plan.ctas_together > 1 and not gathers and plan.packets:
-        return bool(plan.op == ALLREDUCE or (width, plan.cluster, plan.cluster_n) not in _IN_PACKETS)
-    if plan.cluster_n > 1:
-        return True
-    if plan.cluster > 1:
-        return bool(width == PAIRED_WIDTHS[-1] or plan.packets)
-    if plan.shares > 1:
-        return bool(width > WIDTHS[-2])
-    if not gathers or plan.tagged:
-        return False
-    if plan.packets:
-        return bool(width == WIDTHS[0])
-    return bool(width == WIDTHS[-1] or (not plan.split.intra_comm and width < WIDTHS[0]))
+def _may_be_chosen(plan: Any) -> bool:
+    """Whether the plan's kernel is for one N and K, or of those that serve all of them."""
+    return bool(plan.specialize & {"n", "k"}) or serves_all(plan)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,7 +98,7 @@ def _fastest(
 
     allreduce, rules, of_rules, best = getattr(problem, "op", None) == ALLREDUCE, None, math.inf, None
     for plan in candidates(problem, of_class, sm_count, specialize, may_win):
-        is_allowed = plan.spec in kept if kept is not None else not _is_left_out(plan)
+        is_allowed = plan.spec in kept if kept is not None else _may_be_chosen(plan)
         if rules is None:
             rules = best = plan
             if is_allowed:
@@ -180,7 +150,7 @@ def _worth(rules: Any, plan: Any) -> float:
 
 def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:
     plans = list(candidates(problem, of_class, sm_count, specialize))
-    known = [plan.spec for plan in plans if not _is_left_out(plan)]
+    known = [plan.spec for plan in plans if _may_be_chosen(plan)]
     return list(dict.fromkeys(known or [plan.spec for plan in plans]))
 
 

@@ -42,7 +42,7 @@ def thorough(problem: Any, rows: int, machine: Machine, kept: frozenset[Any] | N
     """The choice among all plans."""
     plans = list(choice.candidates(problem, rows, SMS))
     seconds = [choice._weighed(plans[0], plan, machine) for plan in plans]
-    may_be = [plan.spec in kept if kept is not None else not choice._is_left_out(plan) for plan in plans]
+    may_be = [plan.spec in kept if kept is not None else choice._may_be_chosen(plan) for plan in plans]
     allowed = [at for at, is_allowed in enumerate(may_be) if is_allowed] or [0]
     if 0 not in allowed:
         return plans[min(allowed, key=seconds.__getitem__)]
