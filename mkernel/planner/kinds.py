@@ -2,11 +2,11 @@
 
 Kernels of an op in one world then differ in what ``Kind`` says. Which sixteen was found by ``tests/planner/kinds.py``: of all plans that
 the model chooses from, for drawn N, K and rows, those by which the fastest of the sixteen are the least slower than the fastest of all.
-Between ranks only of kinds that GPUs have measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mkernel.planner.allgather_gemm import OP as GATHER
@@ -60,51 +60,63 @@ def _pushed(*kinds: Kind) -> frozenset[Kind]:
     return frozenset(kind._replace(pushed=True) for kind in kinds)
 
 
+def _in_one_step(kinds: Iterable[Kind]) -> frozenset[Kind]:
+    return frozenset(kind._replace(one_shot=True) for kind in kinds)
+
+
 _PLAIN = frozenset(map(Kind, WIDTHS))
 _SWAPPED, _SWAPPED_SUM = Kind(256, swapped=True), Kind(192, swapped=True)
-_SHARED = frozenset(kind._replace(shared=True) for kind in (Kind(64), Kind(128), Kind(192)))
 
-_ALONE = {  # a world of one
-    GATHER: _PLAIN
-    | _SHARED
+# A world of one.
+_PRODUCTS = (
+    _PLAIN
+    | {Kind(width, shared=True) for width in (64, 128, 192)}
     | {Kind(width, cluster) for width, cluster in ((128, (2, 1)), (192, (2, 1)), (256, (2, 1)), (192, (2, 2)))}
-    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))},
-    **dict.fromkeys(
-        (REDUCE_SCATTER, ALLREDUCE),
-        _PLAIN
-        | {Kind(width, (2, 1)) for width in WIDTHS}
-        | {Kind(width, (1, 2)) for width in WIDTHS}
-        | {Kind(width, (2, 2)) for width in (64, 128, 192)}
-        | {Kind(128, (1, 4))},
-    ),
-}
+    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))}
+)
+_SUMS_OF_ONE = (
+    _PLAIN
+    | {Kind(width, cluster) for width in WIDTHS for cluster in ((2, 1), (1, 2))}
+    | {Kind(width, (2, 2)) for width in (64, 128, 192)}
+    | {Kind(128, (1, 4))}
+)
+
+# One node of several ranks.
 _GATHERS = (
-    _pushed(*_PLAIN - {Kind(64)}, Kind(192, (2, 1)), Kind(256, (2, 1)), Kind(64, shared=True), Kind(128, shared=True))
-    | _in_packets(Kind(64), Kind(64, tagged=True), Kind(128), Kind(192), _SWAPPED)
-    | {Kind(256)}
+    _pushed(*_PLAIN, Kind(128, shared=True), Kind(128, (1, 2)), Kind(192, (2, 1)), Kind(256, (2, 1)))
+    | _in_packets(Kind(64), Kind(64, tagged=True), Kind(192), _SWAPPED, _SWAPPED._replace(cluster=(2, 2)))
+    | {Kind(192), Kind(256)}
 )
 _SHARED_SUMS = _in_packets(Kind(64), Kind(64, shared=True), Kind(128), Kind(128, shared=True))
-_SWAPPED_SUMS = _in_packets(*(_SWAPPED_SUM._replace(cluster=cluster) for cluster in ((1, 1), (2, 1), (2, 2))))
+_TOGETHER = _in_packets(Kind(128, (1, 2)), Kind(128, (2, 2)))
+_SWAPPED_SUMS = _in_packets(_SWAPPED_SUM, _SWAPPED_SUM._replace(cluster=(2, 2)))
 _SCATTERS = (
-    {Kind(128), Kind(192), Kind(256), Kind(192, (2, 1)), Kind(256, (2, 1))}
+    {Kind(128), Kind(192), Kind(256), Kind(128, (2, 1)), Kind(192, (2, 1)), Kind(256, (2, 1))}
     | _SHARED_SUMS
     | _SWAPPED_SUMS
-    | _in_packets(Kind(128, (2, 1)), Kind(128, (1, 2)), Kind(128, (2, 2)), Kind(64, (2, 2)))
+    | _TOGETHER
+    | _in_packets(Kind(128, (2, 1)), Kind(64, (1, 2)))
 )
-_PULLED = _pushed(*_PLAIN, Kind(192, (2, 1)), Kind(256, (2, 1)))
-_OF_TWO = {  # one node of two ranks, which add up in one step what is small
-    GATHER: _GATHERS,
-    REDUCE_SCATTER: _SCATTERS,
-    ALLREDUCE: _PULLED | _SWAPPED_SUMS | {kind._replace(one_shot=True) for kind in _SHARED_SUMS | {Kind(128), Kind(192), Kind(256)}},
-}
-_OF_SEVERAL = {  # one node of more
-    GATHER: _GATHERS,
-    REDUCE_SCATTER: _SCATTERS,
-    ALLREDUCE: _PULLED
-    | _SWAPPED_SUMS
+_PULLED = _pushed(Kind(128), Kind(192), Kind(192, (2, 1)), Kind(256, (2, 1)))
+_SUMS_OF_TWO = (
+    _PULLED
+    | _TOGETHER
+    | {_SWAPPED_SUM._replace(packets=True)}
+    | _in_one_step({Kind(128), Kind(192), Kind(256), *_SHARED_SUMS, *_in_packets(Kind(64, (1, 2)), _SWAPPED_SUM._replace(cluster=(2, 2)))})
+)
+_SUMS_OF_SEVERAL = (
+    _PULLED
+    | _pushed(Kind(256))
     | _SHARED_SUMS
-    | {Kind(128, packets=True, one_shot=True), Kind(128, shared=True, packets=True, one_shot=True), Kind(128, one_shot=True)},
-}
+    | _SWAPPED_SUMS
+    | _TOGETHER
+    | _in_packets(Kind(128, (2, 1)))
+    | _in_one_step(_in_packets(Kind(128), Kind(128, shared=True)))
+)
+
+_ALONE = {GATHER: _PRODUCTS, REDUCE_SCATTER: _SUMS_OF_ONE, ALLREDUCE: _SUMS_OF_ONE}
+_OF_TWO = {GATHER: _GATHERS | _in_packets(Kind(128)), REDUCE_SCATTER: _SCATTERS, ALLREDUCE: _SUMS_OF_TWO}
+_OF_SEVERAL = {GATHER: _GATHERS | {Kind(128)}, REDUCE_SCATTER: _SCATTERS, ALLREDUCE: _SUMS_OF_SEVERAL}
 
 
 def kept(op: str, topology: Topology) -> frozenset[Kind]:

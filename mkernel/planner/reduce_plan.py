@@ -224,9 +224,10 @@ class ReducePlan(GemmPlan[ReduceProblem]):
 
     @derived
     def grid(self) -> int:
-        """CTAs: where they share K no more than have something to do."""
+        """CTAs: as many as have a tile where the others would have nothing to do; the device spreads fewer of them over what SMs share."""
         total = self.split.total
-        return min(total, max(1, self.tiles * self.shares)) if self.shares > 1 else total
+        only_multiplies = self.shares > 1 or self.packets or self.problem.topology.size == 1
+        return min(total, max(1, self.taken * self.shares) * self.ctas_together) if only_multiplies else total
 
     @derived
     def chunk_shift(self) -> int:

@@ -175,6 +175,24 @@ def test_ctas_share_k_as_asked_for(op: str, size: int) -> None:
 
 
 @each_op
+@pytest.mark.parametrize("world", ["1x1", "1x2", "1x5", "2x2"])
+def test_no_cta_is_without_a_tile_where_all_of_them_multiply(op: str, world: str, rng: np.random.Generator) -> None:
+    """In packets, or a world of one; the device spreads fewer CTAs over what SMs share. Where others push or add up, all SMs have CTAs."""
+    trimmed = 0
+    for _ in range(30):
+        rows, n, k = (int(2 ** rng.uniform(0, 11)), *(8 * int(2 ** rng.uniform(4, 11)) for _ in range(2)))
+        plan = plan_of(op, rows, n, k, world=world)
+        if not plan.packets and world != "1x1":
+            assert plan.grid == plan.split.total
+            continue
+        needed = plan.taken * plan.shares * plan.ctas_together
+        assert plan.grid == min(needed, plan.split.total)
+        assert plan.grid % plan.ctas_together == 0
+        trimmed += needed < plan.split.total
+    assert trimmed or world == "2x2"
+
+
+@each_op
 @pytest.mark.parametrize(
     ("world", "rows", "tiling", "changes"),
     [
