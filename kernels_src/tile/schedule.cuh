@@ -5,10 +5,22 @@
 
 namespace mkernel {
 
-// The tile that a CTA, or a pair, which computes from the start has by its index, before it takes any from the counter; else kStop.
+// Clusters are placed over the GPCs in turn, CTAs alone one GPC after the other (read from %smid; docs/speed_log.md). L2 reads once what SMs of a GPC ask
+// for at the same time. So the clusters of a GPC have numbers that follow each other, and with them tiles that are neighbours, as CTAs alone have. Between
+// ranks that gains nothing.
+constexpr uint32_t kGpcs = 8;
+MK_DEVICE uint32_t number_by_gpc(uint32_t cluster, uint32_t clusters) {
+  const uint32_t gpc = cluster % kGpcs, each = clusters / kGpcs, left = clusters % kGpcs;
+  return gpc * each + (gpc < left ? gpc : left) + cluster / kGpcs;
+}
+
+// The tile that a CTA, or a cluster, which computes from the start has by its number, before it takes any from the counter; else kStop.
 template <class Config, class Op>
 MK_DEVICE uint32_t given_tile(const Call& call, const Op& op) {
-  return call.role == abi::kCompute ? (ptx::cta_index() - num_comm_ctas(op.p)) / GemmShape<Config>::kCluster : kStop;
+  constexpr uint32_t kCluster = GemmShape<Config>::kCluster;
+  if (call.role != abi::kCompute) return kStop;
+  const uint32_t number = (ptx::cta_index() - num_comm_ctas(op.p)) / kCluster;
+  return kCluster == 1 || kWorldSize > 1 ? number : number_by_gpc(number, (ptx::cta_count() - num_comm_ctas(op.p)) / kCluster);
 }
 
 // The tiles of this CTA, or of its pair, one after the other: those assigned to it, then one given by its index, then those it takes from the

@@ -7,6 +7,7 @@ the model chooses from, for drawn N, K and rows, those by which the fastest of t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from mkernel.planner.allgather_gemm import OP as GATHER
@@ -119,7 +120,7 @@ _OF_TWO = {GATHER: _GATHERS | _in_packets(Kind(128)), REDUCE_SCATTER: _SCATTERS,
 _OF_SEVERAL = {GATHER: _GATHERS | {Kind(128)}, REDUCE_SCATTER: _SCATTERS, ALLREDUCE: _SUMS_OF_SEVERAL}
 
 
-def kept(op: str, topology: Topology) -> frozenset[Kind]:
+def kept(op: str, topology: Topology) -> AbstractSet[Kind]:
     """The kinds that serve all N and K in a world of one node."""
     return (_ALONE if topology.size == 1 else _OF_TWO if topology.size == 2 else _OF_SEVERAL)[op]
 

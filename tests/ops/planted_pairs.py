@@ -100,6 +100,16 @@ PAIRS = [
         first=8,
     ),
     Bug(
+        "two clusters begin with the same tile",
+        "tile/schedule.cuh",
+        "gpc * each + (gpc < left ? gpc : left) + cluster / kGpcs",
+        "gpc * each + cluster / kGpcs",
+        workload="pairs",
+        found_as="wrong",
+        world="1x1",
+        sms=24,
+    ),
+    Bug(
         "the other CTA is not told that there is no more",
         "tile/schedule.cuh",
         "  Pair<Config>::send(storage, at, kStop);\n",
