@@ -1,14 +1,15 @@
 """A rank of ``test_several_worlds``: a random program of several worlds, whose members are any of its processes. One line of JSON per rank.
 
-Everything is drawn from TEST_SEED, alike in all processes. Operands are small integers, so that all sums are exact. With TEST_TARGET=cuda
-it runs on GPUs: ``TEST_TARGET=cuda TEST_SEED=1 mpirun -n 4 python tests/ops/several_worlds.py``, where half of the programs capture calls
-in CUDA graphs, of several worlds, and replay them with other operands; on target cpu a replay is the call again.
+Everything is drawn from TEST_SEED, alike in all processes. Operands are small integers, so that all sums are exact, but of attention.
+With TEST_TARGET=cuda it runs on GPUs: ``TEST_TARGET=cuda TEST_SEED=1 mpirun -n 4 python tests/ops/several_worlds.py``, where half of the
+programs capture calls in CUDA graphs, of several worlds, and replay them with other operands; on target cpu a replay is the call again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -26,12 +27,15 @@ import mkernel as mk
 from tests.runtime.worker import tell
 
 CALLS = 16
-_OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe")
+_OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce", "moe", "ring_attention")
+_HEADS, _D = 2, 64  # of queries; one of keys and values
 _TARGET = os.environ.get("TEST_TARGET", "cpu")
+_SMS = 4  # of a world
 _OPEN = 4  # at most so many partitions of the processes at a time
 _ROWS, _K, _N = 139, 88, 64  # at most
 _PROCESSES = 8
 _PLANE = _PROCESSES * _ROWS * max(_K, _N)
+_NEAR = 2e-3  # of attention: half a unit in the last place of weights and of results below 4
 
 
 @dataclasses.dataclass
@@ -68,7 +72,7 @@ def opened(partition: Partition, comm: Any) -> Partition:
     color, key = partition.colors[comm.rank], partition.keys[comm.rank]
     part = comm.Split(color if color >= 0 else MPI.UNDEFINED, key)
     if color >= 0:
-        partition.world = mk.init(part, target=_TARGET, heap_bytes=1 << 22, timeout=60.0, max_sms=4, ranks_per_node=partition.per_node)
+        partition.world = mk.init(part, target=_TARGET, heap_bytes=1 << 22, timeout=60.0, max_sms=_SMS, ranks_per_node=partition.per_node)
         partition.planes = tuple(partition.world.empty((_PLANE,), "float16") for _ in range(2))
     return partition
 
@@ -76,6 +80,8 @@ def opened(partition: Partition, comm: Any) -> Partition:
 def operands(seed: int, number: int, process: int, op: str, sizes: list[int], members: int) -> list[NDArray[Any]]:
     """What a process multiplies; for "moe" its tokens, as many as it likes, the weights of its expert, and which experts each token has."""
     rng, (rows, k, n) = np.random.default_rng([seed, number, process]), sizes
+    if op == "ring_attention":
+        return [rng.integers(-2, 3, (1, heads, rows, _D)).astype(np.float16) for heads in (_HEADS, 1, 1)]
     rows *= members if op == "gemm_reduce_scatter" else 1
     if op == "moe" and (process + n // 8) % 2:
         rows = int(np.random.default_rng([rows, process]).integers(rows + 1))  # the same in replays
@@ -86,7 +92,14 @@ def operands(seed: int, number: int, process: int, op: str, sizes: list[int], me
     return [found[0], found[1][None], np.where(rng.random(ids.shape) < 0.1, np.int32(-1), ids)]
 
 
-def expected(op: str, all_operands: list[list[NDArray[Any]]], rank: int) -> NDArray[Any]:
+def expected(op: str, all_operands: list[list[NDArray[Any]]], rank: int, sizes: list[int]) -> NDArray[Any]:
+    if op == "ring_attention":
+        q, k, v = (np.concatenate([each[i] for each in all_operands], 2).astype(np.float64) for i in range(3))
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(_D)
+        scores += np.triu(np.full(scores.shape[2:], -np.inf), 1) if is_causal(sizes) else 0
+        weights = np.exp(scores - scores.max(3, keepdims=True, initial=-1e9))
+        o = weights @ v / weights.sum(3, keepdims=True)
+        return np.split(o.astype(np.float32), len(all_operands), 2)[rank]  # type: ignore[no-any-return]
     exact = [(a.astype(np.float32), b.astype(np.float32)) for a, b, *_ in all_operands]
     if op == "allgather_gemm":
         return np.concatenate([a for a, _ in exact]) @ exact[rank][1]
@@ -99,7 +112,13 @@ def expected(op: str, all_operands: list[list[NDArray[Any]]], rank: int) -> NDAr
     return total if op == "gemm_allreduce" else np.split(total, len(exact))[rank]
 
 
+def is_causal(sizes: list[int]) -> bool:
+    return sizes[1] // 8 % 2 == 1
+
+
 def run(op: str, arrays: list[Any], sizes: list[int], **where: Any) -> Any:
+    if op == "ring_attention":
+        return mk.ring_attention(*arrays, causal=is_causal(sizes), **where).o
     if op != "moe":
         return getattr(mk, op)(*arrays, **where)
     x, w, ids = arrays
@@ -111,7 +130,17 @@ def on_heap(partition: Partition, which: int, shape: tuple[int, ...]) -> Any:
     """An array on the heap of a partition's world; None where this process is in none of its worlds."""
     if partition.world is None:
         return None
-    return partition.planes[which][: shape[0] * shape[1]].reshape(shape)
+    return partition.planes[which][: math.prod(shape)].reshape(shape)
+
+
+def into(world: Any, op: str, o: Any) -> Any:
+    """``out`` of a call whose result is ``o``."""
+    return o if op != "ring_attention" or o is None else (o, world.xp.empty(o.shape[:3], "float32"))
+
+
+def possible(partition: Partition, op: str, process: int) -> bool:
+    """Attention takes an SM for each other rank, and one that computes."""
+    return op != "ring_attention" or len(partition.members(partition.colors[process])) <= _SMS
 
 
 def problem(seed: int, number: int, partition: Partition, heaps: list[Partition], process: int, call: Call, capture: bool) -> str | None:
@@ -120,7 +149,7 @@ def problem(seed: int, number: int, partition: Partition, heaps: list[Partition]
     ``capture``: the call is captured, and replayed once.
     """
     world = partition.world
-    if world is None:
+    if world is None or not possible(partition, call.op, process):
         return None
     members = partition.members(partition.colors[process])
     every = [operands(seed, number, member, call.op, call.sizes, len(members)) for member in members]
@@ -130,22 +159,25 @@ def problem(seed: int, number: int, partition: Partition, heaps: list[Partition]
         if there is not None:
             there[...] = arrays[0]
             arrays[0] = there
-        out = on_heap(heaps[1], 1, expected(call.op, every, world.rank).shape)
-        found = run(call.op, arrays, call.sizes, world=world, out=out)
+        out = on_heap(heaps[1], 1, expected(call.op, every, world.rank, call.sizes).shape)
+        found = run(call.op, arrays, call.sizes, world=world, out=into(world, call.op, out))
         found = found if _TARGET == "cpu" else found.get()
         call.replay = _captured(world, call, arrays, found.shape) if capture else None
     else:
         found = call.replay(every[world.rank])
-    right = expected(call.op, every, world.rank)
-    return None if found.shape == right.shape and (found.astype(np.float32) == right).all() else f"call {number}: {call} of {members}"
+    right = expected(call.op, every, world.rank, call.sizes)
+    off = _NEAR * (1 + np.abs(right)) if call.op == "ring_attention" else 0
+    is_right = found.shape == right.shape and (np.abs(found.astype(np.float32) - right) <= off).all()
+    return None if is_right else f"call {number}: {call} of {members}"
 
 
 def _captured(world: Any, call: Call, arrays: list[Any], shape: tuple[int, ...]) -> Callable[[list[NDArray[Any]]], NDArray[Any]]:
     """A replay of the call by arrays of its own."""
     arrays, c = [array.copy() for array in arrays], world.xp.empty(shape, "float16")
+    out = into(world, call.op, c)
 
     def again() -> None:
-        run(call.op, arrays, call.sizes, world=world, out=c)
+        run(call.op, arrays, call.sizes, world=world, out=out)
 
     launch = again
     if _TARGET == "cuda":
