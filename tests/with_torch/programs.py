@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mkernel.torch as mkt
 
-__all__ = ["Alone", "Program", "Rank", "draw", "exact_and_rounded", "worst_of"]
+__all__ = ["Alone", "Program", "Rank", "draw", "errors_of", "exact_and_rounded", "worst_of"]
 
 D = 64  # of a head
 
@@ -273,15 +273,15 @@ class Rank:
         """Results, and adds to the gradients of leaves."""
         with self._autocast():
             results = self.forward(self.leaves)
-        wanted = [
-            (y, self._tensor(self.program.gradient(at, self.world.rank)).to(y.dtype))
-            for at, y in zip(self.program.results, results, strict=True)
-        ]
-        pairs = [(y, gradient) for y, gradient in wanted if y.requires_grad]
-        if pairs:
+        if pairs := self.differentiated(results):
             with self._autocast(self.program.inside):
                 torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
         return [y.detach() for y in results]
+
+    def differentiated(self, results: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Results that depend on what is trained, each with what it is differentiated with."""
+        wanted = ((y, self.program.gradient(at, self.world.rank)) for at, y in zip(self.program.results, results, strict=True))
+        return [(y, self._tensor(gradient).to(y.dtype)) for y, gradient in wanted if y.requires_grad]
 
     def _forward(self, leaves: list[Tensor]) -> list[Tensor]:
         values: list[Tensor] = []
@@ -459,13 +459,20 @@ def exact_and_rounded(program: Program) -> list[dict[str, list[Tensor]]]:
 def worst_of(
     world: Any, program: Program, place: str, expected: list[dict[str, list[Tensor]]], runs: int = 1, backend: str = ""
 ) -> dict[str, float]:
-    """Each result's and gradient's error over that of torch's ops, which round as often: about 1 where all is right.
-
-    Errors are largest ones of an element. To torch's is added half a unit of the dtype of the largest value, so that it is never nothing.
-    """
+    """``errors_of`` so many runs of a program."""
     rank = Rank(world, program, place, backend)
     for _ in range(runs):
         results = rank.run()
+    return errors_of(rank, results, expected, runs)
+
+
+def errors_of(rank: Rank, results: list[Tensor], expected: list[dict[str, list[Tensor]]], runs: int = 1) -> dict[str, float]:
+    """Each result's and gradient's error over that of torch's ops, which round as often: about 1 where all is right.
+
+    Errors are largest ones of an element. To torch's is added half a unit of the dtype of the largest value, so that it is never nothing.
+    ``runs``: whose gradients have been added up.
+    """
+    program = rank.program
     made = {f"result {at}": y for at, y in zip(program.results, results, strict=True)}
     for leaf, what in enumerate(program.leaves):
         if what.trained:
@@ -474,7 +481,7 @@ def worst_of(
     unit, found = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[program.dtype], {}
     exact, rounded = expected
     for name, value in made.items():
-        of = min(world.rank, len(exact[name]) - 1)
+        of = min(rank.world.rank, len(exact[name]) - 1)
         right = exact[name][of].double()
         if not right.numel():
             continue

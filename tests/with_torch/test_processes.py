@@ -54,6 +54,11 @@ def test_worlds_of_process_groups() -> None:
         assert line["half"] == [float(rank // 2 * 2), float(rank // 2 * 2 + 1)]
 
 
+def test_random_programs_of_two_worlds(rng: np.random.Generator) -> None:
+    for line in lines("meshes", 4, PROGRAMS="4", SEED=str(rng.integers(1 << 30))):
+        assert max(line["errors"].values(), default=0.0) <= MOST, line
+
+
 def test_styles_beside_torchs() -> None:
     """Three steps of training: torch's tensor parallelism and ours round at other places only, also below FSDP2."""
     for line in lines("styles", 4):

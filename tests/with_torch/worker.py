@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -21,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import mkernel as mk
 import mkernel.torch as mkt
-from tests.with_torch.programs import draw, exact_and_rounded, worst_of
+from tests.with_torch.programs import Rank, draw, errors_of, exact_and_rounded, worst_of
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 24, "specialize": "none"}
 ROWS, BATCH, HIDDEN, INNER = 8, 2, 32, 64  # ROWS: of a rank
@@ -142,6 +144,36 @@ def group() -> None:
     dist.destroy_process_group()
 
 
+def meshes() -> None:
+    """Random programs of two worlds of a mesh as one function, half of them compiled: ranks are neighbours in both."""
+    join_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    rng = np.random.default_rng(int(os.environ["SEED"]))
+    with contextlib.ExitStack() as stack:
+        groups = dist.group.WORLD, mesh["tp"].get_group(), mesh["dp"].get_group()
+        worlds = [stack.enter_context(mk.init(group, **(WORLD | {"heap_bytes": 1 << 26}))) for group in groups]
+        for number in range(int(os.environ["PROGRAMS"])):
+            chosen = [worlds[i] for i in rng.permutation(len(worlds))[:2]]
+            programs = [dataclasses.replace(draw(rng, world.size, "bfloat16", 4), by_name=True, masters=False) for world in chosen]
+            backend = "aot_eager" if number % 2 else ""
+            parts = [Rank(world, program, "cpu") for world, program in zip(chosen, programs, strict=True)]
+            for part in parts:
+                part.backend = backend  # nested checkpoints are left out
+
+            def both(leaves: list[list[torch.Tensor]], parts: list[Rank] = parts) -> list[list[torch.Tensor]]:
+                return [part._forward(of_part) for part, of_part in zip(parts, leaves, strict=True)]
+
+            torch._dynamo.reset()
+            forward = torch.compile(both, backend=backend, fullgraph=True) if backend else both
+            results = forward([part.leaves for part in parts])
+            pairs = [pair for part, of_part in zip(parts, results, strict=True) for pair in part.differentiated(of_part)]
+            torch.autograd.backward([y for y, _ in pairs], [gradient for _, gradient in pairs])
+            for part, of_part in zip(parts, results, strict=True):
+                errors = errors_of(part, of_part, exact_and_rounded(part.program))
+                tell(rank=worlds[0].rank, errors=errors, program=str(part.program))
+    dist.destroy_process_group()
+
+
 def relative(made: torch.Tensor, expected: torch.Tensor) -> float:
     return float((made.double() - expected.double()).norm() / expected.double().norm())
 
@@ -233,5 +265,5 @@ def checkpoints() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    SCENARIOS = {function.__name__: function for function in (compiled, inductor, programs, group, styles, checkpoints)}
+    SCENARIOS = {function.__name__: function for function in (compiled, inductor, programs, group, meshes, styles, checkpoints)}
     SCENARIOS[sys.argv[1]]()
