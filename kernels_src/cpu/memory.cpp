@@ -3,9 +3,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <new>
 
 namespace mkcpu {
+
+static std::atomic<size_t> guards_of_all{0};
 
 GuardedPool::GuardedPool(size_t block_bytes, size_t blocks_per_slab)
     : page_bytes_(static_cast<size_t>(sysconf(_SC_PAGESIZE))),
@@ -13,6 +16,7 @@ GuardedPool::GuardedPool(size_t block_bytes, size_t blocks_per_slab)
       blocks_per_slab_(blocks_per_slab) {}
 
 GuardedPool::~GuardedPool() {
+  guards_of_all -= guards_;
   for (char* slab : slabs_) munmap(slab, blocks_per_slab_ * (block_bytes_ + page_bytes_) + page_bytes_);
 }
 
@@ -24,11 +28,15 @@ void GuardedPool::grow() {
   if (slab == MAP_FAILED) throw std::bad_alloc();
   char* base = static_cast<char*>(slab);
   slabs_.push_back(base);
-  // Protecting fails only when the process has too many mappings; blocks then work without their guards.
-  (void)mprotect(base + blocks_per_slab_ * pitch, page_bytes_, PROT_NONE);
-  for (size_t i = blocks_per_slab_; i-- > 0;) {
-    (void)mprotect(base + i * pitch, page_bytes_, PROT_NONE);
-    free_.push_back(base + i * pitch + page_bytes_);
+  const bool guarded = guards_of_all.fetch_add(blocks_per_slab_ + 1) + blocks_per_slab_ < kMostGuards;
+  if (guarded) {
+    guards_ += blocks_per_slab_ + 1;
+  } else {
+    guards_of_all -= blocks_per_slab_ + 1;
+  }
+  for (size_t i = blocks_per_slab_ + 1; i-- > 0;) {
+    if (guarded) (void)mprotect(base + i * pitch, page_bytes_, PROT_NONE);  // if it fails, blocks work without
+    if (i < blocks_per_slab_) free_.push_back(base + i * pitch + page_bytes_);
   }
 }
 

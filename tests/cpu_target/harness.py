@@ -22,10 +22,10 @@ CTAS = 16
 
 
 def load(
-    name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, cluster: int = 1, **constants: int
+    name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, cluster: int = 1, ctas: int = CTAS, **constants: int
 ) -> CpuKernel:
     spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters), cluster=cluster)
-    return CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), CTAS)
+    return CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), ctas)
 
 
 def structure(*names: str, maps: tuple[str, ...] = (), words: int | None = None) -> type[ctypes.Structure]:

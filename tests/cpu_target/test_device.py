@@ -57,6 +57,15 @@ def test_a_device_that_is_dropped_leaves_no_mappings() -> None:
     assert max(launch() for _ in range(20)) < before + 64, "a launch has as many threads"
 
 
+def test_many_threads_leave_mappings_to_others() -> None:
+    """Each stack between two guards would take two: of 40000 threads all that there are, and then nobody gets memory."""
+    wrong = aligned(1, np.uint32)
+    kernel = load("nans", Nans, threads=1024, ctas=40, kFloat16=0)
+    CpuBackend(sm_count=40).launch(kernel, 0, 40, bytes(Nans(wrong.ctypes.data)))
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < min(most, 65530) - 8000
+
+
 def test_wrap_keeps_its_owner() -> None:
     class Owner:
         pass
