@@ -28,7 +28,7 @@ from tests.ops.test_allgather_gemm import ranks, seeds
 from tests.virtual_time import sleep
 
 _DTYPES = ("bfloat16", "float16")
-_SMS = 22  # more than eight pairs, which take their first tiles by GPC
+_SMS = 16
 # The last row of tiles of a shard has a partner without rows, or both tiles have rows, or there is one row of tiles.
 _ROWS = (300, 129, 7, 500, 0, 128)
 
@@ -69,6 +69,17 @@ def test_every_element_and_the_bits_of_ctas_alone(
         for rank, ((wrong, bits), (_, same)) in enumerate(zip(of_pairs, of_ctas, strict=True)):
             assert wrong == [], f"rank {rank}"
             assert bits == same, f"rank {rank}"
+
+
+@pytest.mark.parametrize("clusters", [(2, 1), (1, 2), (2, 2), (1, 4)])
+def test_clusters_of_all_gpcs_begin_with_a_tile_each(
+    request: pytest.FixtureRequest, rng: np.random.Generator, clusters: tuple[int, int]
+) -> None:
+    """In a world of one; of any number of clusters beyond one for each GPC."""
+    case = Case("bfloat16", 136, 1032, tiling=Tiling(64, 1, None, clusters[0], None, clusters[1]))
+    with env.override(MKERNEL_CPU_SMS=int(rng.integers(9, 14)) * clusters[0] * clusters[1]):
+        ((wrong, _),) = ranks(checked_bits, "1x1", case, request.config.getoption("--seed"), (300, 700), seed=0)
+    assert wrong == []
 
 
 @pytest.mark.parametrize("op", ["allgather_gemm", REDUCE_SCATTER, ALLREDUCE])
