@@ -28,13 +28,10 @@ void GuardedPool::grow() {
   if (slab == MAP_FAILED) throw std::bad_alloc();
   char* base = static_cast<char*>(slab);
   slabs_.push_back(base);
-  const bool guarded = guards_of_all.fetch_add(blocks_per_slab_ + 1) + blocks_per_slab_ < kMostGuards;
-  if (guarded) {
-    guards_ += blocks_per_slab_ + 1;
-  } else {
-    guards_of_all -= blocks_per_slab_ + 1;
-  }
-  for (size_t i = blocks_per_slab_ + 1; i-- > 0;) {
+  const size_t guards = blocks_per_slab_ + 1;
+  const bool guarded = guards_of_all + guards <= kMostGuards;
+  if (guarded) guards_ += guards, guards_of_all += guards;
+  for (size_t i = guards; i-- > 0;) {
     if (guarded) (void)mprotect(base + i * pitch, page_bytes_, PROT_NONE);  // if it fails, blocks work without
     if (i < blocks_per_slab_) free_.push_back(base + i * pitch + page_bytes_);
   }

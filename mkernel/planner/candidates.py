@@ -253,9 +253,8 @@ def _swapped(
     """
     if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
-    alone = problem.topology.size == 1
-    clusters = [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *[(1, 4)] * (alone and problem.k % BLOCK_K != 0)]
-    for cluster, cluster_n in clusters:
+    in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
+    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
         for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, cluster, cluster_n, highest):
             yield Tiling(None, None, shares, cluster, packets, cluster_n, tile_rows)
 

@@ -17,7 +17,7 @@ from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.candidates import candidates
 from mkernel.planner.gemm import choose_load_rows, row_of_b
-from mkernel.planner.kinds import serves_all
+from mkernel.planner.kinds import op_of, serves_all
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import least_seconds
@@ -96,7 +96,7 @@ def _fastest(
     def may_win(block_n: int, cluster: int, others: int, cluster_n: int = 1) -> bool:
         return least(block_n, cluster, others, cluster_n) < min(below, _worth_of(rules, block_n, cluster * cluster_n) * of_rules)
 
-    allreduce, rules, of_rules, best = getattr(problem, "op", None) == ALLREDUCE, None, math.inf, None
+    allreduce, rules, of_rules, best = op_of(problem) == ALLREDUCE, None, math.inf, None
     for plan in candidates(problem, of_class, sm_count, specialize, may_win):
         is_allowed = plan.spec in kept if kept is not None else _may_be_chosen(plan)
         if rules is None:

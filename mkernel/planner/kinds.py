@@ -7,7 +7,6 @@ A reduce-scatter between ranks, of which nothing is compiled in by default, has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ def _pushed(*kinds: Kind) -> frozenset[Kind]:
     return frozenset(kind._replace(pushed=True) for kind in kinds)
 
 
-def _in_one_step(kinds: Iterable[Kind]) -> frozenset[Kind]:
+def _in_one_step(*kinds: Kind) -> frozenset[Kind]:
     return frozenset(kind._replace(one_shot=True) for kind in kinds)
 
 
@@ -104,7 +103,7 @@ _SUMS_OF_TWO = (
     _PULLED
     | _TOGETHER
     | {_SWAPPED_SUM._replace(packets=True)}
-    | _in_one_step({Kind(128), Kind(192), Kind(256), *_SHARED_SUMS, *_in_packets(Kind(64, (1, 2)), _SWAPPED_SUM._replace(cluster=(2, 2)))})
+    | _in_one_step(Kind(128), Kind(192), Kind(256), *_SHARED_SUMS, *_in_packets(Kind(64, (1, 2)), _SWAPPED_SUM._replace(cluster=(2, 2))))
 )
 _SUMS_OF_SEVERAL = (
     _PULLED
@@ -113,7 +112,7 @@ _SUMS_OF_SEVERAL = (
     | _SWAPPED_SUMS
     | _TOGETHER
     | _in_packets(Kind(128, (2, 1)))
-    | _in_one_step(_in_packets(Kind(128), Kind(128, shared=True)))
+    | _in_one_step(*_in_packets(Kind(128), Kind(128, shared=True)))
 )
 
 _ALONE = {GATHER: _PRODUCTS, REDUCE_SCATTER: _SUMS_OF_ONE, ALLREDUCE: _SUMS_OF_ONE}

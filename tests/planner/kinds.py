@@ -1,9 +1,9 @@
 """Which kernels should serve all N and K? ``python tests/planner/kinds.py`` finds them anew.
 
-For drawn N, K and rows (up to 16384, log-uniform) every plan that the model chooses from is predicted. Then kinds of
-kernels are taken one by one, each the one that makes the fastest of those taken the least slower than the fastest of all, in the geometric
-mean: per op and world a line each, with that mean and the worst ratio so far, and whether the kind is one of ``planner/kinds.py`` ("+").
-Those come first with ``--kept``, and what is printed for them last is what choosing of them costs.
+For drawn N, K and rows (up to 16384, log-uniform) every plan that the model chooses from is predicted. Then kinds of kernels are taken one
+by one, each the one that makes the fastest of those taken the least slower than the fastest of all, in the geometric mean: per op and world
+a line each, with that mean and the worst ratio so far, and whether the kind is one of ``planner/kinds.py`` ("+"). Those come first with
+``--kept``, and what is printed for them last is what choosing of them costs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def cases(world: Topology, drawn: int, rng: np.random.Generator) -> Iterator[tup
 
 
 def cost(found: list[Case], taken: set[Kind]) -> tuple[float, float]:
-    """Of choosing among these: the geometric mean, and the worst, of the ratios to the fastest."""
+    """What choosing among these costs: the geometric mean, and the worst, of the ratios to the fastest."""
     ratios = [min((ratio for kind, ratio in case.ratios.items() if kind in taken), default=LARGE) for case in found]
     return math.exp(sum(map(math.log, ratios)) / len(ratios)), max(ratios)
 

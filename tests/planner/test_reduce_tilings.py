@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -179,13 +178,16 @@ def test_ctas_share_k_as_asked_for(op: str, size: int) -> None:
 @pytest.mark.parametrize("world", ["1x1", "1x2", "1x5", "2x2"])
 def test_no_cta_is_without_a_tile_where_all_of_them_multiply(op: str, world: str, rng: np.random.Generator) -> None:
     """In packets, or a world of one; the device spreads fewer CTAs over what SMs share. Where others push or add up, all SMs have CTAs."""
-    trimmed, plan = 0, plan_of(op, 7, 520, 1000, world=world)
+    trimmed = 0
     for _ in range(60):
         rows, n, k = (int(2 ** rng.uniform(0, 11)), *(8 * int(2 ** rng.uniform(4, 11)) for _ in range(2)))
         clusters = [(1, 1), (2, 1), (1, 2), (2, 2)][rng.integers(4)]
         tiling = Tiling(64, None, 1, clusters[0], None, clusters[1]) if rng.random() < 0.5 else None
-        with env.override(MKERNEL_PLANNER="rules"), contextlib.suppress(TilingError):  # not all have clusters
-            plan = plan_of(op, rows, n, k, tiling, world)
+        try:
+            with env.override(MKERNEL_PLANNER="rules"):
+                plan = plan_of(op, rows, n, k, tiling, world)
+        except TilingError:  # not all have clusters
+            continue
         if not plan.packets and world != "1x1":
             assert plan.grid == plan.split.total
             continue
