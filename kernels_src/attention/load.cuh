@@ -47,11 +47,12 @@ class Producer {
 
   MK_DEVICE void offer(const AttentionItem& item, uint32_t number, bool has_keys) {
     if (is_elected_) {
-      storage_.items.wait_taken(item_at_);
-      storage_.item[item_at_.index] = ItemHeader{item, number, has_keys};
-      storage_.items.fill(item_at_);
+      const RingPosition<kItemQueue> at = storage_.items_at;
+      storage_.items.wait_taken(at);
+      storage_.item[at.index] = ItemHeader{item, number, has_keys};
+      storage_.items.fill(at);
+      storage_.items_at.advance();
     }
-    item_at_.advance();
     ptx::sync_warp();
   }
 
@@ -224,7 +225,6 @@ class Producer {
   MaybeEntered entered_;
   const bool is_elected_;
   bool has_entered_ = false, ok_ = true;
-  RingPosition<kItemQueue> item_at_;
   RingPosition<1> query_at_, parts_at_;
   RingPosition<Shape::kStages> key_at_;
   RingPosition<Shape::kValueStages> value_at_;

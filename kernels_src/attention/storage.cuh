@@ -38,13 +38,14 @@ struct AttentionStorage {
   Handshake<Shape::kStages> keys;
   Handshake<Shape::kValueStages> values;
   Handshake<kItemQueue> items;
-  Handshake<1> parts;      // producer, consumers: the other parts of an item are there to be merged,
-  uint32_t parts_failed;   // or the call has failed
-  Handshake<1> left;       // consumers, warp 1: what they leave of a part is in memory,
-  uint32_t left_number;    // and this is the part's number; kNoItem at the end
-  uint64_t padded;         // values that the producer completes with zeros before it gives them to the consumers
-  uint32_t padded_parity;  // The producer's, which has few registers: which phase of `padded` comes next,
-  uint32_t items_taken;    // and how many items it has taken
+  Handshake<1> parts;                 // producer, consumers: the other parts of an item are there to be merged,
+  uint32_t parts_failed;              // or the call has failed
+  Handshake<1> left;                  // consumers, warp 1: what they leave of a part is in memory,
+  uint32_t left_number;               // and this is the part's number; kNoItem at the end
+  uint64_t padded;                    // values that the producer completes with zeros before it gives them to the consumers
+  uint32_t padded_parity;             // The producer's, which has few registers: which phase of `padded` comes next,
+  uint32_t items_taken;               // how many items it has taken,
+  RingPosition<kItemQueue> items_at;  // and where in `items` it offers the next one
   EntryGate entries;
 };
 
@@ -60,6 +61,7 @@ MK_DEVICE void attention_init(AttentionStorage<Config>& storage, bool traces) { 
   storage.left.init(kConsumerWarps, 1);
   ptx::mbarrier_init(&storage.padded, 1);
   storage.padded_parity = storage.items_taken = 0;
+  storage.items_at = {};
   storage.entries.init();
   for (uint32_t i = 0; i < Shape::kValueStages; ++i) storage.credit[i] = kNoCredit;
   ptx::mbarrier_init_fence();
