@@ -209,6 +209,12 @@ class Backend(abc.ABC):
         """
         return stream
 
+    def join(self, ctas: int) -> None:  # noqa: B027 (where a launch returns when its kernel has ended, there is nothing to order)
+        """Say that this world's kernels hold up to ``ctas`` SMs while they wait for other ranks.
+
+        Where all worlds of the process that have said so of one GPU need more SMs than it has, ``order`` is among all of their launches.
+        """
+
     def captures(self, turn: Any) -> bool:
         """Whether what ``order`` has returned belongs to a graph that is being captured (never on cpu)."""
         return False

@@ -191,6 +191,8 @@ def open_world(
         # Plans follow from SMs and from rank 0's machine; ranks compare neither.
         devices = [said.decode().split(" ", 1) for said in bootstrap.allgather(f"{backend.sm_count} {backend.name}".encode())]
         backend.sm_count = min(int(sms) for sms, _ in devices)
+        if topology.size > 1 and group is None:  # ranks of mk.launch are threads of this process, and must run beside each other
+            backend.join(backend.sm_count + (SMS if network.sms else 0))
         share = lambda: share_memory(control, backend, memory, topology, rank, network)  # noqa: E731
         rail = together(bootstrap, "the memory of its peers", share)
         parts = Parts(

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mkernel.runtime.cuda.backend import CudaBackend
 from mkernel.runtime.cuda.gpus import available
 from tests.gpu.calls import SECONDS, Calls
+from tests.runtime.processes import start_mpi
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_of_this_folder")]
 
@@ -202,3 +204,13 @@ def test_the_libraries() -> None:
     script = Path(__file__).parent / "streams.py"
     done = subprocess.run([sys.executable, str(script), "--ranks", str(ranks)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("processes", [2, 4])
+def test_worlds_on_streams_of_their_own(rng: np.random.Generator, processes: int) -> None:
+    """worlds_apart.py, of as many processes, which share GPUs if they must."""
+    script, shares = Path(__file__).parent / "worlds_apart.py", str(int(len(available()) < processes))
+    result = start_mpi("program", processes, worker=script, TEST_SEED=str(rng.integers(1 << 30)), MKERNEL_SHARE_GPUS=shares)
+    assert result.code == 0, result
+    assert result.lines == [{"rank": rank, "problems": []} for rank in range(processes)], result.errors

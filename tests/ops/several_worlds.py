@@ -68,11 +68,14 @@ def draw(rng: np.random.Generator, size: int) -> Partition:
     return Partition(colors.tolist(), rng.permutation(size).tolist(), 1 if rng.random() < 0.25 else None)
 
 
-def opened(partition: Partition, comm: Any) -> Partition:
+def opened(partition: Partition, comm: Any, sms: int | None = _SMS, timeout: float = 60.0) -> Partition:
     color, key = partition.colors[comm.rank], partition.keys[comm.rank]
     part = comm.Split(color if color >= 0 else MPI.UNDEFINED, key)
     if color >= 0:
-        partition.world = mk.init(part, target=_TARGET, heap_bytes=1 << 22, timeout=60.0, max_sms=_SMS, ranks_per_node=partition.per_node)
+        heap = 1 << (22 if sms else 26)
+        partition.world = mk.init(
+            part, target=_TARGET, heap_bytes=heap, timeout=timeout, max_sms=sms, ranks_per_node=partition.per_node if sms else None
+        )
         partition.planes = tuple(partition.world.empty((_PLANE,), "float16") for _ in range(2))
     return partition
 
@@ -166,9 +169,12 @@ def problem(seed: int, number: int, partition: Partition, heaps: list[Partition]
     else:
         found = call.replay(every[world.rank])
     right = expected(call.op, every, world.rank, call.sizes)
-    off = _NEAR * (1 + np.abs(right)) if call.op == "ring_attention" else 0
-    is_right = found.shape == right.shape and (np.abs(found.astype(np.float32) - right) <= off).all()
-    return None if is_right else f"call {number}: {call} of {members}"
+    return None if is_near(call.op, found, right) else f"call {number}: {call} of {members}"
+
+
+def is_near(op: str, found: NDArray[Any], right: NDArray[Any]) -> bool:
+    off = _NEAR * (1 + np.abs(right)) if op == "ring_attention" else 0
+    return found.shape == right.shape and bool((np.abs(found.astype(np.float32) - right) <= off).all())
 
 
 def _captured(world: Any, call: Call, arrays: list[Any], shape: tuple[int, ...]) -> Callable[[list[NDArray[Any]]], NDArray[Any]]:

@@ -23,6 +23,7 @@ __all__ = ["ModelBackend", "model"]
 class ModelBackend(FakeBackend):
     """A device of target cuda with the real order of launches and the real libraries over the model; its kernels do nothing."""
 
+    ROOM = 132  # SMs
     gpu: Gpu  # set by ``model``
     cupy: Cupy
 
@@ -50,6 +51,9 @@ class ModelBackend(FakeBackend):
     def capturing(self, stream: int) -> bool:
         return self.queue.capturing(stream)
 
+    def join(self, ctas: int) -> None:
+        self.queue.join(ctas, self.ROOM)
+
     def order(self, stream: int) -> Turn:
         return self.queue.order(stream)
 
@@ -74,6 +78,11 @@ class ModelBackend(FakeBackend):
 
     def synchronize(self) -> None:
         self.queue.synchronize()
+
+    def close(self) -> None:
+        for event in self.queue.close():
+            self.gpu.cuEventDestroy(event)
+        super().close()
 
 
 def model(monkeypatch: Any) -> tuple[Gpu, Cupy, Torch, type[ModelBackend]]:

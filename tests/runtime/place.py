@@ -14,17 +14,22 @@ from mkernel.runtime.options import Options
 from mkernel.runtime.world import World
 from tests.runtime.gpu_libraries import DTYPES
 from tests.runtime.gpu_model import Gpu
-from tests.runtime.model_device import model
+from tests.runtime.model_device import ModelBackend, model
 
 M, N, K = 16, 16, 16
 
 
 class Place:
-    """A world of one rank on the model, and what a program does there."""
+    """Worlds of one rank on the model, and what a program does there: ``world`` is the first of those that are open."""
 
-    def __init__(self, world: World, gpu: Gpu, cupy: Any, torch: Any) -> None:
-        self.world, self.gpu, self.cupy, self.torch = world, gpu, cupy, torch
+    def __init__(self, worlds: list[World], gpu: Gpu, cupy: Any, torch: Any) -> None:
+        self.worlds, self.gpu, self.cupy, self.torch = worlds, gpu, cupy, torch
+        self.ended = 0  # so many calls had ended when a world was closed last, which waits for its own
         self.now = {"cupy": cupy.now, "torch": torch.now}
+
+    @property
+    def world(self) -> World:
+        return self.worlds[0]
 
     def array(self, library: str, shape: tuple[int, int] = (M, K)) -> Any:
         if library == "cupy":
@@ -38,9 +43,14 @@ class Place:
     def use(self, library: str, stream: int) -> None:
         self.now[library].stream = stream
 
-    def call(self, a: Any = None, b: Any = None, **options: Any) -> Any:
+    def call(self, a: Any = None, b: Any = None, world: World | None = None, **options: Any) -> Any:
         a = self.array("cupy") if a is None else a
-        return mk.allgather_gemm(a, self.array("cupy", (K, N)) if b is None else b, world=self.world, **options)
+        return mk.allgather_gemm(a, self.array("cupy", (K, N)) if b is None else b, world=world or self.world, **options)
+
+    def close(self, world: World) -> None:
+        self.worlds.remove(world)
+        world.close()
+        self.ended = len(self.calls)
 
     def nothing(self, stream: int) -> None:
         """What comes in the order of calls, and launches nothing, as a copy of no rows."""
@@ -66,13 +76,22 @@ class Place:
         return found
 
     def check(self) -> None:
-        """Every call of the world, and what it keeps, is ordered after the one before."""
-        nodes = [node for pair in self.calls for node in pair if node is not None]
+        """Every call, and what it keeps, is ordered after the one before: of one world, or of worlds that do not fit beside each other."""
+        nodes = [node for pair in self.calls[self.ended :] for node in pair if node is not None]
         for before, after in itertools.pairwise(nodes):
-            assert self.gpu.ordered(before, after), "two calls of the world are not ordered"
+            assert self.gpu.ordered(before, after), "two calls are not ordered"
 
 
-def on_model(monkeypatch: pytest.MonkeyPatch, fn: Callable[[Place], Any]) -> Any:
+def on_model(monkeypatch: pytest.MonkeyPatch, fn: Callable[[Place], Any], worlds: int = 1, sms: int = ModelBackend.ROOM) -> Any:
+    """``worlds``: so many, each of which takes ``sms`` SMs, and all unless given."""
     gpu, cupy, torch, device = model(monkeypatch)
     options = Options(target="cuda", timeout=5.0, entry_timeout=20.0, heap_bytes=1 << 20)
-    return run(lambda world: fn(Place(world, gpu, cupy, torch)), 1, options, make_backend=device)[0]
+
+    def opened(*others: World) -> Any:
+        if len(others) < worlds:
+            return run(lambda world: opened(*others, world), 1, options, make_backend=device)[0]
+        for world in others if worlds > 1 else ():
+            world.backend.join(sms)
+        return fn(Place(list(others), gpu, cupy, torch))
+
+    return opened()

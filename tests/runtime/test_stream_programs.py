@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from mkernel.runtime.arrays.libraries import Crossing
 from mkernel.runtime.cuda import libraries as gpu_arrays
 from mkernel.runtime.cuda.streams import LaunchQueue
+from mkernel.runtime.world import World
 from tests.runtime.gpu_model import Gpu
 from tests.runtime.model_device import ModelBackend
 from tests.runtime.place import Place, on_model
@@ -42,8 +44,9 @@ class Program:
         for library in self.LIBRARIES:
             place.use(library, self.random.choice(self.streams))
         self.squares = {library: [Thing(library, place.array(library)) for _ in range(4)] for library in self.LIBRARIES}
-        self.graphs: list[tuple[Any, list[tuple[list[Thing], Thing, Thing | None]]]] = []
-        self.call()  # the plan is made before a capture
+        self.graphs: list[tuple[Any, list[tuple[list[Thing], Thing, Thing | None]], list[World]]] = []
+        for world in place.worlds:
+            self.call(world)  # the plan is made before a capture
 
     def current(self, library: str) -> int:
         return self.place.now[library].stream
@@ -54,9 +57,18 @@ class Program:
     def steps(self, count: int) -> None:
         kinds = [self.work, self.work, self.move, self.call, self.call, self.call, self.named, self.capture, self.replay, self.replay]
         kinds.append(lambda: self.place.nothing(self.random.choice(self.streams)))
+        if len(self.place.worlds) > 1:
+            kinds.append(self.close)
         for _ in range(count):
             self.random.choice(kinds)()
             self.place.check()
+
+    def close(self) -> None:
+        """Now and then a world is closed, and its graphs are replayed no more."""
+        if len(self.place.worlds) > 1 and self.random.random() < 0.1:
+            gone = self.random.choice(self.place.worlds)
+            self.place.close(gone)
+            self.graphs = [(graph, calls, worlds) for graph, calls, worlds in self.graphs if gone not in worlds]
 
     def touched(self, thing: Thing, node: int, *, writes: bool) -> None:
         """Work on an array comes after whatever wrote it, and a write after all that reads it."""
@@ -98,18 +110,18 @@ class Program:
         free = [t for library in libraries for t in self.squares[library] if all(t is not other for other in others)]
         return self.random.choice(free) if free and self.random.random() < 0.3 else None
 
-    def launch(self, inputs: list[Thing], out: Thing, kept: Thing | None, **options: Any) -> None:
-        gathered = None if kept is None else kept.array
-        self.place.call(inputs[0].array, inputs[1].array, out=out.array, gathered=gathered, **options)
+    def launch(self, inputs: list[Thing], out: Thing, kept: Thing | None, world: World | None = None, **options: Any) -> None:
+        gathered, world = None if kept is None else kept.array, world or self.random.choice(self.place.worlds)
+        self.place.call(inputs[0].array, inputs[1].array, world, out=out.array, gathered=gathered, **options)
 
-    def call(self) -> None:
-        (inputs, out), kept = self.operands(), None
+    def call(self, world: World | None = None) -> None:
+        (inputs, out), kept, world = self.operands(), None, world or self.random.choice(self.place.worlds)
         if self.random.random() < 0.3:  # a new result, that the library of the first operand goes on with
-            out = Thing(inputs[0].library, self.place.call(inputs[0].array, inputs[1].array))
+            out = Thing(inputs[0].library, self.place.call(inputs[0].array, inputs[1].array, world))
             self.squares[out.library][self.random.randrange(4)] = out
         else:
             kept = self.keeps([*inputs, out])
-            self.launch(inputs, out, kept)
+            self.launch(inputs, out, kept, world)
         self.made(inputs, out, kept, self.place.calls[-1])
 
     def named(self) -> None:
@@ -132,6 +144,7 @@ class Program:
             self.gpu.order(stream, fork)
         self.place.use(library, stream)
         calls: list[tuple[list[Thing], Thing, Thing | None]] = []
+        worlds: list[World] = []
         for _ in range(self.random.randint(1, 4)):
             a, b, out = (self.random.choice(self.squares[library]) for _ in range(3))
             if out is a or out is b:
@@ -142,7 +155,8 @@ class Program:
             if self.random.random() < 0.2:
                 self.place.nothing(where or stream)
             kept = self.keeps([a, b, out], [library])
-            self.launch([a, b], out, kept)
+            worlds.append(self.random.choice(self.place.worlds))
+            self.launch([a, b], out, kept, worlds[-1])
             if self.random.random() < 0.2:
                 self.place.nothing(where or stream)
             self.place.use(library, stream)
@@ -158,12 +172,12 @@ class Program:
         if fork is not None:
             self.gpu.order(fork, stream)
         self.place.use(library, before)
-        self.graphs.append((self.gpu.end_capture(stream), calls))
+        self.graphs.append((self.gpu.end_capture(stream), calls, worlds))
 
     def replay(self) -> None:
         if not self.graphs:
             return
-        graph, calls = self.random.choice(self.graphs)
+        graph, calls, _ = self.random.choice(self.graphs)
         before = len(self.place.calls)
         library = calls[0][1].library if calls else self.LIBRARIES[0]
         self.gpu.replay(graph, self.current(library))
@@ -171,15 +185,17 @@ class Program:
             self.made(inputs, out, kept, nodes)
 
 
+@pytest.mark.parametrize("worlds", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_any_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_model(monkeypatch, lambda place: Program(place, seed).steps(150))
+def test_any_program(seed: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_model(monkeypatch, lambda place: Program(place, seed).steps(150), worlds)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("worlds", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8, 108))
-def test_many_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_model(monkeypatch, lambda place: Program(place, seed).steps(300))
+def test_many_programs(seed: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_model(monkeypatch, lambda place: Program(place, seed).steps(300), worlds)
 
 
 def _without(owner: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -230,6 +246,41 @@ def _record_stays_at_the_first_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gpu, "_cuGraphRemoveDependencies", lambda self, *arguments: 0)
 
 
+def _mates_in_eager_calls_only(patch: pytest.MonkeyPatch) -> None:
+    real = LaunchQueue._order_in_capture
+
+    def order(self: LaunchQueue, stream: int, number: int) -> Any:
+        mates, self._mates = self._mates, ()
+        try:
+            return real(self, stream, number)
+        finally:
+            self._mates = mates
+
+    patch.setattr(LaunchQueue, "_order_in_capture", order)
+
+
+def _mates_by_their_last_stream_only(patch: pytest.MonkeyPatch) -> None:
+    """Replays of a mate are forgotten."""
+    _never_replayable(patch)
+    real = LaunchQueue._order
+
+    def order(self: LaunchQueue, stream: int, own: bool) -> Any:
+        self._replayable = True  # as far as the own ones go
+        return real(self, stream, own)
+
+    patch.setattr(LaunchQueue, "_order", order)
+
+
+def _tails_are_destroyed(patch: pytest.MonkeyPatch) -> None:
+    real = LaunchQueue.close
+
+    def close(self: LaunchQueue) -> list[Any]:
+        self._is_awaited = False
+        return real(self)
+
+    patch.setattr(LaunchQueue, "close", close)
+
+
 REVERSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "operands are not waited for": _without(LaunchQueue, "follow"),
     "libraries do not wait for calls": _without(LaunchQueue, "lead"),
@@ -253,16 +304,25 @@ REVERSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("reversal", REVERSALS)
+OF_WORLDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "worlds do not join": _without(ModelBackend, "join"),
+    "graphs know nothing of other worlds": _mates_in_eager_calls_only,
+    "replays of other worlds are forgotten": _mates_by_their_last_stream_only,
+    "what graphs of other worlds wait for is destroyed": _tails_are_destroyed,
+    "a world that is closed is still waited for": _without(LaunchQueue, "_leave"),
+}
+
+
+@pytest.mark.parametrize("reversal", [*REVERSALS, *OF_WORLDS])
 def test_programs_find_planted_reversals(reversal: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(place: Place) -> bool:
-        for seed in range(20):
-            try:
-                Program(place, seed).steps(150)
-            except (AssertionError, KeyError):
-                return True
+    def found(place: Place, seed: int) -> bool:
+        try:
+            Program(place, seed).steps(150)
+        except (AssertionError, KeyError):
+            return True
         return False
 
     with monkeypatch.context() as patch:
-        REVERSALS[reversal](patch)
-        assert on_model(patch, found)
+        (REVERSALS | OF_WORLDS)[reversal](patch)
+        worlds = 1 if reversal in REVERSALS else 3
+        assert any(on_model(patch, functools.partial(found, seed=seed), worlds) for seed in range(20))

@@ -365,3 +365,14 @@ def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert place.world.call_number == 600
 
     on_model(monkeypatch, use)
+
+
+@pytest.mark.parametrize(("sms", "is_ordered"), [(66, False), (67, True)])
+def test_worlds_are_ordered_where_they_do_not_fit_beside_each_other(monkeypatch: pytest.MonkeyPatch, sms: int, is_ordered: bool) -> None:
+    def use(place: Place) -> None:
+        for world in place.worlds:
+            place.call(world=world, stream=place.gpu.stream())
+        (first, _), (second, _) = place.calls
+        assert place.gpu.ordered(first, second) == is_ordered
+
+    on_model(monkeypatch, use, worlds=2, sms=sms)

@@ -64,7 +64,7 @@ class CudaBackend(Backend):
         self.name = name_of(ordinal)
         self.pci_address = pci_address_of(ordinal)
         attribute = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        self.sm_count = int(call(cuda.cuDeviceGetAttribute(attribute, ordinal), f"attributes of GPU {ordinal}"))
+        self.sm_count = self._sms = int(call(cuda.cuDeviceGetAttribute(attribute, ordinal), f"attributes of GPU {ordinal}"))
         self.xp = cupy
         self._context = call(cuda.cuDevicePrimaryCtxRetain(ordinal), f"opening GPU {ordinal}")
         self._frees: list[Callable[[], object]] = [lambda: call(cuda.cuDevicePrimaryCtxRelease(ordinal), f"closing GPU {ordinal}")]
@@ -218,6 +218,9 @@ class CudaBackend(Backend):
 
     def order(self, stream: int) -> Turn:
         return self._queue.order(stream)
+
+    def join(self, ctas: int) -> None:
+        self._queue.join(ctas, self._sms)
 
     def captures(self, turn: Turn) -> bool:
         return turn[2] is not None

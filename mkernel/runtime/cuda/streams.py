@@ -3,11 +3,15 @@
 One event, the *tail*, stands for everything that a world has launched. An eager call on another stream than the last one waits for it,
 and records it anew. A graph waits for it before its first call of the world and records it after its last one, by an event wait node and
 an event record node, so that every replay takes its place among the eager calls. docs/streams.md states what follows for programs.
+
+Kernels of several worlds that do not fit on the GPU together run in call order, too (``join``): each waits for its peers with all of its
+SMs, and two that begin in one order here and in the other order elsewhere would wait for each other.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from typing import Any
 
@@ -41,6 +45,9 @@ class _Capture:
 # the GPU's context is the thread's own. A plain tuple, because every call makes one.
 Turn = tuple[int, int, _Capture | None, bool]
 
+_joining = threading.Lock()
+_joined: list[LaunchQueue] = []  # of all GPUs
+
 
 class LaunchQueue(StreamQueries):
     """The order of one world's launches on one GPU. Methods may be called from any thread; they make the GPU's context current.
@@ -69,6 +76,9 @@ class LaunchQueue(StreamQueries):
         self._last_id = 0  # number of the stream where the tail was recorded last; 0: none, or not known
         self._anything = False  # whether anything has been launched or captured
         self._replayable = False  # graphs may record the tail at any time
+        self._ctas = self._room = 0  # see ``join``
+        self._mates: tuple[LaunchQueue, ...] = ()  # those whose launches take turns with this queue's
+        self._is_awaited = False  # graphs of mates wait for the tail
         with current(context):
             self._events = [new_event(), new_event()]
         self._tail, self._crossing = (int(event) for event in self._events)
@@ -76,6 +86,34 @@ class LaunchQueue(StreamQueries):
     def here(self) -> Any:
         """``with queue.here():`` the GPU's context is the calling thread's, and another thread's capture does not matter."""
         return current(self.context)
+
+    # ---- several worlds
+    def join(self, ctas: int, room: int) -> None:
+        """Say that kernels of this queue hold up to ``ctas`` of the GPU's ``room`` SMs while they wait for other ranks.
+
+        Where all queues of a GPU that have said so need more than there are, launches of each run after those made before in the others.
+        """
+        with _joining:
+            self._ctas, self._room = ctas, room
+            _joined.append(self)
+            self._arrange()
+
+    def _leave(self) -> None:
+        with _joining:
+            if self not in _joined:
+                return
+            _joined.remove(self)
+            mates, self._mates = self._mates, ()
+            self._arrange()
+        for mate in mates:
+            with mate.lock:  # no launch there looks at this queue any more
+                pass
+
+    def _arrange(self) -> None:
+        here = [queue for queue in _joined if queue._handle == self._handle]
+        fit = sum(queue._ctas for queue in here) <= self._room
+        for queue in here:
+            queue._mates = () if fit else tuple(other for other in here if other is not queue)
 
     # ---- a launch
     def order(self, stream: int) -> Turn:
@@ -102,6 +140,9 @@ class LaunchQueue(StreamQueries):
             stream_id = self._id_of(stream)
             if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
                 self._check(self._wait(stream, self._tail, 0), "ordering two streams")
+            for mate in self._mates:
+                if mate._anything and (stream_id == 0 or stream_id != mate._last_id or mate._replayable):
+                    self._check(self._wait(stream, mate._tail, 0), "ordering two worlds")
             return stream, stream_id, None, own
         number = self._capture_of(stream)
         if number == FORBIDDEN:
@@ -114,12 +155,16 @@ class LaunchQueue(StreamQueries):
         capture = self._captures.get(number)
         if capture is None:
             self._check(self._wait(stream, self._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls")
+            for mate in self._mates:
+                mate._is_awaited = True
+                self._check(self._wait(stream, mate._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls of other worlds")
             while len(self._captures) >= _CAPTURES:
                 del self._captures[next(iter(self._captures))]
             capture = self._captures[number] = _Capture(self._frontier(stream)[0])
-        elif not self._follows(stream, capture.last):
-            self._node[0] = capture.last
-            self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
+        for one in (capture, *(mate._captures.get(number) for mate in self._mates)):
+            if one is not None and not self._follows(stream, one.last):
+                self._node[0] = one.last
+                self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
         capture.before = self._frontier_if_told(stream)
         return capture
 
@@ -257,9 +302,11 @@ class LaunchQueue(StreamQueries):
             return len(self._marks) < _MARKS
 
     def close(self) -> list[Any]:
-        """The events, for the caller to destroy; nothing is held any more."""
+        """The events, for the caller to destroy; nothing is held any more. What graphs of other worlds wait for stays."""
+        self._leave()
         with self.lock:
-            events = [*self._events, *(event for event, _ in self._held)]
+            events = [event for event in self._events if not (self._is_awaited and int(event) == self._tail)]
+            events += (event for event, _ in self._held)
             for kept in (self._events, self._marks, self._spare, self._held, self._captures):
                 kept.clear()
             return events
