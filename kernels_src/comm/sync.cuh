@@ -27,9 +27,9 @@ MK_DEVICE Call begin_call_ahead(const abi::World& world, uint32_t role) {
 // Of a kernel that may be launched early (KernelSpec.early): a call that has not begun, of which nothing but the role is known. Each thread begins it
 // before it touches memory. Only in a world of one: a CTA that waits for the kernel before it takes the place of what another rank may wait for.
 MK_DEVICE Call coming_call(const abi::World& world, uint32_t role) { return Call{world, 0, role, world.check}; }
-MK_DEVICE void begin_call_late(Call& call) {
+MK_DEVICE void begin_call_late(Call& call, bool reads_epoch) {
   ptx::wait_for_grids();
-  call.before = ptx::load_for_thread(&control_block(call.world)->epoch);
+  if (reads_epoch) call.before = ptx::load_for_thread(&control_block(call.world)->epoch);
 }
 
 // Whether this call is to be skipped: an earlier one has reported an error that this rank's host has not raised yet (comm/status.cuh). A skipped call

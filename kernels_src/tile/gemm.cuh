@@ -56,7 +56,9 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
     }
   }
   Pair<Config>::come();
-  if constexpr (kEarly) begin_call_late(call);  // all have read the epoch before the CTA leaves the call
+  // All that need the epoch have read it before the CTA leaves the call. The loading thread does not: it would wait for it where it uses the register
+  // for something else, before its first load.
+  if constexpr (kEarly) begin_call_late(call, warp != 0);
   Pair<Config>::meet();
   if (warp < 4) {
     ptx::registers_decrease<kProducerRegisters>();
