@@ -44,9 +44,7 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
     if (warp == 0) {
       first = first_item<Config>(call, op);
     } else if (ptx::lane_index() == 0) {
-      ptx::prefetch_map(&op.p.a_map);
-      ptx::prefetch_map(&op.p.b_map);
-      ptx::prefetch_map(&op.p.c_map);
+      op.prefetch_maps();
     }
   } else if (warp < 4 && ptx::lane_index() == 0) {
     if (warp == 2) {

@@ -174,6 +174,12 @@ struct BasicOp {
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
   MK_DEVICE int32_t b_plane(const TileCoordinate&) const { return 0; }
   MK_DEVICE float clamp() const { return p.clamp; }
+  MK_DEVICE void prefetch_maps() const {  // that tiles of few rows need first
+    ptx::prefetch_map(&p.a_map);
+    ptx::prefetch_map(&p.a_tail_map);
+    ptx::prefetch_map(&p.b_map);
+    ptx::prefetch_map(&p.c_map);
+  }
   MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
     if (!is_there(c)) return 0;
     const uint32_t left = p.rows - c.m * block_rows();

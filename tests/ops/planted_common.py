@@ -13,10 +13,10 @@ COMMON = [
     Bug(
         "the epoch is read when other CTAs may have ended the call",
         "tile/gemm.cuh",
-        "  if constexpr (kEarly) begin_call_late(call);  // all have read the epoch before the CTA leaves the call\n",
+        "  if constexpr (kEarly) begin_call_late(call, warp != 0);\n",
         world="1x1",
         tsan=True,
-        also=(("  Pair<Config>::meet();\n", "  Pair<Config>::meet();\n  if constexpr (kEarly) begin_call_late(call);\n"),),
+        also=(("  Pair<Config>::meet();\n", "  Pair<Config>::meet();\n  if constexpr (kEarly) begin_call_late(call, true);\n"),),
     ),
     Bug(
         "memory is touched while kernels before this one may still run",
