@@ -125,7 +125,7 @@ MK_KERNEL(kGemmThreads)(MK_GRID_CONSTANT Parameters p) {
   Storage& storage = shared_storage<Storage>();
   const uint32_t cta = ptx::cta_index();
   const abi::Role role = role_of(p, cta);
-  const Call call = begin_call(p.world, role);
+  const Call call = begin_call_ahead(p.world, role);
   if (ptx::thread_index() == 0) {
     storage.entries.init();
     storage.pull_barriers.init();

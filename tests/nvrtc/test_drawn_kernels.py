@@ -1,0 +1,95 @@
+"""Kernels of any op, world and options, as somebody may ask for them, compiled for sm_90a: none needs local memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
+
+from mkernel.jit import cuda
+from mkernel.planner import allgather_gemm, choice, moe_combine, moe_dispatch_gemm, moe_gemm_combine, ring_attention, ring_varlen
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.moe_combine import MoeCombineProblem
+from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
+from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
+from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
+from mkernel.planner.topology import Topology
+
+WORLDS = (  # nodes, ranks of each
+    *((1, 1), (1, 2), (1, 4), (1, 8)),
+    *((2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 4), (4, 8), (8, 8)),
+)
+OPS = (allgather_gemm.OP, REDUCE_SCATTER, ALLREDUCE, "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine", "ring_attention", "varlen")
+_SMS = 132
+_REGISTERS = 168  # of a thread, where a CTA has 384
+_SECONDS = 12.0  # of compilations; with --full as many as are drawn
+_DRAWN, _ALL = 40, 200
+
+
+def draw_plan(rng: np.random.Generator, op: str) -> Any:
+    """Of numbers that the kernel depends on, and of others that it should not."""
+    nodes, ranks = WORLDS[rng.integers(len(WORLDS))]
+    topology, dtype = Topology(nodes * ranks, ranks), str(rng.choice(("bfloat16", "float16")))
+    n, k = (8 * int(2 ** rng.uniform(3, 11)) for _ in range(2))
+    one, two, three = (bool(one) for one in rng.integers(2, size=3))
+    rows, specialize = int(2 ** rng.uniform(0, 13)), str(rng.choice(("default", "none", "all")))
+    if op == allgather_gemm.OP:
+        gather = AllGatherGemmProblem(topology, n, k, dtype, one, canonical=two)
+        return choice.plan_allgather_gemm(gather, rows, _SMS, specialize=specialize)
+    if op in (REDUCE_SCATTER, ALLREDUCE):
+        partials = "float32" if two and not three else "output"
+        return choice.plan_reduce(
+            ReduceProblem(op, topology, n, k, dtype, one, partials, canonical=three), rows, _SMS, specialize=specialize
+        )
+    topk, experts, tokens = int(rng.integers(1, 17)), int(2 ** rng.uniform(0, 6)), int(2 ** rng.uniform(2, 12))
+    if op == "moe_dispatch_gemm":
+        alignment, clamp = int(rng.choice((1, 8, 64))), float(rng.choice((0.0, 7.0)))
+        dispatched = MoeDispatchGemmProblem(
+            topology, n, k, dtype, one, experts, topk, tokens, tokens * topk + 64 * experts, alignment, two, three, clamp
+        )
+        return moe_dispatch_gemm.make_plan(dispatched, _SMS)
+    combined = MoeCombineProblem(topology, n, dtype, topk, experts, tokens, tokens * topk, one, two)
+    if op == "moe_combine":
+        return moe_combine.make_plan(combined, 0, _SMS)
+    if op == "moe_gemm_combine":
+        return moe_gemm_combine.make_plan(MoeGemmCombineProblem(combined, k, three), 0, _SMS)
+    heads = int(2 ** rng.integers(0, 4))
+    layout = str(rng.choice(LAYOUTS)) if one else "contiguous"
+    attention = RingAttentionProblem(
+        topology, heads * int(2 ** rng.integers(0, 4)), heads, int(rng.choice((64, 128))), dtype, one, layout, 0.1, op == "varlen", two
+    )
+    if op == "varlen":
+        return ring_varlen.make_plan(attention, rows, _SMS)
+    return ring_attention.make_plan(attention, Sizes(int(2 ** rng.integers(0, 4)), rows).code, _SMS)
+
+
+def has_room(plan: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Registers suffice for the plan's kernel."""
+    used = cuda.resources(cuda.compile(plan.spec))
+    assert (used.local_bytes, caplog.text) == (0, ""), f"spills, or wgmma serialized: {plan.describe()}"
+    assert used.registers <= _REGISTERS, plan.describe()
+
+
+def test_no_kernel_needs_local_memory(rng: np.random.Generator, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> None:
+    whole, begin, seen = request.config.getoption("--full"), time.monotonic(), set()
+    for number in range(_ALL if whole else _DRAWN):
+        plan = draw_plan(rng, OPS[number % len(OPS)])
+        if plan.spec in seen:
+            continue
+        seen.add(plan.spec)
+        has_room(plan, caplog)
+        if not whole and len(seen) >= len(OPS) and time.monotonic() - begin > _SECONDS:
+            break
+
+
+def test_kernels_that_needed_local_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """One word of the warp that loads, and the epoch, kept in uniform registers until consumers had none left for it."""
+    attention = RingAttentionProblem(Topology(4, 1), 8, 2, 64, "bfloat16", False, "contiguous", 0.1, packed=True)
+    has_room(ring_varlen.make_plan(attention, 4096, _SMS), caplog)
+    dispatch = MoeDispatchGemmProblem(Topology(8, 4), 144, 7200, "bfloat16", True, 24, 9, 461, 5685, 8, False, True, 7.0)
+    has_room(moe_dispatch_gemm.make_plan(dispatch, _SMS), caplog)
