@@ -10,9 +10,11 @@ import pytest
 from mkernel.errors import ArgumentError
 from mkernel.memory.driver import DriverError
 from mkernel.runtime.cuda import events, queries, streams
+from mkernel.runtime.cuda.streams import LaunchQueue
 from tests.runtime.fake import FakePlan
 from tests.runtime.gpu_libraries import Tensor
-from tests.runtime.gpu_model import IMPLICIT, LEGACY, PER_THREAD
+from tests.runtime.gpu_model import CONTEXT, IMPLICIT, LEGACY, PER_THREAD
+from tests.runtime.model_device import ModelBackend
 from tests.runtime.place import K, M, N, Place, on_model
 
 
@@ -376,3 +378,21 @@ def test_worlds_are_ordered_where_they_do_not_fit_beside_each_other(monkeypatch:
         assert place.gpu.ordered(first, second) == is_ordered
 
     on_model(monkeypatch, use, worlds=2, sms=sms)
+
+
+def test_a_world_that_comes_after_a_graph_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def use(place: Place) -> None:
+        backend = place.world.backend
+        assert isinstance(backend, ModelBackend)
+        place.call(stream=(stream := place.gpu.stream()))
+        place.gpu.begin_capture(stream)
+        place.call(*place.arrays()[:2], out=place.arrays()[2], stream=stream)
+        place.gpu.end_capture(stream)
+        backend.join(backend.ROOM)
+        assert caplog.text == ""
+        other = LaunchQueue(CONTEXT)
+        other.join(1, backend.ROOM)
+        assert "graphs captured before this world was opened" in caplog.text
+        other.close()
+
+    on_model(monkeypatch, use)

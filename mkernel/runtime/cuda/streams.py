@@ -11,6 +11,7 @@ SMs, and two that begin in one order here and in the other order elsewhere would
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections import deque
 from typing import Any
@@ -45,6 +46,7 @@ class _Capture:
 # the GPU's context is the thread's own. A plain tuple, because every call makes one.
 Turn = tuple[int, int, _Capture | None, bool]
 
+_log = logging.getLogger("mkernel")
 _joining = threading.Lock()
 _joined: list[LaunchQueue] = []  # of all GPUs
 
@@ -97,6 +99,8 @@ class LaunchQueue(StreamQueries):
             self._ctas, self._room = ctas, room
             _joined.append(self)
             self._arrange()
+        if any(mate._replayable for mate in self._mates):
+            _log.warning("graphs captured before this world was opened do not wait for its calls: capture them again (docs/streams.md)")
 
     def _leave(self) -> None:
         with _joining:
