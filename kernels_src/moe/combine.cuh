@@ -18,8 +18,9 @@ constexpr bool kWeighted = Config::kWeighted != 0;
 // The own node's rows, too, are first added up and rounded: then it does not matter whose token it is.
 constexpr bool kByNode = kNodes > 1 && Config::kCanonical != 0;
 constexpr ptx::Element kRowElement = Config::kFloat16 ? ptx::Element::kFloat16 : ptx::Element::kBFloat16;
-constexpr uint32_t kUnitValues = kWarpUnit / 2;           // in the 16 bytes that a lane loads of a row
-constexpr uint32_t kRowsAtOnce = kTopK <= 8 ? kTopK : 6;  // that a lane loads: their words are in registers, as are all addresses
+constexpr uint32_t kUnitValues = kWarpUnit / 2;  // in the 16 bytes that a lane loads of a row
+// That a lane loads: their words are in registers, as are all addresses and weights.
+constexpr uint32_t kRowsAtOnce = kTopK <= 8 ? kTopK : kTopK <= 12 ? 6 : 4;
 constexpr uint32_t kUnitsAtOnce = kTopK >= 8 ? 1 : kTopK >= 4 ? 2 : 4;       // of each row, so that about 8 loads are under way
 constexpr uint32_t kUnrolledNodes = kNodes <= 4 && kTopK <= 8 ? kNodes : 1;  // of the loop over node sums
 static_assert(kTopK >= 1 && kTopK <= 32, "a lane for each choice of a token");

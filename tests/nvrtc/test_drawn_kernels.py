@@ -18,6 +18,7 @@ from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
 from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
+from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
 
 WORLDS = (  # nodes, ranks of each
@@ -38,14 +39,14 @@ def draw_plan(rng: np.random.Generator, op: str) -> Any:
     n, k = (8 * int(2 ** rng.uniform(3, 11)) for _ in range(2))
     one, two, three = (bool(one) for one in rng.integers(2, size=3))
     rows, specialize = int(2 ** rng.uniform(0, 13)), str(rng.choice(("default", "none", "all")))
+    split = Split(compute=int(rng.integers(1, 100))) if rng.random() < 0.3 else None
     if op == allgather_gemm.OP:
         gather = AllGatherGemmProblem(topology, n, k, dtype, one, canonical=two)
-        return choice.plan_allgather_gemm(gather, rows, _SMS, specialize=specialize)
+        return choice.plan_allgather_gemm(gather, rows, _SMS, split, specialize=specialize)
     if op in (REDUCE_SCATTER, ALLREDUCE):
         partials = "float32" if two and not three else "output"
-        return choice.plan_reduce(
-            ReduceProblem(op, topology, n, k, dtype, one, partials, canonical=three), rows, _SMS, specialize=specialize
-        )
+        summed = ReduceProblem(op, topology, n, k, dtype, one, partials, canonical=three)
+        return choice.plan_reduce(summed, rows, _SMS, split, specialize=specialize)
     topk, experts, tokens = int(rng.integers(1, 17)), int(2 ** rng.uniform(0, 6)), int(2 ** rng.uniform(2, 12))
     if op == "moe_dispatch_gemm":
         alignment, clamp = int(rng.choice((1, 8, 64))), float(rng.choice((0.0, 7.0)))
@@ -88,8 +89,10 @@ def test_no_kernel_needs_local_memory(rng: np.random.Generator, caplog: pytest.L
 
 
 def test_kernels_that_needed_local_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """One word of the warp that loads, and the epoch, kept in uniform registers until consumers had none left for it."""
+    """One word of the warp that loads; the epoch, in uniform registers until consumers had none left for it; 16 rows with weights."""
     attention = RingAttentionProblem(Topology(4, 1), 8, 2, 64, "bfloat16", False, "contiguous", 0.1, packed=True)
     has_room(ring_varlen.make_plan(attention, 4096, _SMS), caplog)
     dispatch = MoeDispatchGemmProblem(Topology(8, 4), 144, 7200, "bfloat16", True, 24, 9, 461, 5685, 8, False, True, 7.0)
     has_room(moe_dispatch_gemm.make_plan(dispatch, _SMS), caplog)
+    combined = MoeCombineProblem(Topology(32, 8), 312, "float16", 16, 2, 387, 6192, True)
+    has_room(moe_gemm_combine.make_plan(MoeGemmCombineProblem(combined, 8680, False), 0, _SMS), caplog)

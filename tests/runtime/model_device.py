@@ -98,5 +98,6 @@ def model(monkeypatch: Any) -> tuple[Gpu, Cupy, Torch, type[ModelBackend]]:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(real_driver, "driver", lambda: gpu)
+    monkeypatch.setattr(streams, "_joined", [])  # worlds of tests that failed, or were made to, are never closed
     monkeypatch.setitem(sys.modules, "torch", torch)
     return gpu, cupy, torch, type("Device", (ModelBackend,), {"gpu": gpu, "cupy": cupy})
