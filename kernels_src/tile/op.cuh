@@ -37,6 +37,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.a_k(c, part) } -> Same<int32_t>;
   { op.b_map(c) } -> Same<const abi::TensorMap*>;  // where its columns of B are; of a slice a map with boxes of its width
   { op.b_plane(c) } -> Same<int32_t>;
+  op.prefetch_maps();                                    // those that first tiles are loaded by, and that of results. One thread
   requires Same<decltype(Op::kShortTiles), const bool>;  // whether c.is_short may be true; of results only, not of partial tiles
   requires !Op::kShortTiles || GemmShape<Config>::kHasHalves;
 
