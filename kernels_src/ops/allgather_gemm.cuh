@@ -228,15 +228,10 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
   MK_DEVICE int32_t a_plane(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? 0 : part * planes() + c.plane; }
   MK_DEVICE int32_t a_k(const TileCoordinate& c, uint32_t part) const { return is_own(c) ? part * part_k(p) : 0; }
-  MK_DEVICE void prefetch_maps() const {
-    if constexpr (kPackets) {  // tiles read what has been gathered only
-      ptx::prefetch_map(&p.gather_map);
-      ptx::prefetch_map(&p.gather_tail_map);
-      ptx::prefetch_map(&p.b_map);
-      ptx::prefetch_map(&p.c_map);
-    } else {
-      BasicOp::prefetch_maps();
-    }
+  MK_DEVICE void prefetch_a() const {
+    if constexpr (!kPackets) return BasicOp::prefetch_a();
+    ptx::prefetch_map(&p.gather_map);  // tiles read what has been gathered only
+    ptx::prefetch_map(&p.gather_tail_map);
   }
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate& c) const {
     return Config::kSlices > 1 && !Config::kBRowMajor && c.slice != 0 ? &p.b_slice_map : &p.b_map;

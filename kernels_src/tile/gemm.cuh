@@ -44,7 +44,9 @@ MK_DEVICE void compute_role(const Call& coming, const Op& op, GemmStorage<Config
     if (warp == 0) {
       first = first_item<Config>(call, op);
     } else if (ptx::lane_index() == 0) {
-      op.prefetch_maps();
+      op.prefetch_a();
+      ptx::prefetch_map(&op.p.b_map);
+      ptx::prefetch_map(&op.p.c_map);
     }
   } else if (warp < 4 && ptx::lane_index() == 0) {
     if (warp == 2) {

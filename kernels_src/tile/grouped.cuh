@@ -110,11 +110,9 @@ struct GroupedTiles : BasicOp<Config, Parameters> {
   MK_DEVICE bool is_low(const TileCoordinate& c) const { return kShortTiles ? c.is_short : rows(c) <= kBlockRows; }
   MK_DEVICE uint32_t load_rows(const TileCoordinate& c) const { return is_low(c) ? kBlockRows : Shape::kBlockM; }
   MK_DEVICE const abi::TensorMap* a_map(const TileCoordinate& c) const { return is_low(c) ? &p.a_short_map : &p.a_map; }
-  MK_DEVICE void prefetch_maps() const {
+  MK_DEVICE void prefetch_a() const {
     ptx::prefetch_map(&p.a_map);
     ptx::prefetch_map(&p.a_short_map);
-    ptx::prefetch_map(&p.b_map);
-    ptx::prefetch_map(&p.c_map);
   }
   MK_DEVICE int32_t b_plane(const TileCoordinate& c) const { return c.plane; }
 

@@ -37,7 +37,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.a_k(c, part) } -> Same<int32_t>;
   { op.b_map(c) } -> Same<const abi::TensorMap*>;  // where its columns of B are; of a slice a map with boxes of its width
   { op.b_plane(c) } -> Same<int32_t>;
-  op.prefetch_maps();                                    // those that first tiles are loaded by, and that of results. One thread
+  op.prefetch_a();                                       // the maps that rows of A are loaded by. One thread
   requires Same<decltype(Op::kShortTiles), const bool>;  // whether c.is_short may be true; of results only, not of partial tiles
   requires !Op::kShortTiles || GemmShape<Config>::kHasHalves;
 
@@ -175,11 +175,9 @@ struct BasicOp {
   MK_DEVICE const abi::TensorMap* b_map(const TileCoordinate&) const { return &p.b_map; }
   MK_DEVICE int32_t b_plane(const TileCoordinate&) const { return 0; }
   MK_DEVICE float clamp() const { return p.clamp; }
-  MK_DEVICE void prefetch_maps() const {  // that tiles of few rows need first
+  MK_DEVICE void prefetch_a() const {
     ptx::prefetch_map(&p.a_map);
     ptx::prefetch_map(&p.a_tail_map);
-    ptx::prefetch_map(&p.b_map);
-    ptx::prefetch_map(&p.c_map);
   }
   MK_DEVICE uint32_t rows(const TileCoordinate& c) const {
     if (!is_there(c)) return 0;

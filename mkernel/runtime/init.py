@@ -170,6 +170,7 @@ def open_world(
     device: int | str = "cpu"
     if target == "cuda":
         device = choose_device(infos, rank).ordinal if make_backend is None else 0
+    engine_sms = SMS if network.sms and target == "cuda" else 0  # target cpu has an SM for everybody
     make = make_backend or backend_maker(thread_ranks)
     waiting: Waiting = not_told
     if thread_ranks is not None:
@@ -183,7 +184,7 @@ def open_world(
         def open_device() -> tuple[Backend, Memory]:
             backend = make(target, device, rank)
             undo.callback(backend.close)
-            free = backend.sm_count - (SMS if network.sms and target == "cuda" else 0)  # target cpu has an SM for everybody
+            free = backend.sm_count - engine_sms
             backend.sm_count = min(free, options.max_sms or free)
             return backend, open_memory(backend, options.heap_bytes or HEAP_BYTES[target], topology, rank, network, undo)
 
@@ -191,8 +192,8 @@ def open_world(
         # Plans follow from SMs and from rank 0's machine; ranks compare neither.
         devices = [said.decode().split(" ", 1) for said in bootstrap.allgather(f"{backend.sm_count} {backend.name}".encode())]
         backend.sm_count = min(int(sms) for sms, _ in devices)
-        if topology.size > 1 and group is None:  # ranks of mk.launch are threads of this process, and must run beside each other
-            backend.join(backend.sm_count + (SMS if network.sms else 0))
+        if topology.size > 1:
+            backend.join(backend.sm_count + engine_sms)
         share = lambda: share_memory(control, backend, memory, topology, rank, network)  # noqa: E731
         rail = together(bootstrap, "the memory of its peers", share)
         parts = Parts(

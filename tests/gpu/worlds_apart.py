@@ -26,6 +26,7 @@ from tests.ops import several_worlds as worlds
 from tests.runtime.worker import tell
 
 CALLS, WORLDS, KINDS = 48, 3, 2  # worlds of a process, and problems of each
+_OPTIONS = {"heap_bytes": 1 << 26, "timeout": 20.0, "max_sms": None}
 _FEWEST = 5000  # columns: tiles for most SMs
 _HELD_NS = 3_000_000  # at most
 _OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
@@ -54,7 +55,7 @@ class Program:
         self.seed, self.comm = seed, comm
         self.rng, self.own = np.random.default_rng([seed, 2]), np.random.default_rng([seed, 3, comm.rank])
         self.hold = cupy.RawModule(code=_KERNELS.read_text(), options=("--std=c++17",)).get_function("hold")
-        self.partitions = [worlds.opened(self._partition(), comm, None, 20.0) for _ in range(WORLDS)]
+        self.partitions = [worlds.opened(self._partition(), comm, **_OPTIONS) for _ in range(WORLDS)]
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(WORLDS)]
         self.kinds = [[self._kind() for _ in range(KINDS)] for _ in range(WORLDS)]
 
@@ -63,7 +64,7 @@ class Program:
         while True:
             partition = worlds.draw(self.rng, self.comm.size)
             if any(len(partition.members(color)) > 1 for color in {*partition.colors} - {-1}):
-                return partition
+                return dataclasses.replace(partition, per_node=None)
 
     def _kind(self) -> tuple[str, int, int]:
         rng = self.rng

@@ -68,14 +68,12 @@ def draw(rng: np.random.Generator, size: int) -> Partition:
     return Partition(colors.tolist(), rng.permutation(size).tolist(), 1 if rng.random() < 0.25 else None)
 
 
-def opened(partition: Partition, comm: Any, sms: int | None = _SMS, timeout: float = 60.0) -> Partition:
+def opened(partition: Partition, comm: Any, **options: Any) -> Partition:
     color, key = partition.colors[comm.rank], partition.keys[comm.rank]
     part = comm.Split(color if color >= 0 else MPI.UNDEFINED, key)
     if color >= 0:
-        heap = 1 << (22 if sms else 26)
-        partition.world = mk.init(
-            part, target=_TARGET, heap_bytes=heap, timeout=timeout, max_sms=sms, ranks_per_node=partition.per_node if sms else None
-        )
+        options = {"heap_bytes": 1 << 22, "timeout": 60.0, "max_sms": _SMS} | options
+        partition.world = mk.init(part, target=_TARGET, ranks_per_node=partition.per_node, **options)
         partition.planes = tuple(partition.world.empty((_PLANE,), "float16") for _ in range(2))
     return partition
 

@@ -250,11 +250,11 @@ def _mates_in_eager_calls_only(patch: pytest.MonkeyPatch) -> None:
     real = LaunchQueue._order_in_capture
 
     def order(self: LaunchQueue, stream: int, number: int) -> Any:
-        mates, self._mates = self._mates, ()
+        line, self._line = self._line, (self,)
         try:
             return real(self, stream, number)
         finally:
-            self._mates = mates
+            self._line = line
 
     patch.setattr(LaunchQueue, "_order_in_capture", order)
 

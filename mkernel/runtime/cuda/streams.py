@@ -79,8 +79,8 @@ class LaunchQueue(StreamQueries):
         self._anything = False  # whether anything has been launched or captured
         self._replayable = False  # graphs may record the tail at any time
         self._ctas = self._room = 0  # see ``join``
-        self._mates: tuple[LaunchQueue, ...] = ()  # those whose launches take turns with this queue's
-        self._is_awaited = False  # graphs of mates wait for the tail
+        self._line: tuple[LaunchQueue, ...] = (self,)  # those whose launches take turns: this queue first
+        self._is_awaited = False  # graphs of other queues wait for the tail
         with current(context):
             self._events = [new_event(), new_event()]
         self._tail, self._crossing = (int(event) for event in self._events)
@@ -99,7 +99,7 @@ class LaunchQueue(StreamQueries):
             self._ctas, self._room = ctas, room
             _joined.append(self)
             self._arrange()
-        if any(mate._replayable for mate in self._mates):
+        if any(other._replayable for other in self._line[1:]):
             _log.warning("graphs captured before this world was opened do not wait for its calls: capture them again (docs/streams.md)")
 
     def _leave(self) -> None:
@@ -107,17 +107,17 @@ class LaunchQueue(StreamQueries):
             if self not in _joined:
                 return
             _joined.remove(self)
-            mates, self._mates = self._mates, ()
+            others, self._line = self._line[1:], (self,)
             self._arrange()
-        for mate in mates:
-            with mate.lock:  # no launch there looks at this queue any more
+        for other in others:
+            with other.lock:  # no launch there looks at this queue any more
                 pass
 
     def _arrange(self) -> None:
         here = [queue for queue in _joined if queue._handle == self._handle]
         fit = sum(queue._ctas for queue in here) <= self._room
         for queue in here:
-            queue._mates = () if fit else tuple(other for other in here if other is not queue)
+            queue._line = (queue,) if fit else (queue, *(other for other in here if other is not queue))
 
     # ---- a launch
     def order(self, stream: int) -> Turn:
@@ -142,11 +142,9 @@ class LaunchQueue(StreamQueries):
         answers = self._answers
         if self._get_capture(stream, self._status_at, self._capture_at, None, None, None) == 0 and answers.status == 0:  # no capture
             stream_id = self._id_of(stream)
-            if (stream_id == 0 or stream_id != self._last_id or self._replayable) and self._anything:
-                self._check(self._wait(stream, self._tail, 0), "ordering two streams")
-            for mate in self._mates:
-                if mate._anything and (stream_id == 0 or stream_id != mate._last_id or mate._replayable):
-                    self._check(self._wait(stream, mate._tail, 0), "ordering two worlds")
+            for queue in self._line:
+                if (stream_id == 0 or stream_id != queue._last_id or queue._replayable) and queue._anything:
+                    self._check(self._wait(stream, queue._tail, 0), "ordering two streams")
             return stream, stream_id, None, own
         number = self._capture_of(stream)
         if number == FORBIDDEN:
@@ -158,14 +156,14 @@ class LaunchQueue(StreamQueries):
     def _order_in_capture(self, stream: int, number: int) -> _Capture:
         capture = self._captures.get(number)
         if capture is None:
-            self._check(self._wait(stream, self._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls")
-            for mate in self._mates:
-                mate._is_awaited = True
-                self._check(self._wait(stream, mate._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls of other worlds")
+            for queue in self._line:
+                queue._is_awaited |= queue is not self
+                self._check(self._wait(stream, queue._tail, _WAIT_EXTERNAL), "ordering a graph after earlier calls")
             while len(self._captures) >= _CAPTURES:
                 del self._captures[next(iter(self._captures))]
             capture = self._captures[number] = _Capture(self._frontier(stream)[0])
-        for one in (capture, *(mate._captures.get(number) for mate in self._mates)):
+        for queue in self._line:
+            one = queue._captures.get(number)
             if one is not None and not self._follows(stream, one.last):
                 self._node[0] = one.last
                 self._check(self._update(stream, self._node, 1, _ADD_DEPENDENCIES), "ordering two streams of a capture")
