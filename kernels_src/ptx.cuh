@@ -124,14 +124,21 @@ MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(cta));
   return address;
 }
-MK_DEVICE void cluster_store(uint32_t* p, uint32_t cta, uint32_t v) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address(p, cta)), "r"(v) : "memory");
+// Stores a word some time later, and then tells the barrier, which expects 4 bytes, as a load by TMA does: a thread that waits for it sees the word.
+// Releases nothing else.
+MK_DEVICE void cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(cluster_address(p, cta)), "r"(v),
+               "r"(cluster_address(bar, cta))
+               : "memory");
 }
-MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) {  // release at cluster scope
+MK_DEVICE void cluster_arrive(uint64_t* bar,
+                              uint32_t cta) {  // release at cluster scope: on sm_90 a fence of GPU scope, 1000 cycles and more
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
 }
-// By a thread that has read, and has nothing to release to the other CTA: release at cluster scope is a fence of GPU scope on sm_90.
-MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) {
+MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) {  // by a thread that has nothing to release to the other CTA: no fence
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
+}
+MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) {  // the same, by one that has read what the other CTA may write over
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
 }
 // As mbarrier_wait, of this CTA's barrier, for what another CTA has released by cluster_arrive: acquire at cluster scope.

@@ -1,5 +1,6 @@
 // TMA and bulk copies. A load reads and writes at some later turn. A store reads shared memory at one turn and writes at another. Copies
 // are independent of each other, so they happen in any order; half of them only when nothing else can run, which is the latest legal time.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -21,6 +22,10 @@ uint32_t place(const AsyncCopy& copy, const char* shared_row, uint32_t chunk) {
 
 // ThreadSanitizer intercepts memcpy: every access is then one of the current (asynchronous) context.
 void load(AsyncCopy& copy) {
+  if (copy.kind == Copy::kPost) {  // not shown: whoever reads the word has waited for the barrier, which releases nothing else
+    memcpy(copy.shared, copy.buffer.get(), copy.bytes);
+    return;
+  }
   if (copy.kind == Copy::kBulkLoad) {
     tsan::read(copy.global, copy.bytes);
     tsan::write(copy.shared, copy.bytes);
@@ -79,7 +84,7 @@ void complete_load(Scheduler& s, AsyncCopy& copy) {
     return s.fail_launch(*cta.launch, format("rank %u, CTA %u: the mbarrier at shared +0x%x received %lld bytes more than expected",
                                              cta.launch->rank, cta.index, offset, static_cast<long long>(-bar.transactions)));
   }
-  tsan::release(&bar.sync[bar.phase()]);
+  if (copy.kind != Copy::kPost) tsan::release(&bar.sync[bar.phase()]);
   complete_phase_if_done(s, cta, offset, bar);
 }
 
@@ -222,7 +227,8 @@ void check_load(Cta& cta, uint32_t offset, uint32_t bytes, uint64_t* bar, const 
 }
 
 // Data that another CTA or an engine has written while this kernel runs comes with a flag. Between the acquire of the flag and a TMA load
-// of the data there must be a fence.proxy.async: then the latest fence in this thread's past is younger than the write.
+// of the data there must be a fence.proxy.async: then the latest fence in this thread's past is younger than the write. And the acquire must be in its
+// past: so is the latest one.
 void check_source(const void* global, size_t bytes, const char* what) {
   Scheduler& s = scheduler();
   if (s.written.empty() || bytes == 0) return;
@@ -231,9 +237,18 @@ void check_source(const void* global, size_t bytes, const char* what) {
                  last = (reinterpret_cast<uint64_t>(global) + bytes - 1) / kLineBytes;
   for (uint64_t line = first; line <= last; ++line) {
     const auto it = s.written.find(line);
-    if (it == s.written.end() || it->second.turn < fiber.cta->launch->begin || it->second.turn <= fiber.clock.fenced) continue;
+    const uint64_t known = std::min(fiber.past.fenced, fiber.past.acquired);
+    if (it == s.written.end() || it->second.turn < fiber.cta->launch->begin || it->second.turn <= known) continue;
     const Writer& writer = s.writers[it->second.writer];
     if (writer.launch == fiber.cta->launch->id && writer.cta == fiber.cta->index) continue;
+    if (it->second.turn <= fiber.past.fenced) {
+      s.fail_fiber(
+          "missing release or acquire: %s reads global memory at 0x%llx (%s), which %s has written later than this thread, or any that it "
+          "has "
+          "waited for by what releases, last acquired a flag",
+          what, static_cast<unsigned long long>(line * kLineBytes), s.memory_name(line * kLineBytes).c_str(),
+          s.writer_name(writer).c_str());
+    }
     s.fail_fiber(
         "missing fence.proxy.async: %s reads global memory at 0x%llx (%s), which %s has written later than the last fence_proxy_async "
         "before this load. After the acquire of the data's flag there must be one (or the flag was raised too early: by a thread that had "
@@ -334,6 +349,20 @@ void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar
   check_source(global, bytes, "bulk_load");
   auto copy = new_copy(Copy::kBulkLoad, smem, bytes);
   copy->global = static_cast<char*>(const_cast<void*>(global)), copy->bar = bar;
+  call.scheduler.issue(std::move(copy));
+}
+
+void mkc_cluster_post(uint32_t* p, uint64_t* bar, uint32_t rank, uint32_t value) {
+  const Call call;
+  Cta& cta = cluster_cta(rank, "cluster_post");
+  const uint32_t offset = shared_offset(p, sizeof(value), sizeof(value), "cluster_post");
+  const uint32_t at = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), "cluster_post");
+  mbarrier_in(cta, at, "cluster_post");
+  auto copy = new_copy(Copy::kPost, cta.shared + offset, sizeof(value));
+  copy->cta = &cta;
+  copy->bar = reinterpret_cast<uint64_t*>(cta.shared + at);
+  copy->buffer.reset(new char[sizeof(value)]);
+  memcpy(copy->buffer.get(), &value, sizeof(value));
   call.scheduler.issue(std::move(copy));
 }
 

@@ -34,8 +34,8 @@ MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity);
 MKC_API uint32_t mkc_cluster_rank();
 MKC_API void mkc_cluster_sync();
 MKC_API uint32_t mkc_cluster_address(const void* p, uint32_t cta);
-MKC_API void mkc_cluster_store(uint32_t* p, uint32_t cta, uint32_t value);
-MKC_API void mkc_cluster_arrive(uint64_t* bar, uint32_t cta);
+MKC_API void mkc_cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t value);
+MKC_API void mkc_cluster_arrive(uint64_t* bar, uint32_t cta, bool releases);
 
 MKC_API void mkc_fence_proxy_async(bool shared_only);
 
@@ -50,7 +50,7 @@ MKC_API void mkc_store_wait(uint32_t pending, bool read_only);
 // The memory operations themselves are inlined into the kernel (ThreadSanitizer then sees them); these report them.
 MKC_API void mkc_check_word(const void* p, uint32_t bytes);  // before: is the address a legal one?
 MKC_API void mkc_acquired(const void* p, uint64_t seen);     // after an acquiring load
-MKC_API void mkc_released();                                 // after a store or atomic that others may wait for
+MKC_API void mkc_released(bool acquires);                    // after a store or atomic that others may wait for
 MKC_API uint32_t mkc_random(uint32_t count);                 // one of so many possibilities
 
 MKC_API void mkc_stmatrix(void* row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3, bool transposed);

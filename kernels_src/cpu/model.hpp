@@ -30,12 +30,13 @@ struct Launch;
 struct Cta;
 struct Fiber;
 
-// The turn of the latest fence.proxy.async in a thread's past. Joined wherever threads synchronize, so that any thread's fence counts for
-// those that come after it.
-struct ProxyClock {
-  uint64_t fenced = 0;
-  void join(const ProxyClock& other) {
+// The turns of the latest fence.proxy.async and of the latest acquire from another CTA, or rank, in a thread's past. Joined wherever threads
+// synchronize, so that what any thread does counts for those that come after it.
+struct Past {
+  uint64_t fenced = 0, acquired = 0;
+  void join(const Past& other) {
     if (other.fenced > fenced) fenced = other.fenced;
+    if (other.acquired > acquired) acquired = other.acquired;
   }
 };
 
@@ -77,7 +78,7 @@ struct Fiber {
   bool begun = true;      // false: an early kernel, which has not waited for the ones before it
   uint32_t shuffles = 0;  // where warp_index() has been called so far, as one number: alike for all lanes of a warp
   Waiting waiting;
-  ProxyClock clock;
+  Past past;
   std::vector<uint32_t> dirty;           // chunks written through the generic proxy since the last proxy fence
   std::vector<uint32_t> unfenced_inits;  // mbarriers
   std::unique_ptr<StoreGroups> stores;
@@ -94,7 +95,7 @@ struct Mbarrier {
   bool unobserved = false;       // the last phase moved bytes and nobody has waited for it yet
   char sync[2] = {};             // addresses for ThreadSanitizer, by phase: who comes late from one must not inherit from the next
   std::unique_ptr<char> passed;  // of the last phase that has completed: see pass()
-  ProxyClock clock;
+  Past past;
   std::vector<Fiber*> waiting;
   uint32_t phase() const { return completed & 1; }
   uint64_t word() const;  // what lies in shared memory
@@ -103,7 +104,7 @@ struct Mbarrier {
 struct NamedBarrier {
   uint32_t expected = 0, arrived = 0, generation = 0;
   char sync[2] = {};  // addresses for ThreadSanitizer, by generation
-  ProxyClock clock;
+  Past past;
   std::vector<Fiber*> waiting;
 };
 
@@ -113,7 +114,7 @@ enum class Meeting : uint8_t { kSync, kVote, kBroadcast, kShuffle, kStmatrix };
 struct Warp {
   struct Slots {
     uint32_t word[kLanes][4];
-    ProxyClock clock;
+    Past past;
   };
   Slots slots[2];
   uint32_t generation = 0;
@@ -184,9 +185,9 @@ struct Launch {
   std::string error;
 };
 
-enum class Copy : uint8_t { kTensorLoad, kBulkLoad, kTensorStore, kBulkStore };
+enum class Copy : uint8_t { kTensorLoad, kBulkLoad, kTensorStore, kBulkStore, kPost };
 
-// A TMA or bulk copy in flight.
+// A TMA or bulk copy in flight, or a word for another CTA's shared memory, which lies in `buffer`.
 struct AsyncCopy {
   Copy kind;
   bool has_read = false;  // a store: shared memory has been read
@@ -202,7 +203,7 @@ struct AsyncCopy {
   const char *first, *last;  // of the global memory that it touches: other copies' rows may lie between its own
   std::unique_ptr<char[]> buffer;
   char issued_sync;  // an address for ThreadSanitizer
-  bool is_load() const { return kind == Copy::kTensorLoad || kind == Copy::kBulkLoad; }
+  bool is_load() const { return kind == Copy::kTensorLoad || kind == Copy::kBulkLoad || kind == Copy::kPost; }
 };
 
 // Who has written a line: a thread of a CTA, or an engine with a put.

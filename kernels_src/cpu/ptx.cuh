@@ -75,9 +75,12 @@ MK_DEVICE uint32_t cluster_rank() { return mkc_cluster_rank(); }
 MK_DEVICE void cluster_come() {}
 MK_DEVICE void cluster_meet() { mkc_cluster_sync(); }
 MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) { return mkc_cluster_address(p, cta); }
-MK_DEVICE void cluster_store(uint32_t* p, uint32_t cta, uint32_t v) { mkc_cluster_store(p, cta, v); }
-MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta); }
-MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta); }
+MK_DEVICE void cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t v) { mkc_cluster_post(p, bar, cta, v); }
+MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, true); }
+MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, false); }
+MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) {
+  mkc_cluster_arrive(bar, cta, true);
+}  // reads come before what is written then
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
 MK_DEVICE void prefetch_map(const abi::TensorMap*) {}
@@ -132,13 +135,13 @@ template <class T>
 inline void store_release(T* p, T v) {
   mkc_check_word(p, sizeof(T));
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
-  mkc_released();
+  mkc_released(false);
 }
 template <class T>
 inline T atomic_add(T* p, T v, int order) {
   mkc_check_word(p, sizeof(T));
   const T old = order == __ATOMIC_RELAXED ? __atomic_fetch_add(p, v, __ATOMIC_RELAXED) : __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
-  mkc_released();
+  mkc_released(order != __ATOMIC_RELAXED);
   return old;
 }
 }  // namespace detail
@@ -166,7 +169,7 @@ MK_DEVICE void add_release(uint64_t* p, uint64_t v) { detail::atomic_add(p, v, _
 MK_DEVICE uint32_t compare_and_swap(uint32_t* p, uint32_t expected, uint32_t desired) {
   mkc_check_word(p, sizeof(uint32_t));
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-  mkc_released();
+  mkc_released(true);
   return expected;
 }
 
@@ -301,7 +304,7 @@ MK_DEVICE void store_packet(Words* p, const Words& v) {
   for (uint32_t i = 0; i < 4; ++i) {  // others may run between any two
     const uint32_t at = (first + i) % 4;
     __atomic_store_n(&p->word[at], v.word[at], __ATOMIC_RELAXED);
-    mkc_released();
+    mkc_released(false);
   }
 }
 MK_DEVICE void store_packet_if(bool wanted, Words* p, const Words& v) {
@@ -323,7 +326,7 @@ MK_DEVICE void store_pairs(Words* p, const Words& v) {
   for (uint32_t i = 0; i < 2; ++i) {  // others may run between the two
     const uint32_t at = (first + i) % 2;
     __atomic_store_n(reinterpret_cast<uint64_t*>(p) + at, v.word[2 * at] | uint64_t(v.word[2 * at + 1]) << 32, __ATOMIC_RELAXED);
-    mkc_released();
+    mkc_released(false);
   }
 }
 

@@ -33,6 +33,7 @@ void for_rows(const AsyncCopy& copy, F f) {
 // The same for any copy: f(global address, bytes).
 template <class F>
 void for_global(const AsyncCopy& copy, F f) {
+  if (copy.kind == Copy::kPost) return;
   if (copy.kind == Copy::kBulkLoad || copy.kind == Copy::kBulkStore) {
     f(copy.global, copy.bytes);
   } else {

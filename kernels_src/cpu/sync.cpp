@@ -34,7 +34,7 @@ void mark_dirty(Fiber& fiber, uint32_t offset) {
 
 // All arrive; the last one lets the waiting ones go.
 void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waiting& waiting) {
-  bar.clock.join(fiber.clock);
+  bar.past.join(fiber.past);
   const char* sync = &bar.sync[bar.generation % 2];
   if (waiting.kind != Wait::kCluster) tsan::release(sync);  // CTAs of a cluster meet without ordering memory
   const bool last = ++bar.arrived == bar.expected;
@@ -50,7 +50,7 @@ void meet(Scheduler& s, Fiber& fiber, NamedBarrier& bar, bool wait, const Waitin
     bar.waiting.push_back(&fiber);
     s.park(waiting);
   }
-  fiber.clock.join(bar.clock);
+  fiber.past.join(bar.past);
   tsan::acquire(sync);
 }
 
@@ -80,10 +80,10 @@ const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t
   }
   compare_lanes(s, fiber);
   Warp::Slots& slots = warp.slots[generation % 2];
-  if (warp.arrived == 0) slots.clock = ProxyClock();
+  if (warp.arrived == 0) slots.past = Past();
   warp.meeting = meeting;
   slots.word[lane][0] = w0, slots.word[lane][1] = w1, slots.word[lane][2] = w2, slots.word[lane][3] = w3;
-  slots.clock.join(fiber.clock);
+  slots.past.join(fiber.past);
   if (meeting == Meeting::kSync) tsan::release(&slots);  // the others order no memory
   if (++warp.arrived == kLanes) {
     warp.arrived = 0;
@@ -96,7 +96,7 @@ const Warp::Slots& meet_warp(Meeting meeting, uint32_t w0, uint32_t w1, uint32_t
   } else {
     s.park(Waiting{Wait::kWarp, generation, 0, kNever});
   }
-  fiber.clock.join(slots.clock);
+  fiber.past.join(slots.past);
   if (meeting == Meeting::kSync) tsan::acquire(&slots);
   return slots;
 }
@@ -156,7 +156,7 @@ namespace {
 // arrives for the next one comes after all waits for this one. ThreadSanitizer is shown a wait as a read, and the end of the next phase as a write.
 void pass(Fiber& fiber, Mbarrier& bar, uint32_t parity) {
   bar.unobserved = false;
-  fiber.clock.join(bar.clock);
+  fiber.past.join(bar.past);
   tsan::acquire(&bar.sync[parity]);
   if (bar.passed != nullptr) tsan::read(bar.passed.get(), 1);
 }
@@ -225,7 +225,10 @@ uint32_t mkc_warp_index(uint32_t line) {
   fiber.shuffles = fiber.shuffles * 0x9e3779b1 + line;
   return fiber.thread / kLanes;
 }
-void mkc_wait_for_grids() { self().begun = true; }
+void mkc_wait_for_grids() {
+  self().begun = true;
+  self().past.acquired = scheduler().turn;
+}
 uint32_t mkc_cta_index() { return self().cta->index; }
 uint32_t mkc_cta_count() { return self().cta->launch->grid; }
 char* mkc_shared_memory() { return self().cta->shared; }
@@ -330,15 +333,17 @@ void mkc_acquired(const void* p, uint64_t seen) {
   const Call call;
   Scheduler& s = call.scheduler;
   Fiber& fiber = call.fiber;
+  fiber.past.acquired = s.turn;
   uint64_t& known = fiber.cta->seen[p];
   const bool changed = known != seen;
   known = seen;
   if (s.chance(4)) s.yield(!changed);
 }
 
-void mkc_released() {
+void mkc_released(bool acquires) {
   const Call call;
   Scheduler& s = call.scheduler;
+  if (acquires) call.fiber.past.acquired = s.turn;
   tsan::release(&s.published);
   s.released = s.released_since_wake = true;
   s.progress();
@@ -374,7 +379,7 @@ void mkc_mbarrier_init_fence() {
 }
 
 namespace {
-void arrive(Scheduler& s, Fiber& fiber, Cta& cta, uint32_t offset, uint32_t expected_bytes) {
+void arrive(Scheduler& s, Fiber& fiber, Cta& cta, uint32_t offset, uint32_t expected_bytes, bool releases = true) {
   Mbarrier& bar = mbarrier_in(cta, offset, "mbarrier_arrive");
   if (bar.pending == 0)
     s.fail_fiber("mbarrier_arrive: the mbarrier at shared +0x%x has all its %u arrivals and waits for bytes", offset, bar.expected);
@@ -382,8 +387,9 @@ void arrive(Scheduler& s, Fiber& fiber, Cta& cta, uint32_t offset, uint32_t expe
   if (bar.transactions > kMaxCount)
     s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
-  bar.clock.join(fiber.clock);
-  tsan::release(&bar.sync[bar.phase()]);
+  if (releases) bar.past.join(fiber.past);
+  tsan::release(
+      &bar.sync[bar.phase()]);  // of every arrival: what a thread has waited for before it comes before what others arrive for after it
   --bar.pending;
   complete_phase_if_done(s, cta, offset, bar);
   s.progress();
@@ -451,19 +457,10 @@ uint32_t mkc_cluster_address(const void* p, uint32_t cta) {  // windows that are
   return shared_offset(p, 0, 1, "cluster_address") + kSharedBase + ((cta + 1) << 24);
 }
 
-void mkc_cluster_store(uint32_t* p, uint32_t rank, uint32_t value) {
-  const Call call;
-  const uint32_t offset = shared_offset(p, sizeof(uint32_t), sizeof(uint32_t), "cluster_store");
-  char* to = cluster_cta(rank, "cluster_store").shared + offset;
-  tsan::write(to, sizeof(uint32_t));
-  *reinterpret_cast<uint32_t*>(to) = value;
-  call.scheduler.maybe_yield();
-}
-
-void mkc_cluster_arrive(uint64_t* word, uint32_t rank) {
+void mkc_cluster_arrive(uint64_t* word, uint32_t rank, bool releases) {
   const Call call;
   const uint32_t offset = shared_offset(word, sizeof(uint64_t), sizeof(uint64_t), "cluster_arrive");
-  arrive(call.scheduler, call.fiber, cluster_cta(rank, "cluster_arrive"), offset, 0);
+  arrive(call.scheduler, call.fiber, cluster_cta(rank, "cluster_arrive"), offset, 0, releases);
 }
 
 // ---- proxies
@@ -471,7 +468,7 @@ void mkc_cluster_arrive(uint64_t* word, uint32_t rank) {
 void mkc_fence_proxy_async(bool shared_only) {
   const Call call;
   Fiber& fiber = call.fiber;
-  if (!shared_only) fiber.clock.fenced = call.scheduler.turn;
+  if (!shared_only) fiber.past.fenced = call.scheduler.turn;
   for (const uint32_t chunk : fiber.dirty) {
     uint16_t& owner = fiber.cta->dirty_owner[chunk];
     if (owner == fiber.thread + 1) owner = 0;

@@ -7,7 +7,7 @@
 // inputs of all these tiles, offers them to its own CTA, and sends them to the schedulers of the other CTAs, which offer them there. Where no row or
 // column is left for another CTA's tile, that is multiplied with zeros, none of it is stored or sent, and nobody is told of it. Barriers that the
 // CTAs share:
-//   relay.filled   of the other CTAs: the leader's scheduler arrives
+//   relay.filled   of the other CTAs: the leader's scheduler arrives, and their own, which expects an item
 //   relay.taken    of the leader: the other schedulers arrive
 //   stages.filled  of each CTA: its own loading thread arrives; bytes come from all of its row and column
 //   stages.taken   of each CTA: the consumers of all of its row and column, because its loading thread writes to them
@@ -39,26 +39,30 @@ struct Pair {
 
   MK_DEVICE static bool leads() { return ptx::cluster_rank() == 0; }
 
-  // From the leader's scheduler to the others, by warp functions: an item, and with it what the leader has acquired. `at`: where it is in
-  // the leader's queue, whose slots the relay's are like.
-  MK_DEVICE static void send(GemmStorage<Config>& storage, const RingPosition<kTileQueue>& at, uint32_t item) {
+  // From the leader's scheduler to the others, by warp functions: an item, and, where it says so, with it what the leader has acquired: that takes a
+  // fence, which beside the first loads takes 1000 cycles and more. `at`: where it is in the leader's queue, whose slots the relay's are like.
+  MK_DEVICE static void send(GemmStorage<Config>& storage, const RingPosition<kTileQueue>& at, uint32_t item, bool has_acquired) {
     if constexpr (kIs) {
-      if (ptx::lane_index() == 0) {
+      const uint32_t cta = ptx::lane_index();  // of each other CTA a lane: one fence for all of them
+      if (cta > 0 && cta < Shape::kCluster) {
+        uint64_t* filled = &storage.relay.slots.filled[at.index];
         ptx::cluster_wait(&storage.relay.slots.taken[at.index], at.parity ^ 1);
-#pragma unroll
-        for (uint32_t cta = 1; cta < Shape::kCluster; ++cta) {
-          ptx::cluster_store(&storage.relay.item[at.index], cta, item);
-          ptx::cluster_arrive(&storage.relay.slots.filled[at.index], cta);
+        ptx::cluster_post(&storage.relay.item[at.index], filled, cta, item);
+        if (has_acquired) {
+          ptx::cluster_arrive(filled, cta);
+        } else {
+          ptx::cluster_arrive_relaxed(filled, cta);
         }
       }
       ptx::sync_warp();
     }
   }
   MK_DEVICE static uint32_t receive(GemmStorage<Config>& storage, RingPosition<kTileQueue>& at) {
+    if (ptx::lane_index() == 0) storage.relay.slots.fill_by_tma(at, sizeof(uint32_t));
     ptx::cluster_wait(&storage.relay.slots.filled[at.index], at.parity);
     const uint32_t item = storage.relay.item[at.index];
     ptx::sync_warp();  // all lanes have read
-    if (ptx::lane_index() == 0) ptx::cluster_arrive(&storage.relay.slots.taken[at.index], 0);
+    if (ptx::lane_index() == 0) ptx::cluster_give_back(&storage.relay.slots.taken[at.index], 0);
     at.advance();
     return item;
   }

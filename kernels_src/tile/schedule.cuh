@@ -149,7 +149,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
           if (lane == 0) trace.record(abi::kTraceWait, tile, begin);
         }
         if (ok) {
-          Pair<Config>::send(storage, at, tile * Op::kParts + part);
+          Pair<Config>::send(storage, at, tile * Op::kParts + part, op.waits(c, part));
           offer_item(storage, at, TilePart{tile * Op::kParts + part, c});
         }
       }
@@ -158,7 +158,7 @@ MK_DEVICE void schedule_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (!ok || !more) break;
   }
   if (lane == 0) leave_call(call);  // this CTA takes no more tiles, and all its threads have read the epoch
-  Pair<Config>::send(storage, at, kStop);
+  Pair<Config>::send(storage, at, kStop, false);
   offer_item(storage, at, TilePart{kStop, {}});
   Pair<Config>::end_sending(storage, at);
 }

@@ -12,7 +12,7 @@ template <uint32_t Ctas>
 struct Relay {
   Handshake<kTileQueue> slots;
   uint32_t item[kTileQueue];
-  MK_DEVICE void init() { slots.init(1, Ctas - 1); }
+  MK_DEVICE void init() { slots.init(2, Ctas - 1); }
 };
 template <>
 struct Relay<1> {

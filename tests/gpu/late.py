@@ -25,6 +25,8 @@ BEFORE = (
     "mbarrier_arrive",
     "mbarrier_arrive_expect",
     "cluster_arrive",
+    "cluster_arrive_relaxed",
+    "cluster_post",
     "cluster_give_back",
     "tma_load_3d",
     "tma_load_3d_multicast",

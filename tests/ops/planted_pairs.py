@@ -36,6 +36,14 @@ PAIRS = [
         workload="pairs",
     ),
     Bug(
+        "the leader does not release what it has acquired with an item",
+        "tile/pair.cuh",
+        "          ptx::cluster_arrive(filled, cta);\n",
+        "          ptx::cluster_arrive_relaxed(filled, cta);\n",
+        workload="pairs",
+        found_as="missing release or acquire",
+    ),
+    Bug(
         "halves of B are swapped",
         "tile/pair.cuh",
         "part = row(), ctas",
@@ -112,7 +120,7 @@ PAIRS = [
     Bug(
         "the other CTA is not told that there is no more",
         "tile/schedule.cuh",
-        "  Pair<Config>::send(storage, at, kStop);\n",
+        "  Pair<Config>::send(storage, at, kStop, false);\n",
         workload="pairs",
         found_as="deadlock",
     ),

@@ -25,8 +25,8 @@ MK_DEVICE void fill(const Parameters& p, Storage& s, uint32_t rank, uint32_t rou
   ptx::mbarrier_arrive_expect(&s.loaded, kCtas * kHalf);
   const uint32_t to = p.fault == kToItselfOnly ? 1u << rank : p.fault == kOutside ? 7 : 3;
   ptx::tma_load_3d_multicast(s.box + rank * kHalf, &p.source, &s.loaded, to, 0, (round * kCtas + rank) * kRows, 0);
-  ptx::cluster_store(&s.word, 1 - rank, ptx::cta_index() * 100 + round);
-  ptx::cluster_arrive(&s.told, 1 - rank);
+  ptx::mbarrier_arrive_expect(&s.told, sizeof(uint32_t));
+  ptx::cluster_post(&s.word, &s.told, 1 - rank, ptx::cta_index() * 100 + round);
 }
 
 MK_DEVICE void drain(const Parameters& p, Storage& s, uint32_t rank, uint32_t round) {  // one warp
