@@ -47,12 +47,14 @@ struct alignas(64) Parameters {
   uint32_t last_row;       // the last row of tiles of a plane,
   uint32_t tail_rows;      // and how many rows of A are loaded for its tiles
   uint32_t block_rows;     // of a tile,
-  uint32_t stages;         // and with swapped operands stages for as many
+  uint32_t stages;         // and with swapped operands stages for as many,
+  uint32_t columns;        // and columns of a tile
   uint32_t stage_send;     // 1: inter_send first copies the shard to send_offset
   uint32_t c_row_bytes;    // of a row of the result to the next; used with shares
   uint32_t keeps;          // 1: the shards of tagged packets are wanted in the gather buffer, too
+  uint32_t unused;         // 0: what comes next is aligned
   uint64_t c;              // its first row
-  uint64_t reserved[4];    // the maps are 64-byte aligned
+  uint64_t reserved[3];    // the maps are 64-byte aligned
   abi::TensorMap a_map;    // (rows, K), boxes of 128 rows; a_tail_map: of tail_rows
   abi::TensorMap a_tail_map;
   abi::TensorMap part_map;    // the same for copies: (rows, K / 64, 64), boxes of (piece_rows, piece_units, 64), not swizzled

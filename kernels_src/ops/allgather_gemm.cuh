@@ -82,7 +82,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     const uint32_t index = tile;
     if constexpr (kOnePlane) {
       const RasterPosition at = raster(tile, taken_rows(), taken_columns(), p.group_m);
-      return of_cta(TileCoordinate{0, at.row, at.column, slice, index, is_sum, false, is_share, share}, cta);
+      return of_cta(TileCoordinate{0, at.row, at.column, slice, index, is_sum, false, is_share, is_narrow(), share}, cta);
     }
     const uint32_t columns = taken_columns(), per_plane = taken_rows() * columns, near = near_planes(), own = own_rows();
     uint32_t of_class = 1, nearest = 0, rows = taken_rows();  // planes of the tile's class, the nearest one's distance, rows of each
@@ -101,7 +101,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     const uint32_t plane = plane_at(nearest + at.row - row * of_class);
     if (is_first) row += first_row(own_shard());
     if (is_later) row = later_row(row);
-    return of_cta(TileCoordinate{plane, row, at.column, slice, index, is_sum, false, is_share, share}, cta);
+    return of_cta(TileCoordinate{plane, row, at.column, slice, index, is_sum, false, is_share, is_narrow(), share}, cta);
   }
   // Of the shards of a plane: the row of tiles in which a shard begins, and the first that has no rows of the shard before.
   MK_DEVICE uint32_t begin_row(uint32_t shard) const { return shard < span() ? shard * p.rows / taken_height() : taken_rows(); }

@@ -70,7 +70,7 @@ struct PacketTiles : BasicOp<Config, Parameters> {
     uint32_t share = 0;
     if constexpr (kShares) tile = shares().tile_of(tile, is_share, is_sum, share);
     const RasterPosition at = raster(tile, tile_rows(), tiles_n(), p.group_m);
-    return TileCoordinate{p.world.rank, at.row, at.column, 0, tile, is_sum, false, is_share, share};
+    return TileCoordinate{p.world.rank, at.row, at.column, 0, tile, is_sum, false, is_share, false, share};
   }
   MK_DEVICE TileCoordinate coordinate_of(uint32_t number, uint32_t cta) const {  // of a cluster
     return of_cluster(TileCoordinate{p.world.rank, 0, 0, 0, 0, false}, number, cta, tile_rows());

@@ -78,9 +78,10 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
   Mailbox::Position announce;
   bool first = true;
   MaybeEntered entered = MaybeEntered::not_yet(call);
-  uint32_t on_their_way = 0;  // buffers
+  uint32_t on_their_way = 0;                  // buffers
+  uint32_t warpgroups = kConsumerWarpgroups;  // of the tile
   const auto give_back = [&] {
-    for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) storage.blocks[w].take(stored);
+    for (uint32_t w = 0; w < warpgroups; ++w) storage.blocks[w].take(stored);
     stored.advance();
     --on_their_way;
   };
@@ -96,10 +97,11 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
     }
     if (Op::kStoresRows || c.is_share) continue;
     const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : panels_of<Config>(op, c);
+    warpgroups = warpgroups_of<Config>(c);
 #pragma unroll 1
     for (uint32_t panel = 0; panel < panels; ++panel) {
 #pragma unroll 1
-      for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) {
+      for (uint32_t w = 0; w < warpgroups; ++w) {
         storage.blocks[w].wait_filled(at);
         if (entered && (op.is_partial(c) || is_full(op, c, w))) op.store(*entered, c, panel, w, storage.result[w][at.index]);
       }

@@ -66,7 +66,7 @@ MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint6
                       uint32_t width) {
   using Shape = GemmShape<Config>;
   if constexpr (Shape::kClusterM > 1) {
-    Pair<Config>::load_b(smem_b, b, filled, column, k, b_plane);
+    Pair<Config>::load_b(smem_b, b, filled, column, k, b_plane, width);
   } else if constexpr (Shape::kGated) {  // panels of gate and up in turn, each of 64 columns x kBlockK
 #pragma unroll
     for (uint32_t p = 0; p < Shape::kBlockN / kPanel; ++p) {

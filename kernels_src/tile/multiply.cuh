@@ -131,18 +131,22 @@ MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config
   give_back<Config>(storage, previous);
 }
 
-// The same where the warpgroup has no rows: it gives the stages back, and the other one has the tensor cores.
+// The same where the warpgroup has none of it: it gives the stages back, and the other one has the tensor cores.
 template <class Config>
-MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
-                         StagePosition<Config>& stage, uint32_t steps) {
-#pragma unroll
-  for (float& e : d) e = 0.0f;
+MK_DEVICE void pass_stages(GemmStorage<Config>& storage, const StageRing<Config>& ring, StagePosition<Config>& stage, uint32_t steps) {
 #pragma unroll 1
   for (uint32_t step = 0; step < steps; ++step, stage.advance(ring.count())) {
     storage.stages.wait_filled(stage);
     ptx::sync_warp();  // all lanes have looked: the loading thread may be a lap ahead of one that has not
     give_back<Config>(storage, stage.index);
   }
+}
+template <class Config>
+MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+                         StagePosition<Config>& stage, uint32_t steps) {  // its rows are zeros
+#pragma unroll
+  for (float& e : d) e = 0.0f;
+  pass_stages<Config>(storage, ring, stage, steps);
 }
 // A whole tile, or a warpgroup that has none of its rows.
 template <class Config>
@@ -202,10 +206,27 @@ MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2],
   } while (done < steps);
 }
 
+// All tiles of a call where they are narrow, by the warpgroup that has none of them.
+template <class Config, class Op>
+MK_DEVICE void pass_tiles(const Op& op, GemmStorage<Config>& storage) {
+  RingPosition<kTileQueue> queue;
+  const StageRing<Config> ring(op);
+  StagePosition<Config> stage;
+#pragma unroll 1
+  while (true) {
+    const TilePart item = take_item<Reader::kWarp>(storage, queue);
+    if (item.number == kStop) return;
+    pass_stages<Config>(storage, ring, stage, op.steps(known_place<Config, Op>(item), 0));
+  }
+}
+
 template <class Config, class Op>
 MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config>& storage) {
   using Shape = GemmShape<Config>;
   const uint32_t warpgroup = ptx::warp_index() / 4 - 1;
+  if constexpr (Shape::kMayBeNarrow) {
+    if (op.is_narrow() && warpgroup != 0) return pass_tiles<Config>(op, storage);
+  }
   const bool traces = ptx::thread_index() == kWarpgroup;
   RingPosition<kTileQueue> queue;
   const StageRing<Config> ring(op);

@@ -141,8 +141,14 @@ struct BasicOp {
     return Shape::kBlockM;
   }
   MK_DEVICE uint32_t stages() const { return p.stages; }
+  MK_DEVICE bool is_narrow() const {  // of all tiles
+    if constexpr (Shape::kMayBeNarrow) return p.columns == kPanel;
+    return false;
+  }
   MK_DEVICE uint32_t tile_rows() const { return (p.rows + block_rows() - 1) / block_rows(); }
-  MK_DEVICE uint32_t tiles_n() const { return (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN; }
+  MK_DEVICE uint32_t tiles_n() const {
+    return is_narrow() ? (extent_n(p) + kPanel - 1) / kPanel : (extent_n(p) + Shape::kResultN - 1) / Shape::kResultN;
+  }
   // Where clusters take tiles: columns of what they take, and the tile of one CTA of it.
   MK_DEVICE uint32_t taken_columns() const { return (tiles_n() + Shape::kClusterN - 1) / Shape::kClusterN; }
   MK_DEVICE static TileCoordinate of_cta(TileCoordinate taken, uint32_t cta) {
@@ -209,6 +215,7 @@ MK_DEVICE TileCoordinate known_place(const TilePart& item) {
   if constexpr (!Op::kSums) c.is_sum = false;
   if constexpr (!Op::kShortTiles) c.is_short = false;
   if constexpr (!Op::kShares) c.is_share = false, c.share = 0;
+  if constexpr (!GemmShape<Config>::kMayBeNarrow) c.is_narrow = false;
   return c;
 }
 

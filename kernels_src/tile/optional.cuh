@@ -51,6 +51,13 @@ template <class Config>
   requires requires { Config::kSwapped; }
 constexpr bool kSwapped<Config> = Config::kSwapped != 0;
 
+// 1 where the call says whether such tiles are narrow.
+template <class Config>
+constexpr bool kNarrow = false;
+template <class Config>
+  requires requires { Config::kNarrow; }
+constexpr bool kNarrow<Config> = Config::kNarrow != 0;
+
 // 1 where a call whose tiles have at most 64 rows has more stages, of less of A (storage.cuh).
 template <class Config>
 constexpr bool kLow = false;

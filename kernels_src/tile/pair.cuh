@@ -113,18 +113,20 @@ struct Pair {
 
   // The loading thread: its part of a stage of B, for all CTAs of its column. Of a row-major B that is a part of the k rows of each panel, else of
   // the columns: either way a multiple of 8 rows of shared memory, after which the swizzle repeats.
-  MK_DEVICE static void load_b(char* smem, const abi::TensorMap* map, uint64_t* filled, int32_t at, int32_t k, int32_t plane) {
+  MK_DEVICE static void load_b(char* smem, const abi::TensorMap* map, uint64_t* filled, int32_t at, int32_t k, int32_t plane,
+                               uint32_t width) {
     constexpr uint32_t kParts = Shape::kClusterM;
     const uint32_t part = row(), ctas = of_column();
     if constexpr (Config::kBRowMajor) {
 #pragma unroll
       for (uint32_t p = 0; p < Shape::kColumns / kPanel; ++p) {
+        if (Shape::kMayBeNarrow && p * kPanel >= width) break;
         ptx::tma_load_3d_multicast(smem + p * Shape::kPanelBytes + part * (Shape::kPanelBytes / kParts), map, filled, ctas, at + p * kPanel,
                                    k + part * (Shape::kBlockK / kParts), plane);
       }
     } else {
-      constexpr uint32_t kPart = Shape::kColumns / kParts;
-      ptx::tma_load_3d_multicast(smem + part * kPart * kSwizzleBytes, map, filled, ctas, k, at + part * kPart, plane);
+      const uint32_t columns = (Shape::kMayBeNarrow ? width : Shape::kColumns) / kParts;
+      ptx::tma_load_3d_multicast(smem + part * columns * kSwizzleBytes, map, filled, ctas, k, at + part * columns, plane);
     }
   }
 };

@@ -29,9 +29,10 @@ struct TileCoordinate {
   uint32_t slice;  // 0: the whole tile; 1 .. Config::kSlices: so many columns of it (the last tiles are sliced to fill all SMs)
   uint32_t index;  // reductions: the tile's number among its owner's; with shares of K: that of the tile
   bool is_sum;     // nothing is multiplied: partial tiles (reductions), or shares (shares.cuh), are added up
-  bool is_short = false;  // 64 rows high, not 128: each consumer warpgroup has all of them and half of the columns (Op::kShortTiles)
-  bool is_share = false;  // of K (shares.cuh), or their sum
-  uint32_t share = 0;     // which share, or slice of the sum
+  bool is_short = false;   // 64 rows high, not 128: each consumer warpgroup has all of them and half of the columns (Op::kShortTiles)
+  bool is_share = false;   // of K (shares.cuh), or their sum
+  bool is_narrow = false;  // with swapped operands: 64 columns, all of which the first consumer warpgroup has (Op::is_narrow())
+  uint32_t share = 0;      // which share, or slice of the sum
 };
 
 // What the scheduler offers: one part of one tile, and where it is, which only the scheduler works out: its divisions would stand at the beginning of
@@ -44,7 +45,8 @@ static_assert(sizeof(TilePart) == 32, "two loads");
 
 // With swapped operands (Config::kSwapped) wgmma has columns of B in the place of rows, 64 for each consumer warpgroup, and rows of A in the place of
 // columns, of which it takes any multiple of 8. So a tile has 128 columns, and as many rows as the call says (op.block_rows()), up to kBlockN: they fit M,
-// and the SMs. Columns of B are in the stages' part for A, and the other way round; a thread holds two columns of 8 rows' results, not the reverse.
+// and the SMs. Or it has 64 columns (kMayBeNarrow, op.is_narrow()), where that fits the SMs better: tiles as large, of fewer columns and more rows, or
+// twice as many. Columns of B are in the stages' part for A, and the other way round; a thread holds two columns of 8 rows' results, not the reverse.
 template <class Config>
 struct GemmShape {
   static constexpr bool kSwapped = optional::kSwapped<Config>;
@@ -54,7 +56,8 @@ struct GemmShape {
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   // Where a call's tiles have at most 64 rows, A may take half as much of a stage, and there are as many stages as then fit.
   static constexpr bool kMayBeLow = optional::kLow<Config>;
-  static constexpr uint32_t kFewestBytes = (kMayBeLow ? kBytesA / 2 : kBytesA) + (kSwapped ? kSwizzleAtom : kBytesB);
+  static constexpr bool kMayBeNarrow = kSwapped && optional::kNarrow<Config>;
+  static constexpr uint32_t kFewestBytes = (kMayBeLow || kMayBeNarrow ? kBytesA / 2 : kBytesA) + (kSwapped ? kSwizzleAtom : kBytesB);
   static constexpr uint32_t kMostStages = kStages * (kBytesA + kBytesB) / kFewestBytes;
   static constexpr uint32_t kStageBlocks = (kBytesA + kBytesB) / kBlockBytes;
   // Panels of an addend in one stage. Of a canonical sum one: what is rounded of the own product waits in registers beside the accumulators, and two
@@ -109,11 +112,19 @@ MK_DEVICE uint32_t raster_number(uint32_t row, uint32_t column, uint32_t tile_ro
 
 template <class Config>
 MK_DEVICE uint32_t tile_width(const TileCoordinate& c) {  // columns of B
+  if (GemmShape<Config>::kMayBeNarrow && c.is_narrow) return kPanel;
   return Config::kSlices > 1 && c.slice != 0 ? GemmShape<Config>::kSliceN : GemmShape<Config>::kColumns;
 }
 template <class Config>
 MK_DEVICE uint32_t first_column(const TileCoordinate& c) {  // of the result
+  if (GemmShape<Config>::kMayBeNarrow && c.is_narrow) return c.n * kPanel;
   return c.n * GemmShape<Config>::kResultN + (Config::kSlices > 1 && c.slice != 0 ? (c.slice - 1) * GemmShape<Config>::kSliceN : 0);
+}
+
+// Consumer warpgroups that have some of a tile's result.
+template <class Config>
+MK_DEVICE uint32_t warpgroups_of(const TileCoordinate& c) {
+  return GemmShape<Config>::kMayBeNarrow && c.is_narrow ? 1 : kConsumerWarpgroups;
 }
 
 // A result leaves in blocks of 64 rows x 64 columns: how many panels a consumer warpgroup has of it, and where in the tile, or in C, they begin. (With

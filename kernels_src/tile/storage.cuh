@@ -44,7 +44,7 @@ using StagePosition = RingPosition<GemmShape<Config>::kMostStages>;
 
 // The stages of a call. Where its tiles have at most 64 rows (op.is_low(), of kernels with Config::kLow), there are more of them, with 64 rows of A each:
 // a load waits as long for few bytes as for many, so the fewer a k step has, the more steps should be on their way. Then the first consumer warpgroup has
-// all rows, and the other one only gives stages back. With swapped operands there are as many stages as fit with as many rows as the call's tiles have.
+// all rows, and the other one only gives stages back. With swapped operands there are as many stages as fit with as many rows, and columns, as the call's tiles have.
 template <class Config>
 class StageRing {
   using Shape = GemmShape<Config>;
@@ -53,7 +53,7 @@ class StageRing {
   template <class Op>
   MK_DEVICE explicit StageRing(const Op& op) {
     if constexpr (Shape::kMayBeLow) is_low_ = op.is_low();
-    if constexpr (Shape::kSwapped) count_ = op.stages(), bytes_ = Shape::kBytesA + op.block_rows() * kSwizzleBytes;
+    if constexpr (Shape::kSwapped) is_narrow_ = op.is_narrow(), count_ = op.stages(), bytes_ = bytes_a() + op.block_rows() * kSwizzleBytes;
   }
   MK_DEVICE bool is_low() const { return is_low_; }
   MK_DEVICE uint32_t count() const {
@@ -78,8 +78,8 @@ class StageRing {
   }
 
  private:
-  MK_DEVICE uint32_t bytes_a() const { return is_low_ ? Shape::kBytesA / 2 : Shape::kBytesA; }
-  bool is_low_ = false;
+  MK_DEVICE uint32_t bytes_a() const { return is_low_ || is_narrow_ ? Shape::kBytesA / 2 : Shape::kBytesA; }
+  bool is_low_ = false, is_narrow_ = false;
   uint32_t count_ = 0, bytes_ = 0;  // of stages with swapped operands
 };
 

@@ -62,11 +62,13 @@ class Parameters(ctypes.Structure):
         ("tail_rows", ctypes.c_uint32),
         ("block_rows", ctypes.c_uint32),
         ("stages", ctypes.c_uint32),
+        ("columns", ctypes.c_uint32),
         ("stage_send", ctypes.c_uint32),
         ("c_row_bytes", ctypes.c_uint32),
         ("keeps", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("c", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint64 * 4),
+        ("reserved", ctypes.c_uint64 * 3),
         ("a_map", ctypes.c_ubyte * 128),
         ("a_tail_map", ctypes.c_ubyte * 128),
         ("part_map", ctypes.c_ubyte * 128),
@@ -202,6 +204,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared
             + (", swapped" if plan.swapped else "")
+            + (", narrow" if plan.narrow else "")
             + pairs.mechanism(plan.cluster, plan.cluster_n)
         )
 
@@ -280,6 +283,7 @@ class _Binder:
             self._far and offset is None,
             self._c_stride if shared else 0,
             self._keeps,
+            0,
             c if shared else 0,
         )
         a_maps = known.matrices(world, k, k * ITEM, 1)(a, extent, *of_tile)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from mkernel import abi
 from mkernel.planner import pairs
 from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED, SUM, AllGatherGemmPlan, AllGatherGemmProblem, Tile
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, choose_put
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, choose_put
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
@@ -129,7 +129,7 @@ def _plan_of_class(
     if covering is None:
         raise _no_covering(topology, asked)
     span, tile, shares = covering
-    tile_rows, tiles_n = _tiles_of_plane(problem, span * rows, tile, swapped)
+    tile_rows, tiles_n = _tiles_of_plane(problem, span * rows, tile, asked)
     tiles = tile_rows * (topology.size // span) * tiles_n
     wanted, default = split or Split(), default_split(problem, rows, sm_count, tiles)
     cluster, cluster_n, paired, may_pay = asked.cluster or 1, asked.cluster_n or 1, None, False
@@ -164,6 +164,7 @@ def _plan_of_class(
         return AllGatherGemmPlan(
             *(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n),
             swapped=swapped,
+            narrow=_is_narrow(asked),
             specialize=specialize,
         )
     if span > 1 and rows <= BLOCK_M:  # all first parts, then all second parts
@@ -249,7 +250,7 @@ def _plan_with_packets(
         raise _no_covering(problem.topology, asked)
     _, tile, shares = covering
     chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster * cluster_n)
-    tiles = math.prod(_tiles_of_plane(problem, size * rows, tile, asked.tile_rows or 0))
+    tiles = math.prod(_tiles_of_plane(problem, size * rows, tile, asked))
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
     if asked.packets == 2 and (cluster * cluster_n > 1 or tile.block_n > _TAGGED_MOST):
         raise TilingError(
@@ -260,6 +261,7 @@ def _plan_with_packets(
         packets=True,
         tagged=asked.packets == 2,
         swapped=asked.tile_rows or 0,
+        narrow=_is_narrow(asked),
         specialize=specialize,
     )
 
@@ -269,16 +271,27 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
 
     Raises TilingError where there can be none as asked for.
     """
-    if problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS) or asked.packets == 2:
-        raise TilingError(f"{asked}: swapped operands have tiles of {SWAPPED_COLUMNS} columns, no tagged packets, and no batch_invariant")
+    if problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS, NARROW_COLUMNS) or asked.packets == 2:
+        columns = f"{SWAPPED_COLUMNS} or {NARROW_COLUMNS} columns"
+        raise TilingError(f"{asked}: swapped operands have tiles of {columns}, no tagged packets, and no batch_invariant")
+    if _is_narrow(asked) and ((asked.shares or 1) > 1 or (problem.topology.size > 1 and not asked.packets)):
+        rule = "no CTAs share K, and between ranks shards travel in packets"
+        raise TilingError(f"{asked}: of tiles of {NARROW_COLUMNS} columns of swapped operands {rule}")
     span = problem.topology.size if asked.packets else asked.span or 1
     tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / SWAPPED_ROWS))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
 
 
-def _tiles_of_plane(problem: AllGatherGemmProblem, plane_rows: int, tile: GemmTile, swapped: int) -> tuple[int, int]:
-    """Rows and columns of tiles; ``swapped``: rows of those of swapped operands, or 0."""
-    return swapped or math.ceil(plane_rows / BLOCK_M), math.ceil(problem.n / (SWAPPED_COLUMNS if swapped else tile.block_n))
+def _is_narrow(asked: Tiling) -> bool:
+    """Whether tiles are those of swapped operands with fewer columns."""
+    return asked.tile_rows is not None and asked.block_n == NARROW_COLUMNS
+
+
+def _tiles_of_plane(problem: AllGatherGemmProblem, plane_rows: int, tile: GemmTile, asked: Tiling) -> tuple[int, int]:
+    """Rows and columns of tiles; ``asked``: rows of those of swapped operands, or None."""
+    swapped = NARROW_COLUMNS if _is_narrow(asked) else SWAPPED_COLUMNS
+    columns = tile.block_n if asked.tile_rows is None else swapped
+    return asked.tile_rows or math.ceil(plane_rows / BLOCK_M), math.ceil(problem.n / columns)
 
 
 def _no_covering(topology: Topology, asked: Tiling) -> TilingError:

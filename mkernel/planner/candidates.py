@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, height_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, height_of
 from mkernel.planner.pairs import ctas_of_clusters
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -255,22 +255,33 @@ def _swapped(
         return
     in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
-        for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, cluster, cluster_n, highest):
-            yield Tiling(None, None, shares, cluster, packets, cluster_n, tile_rows)
+        for columns in (SWAPPED_COLUMNS, NARROW_COLUMNS) if isinstance(problem, AllGatherGemmProblem) else (SWAPPED_COLUMNS,):
+            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), highest, columns):
+                yield Tiling(None if columns == SWAPPED_COLUMNS else columns, None, shares, cluster, packets, cluster_n, tile_rows)
 
 
 def _rows_of_tiles(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, cluster: int, cluster_n: int, highest: int
+    problem: AllGatherGemmProblem | ReduceProblem,
+    rows: int,
+    sm_count: int,
+    clusters_of: tuple[int, int],
+    highest: int,
+    columns_of_tile: int,
 ) -> list[tuple[int, int]]:
-    """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply."""
-    least, columns = math.ceil(rows / highest), math.ceil(problem.n / (SWAPPED_COLUMNS * cluster_n))
+    """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply.
+
+    ``clusters_of``: CTAs in M and in N.
+    """
+    cluster, cluster_n = clusters_of
+    least, columns = math.ceil(rows / highest), math.ceil(problem.n / (columns_of_tile * cluster_n))
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
-        fit = max(1, min(clusters // taken, most)) if cluster * cluster_n == 1 and taken else 1
+        may_share = cluster * cluster_n == 1 and columns_of_tile == SWAPPED_COLUMNS
+        fit = max(1, min(clusters // taken, most)) if may_share and taken else 1
         for shares in {1, fit} if taken else ():
             work = math.ceil(taken * shares / clusters) * (height + _ROWS_BESIDE) / shares
             possible.setdefault((height, shares), (work, (tile_rows, shares)))

@@ -32,7 +32,7 @@ _LOW_WIDTH = 128  # columns of tiles, at most, of kernels with more stages where
 _TAKEN_ROWS = 128  # rows of a k step times k steps that the consumers of a CTA take in a round
 _ARGUMENTS = (  # of a launch
     *("rows", "whole_tiles", "group_m", "part_blocks", "chunk_shift", "part_shift", "piece_rows", "piece_units"),
-    *("load_rows", "span", "shares", "last_row", "tail_rows", "block_rows", "stages"),
+    *("load_rows", "span", "shares", "last_row", "tail_rows", "block_rows", "stages", "columns"),
 )
 
 
@@ -85,11 +85,24 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     tagged: bool = False  # packets of which each CTA takes the rows of its tile, out of as many bytes again (comm/tagged_packets.cuh)
     # Rows of tiles of a plane whose operands are swapped: they are as high as that needs. 0: tiles have BLOCK_M rows.
     swapped: int = 0
+    narrow: bool = False  # those tiles have half as many columns
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
     of_class = (
-        *("spec", "fields", "tiles_n", "taken_columns", "ctas_together", "piece_box", "shifts", "planes", "pushers", "taken_group_m"),
+        *(
+            "spec",
+            "fields",
+            "columns",
+            "tiles_n",
+            "taken_columns",
+            "ctas_together",
+            "piece_box",
+            "shifts",
+            "planes",
+            "pushers",
+            "taken_group_m",
+        ),
         *("of_sizes", "of_arguments", "of_maps"),
     )
 
@@ -104,6 +117,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
         more |= {"kSwapped": 1} if self.swapped else {}
+        more |= {"kNarrow": 1} if self.swapped and (self.packets or self.problem.topology.size == 1) else {}
         return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
 
     @derived
@@ -130,7 +144,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def arguments_of(self, rows: int, sizes: Sizes) -> tuple[int, ...]:
         """The values of ``arguments`` in a call of so many rows of the class."""
-        of_tiles = sizes.last_row, sizes.tail_rows, sizes.block_rows, sizes.stages
+        of_tiles = sizes.last_row, sizes.tail_rows, sizes.block_rows, sizes.stages, self.columns
         return rows, sizes.whole_tiles, *self.of_arguments, sizes.load_rows, self.span, sizes.shares, *of_tiles
 
     @derived
@@ -154,7 +168,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         plane_rows = span * rows
         if swapped:
             block_rows = height_of(plane_rows, swapped)
-            stages, tail = self.tile.stages_of(block_rows), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
+            stages, tail = self.tile.stages_of(block_rows, self.columns), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
         else:
             block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)
         tile_rows, share_bytes = -(-plane_rows // block_rows), block_rows * row_bytes

@@ -18,6 +18,7 @@ __all__ = [
     "BLOCK_K",
     "BLOCK_M",
     "GROUP_M",
+    "NARROW_COLUMNS",
     "SWAPPED_COLUMNS",
     "SWAPPED_ROWS",
     "THREADS",
@@ -54,9 +55,9 @@ _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
 WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
-# Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, rows at most, and of what their height is a multiple, up to 128 rows
-# and beyond.
-SWAPPED_COLUMNS, SWAPPED_ROWS = 128, 256
+# Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, those of narrow ones, rows at most, and of what their height is a
+# multiple, up to 128 rows and beyond.
+SWAPPED_COLUMNS, NARROW_COLUMNS, SWAPPED_ROWS = 128, 64, 256
 SWAPPED_UNIT = 8  # rows of A, of which they load a multiple
 _SWAPPED_STEPS = 16, 32
 
@@ -86,9 +87,9 @@ class GemmTile:
         """Stages in kernels that have more where tiles have at most 64 rows (``kernels_src/tile/storage.cuh``)."""
         return self.stages * (BLOCK_M + self.block_n) // (BLOCK_M // 2 + self.block_n)
 
-    def stages_of(self, height: int) -> int:
-        """Stages of a kernel with swapped operands, in a call whose tiles have so many rows: as many as fit."""
-        return self.stages * (BLOCK_M + self.block_n) // (SWAPPED_COLUMNS + height)
+    def stages_of(self, height: int, columns: int = SWAPPED_COLUMNS) -> int:
+        """Stages of a kernel with swapped operands, in a call whose tiles have so many rows and columns: as many as fit."""
+        return self.stages * (BLOCK_M + self.block_n) // (columns + height)
 
     def seconds(self, k: int) -> float:
         """How long an SM multiplies one."""
@@ -229,10 +230,15 @@ class GemmPlan(Generic[Problem]):
         """Rows of tiles whose operands are swapped; 0: they are not."""
         return 0
 
+    @property
+    def narrow(self) -> bool:
+        """Whether these have half as many columns."""
+        return False
+
     @derived
     def columns(self) -> int:
         """Columns of a tile."""
-        return SWAPPED_COLUMNS if self.swapped else self.tile.block_n
+        return (NARROW_COLUMNS if self.narrow else SWAPPED_COLUMNS) if self.swapped else self.tile.block_n
 
     @derived
     def tiles_n(self) -> int:

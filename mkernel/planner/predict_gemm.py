@@ -29,13 +29,13 @@ _UNCOUNTED, _ROUND = 2.1e-6, 1.2e-6
 # how much more it is for pairs of CTAs, which wait for each other.
 _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
 _IN_STEP = 0.4  # fitted: of the time of links, that those who multiply and exchange wait between tiles, because all do at the same time
-_FOUR_TURN = 1.8e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
+_FOUR_TURN = 1.2e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
-_PAIR_START = 1.8e-6  # fitted: how much later pairs of CTAs begin and end, where nothing else is waited for
+_PAIR_START = 1.0e-6  # fitted: how much later CTAs of a cluster begin and end, where nothing else is waited for
 # Fitted, of swapped operands: how much later they begin in a world of one, whose kernel has more code to fetch, and how many times as long
 # sums of shares take.
-_SWAPPED_START, _SWAPPED_SUMS = 0.3e-6, 1.15
-_SWAPPED_SUMS_START, _SWAPPED_FOUR_TURN = 1.8e-6, 0.7e-6  # the same of reductions in packets, alone; and as _FOUR_TURN
+_SWAPPED_START, _SWAPPED_SUMS = 0.6e-6, 1.15
+_SWAPPED_SUMS_START = 1.8e-6  # the same of reductions in packets, alone
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
 _PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packets go at
@@ -60,7 +60,7 @@ class _Work(NamedTuple):
 def start_of(machine: Machine, conditions: Conditions, plan: AllGatherGemmPlan | ReducePlan | None = None) -> float:
     """What a call takes beside its work; at least, if no plan is given. A kernel may begin before the one before it has ended."""
     paired = plan is not None and _begin_together(plan)
-    may_be_early = plan is None or (plan.spec.early and (conditions.hot or not paired))
+    may_be_early = plan is None or plan.spec.early
     if conditions.hot:
         start = machine.start_early if may_be_early else machine.start_hot
     else:
@@ -326,8 +326,8 @@ def _packets(plan: ReducePlan, machine: Machine, start: float, work: _Work) -> P
     # The threads that multiply exchange, too: each wave waits for the other ranks.
     seconds = start + max(work.seconds / turns + link, work.seconds + link / turns) + steps * turns * machine.flag
     seconds += _IN_STEP * link * (1 - 1 / turns)
-    if plan.ctas_together > 2:  # of which the last to have come goes on, too, before they take the next tiles
-        seconds += turns * (_SWAPPED_FOUR_TURN if plan.swapped else _FOUR_TURN)
+    if plan.ctas_together > 2 and not plan.swapped:  # of which the last to have come goes on, too, before they take the next tiles
+        seconds += turns * _FOUR_TURN
     return Prediction(seconds, work.tensor, work.load, work.memory, link, 0.0, start)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K, Row
+from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, Row
 from mkernel.planner.machine import Machine
 
 __all__ = ["ALONE", "BATCH", "BEHIND", "LEAST_READ", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
@@ -25,9 +25,8 @@ LEAST_READ = 4  # rows of tiles of neighbours that read least, or nearly so
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
-_FOURS = 1.10  # fitted: how many times as long tiles take in clusters of four
-_PAIRED_IN_N, _PAIRED_APART = 1.02, 1.07  # fitted: and in pairs in N, or where pairs also wait for other ranks, of what others take
-_SWAPPED = {1: 1.02, 2: 1.08, 4: 1.03}  # fitted: of swapped operands, by CTAs of a cluster
+_PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
+_SWAPPED = {1: 1.0, 2: 1.04, 4: 1.06}  # fitted: of swapped operands, by CTAs of a cluster
 _HALVES = 1.35  # fitted, few rows between two GPUs: the same along K where a row has half a sector at either end
 _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2 answers so many times as many
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
@@ -151,7 +150,7 @@ def tile_cost(
     for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0: ``k``); ``alike``: two lines
     of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data
     meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster;
-    ``swapped``: operands are, so that each warpgroup has half of the columns and all rows.
+    ``swapped``: operands are, so that each warpgroup has half of the columns, or one has all of a narrow tile's, and all rows.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -159,7 +158,8 @@ def tile_cost(
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     halved, whole = (block_n, block_m) if swapped else (block_m, block_n)
-    shared = (halved + _WARPGROUPS * whole + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
+    warpgroups = 1 if swapped and block_n == NARROW_COLUMNS else _WARPGROUPS
+    shared = (halved + warpgroups * whole + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     is_alone = cluster == cluster_n == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
@@ -176,16 +176,11 @@ def tile_cost(
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
     fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
-    longer = 1.0 if is_alone else _clustered(machine, cluster, cluster_n, apart)
+    longer = 1.0  # in clusters of four as long as alone
+    if cluster * cluster_n == 2:
+        longer = machine.paired * (_PAIRED_APART if apart else 1.0)
     longer *= (_SHALLOW if shallow else 1.0) * (_SWAPPED[cluster * cluster_n] if swapped else 1.0)
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
-
-
-def _clustered(machine: Machine, cluster: int, cluster_n: int, apart: bool) -> float:
-    """How many times as long tiles take that CTAs of a cluster multiply together."""
-    if cluster * cluster_n > 2:
-        return _FOURS
-    return machine.paired * (_PAIRED_IN_N if cluster_n > 1 else 1.0) * (_PAIRED_APART if apart else 1.0)
 
 
 def busy_of(conditions: Conditions, machine: Machine, seconds: float) -> float:

@@ -37,8 +37,8 @@ class Tiling:
     cluster_n
         CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times ``cluster`` at most 4.
     tile_rows
-        Operands are swapped: tiles have 128 columns, and are as high as so many rows of them need to be, at most 256 rows; of reductions,
-        in packets, 192.
+        Operands are swapped: tiles have 128 columns, or of ``allgather_gemm`` 64 with ``block_n`` 64, and are as high as so many rows of
+        them need to be, at most 256 rows; of reductions, in packets, 192.
     """
 
     block_n: int | None = None

@@ -172,7 +172,7 @@ class Rank:
         for one in ranked(case.problem, case.rows, sms, self.world.machine):
             plan = one.plan
             fields = {
-                "block_n": None if getattr(plan, "swapped", 0) else plan.tile.block_n,
+                "block_n": (plan.columns if getattr(plan, "narrow", False) else None) if getattr(plan, "swapped", 0) else plan.tile.block_n,
                 "span": getattr(plan, "span", None),
                 "shares": plan.shares,
                 "cluster": plan.cluster,

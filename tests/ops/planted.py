@@ -72,6 +72,9 @@ WORKLOADS = {
         (300, 129),
         20.0,
     ),
+    "narrow": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, 1, 1, 1, 1, 2)), 4, (97, 60), 20.0),
+    "narrow fours": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, 1, 2, 1, 2, 3)), 3, (120, 64), 20.0),
+    "narrow fours by columns": (Case("bfloat16", 264, 264, False, tiling=Tiling(64, None, 1, 2, 1, 2, 3)), 3, (120, 64), 20.0),
     "swapped fours": (Case("bfloat16", 264, 264, split="warps", tiling=Tiling(None, 1, 1, 2, 0, 2, 3)), 3, (300, 129), 20.0),
     # In reductions in packets: tiles of 48 and 16 rows, or all rows in one of 192 and 96; a group of 16 rows has several owners.
     "scattered swapped": (Case("bfloat16", 136, 264, op=_SCATTER, tiling=Tiling(None, None, 1, 1, 1, 1, 2)), 4, (31, 15), 20.0),

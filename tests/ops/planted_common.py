@@ -169,7 +169,7 @@ COMMON = [
     Bug(
         "more stages are as large as few",
         "tile/storage.cuh",
-        "return is_low_ ? Shape::kBytesA / 2 : Shape::kBytesA;",
+        "return is_low_ || is_narrow_ ? Shape::kBytesA / 2 : Shape::kBytesA;",
         "return Shape::kBytesA;",
         workload="shares",
     ),

@@ -96,7 +96,7 @@ SWAPPED = [
     Bug(
         "stages are as far apart as of 128 rows",
         "tile/storage.cuh",
-        "bytes_ = Shape::kBytesA + op.block_rows() * kSwizzleBytes;",
+        "bytes_ = bytes_a() + op.block_rows() * kSwizzleBytes;",
         "bytes_ = 2 * Shape::kBytesA;",
         workload="swapped",
     ),
@@ -117,8 +117,38 @@ SWAPPED = [
     Bug(
         "parts of B of a cluster are as of kBlockN columns",
         "tile/pair.cuh",
-        "constexpr uint32_t kPart = Shape::kColumns / kParts;",
-        "constexpr uint32_t kPart = Shape::kBlockN / kParts;",
+        "(Shape::kMayBeNarrow ? width : Shape::kColumns) / kParts",
+        "Shape::kBlockN / kParts",
         workload="swapped fours by columns",
+    ),
+    *(
+        Bug(what, file, text, to, workload=workload)
+        for what, file, text, to, workload in (
+            ("narrow tiles are as far apart as others", "tile/shape.cuh", "return c.n * kPanel;", "return c.n * 2 * kPanel;", "narrow"),
+            ("there are as many narrow tiles as others", "tile/op.cuh", "? (extent_n(p) + kPanel - 1) / kPanel :", "? 1 :", "narrow"),
+            ("rows of A begin as of others", "tile/storage.cuh", "is_low_ || is_narrow_ ?", "is_low_ ?", "narrow"),
+            ("the other warpgroup stores a narrow tile, too", "tile/shape.cuh", "c.is_narrow ? 1 :", "c.is_narrow ? 2 :", "narrow"),
+            (
+                "the other warpgroup multiplies it",
+                "tile/multiply.cuh",
+                "op.is_narrow() && warpgroup != 0",
+                "op.is_narrow() && warpgroup > 1",
+                "narrow",
+            ),
+            (
+                "other panels of B are loaded, too",
+                "tile/pair.cuh",
+                "if (Shape::kMayBeNarrow && p * kPanel >= width) break;",
+                "",
+                "narrow fours",
+            ),
+            (
+                "parts of B of narrow tiles are as of others",
+                "tile/pair.cuh",
+                "(Shape::kMayBeNarrow ? width : Shape::kColumns)",
+                "Shape::kColumns",
+                "narrow fours by columns",
+            ),
+        )
     ),
 ]

@@ -42,6 +42,7 @@ _TSAN_SEEDS = 4  # a race is seen in some interleavings only
 _TSAN_SMS = {
     "fours": 4,
     "swapped fours": 4,
+    "narrow fours": 4,
     "reduce fours": 4,
     "packets fours": 4,
     "scattered packets fours": 4,
@@ -131,7 +132,10 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "reduce short"),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
-        *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("swapped", "swapped shares", "swapped fours")),
+        *(
+            pytest.param("1x2", workload, marks=pytest.mark.slow)
+            for workload in ("swapped", "swapped shares", "swapped fours", "narrow", "narrow fours")
+        ),
         *(
             pytest.param("1x3", workload, marks=pytest.mark.slow)
             for workload in ("scattered swapped", "scattered swapped shared", "swapped in one step", "swapped in two steps")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mkernel import env
-from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan, may_travel_in_packets
 from mkernel.planner.choice import plan_allgather_gemm
 from mkernel.planner.gemm import height_of
 from mkernel.planner.machine import H200
@@ -43,6 +43,8 @@ def _same(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[in
 def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: Any) -> bool:
     if (tiling.shares or 1) * 64 > shape[0]:  # fewer k steps
         return False
+    if tiling.block_n == 64 and (tiling.shares != 1 or (world != "1x1" and not tiling.packets)):
+        return False
     at, together = topology(world), (tiling.cluster or 1) * (tiling.cluster_n or 1)
     inside = at.num_nodes == 1 < at.size
     if tiling.packets:
@@ -54,9 +56,9 @@ def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: 
 @pytest.mark.cases(
     world=WORLDS,
     tiling=tuple(
-        Tiling(None, span, shares, cluster, packets, cluster_n, tile_rows)
-        for (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
-            ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
+        Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows)
+        for columns, (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
+            (None, 64), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
         )
     ),
     shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
@@ -78,8 +80,8 @@ def test_every_element_and_the_bits_of_operands_as_they_are(
 def test_tiles_of_all_heights(request: pytest.FixtureRequest, row_major: bool, cluster_n: int, rng: np.random.Generator) -> None:
     """Each height with a last row of tiles that is as high, and with one of any number of rows."""
     rows = [both for height in _HEIGHTS for both in (height, height + int(rng.integers(1, height + 1)))]
-    for tile_rows in (1, 2):
-        tiling = Tiling(None, 1, 1, 1, None, cluster_n, tile_rows)
+    for columns, tile_rows in ((None, 1), (None, 2), (64, 1)):
+        tiling = Tiling(columns, 1, 1, 1, None, cluster_n, tile_rows)
         _same(request, "1x1", Case("bfloat16", 72, 72, row_major, "default", tiling=tiling), tuple(rows))
 
 
@@ -94,13 +96,18 @@ def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) 
     """No tile is empty, the last one is loaded as far as there are rows, and stages are as many as fit."""
     for size, n, rows, tile_rows in rng.integers((1, 1, 1, 1), (5, 200, 3000, 9), (200, 4)).tolist():
         problem = AllGatherGemmProblem(topology(f"1x{size}"), 8 * n, 520, "bfloat16", False)
-        plan = make_plan(problem, rows, 132, tiling=Tiling(span=size, packets=0, tile_rows=tile_rows))
+        columns = (64, 128)[n % 2]
+        packets = int(size > 1 and columns == 64)
+        if packets and not may_travel_in_packets(problem, rows):
+            continue
+        plan = make_plan(problem, rows, 132, tiling=Tiling(columns, span=size, packets=packets, tile_rows=tile_rows))
+        assert (plan.columns, plan.narrow) == (columns, columns == 64)
         assert plan.tile_rows <= max(tile_rows, -(-size * rows // 256) + 1, plan.swapped)
         assert (plan.tile_rows - 1) * plan.block_rows < size * rows <= plan.tile_rows * plan.block_rows
         left = size * rows - plan.sizes.last_row * plan.block_rows
         assert left <= plan.sizes.tail_rows < left + 8
         assert plan.sizes.tail_rows <= plan.block_rows
-        stage = (128 + plan.block_rows) * 128
+        stage = (columns + plan.block_rows) * 128
         assert plan.sizes.stages * stage <= plan.tile.stages * 49152 < (plan.sizes.stages + 1) * stage
 
 
@@ -109,11 +116,15 @@ def test_what_does_not_go_with_swapped_operands() -> None:
     problem = dataclasses.replace(canonical, canonical=False)
     for one, tiling in (
         (canonical, Tiling(tile_rows=1)),
-        (problem, Tiling(64, tile_rows=1)),
+        (problem, Tiling(192, tile_rows=1)),
         (problem, Tiling(packets=2, tile_rows=1)),
     ):
-        with pytest.raises(TilingError, match="swapped operands have tiles of 128 columns"):
+        with pytest.raises(TilingError, match="swapped operands have tiles of 128 or 64 columns"):
             make_plan(one, 16, 132, tiling=tiling)
+    with pytest.raises(TilingError, match="no CTAs share K"):
+        make_plan(problem, 16, 132, tiling=Tiling(64, tile_rows=1, shares=2))
+    with pytest.raises(TilingError, match="shards travel in packets"):
+        make_plan(problem, 16, 132, tiling=Tiling(64, tile_rows=1, packets=0))
     assert make_plan(problem, 16, 132, tiling=Tiling(128, tile_rows=1)).swapped == 1
 
 

@@ -177,17 +177,19 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
         assert not found
         return
     assert all(plan.packets == (size > 1) and plan.plane_rows == all_rows for plan in found)
-    for cluster, cluster_n in [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]:
-        of_kind = [plan for plan in found if (plan.cluster, plan.cluster_n) == (cluster, cluster_n)]
+    clusters = [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]
+    for columns, (cluster, cluster_n) in itertools.product((128, 64), clusters):
+        of_kind = [plan for plan in found if (plan.columns, plan.cluster, plan.cluster_n) == (columns, cluster, cluster_n)]
         if sms < 2 * cluster * cluster_n:
             continue
-        assert 1 <= len(of_kind) <= (5 if cluster * cluster_n == 1 else 2)
-        assert all(plan.shares == 1 for plan in of_kind) or cluster * cluster_n == 1
+        may_share = cluster * cluster_n == 1 and columns == 128
+        assert 1 <= len(of_kind) <= (5 if may_share else 3 if cluster * cluster_n == 1 else 2)
+        assert all(plan.shares == 1 for plan in of_kind) or may_share
         assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
         best = min(predict(plan, H200).seconds for plan in of_kind)  # type: ignore[union-attr]
         least = max(cluster, -(-all_rows // 256))
         for tile_rows in range(least, least + 8):
-            tiling = Tiling(None, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows)
+            tiling = Tiling(columns, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows)
             other = allgather_gemm.make_plan(problem, rows, sms, tiling=tiling)
             assert best <= 1.3 * predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
 

@@ -253,13 +253,14 @@ class Gemm(Call):
 class AllGatherGemm(Gemm):
     """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for.
 
-    ``tile_rows``: of swapped operands; 0: they are not.
+    ``tile_rows``: of swapped operands; 0: they are not. ``narrow``: those tiles have 64 columns, with packets.
     """
 
     op: ClassVar[str] = "allgather_gemm"
     mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
     packets: int = 0
     tile_rows: int = 0
+    narrow: bool = False
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -272,7 +273,8 @@ class AllGatherGemm(Gemm):
     @classmethod
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
         packets = cls.mechanisms.index(mechanism)
-        return {"packets": packets, "tile_rows": rng.choice((0, 0, 1, 2, 5)) if packets < 2 else 0}
+        tile_rows = rng.choice((0, 0, 1, 2, 5)) if packets < 2 else 0
+        return {"packets": packets, "tile_rows": tile_rows, "narrow": packets == 1 and tile_rows > 0 and rng.random() < 0.5}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.packets:
@@ -291,7 +293,7 @@ class AllGatherGemm(Gemm):
     def tiling(self) -> Tiling | None:
         if not self.packets and not self.tile_rows:
             return super().tiling
-        width = 64 if self.packets == 2 else None
+        width = 64 if self.packets == 2 or self.narrow else None
         packets, tile_rows = self.packets or None, self.tile_rows or None
         return Tiling(width, cluster=self.cluster, packets=packets, cluster_n=self.cluster_n, tile_rows=tile_rows)
 
