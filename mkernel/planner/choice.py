@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mkernel import env
@@ -35,6 +35,9 @@ _PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best ch
 _CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length()) // (2 * _PER_DOUBLING)) == 0)
 # How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
 _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
+# Of the kernels of one N and K: how much less calls must take by another one, in the mean over all digits of M, to be worth that one.
+_LEAST_GAIN = 3e-4
+_MISSING = math.log(4)  # how much longer a class counts for that has no kernel yet
 _WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
 # and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles;
 # and clusters of reductions in packets, which wait for other ranks together
@@ -148,27 +151,34 @@ def _worth(rules: Any, plan: Any) -> float:
     return _WORTH_OF_PUSHED if gathers and plan.split.intra_comm else _WORTH_OF_TILES
 
 
-def _kernels_of(problem: Any, of_class: int, sm_count: int, specialize: str | None) -> list[Any]:
-    plans = list(candidates(problem, of_class, sm_count, specialize))
-    known = [plan.spec for plan in plans if _may_be_chosen(plan)]
-    return list(dict.fromkeys(known or [plan.spec for plan in plans]))
+def _seconds_by(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> dict[Any, float]:
+    """By kernel that the class may have: the seconds that it is predicted to take, and longer where it must promise more."""
+    rules: Any = None
+    found: dict[Any, float] = {}
+    others: dict[Any, float] = {}
+    for plan in candidates(problem, of_class, sm_count, specialize):
+        seconds = _weighed(rules or plan, plan, machine)
+        if rules is None:
+            rules = plan
+        else:
+            seconds /= min(_WORTH, _worth(rules, plan))
+        among = found if _may_be_chosen(plan) else others
+        among[plan.spec] = min(seconds, among.get(plan.spec, math.inf))
+    return found or others
 
 
-def _covering(
-    wanted: Sequence[Kernel], possible: Callable[[int], Iterable[Kernel]], weights: Sequence[float] | None = None
-) -> frozenset[Kernel]:
-    """At most ``MOST_KERNELS`` kernels, one at least possible for each of the classes that want ``wanted``: those wanted most, if they do.
+def _covering(seconds: Sequence[Mapping[Kernel, float]], weights: Sequence[float]) -> frozenset[Kernel]:
+    """At most ``MOST_KERNELS`` kernels, one at least possible for each class: those without which calls would take longest.
 
-    Where a class can have none of these, others that most such classes can have take the places of the last. ``weights``: of the classes.
+    Taken one after the other, each the one by which the mean of the logarithms of all classes' times falls most, as far as that is
+    ``_LEAST_GAIN``. Where a class can have none of these, others that most such classes can have take the places of the last.
+
+    ``seconds``: of each class, by kernel. ``weights``: of the classes.
     """
-    votes: dict[Kernel, float] = {}
-    for kernel, weight in zip(wanted, weights or itertools.repeat(1.0), strict=False):
-        votes[kernel] = votes.get(kernel, 0.0) + weight
-    order = sorted(votes, key=lambda kernel: -votes[kernel])  # of equals the first
-    for number in range(min(MOST_KERNELS, len(order)), -1, -1):
+    order = _most_useful(seconds, weights)
+    for number in range(len(order), -1, -1):
         kept = order[:number]
-        left = [list(possible(at)) for at, kernel in enumerate(wanted) if kernel not in kept]
-        left = [kernels for kernels in left if not any(kernel in kept for kernel in kernels)]
+        left = [list(kernels) for kernels in seconds if not any(kernel in kernels for kernel in kept)]
         while left and len(kept) < MOST_KERNELS:
             best, _ = collections.Counter(itertools.chain.from_iterable(left)).most_common(1)[0]
             kept.append(best)
@@ -178,21 +188,36 @@ def _covering(
     raise AssertionError("few plain kernels are possible everywhere")
 
 
+def _most_useful(seconds: Sequence[Mapping[Kernel, float]], weights: Sequence[float]) -> list[Kernel]:
+    """The kernels of ``_covering``, the most useful first."""
+    # Of a class, how much longer it takes by a kernel than by its fastest, as a logarithm; without any that it may have a lot.
+    longer = [{kernel: math.log(one / min(of_class.values())) for kernel, one in of_class.items()} for of_class in seconds]
+    left, whole = [_MISSING] * len(longer), sum(weights)
+    order: list[Kernel] = []
+    while len(order) < MOST_KERNELS:
+        gains: dict[Kernel, float] = {}
+        for of_class, now, weight in zip(longer, left, weights, strict=True):
+            for kernel, one in of_class.items():
+                gains[kernel] = gains.get(kernel, 0.0) + weight * max(0.0, now - one)
+        best = max(gains, key=lambda kernel: gains[kernel])  # of equals the first
+        if gains[best] < _LEAST_GAIN * whole:
+            break
+        order.append(best)
+        left = [min(now, of_class.get(best, now)) for of_class, now in zip(longer, left, strict=True)]
+    return order
+
+
 @functools.lru_cache(maxsize=64)
 def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None) -> frozenset[Any]:
-    """The kernels that most numbers of rows would choose: one N and K has no more of them, and every class can have one."""
-    examined, weights = [*_CLASSES], [*_WEIGHTS]
-    wanted = [_fastest(problem, rows, sm_count, machine, specialize).spec for rows in examined]
-    possible = functools.cache(lambda at: _kernels_of(problem, examined[at], sm_count, specialize))
+    """The kernels that one N and K has for all numbers of rows: few, and every class can have one."""
+    seconds = {rows: _seconds_by(problem, rows, sm_count, machine, specialize) for rows in _CLASSES}
     while True:
-        kept = _covering(wanted, possible, weights)
-        others = [rows for rows in classes(EXAMINED_ROWS) if rows not in examined]
+        kept = _covering(list(seconds.values()), [*_WEIGHTS, *[0.0] * (len(seconds) - len(_WEIGHTS))])
+        others = [rows for rows in classes(EXAMINED_ROWS) if rows not in seconds]
         left = [rows for rows in others if not any(plan.spec in kept for plan in candidates(problem, rows, sm_count, specialize))]
         if not left:
             return kept
-        examined += left
-        weights += [0.0] * len(left)
-        wanted += [_fastest(problem, rows, sm_count, machine, specialize).spec for rows in left]
+        seconds |= {rows: _seconds_by(problem, rows, sm_count, machine, specialize) for rows in left}
 
 
 @functools.lru_cache(maxsize=4096)

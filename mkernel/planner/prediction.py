@@ -33,6 +33,9 @@ _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2
 # the same.
 _APART_A, _FEW_ROWS = 1.25, 2
 _SECTOR = 32  # bytes
+# Fitted: a step whose data are there, of however few products; 240 cycles by stamps (docs/speed_log.md, "What a k step of few rows waits
+# for").
+_STEP = 0.15e-6
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four
 
 
@@ -173,6 +176,7 @@ def tile_cost(
         read = _READ_APART[block_n] if apart else _READ[block_n] * min(1.0, _once(block_m, block_n, together) / _once(block_m, block_n))
     lines = height * of_a.whole + width * of_b.whole
     load = steps * max(shared, of_sm, of_l2 * active, read * lines * _LINE * active / machine.l2)
+    load = max(load, steps * _STEP)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
     fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)

@@ -256,25 +256,38 @@ def test_with_kernels_that_are_seldom_the_fastest_there_would_be_more(
 
 
 def test_kernels_that_are_kept_leave_no_class_without_one(rng: np.random.Generator) -> None:
-    """Classes that want rare kernels may be able to have none of those that most others want."""
+    """Some classes may be able to have none of the kernels that are best for the others."""
     rare = 0
     for _ in range(50):
-        possible = [[int(one) for one in rng.permutation(10)[:3]] if rng.random() < 0.1 else list(range(8, 24)) for _ in range(100)]
-        wanted = [int(rng.choice(kernels)) for kernels in possible]
-        kept = choice._covering(wanted, lambda at, possible=possible: possible[at])
+        possible = [rng.permutation(10)[:3].tolist() if rng.random() < 0.1 else list(range(8, 24)) for _ in range(100)]
+        seconds = [dict(zip(kernels, rng.uniform(1, 2, len(kernels)).tolist(), strict=True)) for kernels in possible]
+        weights = [float(len(kernels) > 3) for kernels in possible]
+        kept = choice._covering(seconds, weights)
         assert len(kept) <= 8
         assert all(kept.intersection(kernels) for kernels in possible)
-        rare += any(not most_chosen(wanted).intersection(kernels) for kernels in possible)
-    assert rare, "the most wanted were enough: nothing was shown"
+        rare += any(not set(choice._most_useful(seconds, weights)).intersection(kernels) for kernels in possible)
+    assert rare, "the most useful were enough: nothing was shown"
+
+
+def test_kernels_that_are_kept_are_those_without_which_calls_take_longest(rng: np.random.Generator) -> None:
+    """Not those that most classes would choose: where a kernel is the best by little, another one may do."""
+    kernels, needed, left_out = range(12), {9, 10, 11}, 0
+    for _ in range(20):
+        seconds = [{kernel: float(rng.uniform(1.0, 1.02)) for kernel in kernels} for _ in range(60)]
+        for at, best in enumerate(needed):
+            seconds[at] = {kernel: 1.0 if kernel == best else 1.5 for kernel in kernels}
+        assert needed <= choice._covering(seconds, [1.0] * len(seconds))
+        left_out += not needed <= most_chosen(min(one, key=one.__getitem__) for one in seconds)
+    assert left_out, "most classes would have chosen them, too: nothing was shown"
 
 
 def test_thousands_of_rows_do_not_outvote_tens() -> None:
     """Most classes are of thousands of rows. By classes alone the kernel of the first three would be left out here."""
     assert sum(choice._WEIGHTS) == pytest.approx(math.log(choice._CLASSES[-1] + 1))
     wanted = [8, 8, 8, *(at % 8 for at in range(len(choice._CLASSES) - 3))]
-    everywhere = [list(range(9))] * len(wanted)
-    assert 8 in choice._covering(wanted, everywhere.__getitem__, choice._WEIGHTS)
-    assert 8 not in choice._covering(wanted, everywhere.__getitem__)
+    seconds = [{kernel: 1.0 if kernel == best else 1.1 for kernel in range(9)} for best in wanted]
+    assert 8 in choice._covering(seconds, choice._WEIGHTS)
+    assert 8 not in choice._covering(seconds, [1.0] * len(wanted))
 
 
 # ---- machines
