@@ -1,6 +1,5 @@
 // Every machine instruction a kernel uses, one function each. This is the only header the cpu target replaces
 // (kernels_src/cpu/ptx.cuh has the same names); kernels contain no other inline PTX and no CUDA built-ins.
-//
 // Conventions: `threads` counts threads, `bytes` bytes, coordinates of TMA go from the contiguous dimension outwards.
 // "Warp" functions must be reached by all 32 lanes, "warpgroup" functions by all 128 threads, everything else by any one thread.
 #ifndef MK_PTX_CUH  // a named guard: where kernels_src/cpu/ptx.cuh came first, this file is empty
@@ -70,7 +69,6 @@ MK_DEVICE void pause(const uint64_t* flag, uint64_t value, uint64_t deadline) {
   (void)flag, (void)value, (void)deadline;
   asm volatile("nanosleep.u32 100;");
 }
-
 // The same for who must look again at once; `time` is no deadline but when there is something to do. kernels_src/ops/fabric.cuh
 MK_DEVICE void pause_until(const uint64_t* flag, uint64_t value, uint64_t time) { (void)flag, (void)value, (void)time; }
 
@@ -105,8 +103,7 @@ MK_DEVICE bool mbarrier_test(uint64_t* bar, uint32_t parity) {  // looks, where 
   return done != 0;
 }
 MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once the phase of this parity has completed
-  while (!mbarrier_try_wait(bar, parity)) {
-  }
+  for (bool done = false; !done;) done = mbarrier_try_wait(bar, parity);
 }
 
 // ---- clusters: CTAs that are resident together and reach each other's shared memory, numbered from 0; alone in its own: a CTA of a launch without.
@@ -124,27 +121,23 @@ MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(cta));
   return address;
 }
-// Stores a word some time later, and then tells the barrier, which expects 4 bytes, as a load by TMA does: a thread that waits for it sees the word.
-// Releases nothing else.
+// Stores a word some time later, and tells the barrier, which expects 4 bytes: who waits for it sees the word. Releases nothing else.
 MK_DEVICE void cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t v) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(cluster_address(p, cta)), "r"(v),
-               "r"(cluster_address(bar, cta))
-               : "memory");
+  const uint32_t to = cluster_address(p, cta), told = cluster_address(bar, cta);
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(v), "r"(told) : "memory");
 }
-MK_DEVICE void cluster_arrive(uint64_t* bar,
-                              uint32_t cta) {  // release at cluster scope: on sm_90 a fence of GPU scope, 1000 cycles and more
+// Arrivals on another CTA's barrier: with release at cluster scope, which on sm_90 is a fence of GPU scope, 1000 cycles and more; without, by a thread
+// that has nothing to release to that CTA; and the same by one that has read what that CTA may write over.
+MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
 }
-MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) {  // by a thread that has nothing to release to the other CTA: no fence
+MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
 }
-MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) {  // the same, by one that has read what the other CTA may write over
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
-}
+MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { cluster_arrive_relaxed(bar, cta); }
 // As mbarrier_wait, of this CTA's barrier, for what another CTA has released by cluster_arrive: acquire at cluster scope.
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) {
-  uint32_t done = 0;
-  while (done == 0) {
+  for (uint32_t done = 0; done == 0;) {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(done)
                  : "r"(shared_address(bar)), "r"(parity)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,8 @@ from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
 from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.ring_problem import LAYOUTS, RingAttentionProblem, Sizes
-from mkernel.planner.split import Split
+from mkernel.planner.split import Split, SplitError
+from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 from tests.nvrtc.test_kernels import fits
 
@@ -30,6 +34,30 @@ _SMS = 132
 _SECONDS = 12.0  # of compilations, when there has been one of each op
 
 
+def draw_tiling(rng: np.random.Generator) -> Tiling:
+    """Any that can be written."""
+    drawn = {
+        "block_n": (64, 128, 192, 256),
+        "span": (1, 2, 4, 8),
+        "shares": (1, 1, 2, 3, 5, 8),
+        "cluster": (1, 2, 4),
+        "packets": (0, 1, 1, 2),
+        "cluster_n": (1, 2, 4),
+        "tile_rows": (1, 2, 5, 9),
+    }
+    while True:
+        with contextlib.suppress(ValueError):
+            return Tiling.parse({name: int(rng.choice(values)) for name, values in drawn.items() if rng.random() < 0.4})
+
+
+def perhaps_tiled(rng: np.random.Generator, split: Split | None, make: Callable[..., Any]) -> Any:
+    """The plan that is chosen, or of every second one with a drawn tiling that it can have."""
+    for _ in range(30 if rng.random() < 0.5 else 0):
+        with contextlib.suppress(TilingError, SplitError):
+            return make(split, tiling=draw_tiling(rng))
+    return make(split)
+
+
 def draw_plan(rng: np.random.Generator, op: str) -> Any:
     """A plan of numbers that its kernel depends on, and of others that it should not."""
     nodes, ranks = WORLDS[rng.integers(len(WORLDS))]
@@ -40,11 +68,11 @@ def draw_plan(rng: np.random.Generator, op: str) -> Any:
     split = Split(compute=int(rng.integers(1, 100))) if rng.random() < 0.3 else None
     if op == allgather_gemm.OP:
         gather = AllGatherGemmProblem(topology, n, k, dtype, one, canonical=two)
-        return choice.plan_allgather_gemm(gather, rows, _SMS, split, specialize=specialize)
+        return perhaps_tiled(rng, split, functools.partial(choice.plan_allgather_gemm, gather, rows, _SMS, specialize=specialize))
     if op in (REDUCE_SCATTER, ALLREDUCE):
         partials = "float32" if two and not three else "output"
         summed = ReduceProblem(op, topology, n, k, dtype, one, partials, canonical=three)
-        return choice.plan_reduce(summed, rows, _SMS, split, specialize=specialize)
+        return perhaps_tiled(rng, split, functools.partial(choice.plan_reduce, summed, rows, _SMS, specialize=specialize))
     topk, experts, tokens = int(rng.integers(1, 17)), int(2 ** rng.uniform(0, 6)), int(2 ** rng.uniform(2, 12))
     if op == "moe_dispatch_gemm":
         alignment, clamp = int(rng.choice((1, 8, 64))), float(rng.choice((0.0, 7.0)))
