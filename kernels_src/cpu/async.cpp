@@ -243,9 +243,8 @@ void check_source(const void* global, size_t bytes, const char* what) {
     if (writer.launch == fiber.cta->launch->id && writer.cta == fiber.cta->index) continue;
     if (it->second.turn <= fiber.past.fenced) {
       s.fail_fiber(
-          "missing release or acquire: %s reads global memory at 0x%llx (%s), which %s has written later than this thread, or any that it "
-          "has "
-          "waited for by what releases, last acquired a flag",
+          "missing release or acquire: %s reads global memory at 0x%llx (%s), which %s has written later than this thread last acquired a "
+          "flag, or any thread that it has waited for and that releases",
           what, static_cast<unsigned long long>(line * kLineBytes), s.memory_name(line * kLineBytes).c_str(),
           s.writer_name(writer).c_str());
     }

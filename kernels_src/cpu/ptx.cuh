@@ -78,9 +78,8 @@ MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) { return mkc_clu
 MK_DEVICE void cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t v) { mkc_cluster_post(p, bar, cta, v); }
 MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, true); }
 MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, false); }
-MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) {
-  mkc_cluster_arrive(bar, cta, true);
-}  // reads come before what is written then
+// Its reads come before what is written then.
+MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, true); }
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
 MK_DEVICE void prefetch_map(const abi::TensorMap*) {}

@@ -388,8 +388,8 @@ void arrive(Scheduler& s, Fiber& fiber, Cta& cta, uint32_t offset, uint32_t expe
     s.fail_fiber("mbarrier_arrive_expect: %lld bytes expected in one phase", static_cast<long long>(bar.transactions));
   bar.had_bytes = bar.had_bytes || expected_bytes != 0;
   if (releases) bar.past.join(fiber.past);
-  tsan::release(
-      &bar.sync[bar.phase()]);  // of every arrival: what a thread has waited for before it comes before what others arrive for after it
+  // Of every arrival: what a thread has waited for before it comes before what others arrive for after it.
+  tsan::release(&bar.sync[bar.phase()]);
   --bar.pending;
   complete_phase_if_done(s, cta, offset, bar);
   s.progress();

@@ -44,7 +44,8 @@ using StagePosition = RingPosition<GemmShape<Config>::kMostStages>;
 
 // The stages of a call. Where its tiles have at most 64 rows (op.is_low(), of kernels with Config::kLow), there are more of them, with 64 rows of A each:
 // a load waits as long for few bytes as for many, so the fewer a k step has, the more steps should be on their way. Then the first consumer warpgroup has
-// all rows, and the other one only gives stages back. With swapped operands there are as many stages as fit with as many rows, and columns, as the call's tiles have.
+// all rows, and the other one only gives stages back. With swapped operands there are as many stages as fit with as many rows and columns as the
+// call's tiles have.
 template <class Config>
 class StageRing {
   using Shape = GemmShape<Config>;
